@@ -1,0 +1,118 @@
+"""The run, identical on all peers, and this machine.
+
+`RunConfig` is decoded from `run.toml` once, validated field by field, and frozen. Its digest is the run's id and prefixes
+every key and every protocol name, so that two recipes cannot meet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ModelConfig(_Section):
+    """Which decoder to train.
+
+    Exactly one of: `architecture` (a transformers model type, with `sizes` for its config), `path` (a local Hugging Face
+    directory to continue from), `hub` with `commit` (likewise from the hub).
+    """
+
+    architecture: str | None = None
+    sizes: dict[str, Any] = {}
+    path: str | None = None
+    hub: str | None = None
+    commit: str | None = None
+    dropout: float = 0.0
+
+
+class PipelineConfig(_Section):
+    """How the model is cut and how microbatches flow."""
+
+    stages: int = 2
+    boundaries: tuple[int, ...] | None = None
+    """Number of the first layer of every stage but the first; None cuts by estimated work."""
+    replicas: int = 2
+    """Planned replicas of a stage; with `inner.steps` it fixes the token budget of the run. More or fewer may come."""
+    sequence_length: int = 1024
+    microbatch_size: int = 8
+    microbatches_per_step: int = 8
+    windows_in_flight: Literal[1] = 1
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of activations and their gradients between stages."""
+    budget_s: float = 300.0
+    """Longest time that a microbatch may travel."""
+
+
+class DataConfig(_Section):
+    """Where text comes from. `source`: stdlib, text, json, parquet, or hub."""
+
+    source: Literal["stdlib", "text", "json", "parquet", "hub"] = "stdlib"
+    path: str | None = None
+    """A file, a directory or a glob for text, json and parquet; owner/name for hub."""
+    commit: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    field: str = "text"
+    tokenizer: str = "byt5"
+    """byt5 (bytes, needs no files), a local directory, or owner/name of the hub."""
+    tokenizer_commit: str | None = None
+    validation_percent: float = 2.0
+    shuffle: bool = True
+
+
+class InnerConfig(_Section):
+    """The optimiser inside a replica, between two rounds (AdamW), and its schedule over the run's progress."""
+
+    steps: int = 25_000
+    """Inner steps that each planned source takes: with the batch and the planned replicas, the run's token budget."""
+    learning_rate: float = 6e-4
+    warmup_steps: int = 1000
+    final_fraction: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+
+class OuterConfig(_Section):
+    """The gossip round (NoLoCo, arXiv 2506.10911, equations 1 to 3)."""
+
+    inner_steps_per_round: int = 50
+    alpha: float = 0.5
+    beta: float = 0.7
+    gamma: float = 0.7
+    blocking: bool = False
+    """The paper's form: shut the gate, drain, then exchange. Otherwise training goes on until the partner is there."""
+    overlap_steps: int = 8
+    """A snapshot older than this many inner steps is retaken while the round stays open."""
+    deferrals_before_solo: int = 4
+
+
+class RunConfig(_Section):
+    """Everything that all peers of a run must agree on."""
+
+    name: str = "run"
+    seed: int = 0
+    precision: Literal["auto", "float32"] = "auto"
+    """auto: bfloat16 autocast on a GPU that has it, float32 on a CPU. Weights are float32 always."""
+    model: ModelConfig
+    pipeline: PipelineConfig = PipelineConfig()
+    data: DataConfig = DataConfig()
+    inner: InnerConfig = InnerConfig()
+    outer: OuterConfig = OuterConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        """Sequences in one inner step of one replica."""
+        return self.pipeline.microbatch_size * self.pipeline.microbatches_per_step
+
+    @property
+    def budget_samples(self) -> int:
+        """Sequences of the whole run: progress 1."""
+        return self.inner.steps * self.samples_per_step * self.pipeline.replicas

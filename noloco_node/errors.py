@@ -1,0 +1,44 @@
+"""What ends a command: one clear message (what, why, what to try) and a documented exit code."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes of `noloco-node`, documented in the README."""
+
+    OK = 0
+    BUG = 1
+    """An error that the program does not know: please report it."""
+    USAGE = 2
+    """The command line is wrong."""
+    CONFIG = 3
+    """A run file, an invite or a data source is wrong; the message names the field."""
+    UNREACHABLE = 4
+    """No bootstrap peer could be reached; the message says which address failed and why."""
+    OTHER_RUN = 5
+    """The peers that answered belong to another run, or to another version of the protocol."""
+    HOME_IN_USE = 6
+    """Another node already uses this home directory."""
+    PORT_TAKEN = 7
+    """Another program already listens on the port asked for."""
+    DAEMON = 8
+    """The libp2p daemon did not start, or died."""
+    STORAGE = 9
+    """The disk is full or not writable."""
+    DEVICE = 10
+    """The device asked for is absent, or its memory is not enough."""
+    INTERRUPTED = 130
+    """Interrupted before the work was done."""
+
+
+class Trouble(Exception):
+    """An error that a person can act on: what happened, why, and what to try."""
+
+    def __init__(self, what: str, *, why: str, attempt: str, code: Exit) -> None:
+        super().__init__(what)
+        self.what, self.why, self.attempt, self.code = what, why, attempt, code
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  why: {self.why}\n  try: {self.attempt}"

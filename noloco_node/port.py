@@ -1,0 +1,55 @@
+"""The network as the rest of the shell sees it: conversations of typed messages, and records that expire.
+
+`noloco_node.network` implements it over libp2p. Another implementation may run it in memory and virtual time: whoever
+depends only on this module cannot tell the difference.
+
+Losses are the standard library's: `ConnectionRefusedError` when the peer cannot be reached, `ConnectionAbortedError` when
+we give it up (silent for `Patience.silence_s`, or a `wire.Violation`), `ConnectionResetError` when the stream breaks or
+ends without its end mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from noloco_node.wire import Schema
+
+
+class Conversation(Protocol):
+    """One stream between two peers, both of whom may send and receive typed messages, in order."""
+
+    @property
+    def peer(self) -> str:
+        """The other's peer id, authenticated by the transport."""
+
+    async def send(self, message: Any) -> None:
+        """Send one message that the conversation's schema knows; return when it has been handed to the transport."""
+
+    async def receive(self) -> Any:
+        """Return the next message; beats are swallowed. Raises a `ConnectionError` as the module says."""
+
+
+Handler = Callable[[Conversation], Awaitable[None]]
+
+
+class Network(Protocol):
+    """What a peer needs of the world."""
+
+    @property
+    def peer_id(self) -> str:
+        """Our own peer id in base 58."""
+
+    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
+        """Open a conversation about `topic`; leaving the context ends it, cancelling what the callee still does."""
+
+    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
+        """Answer conversations about `topic`: one task each, cancelled when the caller goes away."""
+
+    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        """Store our record under (key, subkey) for `lifetime_s` seconds; say whether the DHT took it."""
+
+    async def read(self, key: str) -> Mapping[str, bytes]:
+        """Return all live records under `key` by subkey; empty when there is none."""

@@ -1,0 +1,63 @@
+"""The roster: who serves what, as one immutable snapshot that decisions read.
+
+Each peer keeps one record of itself in the DHT, refreshed long before it expires. A background task reads the records of
+all stages into a `Roster`. Peers disagree for a while about who is there; every decision tolerates that.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class State(StrEnum):
+    """What a peer is doing, in one word."""
+
+    JOINING = "joining"
+    CATCHING_UP = "catching up"
+    TRAINING = "training"
+    FINISHED = "finished"
+    LEAVING = "leaving"
+
+
+class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer says of itself. Nobody else vouches for it: readers bound what they believe."""
+
+    peer: str
+    stage: int
+    state: State
+    claimed_at: float = 0.0
+    """Unix time of the claim of this stage."""
+    round: int = 0
+    """Rounds finished, met or solo."""
+    inner_steps: int = 0
+    progress: float = 0.0
+    samples: int = 0
+    """At stage 0: sequences drawn here whose gradient came back."""
+    device_s: float = 0.0
+    """Measured device seconds a microbatch; 0 until known."""
+    tokens_per_s: float = 0.0
+    loss: float | None = None
+    gap: float | None = None
+    partner: str | None = None
+    waiting: str | None = None
+    """What it waits for, in words, and since when; None while it works."""
+    addresses: tuple[str, ...] = ()
+    version: str = ""
+
+
+class Roster(msgspec.Struct, frozen=True, kw_only=True):
+    """All live records by stage, as of `read_at` (loop seconds)."""
+
+    stages: tuple[tuple[PeerRecord, ...], ...]
+    read_at: float = 0.0
+    run_samples: int = 0
+    """Sequences done in the whole run, records of departed sources included."""
+    sources: int = 0
+    """Sources ever seen by this run (their final records outlive them for minutes)."""
+    sources_finished: int = 0
+
+    def stage(self, number: int) -> tuple[PeerRecord, ...]:
+        """Return the live records of one stage."""
+        return self.stages[number]
