@@ -1,25 +1,41 @@
 """The run, identical on all peers, and this machine.
 
-`RunConfig` is decoded from `run.toml` once, validated field by field, and frozen. Its digest is the run's id and prefixes
-every key and every protocol name, so that two recipes cannot meet.
+`RunConfig` is decoded from `run.toml` once, validated field by field, and frozen. Its digest is the run's id and
+prefixes every key and every protocol name, so that two recipes cannot meet.
+
+The digest is taken over the *decoded* run, defaults filled in: comments, order and spelled-out defaults do not matter,
+and every value does. To it come the version of the wire format, and the content of what the file only names: a local
+model or tokenizer directory enters by a hash of its files, one on the hub by its commit. Not pinned is the text of
+`data`: peers may well train on different text, and a local file differs between machines without harm.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from noloco_node.errors import Exit, Trouble
+from noloco_node.rules import problems
+from noloco_node.wire import WIRE_VERSION
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
+RUN_TEXT_BYTES = 256 * 1024
+"""Longest run file, in bytes; peers serve each other its text."""
 
 
-class ModelConfig(_Section):
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which decoder to train.
 
-    Exactly one of: `architecture` (a transformers model type, with `sizes` for its config), `path` (a local Hugging Face
-    directory to continue from), `hub` with `commit` (likewise from the hub).
+    Exactly one of: `architecture` (a transformers model type, with `sizes` for its config), `path` (a local Hugging
+    Face directory to continue from), `hub` with `commit` (likewise from the hub).
     """
 
     architecture: str | None = None
@@ -30,7 +46,7 @@ class ModelConfig(_Section):
     dropout: float = 0.0
 
 
-class PipelineConfig(_Section):
+class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the model is cut and how microbatches flow."""
 
     stages: int = 2
@@ -48,7 +64,7 @@ class PipelineConfig(_Section):
     """Longest time that a microbatch may travel."""
 
 
-class DataConfig(_Section):
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where text comes from. `source`: stdlib, text, json, parquet, or hub."""
 
     source: Literal["stdlib", "text", "json", "parquet", "hub"] = "stdlib"
@@ -59,13 +75,13 @@ class DataConfig(_Section):
     split: str = "train"
     field: str = "text"
     tokenizer: str = "byt5"
-    """byt5 (bytes, needs no files), a local directory, or owner/name of the hub."""
+    """byt5 (bytes, needs no files); with `tokenizer_commit` owner/name of the hub, without it a local directory."""
     tokenizer_commit: str | None = None
     validation_percent: float = 2.0
     shuffle: bool = True
 
 
-class InnerConfig(_Section):
+class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The optimiser inside a replica, between two rounds (AdamW), and its schedule over the run's progress."""
 
     steps: int = 25_000
@@ -80,7 +96,7 @@ class InnerConfig(_Section):
     clip_norm: float = 1.0
 
 
-class OuterConfig(_Section):
+class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The gossip round (NoLoCo, arXiv 2506.10911, equations 1 to 3)."""
 
     inner_steps_per_round: int = 50
@@ -94,7 +110,7 @@ class OuterConfig(_Section):
     deferrals_before_solo: int = 4
 
 
-class RunConfig(_Section):
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that all peers of a run must agree on."""
 
     name: str = "run"
@@ -116,3 +132,235 @@ class RunConfig(_Section):
     def budget_samples(self) -> int:
         """Sequences of the whole run: progress 1."""
         return self.inner.steps * self.samples_per_step * self.pipeline.replicas
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """This machine: what one peer may choose for itself, whatever the run."""
+
+    home: str
+    """Directory of this node's identity, journal and checkpoint; it belongs to one running node."""
+    device: str = "auto"
+    listen: tuple[str, ...] = ()
+    """Multiaddrs to listen on; none: a free TCP port on all interfaces."""
+    announce: tuple[str, ...] = ()
+    """Multiaddrs to tell others, where they differ from those listened on (behind a port forwarding)."""
+    stage: int | None = None
+    """The stage to serve; None takes the one with the fewest replicas."""
+    data: str | None = None
+    """Another source of text than the run's, as `with_source` reads it."""
+    threads: int | None = None
+    """Threads that torch may use; None leaves it to torch."""
+    linger_s: float = 600.0
+    """How long a finished node goes on serving its weights."""
+    refresh_s: float = 10.0
+    """Time between two refreshes of the own record and of the roster."""
+    stop_at_eof: bool = False
+    """Leave when the standard input ends: a parent process that is gone has no other way to say so."""
+
+
+def load_run(path: str | Path) -> RunConfig:
+    """Read, decode and validate the run file at `path`; raise `Trouble` (Exit.CONFIG) if anything is wrong with it."""
+    return decode_run(read_run_text(path), str(path))
+
+
+def read_run_text(path: str | Path) -> str:
+    """Return the text of a run file, the form in which peers serve it; raise `Trouble` if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(RUN_TEXT_BYTES + 1).decode("utf-8-sig")
+    except OSError as error:
+        raise _trouble(
+            f"The run file {path} cannot be read.",
+            error.strerror or str(error),
+            "check the path; `noloco-node init` writes a run file",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _trouble(f"The run file {path} is not text.", str(error), "save it as UTF-8") from error
+
+
+def decode_run(text: str, origin: str) -> RunConfig:
+    """Decode and validate the text of a run file.
+
+    `origin` says in messages where it came from. Raises `Trouble` (Exit.CONFIG) that names the line or the field at
+    fault, what is wrong with it and what would be right. Safe for text that a stranger sent.
+    """
+    if len(text.encode(errors="replace")) > RUN_TEXT_BYTES:
+        raise _trouble(
+            f"{origin} is too long for a run file.",
+            f"it has more than {RUN_TEXT_BYTES // 1024} KiB",
+            "shorten its comments: peers send it to each other",
+        )
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # tomllib raises the second for brackets nested without end
+        raise _trouble(f"{origin} is not valid TOML.", str(error), "correct that line; see https://toml.io") from error
+    try:
+        run = msgspec.convert(table, RunConfig)
+    except msgspec.ValidationError as error:
+        raise _misfit(str(error), origin) from error
+    validate(run, origin)
+    return run
+
+
+def validate(run: RunConfig, origin: str = "the run") -> None:
+    """Check every rule that a type cannot state; raise `Trouble` (Exit.CONFIG) about the first that is broken."""
+    found = list(problems(run))
+    if not found:
+        return
+    first, others = found[0], list(dict.fromkeys(problem.field for problem in found[1:]))
+    also = f" (wrong too: {', '.join(others)})" if others else ""
+    raise _trouble(f"{origin}: {first.field} = {first.value} is refused{also}.", first.why, first.attempt)
+
+
+def with_source(data: DataConfig, source: str) -> DataConfig:
+    """Return `data` reading from another source, the tokenizer unchanged.
+
+    `source` is a path (json or parquet by its suffix, else text), or `stdlib`, or says its kind: `text:PATH`,
+    `json:PATH`, `parquet:PATH`, `hub:OWNER/NAME@COMMIT`. Raises `Trouble` (Exit.CONFIG).
+    """
+    kind, colon, rest = source.partition(":")
+    if source == "stdlib":
+        return msgspec.structs.replace(data, source=kind, path=None, commit=None, subset=None, split="train")
+    if not colon or kind not in ("text", "json", "parquet", "hub"):
+        kind, rest = _kind_by_suffix(source), source
+    path, _, commit = rest.partition("@") if kind == "hub" else (rest, "", "")
+    if not path or (kind == "hub" and not commit):
+        raise _trouble(
+            f"The data source {source!r} is not understood.",
+            "a file, directory or glob is missing" if kind != "hub" else "a hub data set is named with its commit",
+            "for example books/*.txt, json:rows.jsonl, hub:owner/name@commit, or stdlib",
+        )
+    same = kind == "hub" and path == data.path
+    return msgspec.structs.replace(
+        data,
+        source=kind,
+        path=path,
+        commit=commit or None,
+        subset=data.subset if same else None,
+        split=data.split if same else "train",
+    )
+
+
+def _kind_by_suffix(path: str) -> str:
+    plain = re.sub(r"\.(gz|bz2|xz|zst)$", "", path)
+    if plain.endswith((".json", ".jsonl", ".ndjson")):
+        return "json"
+    return "parquet" if plain.endswith(".parquet") else "text"
+
+
+def canonical(run: RunConfig, contents: Mapping[str, str]) -> bytes:
+    """Return the one spelling of a run that its digest is taken over: JSON, keys sorted, defaults filled in.
+
+    `contents`: hashes of what the run names and does not hold, from `content_hashes`.
+    """
+    everything = {"wire": WIRE_VERSION, "run": msgspec.to_builtins(run), "contents": dict(contents)}
+    return json.dumps(everything, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def run_digest(run: RunConfig, contents: Mapping[str, str]) -> str:
+    """Return the run's id: 64 hexadecimal digits, the SHA-256 of its canonical form."""
+    return hashlib.sha256(canonical(run, contents)).hexdigest()
+
+
+def content_hashes(run: RunConfig) -> dict[str, str]:
+    """Return what pins the content of the model and the tokenizer that the run names, by field.
+
+    A local directory is read whole (a minute for a model of many gigabytes); what lies on the hub is pinned by its
+    commit. Raises `Trouble` if a directory is not there.
+    """
+    hashes = {}
+    if run.model.path is not None:
+        hashes["model.path"] = _hash_of_directory(run.model.path, "model.path")
+    if run.model.hub is not None:
+        hashes["model.hub"] = f"{run.model.hub}@{run.model.commit}"
+    if run.data.tokenizer_commit is not None:
+        hashes["data.tokenizer"] = f"{run.data.tokenizer}@{run.data.tokenizer_commit}"
+    elif run.data.tokenizer != "byt5":
+        hashes["data.tokenizer"] = _hash_of_directory(run.data.tokenizer, "data.tokenizer")
+    return hashes
+
+
+def _hash_of_directory(directory: str, field: str) -> str:
+    """Hash names and bytes of all files below `directory`, hidden ones left out (caches of downloaders differ)."""
+    root = Path(directory).expanduser()
+    total = hashlib.sha256()
+    try:
+        paths = {p.relative_to(root).as_posix(): p for p in root.rglob("*") if p.is_file()}
+        for name in sorted(name for name in paths if not any(part.startswith(".") for part in name.split("/"))):
+            with paths[name].open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            total.update(json.dumps([name, digest]).encode() + b"\n")
+    except OSError as error:
+        raise _trouble(f"{field}: {directory} cannot be read.", str(error), "check its permissions") from error
+    if not paths:
+        raise _trouble(
+            f"{field}: there is no directory {directory!r} with files in it.",
+            "every peer of the run needs the same files there, and their content is part of the run's id",
+            "copy the directory to this machine, or name a hub repository with its commit",
+        )
+    return total.hexdigest()
+
+
+def _trouble(what: str, why: str, attempt: str) -> Trouble:
+    return Trouble(what, why=why, attempt=attempt, code=Exit.CONFIG)
+
+
+def _misfit(complaint: str, origin: str) -> Trouble:
+    """Turn msgspec's complaint (`Expected ... - at $.section.field`) into a sentence about the field."""
+    why, _, where = complaint.partition(" - at ")
+    path = [part for part in re.split(r"[.\[\]`$]+", where) if part and part != "..."]
+    if missing := re.search(r"missing required field `(\w+)`", why):
+        return _trouble(
+            f"{origin}: {'.'.join([*path, missing[1]])} is missing.",
+            "a run has to say which model it trains",
+            "give a section [model] with `architecture` and `sizes`, `path`, or `hub` and `commit`",
+        )
+    if unknown := re.search(r"unknown field `(.*)`", why, re.DOTALL):
+        names = [f.name for f in msgspec.structs.fields(_type_at(path))]
+        # A field below the wrong [section] is as common as a misspelt one: look in this section, then in all.
+        everywhere = _home_of_fields() | {name: name for name in names}
+        close = difflib.get_close_matches(unknown[1], names, n=1) or difflib.get_close_matches(
+            unknown[1], list(everywhere), n=1
+        )
+        attempt = f"did you mean {everywhere[close[0]]}?" if close else f"the fields here are {', '.join(names)}"
+        return _trouble(
+            f"{origin}: there is no field {'.'.join([*path, unknown[1]])}.", "a run file holds no other fields", attempt
+        )
+    return _trouble(
+        f"{origin}: {'.'.join(path) or 'the file'} has the wrong type or value.",
+        why.replace("`", "") or complaint,
+        f"give {_in_words(_type_at(path))}",
+    )
+
+
+def _home_of_fields() -> dict[str, str]:
+    """Return the full path of every field of every section by its last name."""
+    sections = {f.name: f.type for f in msgspec.structs.fields(RunConfig) if _is_struct(f.type)}
+    return {f.name: f"{name}.{f.name}" for name, section in sections.items() for f in msgspec.structs.fields(section)}
+
+
+def _type_at(path: list[str]) -> Any:
+    """Return the declared type of a field, as far down its path as types are declared."""
+    found: Any = RunConfig
+    for name in path:
+        if not _is_struct(found):
+            break
+        found = {f.name: f.type for f in msgspec.structs.fields(found)}[name]
+    return found
+
+
+def _is_struct(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
+
+
+def _in_words(annotation: Any) -> str:
+    """Say in plain words what a value of this type looks like."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(json.dumps(value) for value in arguments)
+    if origin in (Union, types.UnionType):
+        return _in_words(next(a for a in arguments if a is not type(None))) + ", or leave it out"
+    if origin is tuple:
+        return "a list of whole numbers such as [2, 4]"
+    simple = {int: "a whole number", float: "a number", bool: "true or false", str: 'a text in "quotes"'}
+    return simple.get(annotation, "a table of fields")

@@ -3,10 +3,9 @@
 `noloco_node.network` implements it over libp2p. Another implementation may run it in memory and virtual time: whoever
 depends only on this module cannot tell the difference.
 
-Losses are the standard library's: `ConnectionRefusedError` when the peer cannot be reached, `ConnectionAbortedError` when
-we give it up (silent for `Patience.silence_s`, or a `wire.Violation`), `ConnectionResetError` when the stream breaks or
-ends without its end mark.
-"""
+Losses are the standard library's: `ConnectionRefusedError` when the peer cannot be reached, `ConnectionAbortedError`
+when we give it up (silent for `Patience.silence_s`, or a `wire.Violation`), `ConnectionResetError` when the stream
+breaks or ends without its end mark."""
 
 from __future__ import annotations
 
@@ -41,6 +40,9 @@ class Network(Protocol):
     @property
     def peer_id(self) -> str:
         """Our own peer id in base 58."""
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Return the multiaddrs at which others can dial us, each ending in /p2p/ and our id."""
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
         """Open a conversation about `topic`; leaving the context ends it, cancelling what the callee still does."""

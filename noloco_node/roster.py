@@ -1,8 +1,7 @@
 """The roster: who serves what, as one immutable snapshot that decisions read.
 
-Each peer keeps one record of itself in the DHT, refreshed long before it expires. A background task reads the records of
-all stages into a `Roster`. Peers disagree for a while about who is there; every decision tolerates that.
-"""
+Each peer keeps one record of itself in the DHT, refreshed long before it expires. A background task reads the records
+of all stages into a `Roster`. Peers disagree for a while about who is there; every decision tolerates that."""
 
 from __future__ import annotations
 
@@ -54,6 +53,8 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     read_at: float = 0.0
     run_samples: int = 0
     """Sequences done in the whole run, records of departed sources included."""
+    own_samples: int = 0
+    """How many of them we are known for ourselves, from an earlier life too."""
     sources: int = 0
     """Sources ever seen by this run (their final records outlive them for minutes)."""
     sources_finished: int = 0

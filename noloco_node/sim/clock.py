@@ -1,9 +1,8 @@
 """A virtual event loop: time jumps to the next timer, and a hang is an exception.
 
-The loop is asyncio's own, over a selector that never waits: where a real one would sleep until the next timer, this one
-moves the clock there. When nothing is ready and no timer is set, no event can ever come: `Deadlock` names the tasks that
-wait. Nothing that runs here may touch sockets or threads.
-"""
+The loop is asyncio's own, over a selector that never waits: where a real one would sleep until the next timer, this
+one moves the clock there. When nothing is ready and no timer is set, no event can ever come: `Deadlock` names the
+tasks that wait. Nothing that runs here may touch sockets or threads."""
 
 from __future__ import annotations
 

@@ -1,0 +1,43 @@
+# Two commands for a newcomer: `make demo` trains a small model with a whole swarm on this machine, `make test` runs
+# every check and test. Both build .venv on the first call and reuse it afterwards.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test check format install clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train a small model with a swarm of processes on this machine (about 3 minutes; DEMO='--minutes 5')"
+	@echo "make test    format, lint, types and all tests"
+	@echo "make check   format, lint and types alone"
+	@echo "make format  rewrite the code in the project's format"
+	@echo "make clean   remove .venv and caches"
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python 3.11 or newer is needed; $(PYTHON) is older. Name another one: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	@$(BIN)/noloco-node demo $(DEMO)
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,67 @@
+"""When a replica's next round is due, what number it has, and when an unmet replica stops deferring.
+
+A round is due H own inner steps after the last opening, met or not. Its number follows the last finished one and heals
+(`matching.heal`): from the roster when it opens, from offers and answers while it is open. A deferred round is not
+finished: the others' numbers go on, and the next opening catches up with them.
+
+Plain bookkeeping: no tensors, no time, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gossip.matching import ROUND_BOUND, heal
+
+
+class Cadence:
+    """One replica's counters. `round`: the one opened last (0 before the first); `finished`: the last one finished."""
+
+    def __init__(self, inner_steps_per_round: int, rounds: int, inner_steps: int) -> None:
+        self._per_round = inner_steps_per_round
+        self._opened_at = inner_steps
+        self._seconds_per_step: float | None = None
+        self.inner_steps = inner_steps
+        self.round = self.finished = rounds
+        self.deferred_in_a_row = 0
+        self.healed = 0
+
+    def __repr__(self) -> str:
+        return f"<Cadence: round {self.round}, {self.finished} finished, {self.inner_steps} inner steps>"
+
+    def tick(self, inner_steps: int, seconds_per_step: float) -> None:
+        """Take note of the inner steps done, and of the seconds that one takes now."""
+        self.inner_steps, self._seconds_per_step = inner_steps, seconds_per_step
+
+    @property
+    def due(self) -> bool:
+        """Whether the next round is to be opened."""
+        return self.inner_steps - self._opened_at >= self._per_round
+
+    def ready_in_s(self, unknown_s: float) -> float:
+        """Estimate the seconds until the next opening; `unknown_s` before the first step has been measured."""
+        if self._seconds_per_step is None:
+            return unknown_s
+        return max(1, self._opened_at + self._per_round - self.inner_steps) * self._seconds_per_step
+
+    def open(self, listed: Sequence[int]) -> None:
+        """Begin the next round, after those that the roster says are finished."""
+        following = 1 + heal(self.finished, (), (self.finished, *listed), ROUND_BOUND)
+        self.healed += following > max(self.round, self.finished + 1)
+        self.round = max(self.round, following)
+        self._opened_at = self.inner_steps
+
+    def adopt(self, seen_round: int, listed: Sequence[int]) -> None:
+        """Move up to a partner's number, as far as the roster makes it believable."""
+        healed = heal(self.round, (seen_round,), (self.finished, *listed), ROUND_BOUND)
+        self.healed += healed > self.round
+        self.round = healed
+
+    def defer(self) -> None:
+        """Count a round without a partner."""
+        self.deferred_in_a_row += 1
+
+    def finish(self, round: int) -> None:
+        """Count an outer step."""
+        self.finished = round
+        self.deferred_in_a_row = 0

@@ -1,0 +1,178 @@
+"""One bounded exchange with one partner: both send, both receive, and what arrives is checked before anybody uses it.
+
+Weights honestly differ between replicas, so they cannot be compared by hash. What can be checked is that they have our
+count, shapes and types, that they are finite, and that their norm is near ours: replicas of one stage start alike and
+are pulled together, so a ratio of `NORM_RATIO` is far beyond what honest ones show.
+
+After the weights comes a short handshake. The asker says that it has what it needs; the asked then takes its step and
+says so; the asker takes its own step only after that. The asked has the last word because the asker's leaving cancels
+whatever the asked still does. Of all the messages only the loss of the last one leaves one side stepped and the other
+not; that is counted and not negotiated.
+
+How far two replicas are apart is estimated from a **probe**: `PROBE` coordinates of the slow weights, drawn from the
+run's seed, so that both sides draw the same ones without a word.
+
+The functions here do not bound their own time: the caller sets one deadline over the whole conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
+from typing import NoReturn, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from gossip.messages import Implausible, Received, Weights
+from gossip.nesterov import Tensors
+
+PROBE = 4096
+"""Coordinates of the slow weights that travel to estimate the gap (16 KiB)."""
+NORM_RATIO = 10.0
+"""A partner's norm outside [ours / ratio, ours * ratio] is implausible."""
+
+T = TypeVar("T")
+
+
+class Conversation(Protocol):
+    """One ordered stream of typed messages between us and a peer whom the transport has authenticated."""
+
+    @property
+    def peer(self) -> str:
+        """The other's peer id."""
+
+    async def send(self, message: object) -> None:
+        """Send one message."""
+
+    async def receive(self) -> object:
+        """Return the next message. Raises a `ConnectionError` where none will come."""
+
+
+class Compute(Protocol):
+    """Runs a function where heavy arithmetic belongs: the device's thread."""
+
+    def __call__(self, function: Callable[..., T], /, *args: object) -> Awaitable[T]:
+        """Return what `function(*args)` returns, raise what it raises."""
+
+
+async def swap(conversation: Conversation, mine: Weights, compute: Compute) -> Weights:
+    """Send our weights, receive the partner's at the same time, and check them.
+
+    Raises Implausible where they cannot be right, another `ConnectionError` where they do not come.
+    """
+    try:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(conversation.send(mine))
+            receiving = both.create_task(conversation.receive())
+    except ExceptionGroup as failures:
+        _raise_loss(failures)
+    theirs = receiving.result()
+    if not isinstance(theirs, Weights):
+        raise ConnectionAbortedError(f"expected weights, got {type(theirs).__name__}")
+    check_like(theirs.fast, mine.fast, "fast weights")
+    check_like(theirs.slow, mine.slow, "slow weights")
+    check_like((theirs.probe,), (mine.probe,), "probe")
+    await compute(check_plausible, theirs, mine)
+    return theirs
+
+
+def _raise_loss(failures: ExceptionGroup[Exception]) -> NoReturn:
+    """Raise the first loss of a task group by itself; anything that is no loss is a bug and stays a group."""
+    losses, others = failures.split(ConnectionError)
+    if losses is None or others is not None:
+        raise failures
+    loss: Exception = losses
+    while isinstance(loss, ExceptionGroup):
+        loss = loss.exceptions[0]
+    raise loss
+
+
+async def conclude(conversation: Conversation, commit: Callable[[], Awaitable[None]], *, asked: bool) -> None:
+    """Exchange receipts and commit: the asked first, then it has the last word; the asker after that."""
+    if not asked:
+        await conversation.send(Received())
+    receipt = await conversation.receive()
+    if not isinstance(receipt, Received):
+        raise ConnectionAbortedError(f"expected a receipt, got {type(receipt).__name__}")
+    await commit()
+    if asked:
+        await conversation.send(Received())
+
+
+def check_like(theirs: Tensors, mine: Tensors, what: str) -> None:
+    """Raise Implausible unless both have the same count, shapes and dtypes."""
+    if len(theirs) != len(mine):
+        raise Implausible(f"{what}: {len(theirs)} tensors where ours has {len(mine)}")
+    for number, (their, own) in enumerate(zip(theirs, mine, strict=True)):
+        if their.shape != own.shape or their.dtype != own.dtype:
+            wrong, right = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (their, own))
+            raise Implausible(f"{what}, tensor {number}: {wrong} where ours is {right}")
+
+
+def check_plausible(theirs: Weights, mine: Weights) -> None:
+    """Raise Implausible unless the partner's weights are finite and their norms near our own."""
+    _check_norm(theirs.fast, mine.fast, "fast weights")
+    if mine.slow:
+        _check_norm(theirs.slow, mine.slow, "slow weights")
+    check_finite((theirs.probe,), "probe")
+
+
+def _check_norm(theirs: Tensors, mine: Tensors, what: str) -> None:
+    their_norm, own_norm = check_finite(theirs, what), norm(mine)
+    if not own_norm / NORM_RATIO <= their_norm <= own_norm * NORM_RATIO:
+        raise Implausible(f"{what}: norm {their_norm:.3g} where ours is {own_norm:.3g}")
+
+
+def check_finite(tensors: Tensors, what: str) -> float:
+    """Return the norm over all tensors; raise Implausible unless it is finite."""
+    total = norm(tensors)
+    if not math.isfinite(total):
+        raise Implausible(f"{what}: not finite")
+    return total
+
+
+def norm(tensors: Tensors) -> float:
+    """Return the norm over all tensors; not finite if a value is not, or if a tensor's norm overflows float32."""
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))
+
+
+def size_bytes(weights: Weights) -> int:
+    """Return the bytes of all tensors of one side of an exchange."""
+    return sum(tensor.nbytes for tensor in (*weights.fast, *weights.slow, weights.probe))
+
+
+def probe_coordinates(seed: int, sizes: Sequence[int], k: int = PROBE) -> Tensors:
+    """Draw `k` coordinates uniformly over tensors of these sizes (elements); all of them where there are fewer.
+
+    Returns one int64 tensor of flat indices per tensor, ascending. Python's generator rather than torch's: its floats
+    are the same in every version.
+    """
+    ends = list(accumulate(sizes))
+    total = ends[-1] if ends else 0
+    if total <= k:
+        return tuple(torch.arange(size) for size in sizes)
+    rng = random.Random(f"{seed}|probe")
+    inside: list[list[int]] = [[] for _ in sizes]
+    for flat in sorted(int(rng.random() * total) for _ in range(k)):
+        number = bisect_right(ends, flat)
+        inside[number].append(flat - ends[number] + sizes[number])
+    return tuple(torch.tensor(indices, dtype=torch.int64) for indices in inside)
+
+
+def probe(slow: Tensors, coordinates: Tensors) -> Tensor:
+    """Return the slow weights at these coordinates, float32 [k]."""
+    return torch.cat([tensor.flatten()[indices] for tensor, indices in zip(slow, coordinates, strict=True)])
+
+
+def gap(own_probe: Tensor, partner_probe: Tensor) -> float:
+    """Return the norm of own minus mean slow weights over the norm of the mean, as the probes show it."""
+    middle = (own_probe + partner_probe) / 2
+    apart, size = float(torch.linalg.vector_norm(own_probe - middle)), float(torch.linalg.vector_norm(middle))
+    if size == 0.0:
+        return 0.0 if apart == 0.0 else math.inf
+    return apart / size

@@ -1,0 +1,112 @@
+"""Who meets whom: a hint that everybody computes alike, and an answer that decides at once.
+
+**The hint.** All pairs of a stage's replicas are ordered by a hash of (seed, round, pair) and taken greedily: whoever
+sees the same roster sees the same pairs, with no message, and a roster that differs by one replica changes few of them
+(rendezvous hashing applied to pairs). Beyond `GREEDY_AT_MOST` replicas the quadratic list costs more than it saves:
+there each follows its own preferences. One's own preferences are the same hashes. The hash of a pair is the same for
+both, so preferences cannot form a cycle (a likes b best, who likes c best, who likes a best): some pair always agrees.
+
+**The answer.** `answer` is a pure function of what the asked is doing, and comes at once: nobody holds anybody while
+asking somebody else, so there is no cycle of waiting. The asked accepts any open replica while it is free, whatever its
+round number. When two offers cross, the offer of the lower peer id goes first: its owner declines the other's, and the
+other accepts although it is still waiting for an answer (which will be that very refusal).
+
+**The number of the round** is only a seed for the hint, and heals: the lower side adopts the higher, but never more
+than a bound beyond the roster's median, so that one liar's number drags nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from statistics import median_low
+
+from gossip.messages import Accepted, Declined, DeclineReason, Offer
+
+GREEDY_AT_MOST = 200
+"""Replicas of a stage up to which the whole greedy matching is computed (19 900 hashes)."""
+ROUND_BOUND = 4
+"""Rounds beyond the roster's median that a replica lets itself be told."""
+SOON_S = 0.25
+"""When to ask again somebody who is only waiting for an answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What a replica is doing at the moment of an offer.
+
+    `round`: the round that it opened last, 0 before the first. `asking`: whose answer it waits for.
+    `ready_in_s`: its estimate of the time to its next opening.
+    """
+
+    me: str
+    round: int
+    open: bool
+    engaged: bool
+    asking: str | None
+    leaving: bool
+    ready_in_s: float
+
+
+def answer(standing: Standing, sender: str, offer: Offer) -> Accepted | Declined:
+    """Decide at once whether to meet `sender`."""
+    if standing.leaving:
+        return _declined(standing, DeclineReason.LEAVING, standing.ready_in_s)
+    if standing.engaged:
+        return _declined(standing, DeclineReason.ENGAGED, standing.ready_in_s)
+    if not standing.open:
+        done = offer.round <= standing.round
+        return _declined(standing, DeclineReason.MET if done else DeclineReason.NOT_OPEN, standing.ready_in_s)
+    if standing.asking is None or (standing.asking == sender and sender < standing.me):
+        return Accepted(round=standing.round)
+    reason = DeclineReason.YIELD if standing.asking == sender else DeclineReason.ASKING
+    return _declined(standing, reason, SOON_S)
+
+
+def _declined(standing: Standing, reason: DeclineReason, retry_after_s: float) -> Declined:
+    return Declined(reason=reason, retry_after_s=retry_after_s, round=standing.round)
+
+
+def partners_of_round(replicas: Collection[str], seed: int, round: int) -> Mapping[str, str]:
+    """Return the greedy matching of one round, both directions of every pair; it leaves out at most one replica."""
+    return _greedy(tuple(sorted(set(replicas))), seed, round)
+
+
+@lru_cache(maxsize=8)
+def _greedy(replicas: tuple[str, ...], seed: int, round: int) -> Mapping[str, str]:
+    partner: dict[str, str] = {}
+    for low, high in sorted(combinations(replicas, 2), key=lambda pair: _score(seed, round, *pair)):
+        if low not in partner and high not in partner:
+            partner[low], partner[high] = high, low
+            if len(partner) >= len(replicas) - 1:
+                break
+    return partner
+
+
+def _score(seed: int, round: int, low: str, high: str) -> bytes:
+    return hashlib.sha256(f"{seed}|match|{round}|{low}|{high}".encode()).digest()
+
+
+def preferences(me: str, replicas: Collection[str], seed: int, round: int) -> tuple[str, ...]:
+    """Return the others in the order in which to ask them: first the greedy partner, if any, then in hash order."""
+    others = {peer for peer in replicas if peer != me}
+    order = sorted(others, key=lambda peer: _score(seed, round, min(me, peer), max(me, peer)))
+    if len(others) >= GREEDY_AT_MOST:
+        return tuple(order)
+    first = partners_of_round(others | {me}, seed, round).get(me)
+    if first is None:
+        return tuple(order)
+    return (first, *(peer for peer in order if peer != first))
+
+
+def heal(own_round: int, seen_rounds: Iterable[int], roster_rounds: Collection[int], bound: int) -> int:
+    """Return the round to be in: the highest one seen or listed, at most `bound` beyond the roster's median.
+
+    `roster_rounds` includes the own one. Never goes back.
+    """
+    highest = max((own_round, *seen_rounds, *roster_rounds))
+    ceiling = (median_low(roster_rounds) if roster_rounds else own_round) + bound
+    return max(own_round, min(highest, ceiling))

@@ -1,0 +1,107 @@
+"""Multiaddrs as a person types them: parsed with py-multiaddr, checked, and tried out before the daemon is started.
+
+libp2p's daemon starts without a word on a TCP port that another program holds, and then nobody can reach it; so the
+port is bound here first, for a moment. That is a test and no reservation, which is why the daemon's own answer is
+checked as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from multiaddr import Multiaddr
+from multiaddr.exceptions import Error as MultiaddrError
+
+from noloco_node.errors import Exit, Trouble
+
+_FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
+
+
+class PeerAddress(NamedTuple):
+    """Where a peer can be dialled: `transport` without the peer id, such as /ip4/192.0.2.1/tcp/4001, and the id
+    itself."""
+
+    transport: str
+    peer: str
+
+    def __str__(self) -> str:
+        return f"{self.transport}/p2p/{self.peer}"
+
+
+def parse_peer_address(text: str) -> PeerAddress:
+    """Parse a multiaddr that ends in /p2p/ID; ValueError says which part is wrong."""
+    parts = _parse(text)
+    if not parts or parts[-1][0] != "p2p" or parts[-1][1] is None:
+        raise ValueError(f"{text!r} does not end in /p2p/ and a peer id")
+    if len(parts) == 1:
+        raise ValueError(f"{text!r} names a peer but no place to dial, such as /ip4/192.0.2.1/tcp/4001 before /p2p")
+    return PeerAddress(_join(parts[:-1]), parts[-1][1])
+
+
+def check_listen(addresses: Sequence[str]) -> None:
+    """Check that we may listen on `addresses`; Trouble when one is wrong, or its port is taken."""
+    for text in addresses:
+        try:
+            parts = _parse(text)
+        except ValueError as error:
+            raise _not_an_address(text, str(error)) from None
+        kinds = [kind for kind, _ in parts]
+        if len(parts) < 2 or kinds[0] not in _FAMILIES or kinds[1] not in ("tcp", "udp"):
+            raise _not_an_address(text, "an address to listen on starts with /ip4/ or /ip6/, then /tcp/ and a port")
+        host, port = parts[0][1], parts[1][1]
+        if host is not None and port not in (None, "0"):
+            _try_port(text, kinds, host, int(port or 0))
+
+
+def check_announce(addresses: Sequence[str]) -> None:
+    """Check the addresses that we tell others; Trouble when one is wrong or has no port."""
+    for text in addresses:
+        try:
+            parts = _parse(text)
+        except ValueError as error:
+            raise _not_an_address(text, str(error)) from None
+        if not parts or any(kind in ("tcp", "udp") and value == "0" for kind, value in parts):
+            raise _not_an_address(text, "an announced address needs the port that others can reach")
+
+
+def _parse(text: str) -> list[tuple[str, str | None]]:
+    try:
+        return [(protocol.name, value) for protocol, value in Multiaddr(text).items()]
+    except (MultiaddrError, ValueError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _join(parts: Sequence[tuple[str, str | None]]) -> str:
+    return "".join(f"/{kind}" if value is None else f"/{kind}/{value}" for kind, value in parts)
+
+
+def _not_an_address(text: str, why: str) -> Trouble:
+    return Trouble(
+        f"The address {text!r} cannot be used.",
+        why=why,
+        attempt="write it like /ip4/0.0.0.0/tcp/4001 (port 0 to listen lets the system choose)",
+        code=Exit.CONFIG,
+    )
+
+
+def _try_port(text: str, kinds: Sequence[str], host: str, port: int) -> None:
+    kind = socket.SOCK_STREAM if kinds[1] == "tcp" else socket.SOCK_DGRAM
+    with socket.socket(_FAMILIES[kinds[0]], kind) as trial:
+        if kind == socket.SOCK_STREAM:
+            # A port whose last connection is still in TIME_WAIT is free; one that somebody listens on is not.
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise Trouble(
+                    f"The port {port} is taken.",
+                    why=f"another program already listens on {text}",
+                    attempt="choose another port, or 0 to let the system choose one; "
+                    "if it is an earlier node of yours, stop that one first",
+                    code=Exit.PORT_TAKEN,
+                ) from None
+            raise _not_an_address(text, f"this machine cannot listen there: {error.strerror}") from None

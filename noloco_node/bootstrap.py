@@ -1,0 +1,89 @@
+"""A bootstrap peer: an address that stays, a run file for whoever asks, and a place in the DHT. It never loads torch.
+
+The swarm does not depend on it once peers know each other. A new one takes its place from any invite that still works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+
+from noloco_node import invite as invites
+from noloco_node.config import read_run_text
+from noloco_node.console import say
+from noloco_node.departure import departure
+from noloco_node.errors import Exit, Trouble
+from noloco_node.home import Home
+from noloco_node.network import Settings
+from noloco_node.presence import Presence
+from noloco_node.recipe import SCHEMA, TOPIC, Recipe
+from noloco_node.roster import Roster
+from noloco_node.swarm import connected, prefix
+
+LINE_EVERY_S = 60.0
+
+
+class BootstrapConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the owner of a bootstrap peer asked for. `invite`: of a swarm that is there already."""
+
+    run: Path
+    home: Path
+    listen: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()
+    invite: str | None = None
+
+
+async def host(config: BootstrapConfig) -> None:
+    """Serve the run file until asked to leave; print the invite on the standard output."""
+    recipe = Recipe(read_run_text(config.run), str(config.run))
+    known: tuple[str, ...] = ()
+    if config.invite is not None:
+        parsed = invites.parse(config.invite)
+        if parsed.digest != recipe.digest:
+            raise Trouble(
+                "The invite is for another run than the run file.",
+                why=f"the invite names {parsed.digest[:12]}, {config.run} is {recipe.digest[:12]}",
+                attempt="give the run file of that swarm; its peers keep a copy as run.toml in their homes",
+                code=Exit.OTHER_RUN,
+            )
+        known = tuple(map(str, parsed.addresses))
+    with Home.open(config.home) as home:
+        settings = Settings(
+            prefix=prefix(recipe.digest), identity=home.identity, announce=config.announce, bootstrap=known
+        )
+        if config.listen:
+            settings = msgspec.structs.replace(settings, listen=config.listen)
+        async with departure(say) as leave, connected(settings) as network:
+            await network.serve(TOPIC, SCHEMA, recipe.serve)
+            invite = invites.format(recipe.digest, await network.addresses())
+            print(invite, flush=True)
+            say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}); to join from another machine:")
+            say(f"noloco-node join {invite}")
+            presence = Presence(network, recipe.digest, recipe.run.pipeline.stages)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(presence.run()), group.create_task(_tell(presence))]
+                await leave.wait()
+                for task in tasks:
+                    task.cancel()
+
+
+async def _tell(presence: Presence) -> None:
+    """Say who is there whenever that changes, and every minute."""
+    shown, shown_at = "", 0.0
+    while True:
+        await presence.changed()
+        line = census(presence.roster)
+        if line != shown or time.monotonic() - shown_at > LINE_EVERY_S:
+            say(line)
+            shown, shown_at = line, time.monotonic()
+
+
+def census(roster: Roster) -> str:
+    """Say in one line how many replicas each stage has."""
+    counts = [len(records) for records in roster.stages]
+    lone = [str(number) for number, count in enumerate(counts) if count == 0]
+    text = "replicas by stage: " + ", ".join(f"{number}: {count}" for number, count in enumerate(counts))
+    return text + (f"; nobody serves stage {' and '.join(lone)}" if lone else "")

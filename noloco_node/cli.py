@@ -1,0 +1,256 @@
+"""The command line: what a person types, and how an error looks to them.
+
+Every command is a few lines: its heavy imports happen when it runs, so that `--help` and `--version` answer at once.
+Each `Trouble` becomes one message (what, why, what to try) on the standard error and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from noloco_node import __version__
+from noloco_node.errors import Exit, Trouble
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="noloco-node",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train a language model together with strangers: each peer holds one stage of the model, sends microbatches "
+    "along random routes, and draws together with one random partner a round. No all-reduce, no coordinator.",
+)
+
+InviteArgument = Annotated[
+    str,
+    typer.Argument(metavar="INVITE", help="The one line that a bootstrap peer or `status` prints.", show_default=False),
+]
+HomeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--home",
+        help="Directory of this node: identity, journal, checkpoints. One running node each.",
+        show_default=False,
+    ),
+]
+ListenOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--listen",
+        metavar="MULTIADDR",
+        help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001. May be given more than once.",
+        show_default="every interface, a free port",
+    ),
+]
+AnnounceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--announce",
+        metavar="MULTIADDR",
+        help="Address at which others reach you, when it is not the one you listen on (behind NAT, in Docker).",
+        show_default=False,
+    ),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"noloco-node {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write the run file.")] = Path("run.toml"),
+    preset: Annotated[str, typer.Option(help="Size of the model: tiny, 125m, 1b or 7b.")] = "tiny",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+) -> None:
+    """Write a commented run file: the recipe that all peers of a run share."""
+    from noloco_node.presets import write_run_file
+
+    write_run_file(path, preset, overwrite=force)
+    typer.echo(f"Wrote {path}. Read it, change what you like, then:  noloco-node check {path}")
+
+
+@app.command()
+def check(
+    path: Annotated[Path, typer.Argument(help="A run file.")] = Path("run.toml"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of sentences.")] = False,
+) -> None:
+    """Say what a run file means (memory, bytes, work, efficiency), or which field is wrong and why."""
+    from noloco_node.plan import report
+
+    typer.echo(report(path, as_json=as_json))
+
+
+@app.command()
+def bootstrap(
+    run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml"),
+    listen: ListenOption = None,
+    announce: AnnounceOption = None,
+    home: HomeOption = None,
+    invite: Annotated[
+        str | None,
+        typer.Option(
+            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Host a bootstrap peer: newcomers find the swarm and its run file here. Prints the invite to pass on."""
+    from noloco_node.bootstrap import BootstrapConfig, host
+
+    config = BootstrapConfig(
+        run=run,
+        home=home or _default_home("bootstrap"),
+        listen=tuple(listen or ()),
+        announce=tuple(announce or ()),
+        invite=invite,
+    )
+    _run(host(config))
+
+
+@app.command()
+def join(
+    invite: InviteArgument,
+    stage: Annotated[
+        int | None, typer.Option(help="Stage to serve.", show_default="the one with the fewest replicas")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Local text to train on instead of the run's source: a file, directory or glob.", show_default=False
+        ),
+    ] = None,
+    home: HomeOption = None,
+    listen: ListenOption = None,
+    announce: AnnounceOption = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads for torch.", show_default="all cores")] = None,
+    linger: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to go on serving the weights after the end of the run.")
+    ] = 600.0,
+    refresh: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How often to tell the others of oneself and to read the roster.")
+    ] = 10.0,
+) -> None:
+    """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
+    from noloco_node.config import NodeConfig
+    from noloco_node.join import join as join_swarm
+
+    config = NodeConfig(
+        home=str(home or _default_home("node")),
+        stage=stage,
+        device=device,
+        data=data,
+        listen=tuple(listen or ()),
+        announce=tuple(announce or ()),
+        threads=threads,
+        linger_s=linger,
+        refresh_s=refresh,
+    )
+    _run(join_swarm(invite, config))
+
+
+@app.command()
+def status(
+    invite: InviteArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
+    from noloco_node.status import look
+
+    typer.echo(_run(look(invite, as_json=as_json)))
+
+
+@app.command()
+def export(
+    invite: InviteArgument,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
+) -> None:
+    """Gather every stage, average its replicas, write one Hugging Face checkpoint."""
+    from noloco_node.gather import export_swarm
+
+    typer.echo(_run(export_swarm(invite, out)))
+
+
+@app.command()
+def evaluate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote.")],
+    data: Annotated[
+        str | None, typer.Option(help="Text to evaluate on.", show_default="the run's held-out split")
+    ] = None,
+    batches: Annotated[int, typer.Option(help="At most so many batches of 8 sequences.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
+) -> None:
+    """Print validation loss and perplexity of an exported checkpoint."""
+    from noloco_node.evaluation import evaluate_directory
+
+    typer.echo(evaluate_directory(directory, data=data, batches=batches, as_json=as_json))
+
+
+@app.command()
+def demo(
+    stages: Annotated[int, typer.Option(min=1, help="Stages of the model.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas of each stage.")] = 2,
+    minutes: Annotated[float, typer.Option(min=0.2, help="About how long to train.")] = 2.0,
+    home: Annotated[Path, typer.Option(help="Directory for journals, logs, picture and checkpoint.")] = Path(
+        "noloco-demo"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+) -> None:
+    """Train a small model with a whole swarm on this machine, and take the model home."""
+    from noloco_node.demo.run import DemoConfig, demonstrate
+
+    _run(demonstrate(DemoConfig(stages=stages, replicas=replicas, minutes=minutes, home=home, seed=seed)))
+
+
+def _default_home(kind: str) -> Path:
+    return Path.home() / ".noloco" / kind
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command's coroutine on uvloop where it exists."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        from asyncio import new_event_loop
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(main)
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    try:
+        app()
+    except Trouble as trouble:
+        typer.echo(f"noloco-node: {trouble}", err=True)
+        sys.exit(trouble.code)
+    except BaseExceptionGroup as group:
+        troubles, rest = group.split(Trouble)
+        if troubles is None or rest is not None:
+            raise
+        typer.echo(f"noloco-node: {_first(troubles)}", err=True)
+        sys.exit(_first(troubles).code)
+    except KeyboardInterrupt:
+        typer.echo("noloco-node: interrupted", err=True)
+        sys.exit(Exit.INTERRUPTED)
+
+
+def _first(group: BaseExceptionGroup[Trouble]) -> Trouble:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,109 @@
+"""How many inner steps fit into the time asked for: a short training of the run's own model on this machine.
+
+    python -m noloco_node.demo.calibrate RUN_FILE        prints {"seconds_per_microbatch": ..., "measured_s": ...}
+
+Peers compute in one thread each, so a swarm has the arithmetic of as many cores as it has peers, at most all of them.
+The parent starts that many calibrations at once: cores that share a cache, a clock or a quota are slow here as they
+will be in earnest. What is left over, daemons, serialisation and waiting, is one measured factor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from noloco_node.config import InnerConfig, PipelineConfig, RunConfig, load_run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.stage import Stage
+
+MEASURE_S = 3.0
+EFFICIENCY = 0.6
+"""Share of the cores' time that a demo's swarm spends on arithmetic, as measured on two cores."""
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """What one calibration found. `seconds_per_microbatch`: through all stages, forward, backward and inner steps."""
+
+    seconds_per_microbatch: float
+    measured_s: float
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def affordable_steps(train_s: float, calibrations: list[Calibration], run: RunConfig) -> int:
+    """Return how many inner steps each source can take in `train_s` seconds; at least 20, so that there is a curve.
+
+    `calibrations`: one for each core that the swarm can keep busy, measured at the same time.
+    """
+    microbatches_per_s = sum(EFFICIENCY / found.seconds_per_microbatch for found in calibrations)
+    per_step = run.pipeline.microbatches_per_step * run.pipeline.replicas
+    return max(20, int(train_s * microbatches_per_s / per_step))
+
+
+def measure(run: RunConfig, measure_s: float) -> Calibration:
+    """Train the whole model of `run` for `measure_s` seconds, stage by stage in one thread, and time it."""
+    import torch
+
+    torch.set_num_threads(1)
+    stages = _stages(run)
+    tokens = _tokens(run)
+    _window(stages, tokens, run.pipeline, run.inner)  # the first is slow: memory is taken, kernels are chosen
+    begun, windows = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - begun) < measure_s or windows == 0:
+        _window(stages, tokens, run.pipeline, run.inner)
+        windows += 1
+    return Calibration(
+        seconds_per_microbatch=elapsed / (windows * run.pipeline.microbatches_per_step), measured_s=elapsed
+    )
+
+
+def _stages(run: RunConfig) -> list[Stage]:
+    import torch
+
+    from noloco_node.blueprint import blueprint, build_stage
+    from pipeline.stage import Inner, Stage
+
+    device = torch.device("cpu")
+    inner = Inner(run.inner.beta1, run.inner.beta2, run.inner.epsilon, run.inner.weight_decay, run.inner.clip_norm)
+    plan = blueprint(run)
+    return [
+        Stage(build_stage(run, plan, number, device), inner, first=own.embeds, last=own.head, device=device)
+        for number, own in enumerate(plan.cuts)
+    ]
+
+
+def _tokens(run: RunConfig) -> Tensor:
+    import torch
+
+    shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length + 1)
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
+
+
+def _window(stages: list[Stage], tokens: Tensor, pipeline: PipelineConfig, inner: InnerConfig) -> None:
+    for _ in range(pipeline.microbatches_per_step):
+        hidden, passes = tokens[:, :-1], []
+        for stage in stages[:-1]:
+            passes.append(stage.forward(hidden))
+            hidden = passes[-1].output
+        gradient = stages[-1].loss(hidden, tokens[:, 1:]).hidden
+        for waiting in reversed(passes):
+            assert gradient is not None
+            gradient = waiting.backward(gradient)
+    for stage in stages:
+        stage.step(inner.learning_rate, pipeline.microbatches_per_step)
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(measure(load_run(sys.argv[1]), MEASURE_S)).decode())

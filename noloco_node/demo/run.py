@@ -1,0 +1,300 @@
+"""The demo from beginning to end: calibrate, bootstrap, join, watch, judge, sum up, and leave nothing running.
+
+All work is done by children, and this process only reads their journals: so it never loads torch, draws smoothly, and
+answers Ctrl-C at once, whenever it comes. A peer that dies does not end the demo, just as it does not end a swarm; the
+demo ends in an error only where no source is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import string
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from noloco_node import __version__
+from noloco_node.config import RunConfig, decode_run
+from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
+from noloco_node.demo.place import claim, write_whole
+from noloco_node.demo.processes import Child, Children, leashed
+from noloco_node.demo.summary import Summary, Verdict, lines, readable_bytes, readable_seconds, summarise
+from noloco_node.demo.track import Track
+from noloco_node.demo.view import View
+from noloco_node.errors import Exit, Trouble
+from noloco_node.home import Home
+from noloco_node.journal import Tail, read
+from noloco_node.presets import demo_run_text
+
+MOST_PEERS = 64
+PEER_BYTES = 2**29
+"""Memory of a peer and its daemon, about."""
+SHOW_EVERY_S = 0.25
+READY_S = 180.0
+"""Longest wait for a calibration or the bootstrap peer; a cold disk may take a minute to load torch."""
+LATE_S = 60.0
+"""How long the other stages may still finish after the last source has."""
+LINGER_S = 1800.0
+"""Peers serve their weights until the demo stops them; the bound is for a demo that cannot."""
+ANYWHERE = "/ip4/127.0.0.1/tcp/0"
+
+
+class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person asks for. `minutes`: of training; start and evaluation come on top."""
+
+    stages: int = 2
+    replicas: int = 2
+    minutes: float = 2.0
+    home: Path = Path("noloco-demo")
+    seed: int = 0
+
+
+class _Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """demo.json: which demo this is."""
+
+    version: str
+    started_at: float
+    stages: int
+    replicas: int
+    minutes: float
+    seed: int
+
+
+class Peer(NamedTuple):
+    """One peer of the demo: its process, its journal, and what came of it so far."""
+
+    child: Child
+    tail: Tail
+    track: Track
+
+    @property
+    def done(self) -> bool:
+        """It finished its training, or its process ended."""
+        return self.track.finished is not None or self.child.exit_code is not None
+
+
+async def demonstrate(demo: DemoConfig) -> None:
+    """Run a whole swarm on this machine; raise `Trouble` where it cannot be done."""
+    if demo.stages * demo.replicas > MOST_PEERS:
+        raise Trouble(
+            f"{demo.stages} stages of {demo.replicas} replicas are too many for one machine",
+            why=f"each peer is two processes and about half a gibibyte; the demo starts at most {MOST_PEERS} peers",
+            attempt="fewer stages or replicas; or noloco-node simulate, which takes thousands",
+            code=Exit.USAGE,
+        )
+    started_at = time.time()
+    mark = _Mark(
+        version=__version__,
+        started_at=started_at,
+        stages=demo.stages,
+        replicas=demo.replicas,
+        minutes=demo.minutes,
+        seed=demo.seed,
+    )
+    with claim(demo.home, msgspec.json.encode(mark) + b"\n") as home, _every_goodbye_is_an_interrupt():
+        await _Demo(demo, home, Console(), started_at).run()
+
+
+@contextmanager
+def _every_goodbye_is_an_interrupt() -> Iterator[None]:
+    """Let a termination or a closed terminal do what Ctrl-C does: unwind, and stop the children on the way."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+class _Demo:
+    """One demo under way."""
+
+    def __init__(self, demo: DemoConfig, home: Home, console: Console, started_at: float) -> None:
+        self._demo, self._home, self._console, self._started_at = demo, home, console, started_at
+        self._children = Children()
+
+    async def run(self) -> None:
+        verdict: Verdict | None = None
+        trouble: Trouble | None = None
+        try:
+            run = await self._freeze_run()
+            invite, peers = await self._start_swarm()
+            await self._watch(run, peers)
+            try:
+                verdict = await self._judge(invite, peers)
+            except Trouble as without_verdict:  # the journals still have something to say
+                trouble = without_verdict
+        finally:
+            if self._children.running():
+                self._say(f"stopping {len(self._children.running())} processes (Ctrl-C: at once)")
+            await self._children.stop()
+        self._report(run, peers, verdict)
+        if trouble is not None:
+            raise trouble
+
+    def _say(self, text: str) -> None:
+        elapsed = readable_seconds(time.time() - self._started_at)
+        self._print(f"[{elapsed}] {text}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    async def _freeze_run(self) -> RunConfig:
+        """Measure what this machine can do and write the run file that fits the time asked for."""
+        demo, path = self._demo, self._home.run_file
+        self._say(
+            f"a swarm of {demo.stages} stages x {demo.replicas} replicas on this machine, trained for about "
+            f"{demo.minutes:g} minutes; everything goes to {self._home.path}"
+        )
+        self._warn_of_memory()
+        busy = min(cores(), demo.stages * demo.replicas)
+        self._say(f"calibrating: how fast can {busy} of {cores()} cores train this model?")
+        write_whole(path, self._run_text(steps=100).encode())
+        children = [
+            self._children.start(
+                f"calibration {number}",
+                leashed("noloco_node.demo.calibrate", str(path)),
+                self._home.path / "calibration" / str(number),
+            )
+            for number in range(busy)
+        ]
+        found = [msgspec.json.decode(await child.line("{", READY_S), type=Calibration) for child in children]
+        steps = affordable_steps(60 * demo.minutes, found, decode_run(self._run_text(steps=100), str(path)))
+        text = self._run_text(steps)
+        write_whole(path, text.encode())
+        run = decode_run(text, str(path))
+        milliseconds = 1000 * sum(one.seconds_per_microbatch for one in found) / busy
+        self._say(
+            f"a microbatch takes {milliseconds:.0f} ms: {steps} inner steps for each source, "
+            f"{_tokens(run):,} tokens in all, a round every {run.outer.inner_steps_per_round} steps"
+        )
+        return run
+
+    def _warn_of_memory(self) -> None:
+        needed = (self._demo.stages * self._demo.replicas + 1) * PEER_BYTES
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > there:
+            self._say(
+                f"this needs about {readable_bytes(needed)} of memory, and this machine has {readable_bytes(there)}: "
+                "it may well fail"
+            )
+
+    def _run_text(self, steps: int) -> str:
+        demo = self._demo
+        return demo_run_text(stages=demo.stages, replicas=demo.replicas, steps=steps, seed=demo.seed)
+
+    async def _start_swarm(self) -> tuple[str, list[Peer]]:
+        """Start the bootstrap peer, read its invite, and start everybody else with it."""
+        directory = self._home.path / "bootstrap"
+        command = ("bootstrap", "--run", str(self._home.run_file), "--listen", ANYWHERE, "--home", str(directory))
+        bootstrap = self._children.start("bootstrap peer", leashed("noloco_node", *command), directory)
+        invite = await bootstrap.line("noloco1:", READY_S)
+        self._say(f"the bootstrap peer is up; others could join with:  noloco-node join {invite}")
+        peers = []
+        for stage in range(self._demo.stages):
+            for replica in range(self._demo.replicas):
+                name = f"{stage}{_letters(replica)}"
+                directory = self._home.path / name
+                options = ("--stage", str(stage), "--home", str(directory), "--listen", ANYWHERE)
+                limits = ("--device", "cpu", "--threads", "1", "--linger", f"{LINGER_S:g}", "--refresh", "2")
+                child = self._children.start(
+                    f"peer {name}", leashed("noloco_node", "join", invite, *options, *limits), directory
+                )
+                peers.append(Peer(child, Tail(directory / "journal.jsonl"), Track(name, stage)))
+        return invite, peers
+
+    async def _watch(self, run: RunConfig, peers: Sequence[Peer]) -> None:
+        """Show the swarm until every peer is done, or only stragglers of later stages are not."""
+        heading = f"{self._demo.stages} stages x {self._demo.replicas} replicas, {_tokens(run):,} tokens"
+        lost: set[str] = set()
+        sources_done_at: float | None = None
+        sources = [peer for peer in peers if peer.track.stage == 0]
+        with View(self._console, heading, [peer.track for peer in peers], self._started_at) as view:
+            while not all(peer.done for peer in peers):
+                now = time.time()
+                for peer in peers:
+                    for event in peer.tail.poll():
+                        peer.track.take(event)
+                    self._notice_death(peer, lost)
+                view.show(now)
+                if all(peer.done for peer in sources):
+                    sources_done_at = sources_done_at or now
+                    if now - sources_done_at > LATE_S:
+                        break
+                await asyncio.sleep(SHOW_EVERY_S)
+            for peer in peers:
+                for event in peer.tail.poll():
+                    peer.track.take(event)
+                peer.tail.close()
+            view.show(time.time())
+        if all(peer.track.finished is None for peer in sources):
+            raise sources[0].child.trouble("no source finished its training")
+
+    def _notice_death(self, peer: Peer, lost: set[str]) -> None:
+        code = peer.child.exit_code
+        if code is not None and peer.track.name not in lost:
+            lost.add(peer.track.name)
+            self._say(f"{peer.child.name} ended with exit code {code}: {peer.child.last_word()}")
+
+    async def _judge(self, invite: str, peers: Sequence[Peer]) -> Verdict:
+        """Gather, merge, export, evaluate and sample, in a child of its own."""
+        self._say("the training is over: gathering the weights, merging the replicas, evaluating")
+        directory = self._home.path / "verdict"
+        child = self._children.start(
+            "verdict", leashed("noloco_node.demo.verdict", invite, str(self._home.path / "model")), directory
+        )
+        verdict = msgspec.json.decode(await child.line("{", LINGER_S), type=Verdict)
+        return verdict.named({peer.track.peer: peer.track.name for peer in peers if peer.track.peer})
+
+    def _report(self, run: RunConfig, peers: Sequence[Peer], verdict: Verdict | None) -> None:
+        """Write and print what came of it, from the journals as the peers left them."""
+        from noloco_node.demo.plot import picture
+
+        tracks = [_whole_track(peer, self._home.path) for peer in peers]
+        summary = summarise(tracks)
+        text = lines(summary, verdict)
+        write_whole(self._home.path / "summary.txt", ("\n".join(text) + "\n").encode())
+        write_whole(self._home.path / "summary.json", _as_json(summary, verdict))
+        heading = f"A swarm of {self._demo.stages} stages x {self._demo.replicas} replicas"
+        write_whole(self._home.path / "loss.png", picture(heading, tracks, verdict, _tokens(run)))
+        for line in ["", *text, ""]:
+            self._print(line)
+        if verdict is not None:
+            self._print(f"What the model makes of {verdict.prompt!r}:")
+            for line in (verdict.prompt + verdict.sample).splitlines():
+                self._print(f"    {line}")
+            self._print("")
+        for name, what in (("loss.png", "the picture"), ("model", "the merged model"), ("summary.json", "the numbers")):
+            self._print(f"{what + ':':<18} {self._home.path / name}")
+
+
+def _whole_track(peer: Peer, home: Path) -> Track:
+    track = Track(peer.track.name, peer.track.stage)
+    for event in read(home / peer.track.name / "journal.jsonl"):
+        track.take(event)
+    return track
+
+
+def _as_json(summary: Summary, verdict: Verdict | None) -> bytes:
+    document = {"summary": summary, "verdict": verdict, "single": verdict.single if verdict else None}
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+
+def _tokens(run: RunConfig) -> int:
+    return run.budget_samples * run.pipeline.sequence_length
+
+
+def _letters(number: int) -> str:
+    """Return a, b, ... z, aa, ab, ..."""
+    rest, last = divmod(number, 26)
+    return (_letters(rest - 1) if rest else "") + string.ascii_lowercase[last]

@@ -1,0 +1,235 @@
+"""What a swarm has done, in numbers: from the tracks of its peers, and from the verdict on its model.
+
+Pure: no file, no clock. `lines` is what a person reads, and the struct itself is `summary.json`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from noloco_node.demo.track import Track
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trained model is worth; losses in mean nats a token on one and the same validation text.
+
+    `routes`: loss of each route through single replicas, peer by peer with slashes between (`0a/1b`).
+    `unigram`: entropy of the tokens' own distribution.
+    """
+
+    merged: float
+    routes: dict[str, float]
+    untrained: float
+    unigram: float
+    tokens: int
+    parameters: int
+    prompt: str
+    sample: str
+
+    @property
+    def single(self) -> float:
+        """Mean loss over the routes through single replicas."""
+        return sum(self.routes.values()) / len(self.routes)
+
+    def named(self, names: Mapping[str, str]) -> Verdict:
+        """Return the same verdict with peers called by their names instead of their ids."""
+        routes = {
+            "/".join(names.get(peer, peer) for peer in route.split("/")): loss for route, loss in self.routes.items()
+        }
+        return msgspec.structs.replace(self, routes=routes)
+
+
+class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One peer. `gap_first` and `gap_last`: after its first and last round with a partner."""
+
+    name: str
+    stage: int
+    steps: int
+    tokens: int
+    loss: float | None
+    met: int
+    deferred: int
+    solo: int
+    mean_staleness: float
+    gap_first: float | None
+    gap_last: float | None
+    refused: dict[str, int]
+    lost: dict[str, int]
+    violations: int
+    finished: str | None
+
+
+class Hop(msgspec.Struct, frozen=True, kw_only=True):
+    """Microbatches from one peer to one of the next stage. `share`: of the sender's; `even`: one over the replicas."""
+
+    sender: str
+    receiver: str
+    microbatches: int
+    share: float
+    even: float
+
+
+class Bytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one purpose, summed over the peers."""
+
+    sent: int
+    received: int
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole swarm. `seconds`: from the beginning of the first inner step of a source to the end of the last."""
+
+    peers: tuple[PeerSummary, ...]
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    hops: tuple[Hop, ...]
+    bytes: dict[str, Bytes]
+
+
+def summarise(tracks: Sequence[Track]) -> Summary:
+    """Sum up a swarm; tokens count once, where they were drawn (stage 0)."""
+    sources = [track for track in tracks if track.stage == 0 and track.first_step is not None]
+    starts = [track.first_step.at - track.first_step.seconds for track in sources if track.first_step]
+    seconds = max((track.recent[-1].at for track in sources), default=0.0) - min(starts, default=0.0)
+    tokens = sum(track.tokens for track in sources)
+    return Summary(
+        peers=tuple(_peer(track) for track in tracks),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
+        hops=_hops(tracks),
+        bytes=_bytes(tracks),
+    )
+
+
+def _peer(track: Track) -> PeerSummary:
+    gaps = track.gaps.points
+    return PeerSummary(
+        name=track.name,
+        stage=track.stage,
+        steps=track.step,
+        tokens=track.tokens,
+        loss=track.loss,
+        met=track.met,
+        deferred=track.deferred,
+        solo=track.solo,
+        mean_staleness=track.staleness / max(1, track.met + track.solo),
+        gap_first=gaps[0].value if gaps else None,
+        gap_last=track.gap,
+        refused={reason: count for reason, count in track.refused.items() if count},
+        lost=dict(track.lost),
+        violations=track.violations,
+        finished=track.finished.why if track.finished else None,
+    )
+
+
+def _hops(tracks: Sequence[Track]) -> tuple[Hop, ...]:
+    names = {track.peer: track.name for track in tracks}
+    found = []
+    for track in tracks:
+        receivers = [other for other in tracks if other.stage == track.stage + 1 and other.peer is not None]
+        total = sum(track.hops.values())
+        peers = list(dict.fromkeys([*(other.peer or "" for other in receivers), *track.hops]))
+        found += [
+            Hop(
+                sender=track.name,
+                receiver=names.get(peer, peer[-8:]),
+                microbatches=track.hops.get(peer, 0),
+                share=track.hops.get(peer, 0) / max(1, total),
+                even=1 / max(1, len(receivers)),
+            )
+            for peer in peers
+        ]
+    return tuple(found)
+
+
+def _bytes(tracks: Sequence[Track]) -> dict[str, Bytes]:
+    purposes = sorted({purpose for track in tracks for purpose in (*track.sent, *track.received)})
+    return {
+        purpose: Bytes(
+            sent=sum(track.sent.get(purpose, 0) for track in tracks),
+            received=sum(track.received.get(purpose, 0) for track in tracks),
+        )
+        for purpose in purposes
+    }
+
+
+def lines(summary: Summary, verdict: Verdict | None) -> list[str]:
+    """Return the summary as plain text; without a verdict only what the journals tell."""
+    text = [] if verdict is None else _verdict_lines(verdict)
+    text += [
+        "",
+        f"Training: {summary.tokens:,} tokens in {summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s",
+        "",
+        "Routes (microbatches that came back)",
+        *_hop_lines(summary.hops),
+        "",
+        "Rounds          met   deferred   solo   staleness   gap first -> last",
+        *(_round_line(peer) for peer in summary.peers),
+    ]
+    if summary.bytes:
+        text += ["", "Bytes by purpose (sent, all peers together)"]
+        text += [f"  {purpose:<16} {readable_bytes(both.sent):>12}" for purpose, both in summary.bytes.items()]
+    trouble = [line for peer in summary.peers if (line := _trouble_line(peer))]
+    return [*text, "", "Refused and lost", *(trouble or ["  nothing"])]
+
+
+def _verdict_lines(verdict: Verdict) -> list[str]:
+    low, high = min(verdict.routes.values()), max(verdict.routes.values())
+    rows = [
+        ("merged model", verdict.merged, f"{verdict.merged / verdict.unigram:.2f} of the byte unigram entropy"),
+        ("single replicas", verdict.single, f"mean of {len(verdict.routes)} routes, {low:.3f} to {high:.3f}"),
+        ("untrained model", verdict.untrained, ""),
+        ("byte unigrams", verdict.unigram, "entropy: what counting bytes alone could reach"),
+    ]
+    return [
+        f"Validation on {verdict.tokens:,} held-out tokens, {verdict.parameters:,} parameters",
+        "                    nats/token   perplexity",
+        *(f"  {name:<16} {loss:>12.4f} {_perplexity(loss):>12}   {remark}".rstrip() for name, loss, remark in rows),
+    ]
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.2f}" if loss < 50 else "huge"
+
+
+def _hop_lines(hops: Sequence[Hop]) -> list[str]:
+    if not hops:
+        return ["  one stage: none"]
+    return [
+        f"  {hop.sender:>4} -> {hop.receiver:<8} {hop.microbatches:>8,}   {hop.share:>6.1%} (even share {hop.even:.1%})"
+        for hop in hops
+    ]
+
+
+def _round_line(peer: PeerSummary) -> str:
+    gaps = "-" if peer.gap_last is None else f"{peer.gap_first:.4f} -> {peer.gap_last:.4f}"
+    counts = f"{peer.met:>7} {peer.deferred:>10} {peer.solo:>6} {peer.mean_staleness:>11.1f}"
+    return f"  {peer.name:<10}{counts}   {gaps}"
+
+
+def _trouble_line(peer: PeerSummary) -> str:
+    parts = [f"{count} refused ({reason})" for reason, count in sorted(peer.refused.items())]
+    parts += [f"{count} {what} lost" for what, count in sorted(peer.lost.items())]
+    parts += [f"{peer.violations} violations"] if peer.violations else []
+    return f"  {peer.name:<6} {', '.join(parts)}" if parts else ""
+
+
+def readable_bytes(count: float) -> str:
+    """Return a count of bytes as a person reads it: 1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Return a duration as a person reads it: 75 -> '1:15', 3725 -> '1:02:05'."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,160 @@
+"""One ordinary Hugging Face checkpoint out of a swarm: replicas merged, stages joined, written whole or not at all.
+
+Replicas of a stage differ a little by the nature of gossip; the model of the run is their mean. Parameters keep their
+transformers names in every stage, so joining stages is a union of dictionaries. The library itself writes the files
+(shards, config, and the layout that a family has on the hub), into a directory beside the target that is renamed at
+the end: whoever sees the target sees a complete checkpoint.
+
+`noloco.json` beside the weights says where they come from, the run file included.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from noloco_node.errors import Exit, Trouble
+from pipeline.partition import skeleton
+
+NOTES = "noloco.json"
+
+
+class Notes(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint comes from.
+
+    `rounds`: rounds finished, and `replicas`: replicas merged, of each stage. `untied`: embedding and vocabulary head
+    were one tensor in the original config, and are two here. `run_file`: the run file as its author wrote it.
+    """
+
+    run_id: str
+    rounds: tuple[int, ...]
+    replicas: tuple[int, ...]
+    untied: bool
+    run_file: str
+
+
+def quiet_unless_watched() -> None:
+    """Keep the library's progress bars out of output that is not a terminal."""
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def read_notes(directory: Path) -> Notes:
+    """Read the notes of a checkpoint; raise `Trouble` if they are not there."""
+    path = directory / NOTES
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Notes)
+    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise Trouble(
+            f"{directory} is no checkpoint of a swarm.",
+            why=f"{path}: {error}",
+            attempt="give a directory that `noloco-node export` or the demo wrote",
+            code=Exit.CONFIG,
+        ) from error
+
+
+def merge(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of a stage's replicas by name, float32; raise ValueError if names or shapes differ."""
+    if not replicas:
+        raise ValueError("there is no replica to merge")
+    shapes = [{name: tensor.shape for name, tensor in replica.items()} for replica in replicas]
+    if any(other != shapes[0] for other in shapes):
+        raise ValueError("these replicas are not of one stage: their names or shapes differ")
+    merged = {}
+    for name in replicas[0]:
+        total = replicas[0][name].to("cpu", torch.float64, copy=True)
+        for other in replicas[1:]:
+            total += other[name].to("cpu")
+        merged[name] = (total / len(replicas)).float()
+    return merged
+
+
+def write_checkpoint(
+    directory: Path, config: Any, stages: Sequence[Mapping[str, Tensor]], tokenizer: Any, notes: Notes
+) -> None:
+    """Write one Hugging Face directory from the weights of all stages.
+
+    `config`: the prepared transformers config of the run. Raises ValueError if the stages are not the whole model,
+    `Trouble` if the target has something in it or the disk refuses.
+    """
+    whole = _joined(config, stages)
+    whole.config.use_cache = True
+    whole.config.bos_token_id, whole.config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    whole.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    quiet_unless_watched()
+    with _written_aside(directory) as aside:
+        whole.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        (aside / NOTES).write_bytes(msgspec.json.format(msgspec.json.encode(notes), indent=2) + b"\n")
+
+
+def _joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
+    """Return the whole model holding the stages' tensors, not copies of them."""
+    weights: dict[str, Tensor] = {}
+    for stage in stages:
+        if twice := sorted(weights.keys() & stage.keys()):
+            raise ValueError(f"two stages hold {', '.join(twice)}")
+        weights |= stage
+    whole = skeleton(copy.deepcopy(config))
+    expected = {name: weight.shape for name, weight in whole.named_parameters()}
+    if wrong := sorted(name for name in expected.keys() | weights.keys() if not _fits(name, expected, weights)):
+        raise ValueError(f"the stages together are not the whole model: look at {', '.join(wrong)}")
+    whole.load_state_dict(weights, strict=False, assign=True)
+    return whole
+
+
+def _fits(name: str, expected: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> bool:
+    return name in weights and name in expected and weights[name].shape == expected[name]
+
+
+@contextmanager
+def _written_aside(directory: Path) -> Iterator[Path]:
+    """Yield a directory beside `directory` that takes its place, flushed to the disk, when all has gone well."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise Trouble(
+            f"{directory} is there already, and not empty.",
+            why="an export writes a directory of its own and overwrites nothing",
+            attempt="another --out, or remove the old one yourself",
+            code=Exit.USAGE,
+        )
+    aside = directory.absolute().parent / f".{directory.name}.aside-{os.getpid()}"
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        for path in sorted(aside.rglob("*")):
+            _flush(path)
+        _flush(aside)
+        os.rename(aside, directory)
+        _flush(directory.absolute().parent)
+    except (OSError, SafetensorError) as error:
+        raise Trouble(
+            f"The checkpoint cannot be written to {directory}.",
+            why=str(error),
+            attempt="free some space, or choose another directory",
+            code=Exit.STORAGE,
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,58 @@
+"""A peer's identity: an Ed25519 key in a file of its own, from which libp2p derives the peer id.
+
+The file holds libp2p's `PrivateKey` protobuf (key type, then seed and public key), which is what the daemon reads;
+files of other key types, such as the RSA ones that hivemind writes, work as well. It is created once, readable by its
+owner alone, whole or not at all; the peer id therefore survives restarts.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from noloco_node.errors import Exit, Trouble
+
+_ED25519_HEADER = bytes((0x08, 0x01, 0x12, 0x40))
+"""Protobuf: field 1 (key type) = 1, Ed25519; field 2 (data): 64 bytes follow."""
+
+
+def ensure_identity(path: Path) -> None:
+    """Create the key file unless it is there; Trouble when it is damaged or cannot be written or read."""
+    try:
+        if path.exists():
+            _check(path)
+        else:
+            _create(path)
+    except OSError as error:
+        raise Trouble(
+            "The identity of this peer cannot be read or written.",
+            why=f"{path}: {error.strerror}",
+            attempt="choose a home directory on a disk that you may write to",
+            code=Exit.STORAGE,
+        ) from None
+
+
+def _check(path: Path) -> None:
+    key = path.read_bytes()
+    if len(key) < 36 or key[:1] != b"\x08" or (key.startswith(_ED25519_HEADER) and len(key) != 68):
+        raise Trouble(
+            "The identity of this peer is damaged.",
+            why=f"{path} holds {len(key)} bytes that are no libp2p private key",
+            attempt="restore it from a backup, or delete it to become a new peer",
+            code=Exit.STORAGE,
+        )
+
+
+def _create(path: Path) -> None:
+    key = Ed25519PrivateKey.generate()
+    aside = path.with_name(path.name + ".new")
+    aside.unlink(missing_ok=True)
+    file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(file, _ED25519_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw())
+        os.fsync(file)
+    finally:
+        os.close(file)
+    aside.rename(path)

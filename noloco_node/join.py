@@ -1,0 +1,93 @@
+"""`noloco-node join`: this machine's home, network, device and text, and a node that lives on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from noloco_node import invite as invites
+from noloco_node.blueprint import Blueprint, blueprint, build_stage
+from noloco_node.config import NodeConfig, RunConfig, with_source
+from noloco_node.console import say
+from noloco_node.data import Blocks, open_blocks
+from noloco_node.departure import departure
+from noloco_node.device import Device, autocast_dtype, choose_device
+from noloco_node.home import Home
+from noloco_node.journal import Journal
+from noloco_node.network import Settings
+from noloco_node.node import Machine, Node, Voice, Wishes
+from noloco_node.recipe import fetch
+from noloco_node.swarm import connected, prefix
+from pipeline.stage import Inner, Stage
+
+
+async def join(invite: str, config: NodeConfig) -> None:
+    """Join the swarm of an invite and stay until the run ends or we are asked to leave."""
+    parsed = invites.parse(invite)
+    torch_device = choose_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    with Home.open(Path(config.home)) as home, Journal(home.journal) as journal:
+        settings = Settings(
+            prefix=prefix(parsed.digest),
+            identity=home.identity,
+            announce=config.announce,
+            bootstrap=tuple(map(str, parsed.addresses)),
+        )
+        if config.listen:
+            settings = msgspec.structs.replace(settings, listen=config.listen)
+        async with departure(say) as leave, connected(settings) as network:
+            say(f"we are {network.peer_id}")
+            recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
+            home.run_file.write_text(recipe.text)
+            plan = await asyncio.to_thread(blueprint, recipe.run)
+            device = Device(torch_device)
+            try:
+                machine = Machine(
+                    device=device,
+                    build=lambda number: _build(recipe.run, plan, number, torch_device),
+                    open_text=lambda: _Text(recipe.run, config, network.peer_id),
+                    checkpoints=home.checkpoint,
+                )
+                wishes = Wishes(stage=config.stage, linger_s=config.linger_s, refresh_s=config.refresh_s)
+                await Node(recipe, plan, network, machine, wishes, Voice(record=journal.write, say=say)).live(leave)
+            finally:
+                device.close()
+
+
+def _build(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -> Stage:
+    inner = run.inner
+    return Stage(
+        build_stage(run, plan, number, device),
+        Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm),
+        first=number == 0,
+        last=number == run.pipeline.stages - 1,
+        device=device,
+        autocast=autocast_dtype(device, run.precision),
+    )
+
+
+class _Text:
+    """The training text of this peer, read in a thread, one batch ahead of nobody."""
+
+    def __init__(self, run: RunConfig, config: NodeConfig, peer: str) -> None:
+        data = run.data if config.data is None else with_source(run.data, config.data)
+        self._blocks: Blocks = open_blocks(data, run.pipeline.sequence_length, run.seed, peer)
+        self._batch = run.pipeline.microbatch_size
+        self._turn = asyncio.Lock()
+
+    async def draw(self) -> Tensor:
+        async with self._turn:
+            return await asyncio.to_thread(self._blocks.next_batch, self._batch)
+
+    def position(self) -> dict[str, Any]:
+        return self._blocks.position()
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        self._blocks.restore(dict(position))

@@ -1,0 +1,76 @@
+"""The run file on its way from peer to peer: anyone may serve it, and its digest says whether it is the right one.
+
+An invite names the digest; the text comes from whichever peer answers first. Nothing of a wrong text is believed: it is
+decoded, its digest computed, and the text thrown away unless the two agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from noloco_node.config import RunConfig, content_hashes, decode_run, run_digest
+from noloco_node.errors import Exit, Trouble
+from noloco_node.port import Conversation, Network
+from noloco_node.wire import LONG_HEADER_BYTES, MessageSpec, Schema
+
+TOPIC = "run"
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRequest:
+    """Send me the run file, please."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFile:
+    """The run file as its author wrote it: TOML, comments included."""
+
+    text: str
+
+
+SCHEMA = Schema({RunRequest: MessageSpec(), RunFile: MessageSpec(header_bytes=LONG_HEADER_BYTES)})
+
+
+class Recipe:
+    """A run file and what it says: `text` as written, `run` decoded, `digest` the run's id."""
+
+    def __init__(self, text: str, origin: str) -> None:
+        """Decode `text`; raise `Trouble` naming the field at fault. `origin` is where it came from, for messages."""
+        self.text = text
+        self.run: RunConfig = decode_run(text, origin)
+        self.digest = run_digest(self.run, content_hashes(self.run))
+
+    async def serve(self, conversation: Conversation) -> None:
+        """Answer one `RunRequest`."""
+        await conversation.receive()
+        await conversation.send(RunFile(text=self.text))
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.run.name}, {self.digest[:12]})"
+
+
+async def fetch(network: Network, peers: Sequence[str], digest: str) -> Recipe:
+    """Return the recipe with this digest from the first of `peers` that has it; raise `Trouble` if none does."""
+    answers: list[str] = []
+    for peer in peers:
+        try:
+            async with asyncio.timeout(PATIENCE_S), network.talk(peer, TOPIC, SCHEMA) as conversation:
+                await conversation.send(RunRequest())
+                text = (await conversation.receive()).text
+        except (ConnectionError, TimeoutError) as error:
+            answers.append(f"{peer}: {error or type(error).__name__}")
+            continue
+        recipe = Recipe(text, f"the run file from {peer}")
+        if recipe.digest == digest:
+            return recipe
+        answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
+    raise Trouble(
+        f"No peer of the invite serves the run {digest[:12]}.",
+        why="; ".join(answers),
+        attempt="ask whoever sent the invite for a fresh one; if the model or the tokenizer is a local directory, "
+        "it must hold the same files here as there",
+        code=Exit.OTHER_RUN,
+    )

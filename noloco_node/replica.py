@@ -1,0 +1,359 @@
+"""One replica at work: a window of microbatches, an inner step, a pause; and every so often a round.
+
+This module ties the pieces that know nothing of each other. The gate fills a window, the device takes the inner step
+at the learning rate that the run's progress asks for, and in the pause that follows the rounds may copy or correct
+the fast weights. Everything that touches weights is a job of the device's one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from gossip.messages import Parts, ReplicaState
+from gossip.nesterov import Outer, OuterState, Tensors
+from gossip.port import Candidate, Deferred, Event, Lost, Origin, OuterStep, Patience, Settings, Surroundings
+from gossip.round import Rounds
+from noloco_node import __version__, journal
+from noloco_node.checkpoint import Checkpoint, Counters
+from noloco_node.config import OuterConfig, RunConfig
+from noloco_node.roster import PeerRecord, Roster, State
+from noloco_node.topics import GOSSIP, MICROBATCH
+from pipeline.downstream import Downstream, Limits, Ways
+from pipeline.gate import Gate, Outcome
+from pipeline.messages import Gradient, Microbatch, Refused, Reply
+from pipeline.routing import Hop
+from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
+from pipeline.stage import OptimiserState, Stage
+from pipeline.worker import Compute, Worker
+
+if TYPE_CHECKING:
+    from noloco_node.port import Conversation, Network
+    from noloco_node.wire import Schema
+
+T = TypeVar("T")
+
+SLOWEST_EXCHANGE_BYTES_PER_S = 2**20
+"""A partner whose line is slower than this is given up; deadlines of an exchange follow from it."""
+DRAIN_S = 30.0
+"""How long the blocking form of a round waits for what is in flight."""
+IDLE_S = 5.0
+"""Shorter waits are not worth a word."""
+
+
+class Runner(Protocol):
+    """The device's thread."""
+
+    async def run(self, job: Callable[..., T], *args: object) -> T:
+        """Run `job(*args)` there, to its end once it has begun."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Post:
+    """A replica's place in the run. `stage`: number of its stage. `run_id`: the run's digest."""
+
+    run: RunConfig
+    run_id: str
+    stage: int
+    peer: str
+
+    @property
+    def last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stage == self.run.pipeline.stages - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """What a replica sees of the swarm. `record` takes journal events."""
+
+    network: Network
+    roster: Callable[[], Roster]
+    record: Callable[[journal.Event], None]
+    microbatch_schema: Schema
+    gossip_schema: Schema
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beginning:
+    """Where a replica starts, its stage being there already: the outer state, its counters, the run's progress."""
+
+    origin: Origin
+    progress: float = 0.0
+
+
+class Replica:
+    """The weights of one stage on this machine, and everything that moves them."""
+
+    def __init__(self, post: Post, stage: Stage, device: Runner, world: World, beginning: Beginning) -> None:
+        run = post.run
+        self.post, self.gate = post, Gate(run.pipeline.microbatches_per_step)
+        self.inner_steps = beginning.origin.inner_steps
+        self.progress: Progress = begin(beginning.progress, _now())
+        self._stage, self._device, self._world = stage, device, world
+        self._schedule = Schedule(
+            peak=run.inner.learning_rate,
+            steps=run.inner.steps,
+            warmup_steps=run.inner.warmup_steps,
+            final_fraction=run.inner.final_fraction,
+        )
+        rng = Random(f"{run.seed}|routing|{post.peer}")
+        ways = Ways(hops=self._hops, call=self._call)
+        self.downstream = None if post.last else Downstream(ways, Limits(), rng)
+        self.worker = Worker(stage, self.gate, Compute(run=device.run), self.downstream, run.pipeline.budget_s)
+        self.rounds = Rounds(
+            post.peer,
+            round_settings(run, sum(tensor.nbytes for tensor in beginning.origin.state.slow)),
+            beginning.origin,
+            self,
+            Surroundings(compute=device.run, partners=self._partners, converse=self._converse, record=self._journal),
+        )
+        self._loss: float | None = None
+        self._gap: float | None = None
+        self._partner: str | None = None
+        self._tokens_per_s = 0.0
+        self._seconds_per_step = 1.0
+        self._stepped_at = _now()
+
+    # The training itself.
+
+    async def train(self) -> None:
+        """Fill windows and take inner steps until cancelled."""
+        while True:
+            outcomes = await self.gate.full()
+            self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], _now())
+            rate = learning_rate(self.progress.value, self._schedule)
+            report = await self._device.run(self._stage.step, rate, len(outcomes))
+            self._note_step(outcomes, rate, report.applied)
+            await self.rounds.between_steps(self.inner_steps, self._seconds_per_step)
+            self.gate.next_window()
+
+    def _note_step(self, outcomes: tuple[Outcome, ...], rate: float, applied: bool) -> None:
+        self.inner_steps += 1
+        now_s, tokens = _now(), sum(outcome.tokens for outcome in outcomes)
+        losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
+        self._loss = fmean(losses) if losses else None
+        self._seconds_per_step = max(1e-6, now_s - self._stepped_at)
+        self._stepped_at = now_s
+        speed = tokens / self._seconds_per_step
+        self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * speed if self._tokens_per_s else speed
+        self._world.record(
+            journal.InnerStep(
+                step=self.inner_steps,
+                progress=self.progress.value,
+                loss=self._loss,
+                tokens=tokens,
+                seconds=self._seconds_per_step,
+                learning_rate=rate if applied else 0.0,
+            )
+        )
+
+    async def discard(self) -> int:
+        """Forget the gradients of the partial window; return how many microbatches it held."""
+        await self._device.run(self._stage.discard)
+        return self.gate.succeeded
+
+    # What peers ask of us.
+
+    async def serve_microbatch(self, conversation: Conversation) -> None:
+        """Take one microbatch of another peer through our stage and send the reply."""
+        microbatch = await conversation.receive()
+        reply = await self.worker.process(microbatch, conversation.peer)
+        try:
+            await conversation.send(reply)
+        except ConnectionError:
+            if isinstance(reply, Gradient):
+                self.worker.reply_lost()
+            raise
+        if isinstance(reply, Refused):
+            self._world.record(journal.Refused(peer=conversation.peer, reason=str(reply.reason), here=True))
+
+    async def state(self, parts: Parts) -> ReplicaState:
+        """Return a copy of our state for a newcomer, or its slow weights for an export."""
+        outer, whole = self.rounds.state, parts is Parts.ALL
+        optimiser = await self._device.run(self._stage.optimiser_state) if whole else OptimiserState(0, ())
+        return ReplicaState(
+            slow=outer.slow,
+            momentum=outer.momentum if whole else (),
+            optimiser=optimiser.moments,
+            round=self.rounds.finished,
+            inner_steps=self.inner_steps,
+            progress=self.progress.value,
+            optimiser_steps=optimiser.steps,
+        )
+
+    # What the rounds ask of us (gossip.port.Replica).
+
+    async def snapshot(self) -> Tensors:
+        """Return a copy of the fast weights."""
+        return await self._device.run(self._stage.weights)
+
+    async def correct(self, correction: Tensors) -> None:
+        """Add to the fast weights."""
+        await self._device.run(self._stage.correct, correction)
+
+    def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
+        """Shut the gate until nothing is in flight."""
+        return self.gate.alone(retry_after_s, DRAIN_S)
+
+    def _partners(self) -> list[Candidate]:
+        records = self._world.roster().stage(self.post.stage)
+        return [Candidate(r.peer, r.round) for r in records if r.state is State.TRAINING and r.peer != self.post.peer]
+
+    def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
+        return self._world.network.talk(peer, GOSSIP, self._world.gossip_schema)
+
+    # What the worker asks of us.
+
+    def _hops(self) -> list[Hop]:
+        records = self._world.roster().stage(self.post.stage + 1)
+        return [Hop(record.peer, record.device_s) for record in records if record.state is State.TRAINING]
+
+    async def _call(self, peer: str, microbatch: Microbatch) -> Reply:
+        try:
+            async with self._world.network.talk(peer, MICROBATCH, self._world.microbatch_schema) as conversation:
+                await conversation.send(microbatch)
+                reply: Reply = await conversation.receive()
+        except ConnectionError as loss:
+            self._world.record(journal.Lost(peer=peer, what="microbatch", why=str(loss) or type(loss).__name__))
+            raise
+        if isinstance(reply, Refused):
+            self._world.record(journal.Refused(peer=peer, reason=str(reply.reason)))
+        return reply
+
+    # What we say of ourselves.
+
+    def _journal(self, event: Event) -> None:
+        match event:
+            case OuterStep():
+                self._gap, self._partner = event.gap, event.partner
+                self._world.record(
+                    journal.OuterStep(
+                        round=event.round,
+                        partner=event.partner,
+                        gap=event.gap,
+                        staleness=event.staleness,
+                        bytes_sent=event.bytes_sent,
+                        bytes_received=event.bytes_received,
+                        seconds=event.seconds,
+                    )
+                )
+            case Deferred():
+                self._world.record(journal.Deferred(round=event.round, in_a_row=event.in_a_row))
+            case Lost():
+                self._world.record(journal.Lost(peer=event.partner, what="exchange", why=event.why))
+
+    def describe(self, state: State) -> PeerRecord:
+        """Return our record for the roster."""
+        return PeerRecord(
+            peer=self.post.peer,
+            stage=self.post.stage,
+            state=state,
+            round=self.rounds.finished,
+            inner_steps=self.inner_steps,
+            progress=self.progress.value,
+            device_s=self.worker.device_s,
+            tokens_per_s=self._tokens_per_s,
+            loss=self._loss,
+            gap=self._gap,
+            partner=self._partner,
+            waiting=self.waiting(),
+            version=__version__,
+        )
+
+    def waiting(self) -> str | None:
+        """Say what the replica waits for and since when; None while it works."""
+        now_s, wait = _now(), self.downstream.waiting if self.downstream else None
+        if wait is not None and now_s - wait.since_s > IDLE_S:
+            return f"{wait.what}, for {now_s - wait.since_s:.0f} s"
+        idle_s = now_s - self._stepped_at
+        if self.gate.in_flight == 0 and self.gate.succeeded < self.gate.window and idle_s > IDLE_S:
+            return f"microbatches from stage {self.post.stage - 1}, for {idle_s:.0f} s" if self.post.stage else None
+        return None
+
+    async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:
+        """Return everything that this replica needs to go on later."""
+        outer = self.rounds.state
+        fast = await self.snapshot()
+        optimiser = await self._device.run(self._stage.optimiser_state)
+        return Checkpoint(
+            Counters(
+                run_id=self.post.run_id,
+                stage=self.post.stage,
+                round=self.rounds.finished,
+                inner_steps=self.inner_steps,
+                progress=self.progress.value,
+                samples=samples,
+                optimiser_steps=optimiser.steps,
+                data_position=data_position,
+            ),
+            {"slow": outer.slow, "momentum": outer.momentum, "fast": fast, "optimiser": optimiser.moments},
+        )
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the counters of the gate, the worker and the rounds, each under its own prefix."""
+        parts = {
+            "gate": self.gate.statistics(),
+            "worker": self.worker.statistics(),
+            "downstream": self.downstream.statistics() if self.downstream else {},
+            "rounds": self.rounds.statistics(),
+            "stage": self._stage.statistics(),
+        }
+        return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
+
+    def __repr__(self) -> str:
+        return f"Replica(stage {self.post.stage}, step {self.inner_steps}, {self.rounds!r}, {self.gate!r})"
+
+
+def round_settings(run: RunConfig, weight_bytes: int) -> Settings:
+    """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves."""
+    outer: OuterConfig = run.outer
+    sets = 1 if outer.gamma == outer.beta else 2
+    return Settings(
+        seed=run.seed,
+        outer=Outer(outer.alpha, outer.beta, outer.gamma),
+        inner_steps_per_round=outer.inner_steps_per_round,
+        overlap_steps=outer.overlap_steps,
+        deferrals_before_solo=outer.deferrals_before_solo,
+        blocking=outer.blocking,
+        patience=Patience(exchange_s=60.0 + 2 * sets * weight_bytes / SLOWEST_EXCHANGE_BYTES_PER_S),
+    )
+
+
+def fresh(stage: Stage) -> Beginning:
+    """Return the beginning of a replica that starts from the run's initial weights."""
+    slow = stage.weights()
+    return Beginning(origin=Origin(OuterState(slow, tuple(tensor.new_zeros(tensor.shape) for tensor in slow))))
+
+
+def copied(stage: Stage, state: ReplicaState) -> Beginning:
+    """Put a donor's state into the stage and return the beginning that follows from it."""
+    stage.set_weights(state.slow)
+    if state.optimiser:
+        stage.load_optimiser_state(OptimiserState(state.optimiser_steps, state.optimiser))
+    return Beginning(
+        origin=Origin(OuterState(state.slow, state.momentum), rounds=state.round, inner_steps=state.inner_steps),
+        progress=state.progress,
+    )
+
+
+def restored(stage: Stage, checkpoint: Checkpoint) -> Beginning:
+    """Put a checkpoint into the stage and return the beginning that follows from it."""
+    counters, tensors = checkpoint
+    stage.set_weights(tensors["fast"])
+    stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
+    return Beginning(
+        origin=Origin(
+            OuterState(tensors["slow"], tensors["momentum"]), rounds=counters.round, inner_steps=counters.inner_steps
+        ),
+        progress=counters.progress,
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,91 @@
+"""The source: a stage-0 peer turns text into microbatches and keeps a fixed number of them on their way.
+
+One coroutine is one microbatch in flight: it draws tokens, stamps them with the progress of the run, and hands them
+to its own worker as if they had come from outside. A refusal costs nothing but time: the same tokens are tried again,
+because a sample that no gradient came back for has not been trained on. What comes back is counted; the sum over all
+sources is the run's progress, and at 1 every source stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RETRY_S = 1.0
+"""Pause before the same tokens are tried again after no stage would take them, where the refusal names none."""
+
+
+class Process(Protocol):
+    """The worker's way in."""
+
+    def __call__(self, microbatch: Microbatch, sender: str) -> Awaitable[Reply]: ...
+
+
+class Source:
+    """Draws, sends, counts."""
+
+    def __init__(
+        self,
+        draw: Callable[[], Awaitable[Tensor]],
+        process: Process,
+        progress: Callable[[int], float],
+        *,
+        me: str,
+        budget_s: float,
+        rng: Random,
+    ) -> None:
+        """Hand in the callables.
+
+        `draw`: the next tokens [batch, sequence + 1], int64. `process`: the worker's. `progress`: the run's progress,
+        given this source's own samples so far. `budget_s`: how long one microbatch may travel.
+        """
+        self.samples = 0
+        self._draw, self._process, self._progress = draw, process, progress
+        self._me, self._budget_s, self._rng = me, budget_s, rng
+        self._refusals: dict[Reason, int] = {}
+
+    async def run(self, in_flight: int) -> None:
+        """Keep `in_flight` microbatches on their way until the run's token budget is used up."""
+        async with asyncio.TaskGroup() as flights:
+            for _ in range(in_flight):
+                flights.create_task(self._fly())
+
+    async def _fly(self) -> None:
+        while self._progress(self.samples) < 1.0:
+            tokens = await self._draw()
+            while not await self._try(tokens):
+                if self._progress(self.samples) >= 1.0:
+                    return
+
+    async def _try(self, tokens: Tensor) -> bool:
+        microbatch = Microbatch(
+            hidden=tokens[:, :-1],
+            targets=tokens[:, 1:],
+            progress=self._progress(self.samples),
+            budget_s=self._budget_s,
+        )
+        match await self._process(microbatch, self._me):
+            case Gradient():
+                self.samples += len(tokens)
+                return True
+            case Refused(reason=reason, retry_after_s=retry_after_s):
+                self._refusals[reason] = self._refusals.get(reason, 0) + 1
+                await asyncio.sleep((retry_after_s or RETRY_S) * self._rng.uniform(0.8, 1.2))
+                return False
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the samples whose gradient came back and the refusals by reason."""
+        return {
+            "samples": self.samples,
+            **{f"refused_{reason.name.lower()}": n for reason, n in self._refusals.items()},
+        }
+
+    def __repr__(self) -> str:
+        return f"Source({self.samples} samples)"

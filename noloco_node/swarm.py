@@ -1,0 +1,45 @@
+"""How a command reaches a swarm: the network of one run, opened for as long as the command needs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from noloco_node import invite as invites
+from noloco_node.network import Libp2p, Settings
+from noloco_node.presence import Presence
+from noloco_node.recipe import Recipe, fetch
+from noloco_node.wire import WIRE_VERSION
+
+
+def prefix(digest: str) -> str:
+    """Return what begins every protocol name and key of a run."""
+    return f"/noloco/{WIRE_VERSION}/{digest}/"
+
+
+@asynccontextmanager
+async def connected(settings: Settings) -> AsyncIterator[Libp2p]:
+    """Open the network, and end the body with `Trouble` should our libp2p daemon die."""
+    async with Libp2p.open(settings) as network, asyncio.TaskGroup() as group:
+        watch = group.create_task(network.wait_daemon(), name="daemon watch")
+        try:
+            yield network
+        finally:
+            watch.cancel()
+
+
+@asynccontextmanager
+async def visited(invite: str) -> AsyncIterator[tuple[Libp2p, Recipe, Presence]]:
+    """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster."""
+    parsed = invites.parse(invite)
+    settings = Settings(
+        prefix=prefix(parsed.digest),
+        listen=("/ip4/127.0.0.1/tcp/0",),
+        bootstrap=tuple(map(str, parsed.addresses)),
+    )
+    async with connected(settings) as network:
+        recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
+        presence = Presence(network, parsed.digest, recipe.run.pipeline.stages)
+        await presence.peek()
+        yield network, recipe, presence

@@ -1,0 +1,158 @@
+"""All conversations of this peer: who answers what, how many at once, and what happens when one is lost.
+
+A stream that a peer opens gets a task of its own, which runs the topic's handler. A stream that breaks cancels that task; a
+handler that fails ends its stream with an error and touches no other. One clock drives the heartbeats of all streams.
+
+This module knows sockets and frames and nothing of libp2p.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import NoReturn
+
+import msgspec
+
+from noloco_node.port import Handler
+from noloco_node.stream import Patience, Pulse, Stream, Traffic
+from noloco_node.wire import Schema, Violation
+
+logger = logging.getLogger(__name__)
+
+_MOST_OFFENDERS = 1024
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """How many conversations are answered at the same time."""
+
+    conversations: int = 512
+    per_peer: int = 64
+
+
+class Switchboard:
+    """Keeps every open stream; `run` must be running while streams are answered."""
+
+    def __init__(self, patience: Patience, capacity: Capacity) -> None:
+        self._patience, self._capacity = patience, capacity
+        self._handlers = asyncio.TaskGroup()
+        self._topics: dict[str, tuple[Schema, Handler]] = {}
+        self._streams: dict[Stream, asyncio.Task[None] | None] = {}
+        self._pulses: dict[str, Pulse] = {}
+        self._traffic: dict[str, Traffic] = {}
+        self._answering: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._violations: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"Switchboard({len(self._streams)} conversations, {len(self._topics)} topics)"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return counts since the start: conversations, losses by kind, bytes by topic, violations by peer."""
+        counts: dict[str, int | float] = dict(self._counts)
+        for topic, traffic in self._traffic.items():
+            counts[f"bytes.sent.{topic}"] = traffic.sent_bytes
+            counts[f"bytes.received.{topic}"] = traffic.received_bytes
+        for peer, number in self._violations.items():
+            counts[f"violations.{peer}"] = number
+        return counts | {"conversations.now": len(self._streams)}
+
+    def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
+        """Answer streams about `topic` from now on."""
+        self._topics[topic] = (schema, handler)
+
+    async def run(self, started: asyncio.Event) -> NoReturn:
+        """Keep all streams beating, and answer new ones, until cancelled; set `started` when that can begin."""
+        loop = asyncio.get_running_loop()
+        period_s = min(self._patience.beat_s, self._patience.silence_s) / 2
+        async with self._handlers:
+            started.set()
+            while True:
+                await asyncio.sleep(period_s)
+                for stream in list(self._streams):
+                    stream.tick(loop.time())
+
+    def call(self, stream: Stream, peer: str, topic: str, schema: Schema) -> None:
+        """Take in a stream that we opened."""
+        self._counts["conversations.opened"] += 1
+        self._begin(stream, peer, topic, schema)
+
+    def answer(self, stream: Stream, peer: str, topic: str) -> None:
+        """Take in a stream that `peer` opened, and run the handler of its topic if there is room for one more."""
+        if topic not in self._topics:
+            stream.break_off(ConnectionResetError(f"nobody serves {topic} here"))
+            return
+        schema, handler = self._topics[topic]
+        self._begin(stream, peer, topic, schema)
+        if self._answering.total() >= self._capacity.conversations:
+            self._counts["conversations.busy"] += 1
+            stream.fail(f"busy with {self._capacity.conversations} conversations")
+        elif self._answering[peer] >= self._capacity.per_peer:
+            self._counts["conversations.busy"] += 1
+            stream.fail(f"busy with {self._capacity.per_peer} conversations of yours")
+        else:
+            self._counts["conversations.answered"] += 1
+            self._answering[peer] += 1
+            task = self._handlers.create_task(self._run_handler(stream, handler), name=f"{topic} for {peer}")
+            self._streams[stream] = task
+            task.add_done_callback(lambda _: self._done(peer))
+
+    def lost(self, stream: Stream, error: ConnectionError | None) -> None:
+        """Forget a stream; its handler is cancelled unless the other side ended politely."""
+        if stream not in self._streams:
+            return
+        task = self._streams.pop(stream)
+        pulse = self._pulses[stream.peer]
+        pulse.streams -= 1
+        if not pulse.streams:
+            del self._pulses[stream.peer]
+        if error is not None:
+            self._counts[f"lost.{type(error).__name__}"] += 1
+        if isinstance(error, Violation):
+            logger.warning("%s violated the protocol: %s", stream.peer, error)
+            if stream.peer in self._violations or len(self._violations) < _MOST_OFFENDERS:
+                self._violations[stream.peer] += 1
+        if task is not None and not stream.peer_ended:
+            task.cancel()
+
+    def close(self) -> None:
+        """Break every stream."""
+        for stream in list(self._streams):
+            stream.break_off(ConnectionResetError("the network was closed"))
+
+    def _begin(self, stream: Stream, peer: str, topic: str, schema: Schema) -> None:
+        pulse = self._pulses.setdefault(peer, Pulse())
+        pulse.streams += 1
+        self._streams[stream] = None
+        stream.begin(peer, schema, pulse, self._traffic.setdefault(topic, Traffic()))
+
+    async def _run_handler(self, stream: Stream, handler: Handler) -> None:
+        try:
+            await handler(stream)
+        except ConnectionError as error:
+            self._counts["conversations.failed"] += 1
+            self._finish(stream)
+            stream.fail(str(error))
+        except Exception as error:  # a border: the fault of one handler must not take the others with it
+            self._counts["conversations.failed"] += 1
+            logger.exception("A conversation with %s failed", stream.peer)
+            self._finish(stream)
+            stream.fail(f"{type(error).__name__} in the handler")
+        except asyncio.CancelledError:
+            self._finish(stream)
+            stream.break_off(ConnectionResetError("the handler was cancelled"))
+            raise
+        else:
+            self._finish(stream)
+            stream.leave()
+
+    def _finish(self, stream: Stream) -> None:
+        """Note that nobody is to be cancelled any more when this stream is lost."""
+        if stream in self._streams:
+            self._streams[stream] = None
+
+    def _done(self, peer: str) -> None:
+        self._answering[peer] -= 1
+        if not self._answering[peer]:
+            del self._answering[peer]

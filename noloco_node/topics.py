@@ -1,0 +1,72 @@
+"""What peers of one run talk about, and the exact shape of everything they may say.
+
+All of it follows from the run file, so both ends know it before the first byte arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from gossip.exchange import PROBE
+from gossip.messages import Accepted, Busy, Declined, Offer, Received, ReplicaState, StateRequest, Weights
+from noloco_node.config import RunConfig
+from noloco_node.wire import Either, MessageSpec, Schema, TensorSpec
+from pipeline.messages import Gradient, Microbatch, Refused
+
+MICROBATCH = "microbatch"
+GOSSIP = "gossip"
+STATE = "state"
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def microbatch_schema(run: RunConfig, width: int) -> Schema:
+    """Return what a stage and the one before it say to each other."""
+    cells = (run.pipeline.microbatch_size, run.pipeline.sequence_length)
+    hidden = TensorSpec((*cells, width), run.pipeline.wire_dtype)
+    return Schema(
+        {
+            Microbatch: MessageSpec({"hidden": hidden, "targets": TensorSpec(cells, "int64")}),
+            Gradient: MessageSpec({"hidden": hidden}),
+            Refused: MessageSpec(),
+        }
+    )
+
+
+def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
+    """Return what two replicas of a stage with parameters of these shapes say to each other in a round."""
+    weights = _float32(shapes)
+    slow: tuple[TensorSpec, ...] = () if run.outer.gamma == run.outer.beta else weights
+    probe = TensorSpec((min(PROBE, sum(map(prod, shapes))),), "float32")
+    return Schema(
+        {
+            Offer: MessageSpec(),
+            Accepted: MessageSpec(),
+            Declined: MessageSpec(),
+            Weights: MessageSpec({"fast": weights, "slow": slow, "probe": probe}),
+            Received: MessageSpec(),
+        }
+    )
+
+
+def state_schema(shapes: Shapes) -> Schema:
+    """Return what a newcomer, or somebody who exports, and a replica of this stage say to each other."""
+    weights = _float32(shapes)
+    return Schema(
+        {
+            StateRequest: MessageSpec(),
+            Busy: MessageSpec(),
+            ReplicaState: MessageSpec(
+                {
+                    "slow": weights,
+                    "momentum": Either((weights, ())),
+                    "optimiser": Either((weights + weights, ())),
+                }
+            ),
+        }
+    )
+
+
+def _float32(shapes: Shapes) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(tuple(shape), "float32") for shape in shapes)

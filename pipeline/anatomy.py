@@ -1,0 +1,196 @@
+"""The parts of a decoder, found by walking its module tree, and a slice of it that keeps only some of them.
+
+Every decoder of transformers has one list of layers. On the way from the whole model down to that list hang a few side
+modules: what has weights and is registered before the list feeds the first layer (embeddings), what comes after reads
+the last (final norm, vocabulary head), what has no weights serves all layers (rotary frequencies). No name of any
+family is needed for this.
+
+A slice is the whole model in which every foreign part is replaced by one that lets its input through (or adds nothing,
+for position embeddings). So a parameter keeps the name that it has in the whole model, layers keep their numbers, and
+an export is a union of dictionaries.
+
+Initial weights depend on (seed, module name) alone, not on the cut: each module is initialised by the family's own
+rule under a generator of its own. They are drawn on the CPU whatever the device, since all replicas must agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Cut(NamedTuple):
+    """What one stage owns: layers `first_layer` to `end_layer` (exclusive), the embeddings, the vocabulary head."""
+
+    first_layer: int
+    end_layer: int
+    embeds: bool
+    head: bool
+
+
+class Anatomy(NamedTuple):
+    """Dotted names of the parts of a decoder. `before` and `after`: side modules with weights, in call order."""
+
+    spine: tuple[str, ...]
+    """The containers from the whole model ("") down to the list of layers, the last one."""
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    dropouts: tuple[str, ...]
+    embedding: str
+    head: str
+
+
+class _PassThrough(nn.Module):
+    """Stands where a foreign part was, and returns what it is given."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class _Nothing(nn.Module):
+    """Stands where foreign position embeddings were, and adds nothing."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(())
+
+
+def _shallowest_list(whole: nn.Module, depth: int) -> str:
+    found: list[tuple[int, str]] = sorted(
+        (name.count("."), name)
+        for name, module in whole.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    )
+    if not found or (len(found) > 1 and found[0][0] == found[1][0]):
+        raise ValueError(f"{type(whole).__name__} has no single list of {depth} layers: it cannot be cut into stages")
+    return found[0][1]
+
+
+def _name_of(whole: nn.Module, part: nn.Module | None) -> str:
+    for name, module in whole.named_modules():
+        if module is part:
+            return str(name)
+    raise ValueError(f"{type(whole).__name__} has no token embedding or no vocabulary head of its own")
+
+
+def dissect(whole: Any, depth: int) -> Anatomy:
+    """Find the parts of a causal language model with `depth` layers; raise ValueError where it has another shape."""
+    embedding = _name_of(whole, whole.get_input_embeddings())
+    head = _name_of(whole, whole.get_output_embeddings())
+    steps = _shallowest_list(whole, depth).split(".")
+    spine = tuple(".".join(steps[:length]) for length in range(len(steps) + 1))
+    before: list[str] = [embedding]
+    after: list[str] = []
+    dropouts: list[str] = []
+    for inside, following in pairwise(spine):
+        container, passed = whole.get_submodule(inside), False
+        if next(container.parameters(recurse=False), None) is not None:
+            raise ValueError(f"{type(container).__name__} has weights outside its parts: it cannot be cut into stages")
+        for child, module in container.named_children():
+            name = f"{inside}.{child}".removeprefix(".")
+            if name == following:
+                passed = True
+            elif isinstance(module, nn.Dropout):
+                # Such a dropout acts on the embeddings in every family, wherever it is registered.
+                dropouts.append(name)
+            elif name not in (embedding, head) and next(module.parameters(), None) is not None:
+                (after if passed else before).append(name)
+    return Anatomy(spine, tuple(before), (*after, head), tuple(dropouts), embedding, head)
+
+
+def _leave_out(whole: nn.Module, anatomy: Anatomy, cut: Cut) -> None:
+    layers = whole.get_submodule(anatomy.spine[-1])
+    foreign = [] if cut.embeds else [*anatomy.before, *anatomy.dropouts]
+    foreign += [] if cut.head else anatomy.after
+    foreign += [
+        f"{anatomy.spine[-1]}.{number}"
+        for number, _ in layers.named_children()
+        if not cut.first_layer <= int(number) < cut.end_layer
+    ]
+    for name in foreign:
+        gone = whole.get_submodule(name)
+        adds = isinstance(gone, nn.Embedding) and name != anatomy.embedding
+        stand_in = _Nothing() if adds else _PassThrough()
+        # A family's loop may ask a layer what kind it is.
+        for key, value in vars(gone).items():
+            if not key.startswith("_") and isinstance(value, str | int | float) and not hasattr(stand_in, key):
+                setattr(stand_in, key, value)
+        whole.set_submodule(name, stand_in)
+
+
+class Slice(nn.Module):
+    """One stage's part of a decoder, under the parameter names of the whole.
+
+    `known_as`: for each parameter the names under which a checkpoint may keep it, the best first.
+    """
+
+    def __init__(self, whole: Any, cut: Cut, known_as: dict[str, tuple[str, ...]]) -> None:
+        super().__init__()
+        for name, child in whole.named_children():
+            self.add_module(name, child)
+        # In a tuple, so that the model that we call is not registered as a part of us under a second name.
+        self._called = (whole if cut.head else whole.base_model,)
+        self.cut = cut
+        self.known_as = known_as
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head."""
+        (called,) = self._called
+        if self.cut.embeds:
+            result = called(input_ids=hidden, use_cache=False)
+        else:
+            result = called(inputs_embeds=hidden, use_cache=False)
+        output: Tensor = result.logits if self.cut.head else result.last_hidden_state
+        return output
+
+
+def carve(whole: Any, anatomy: Anatomy, cut: Cut, tied: bool) -> Slice:
+    """Take the parts of `cut` out of `whole`, which is used up. `tied`: checkpoints keep the head as the embedding."""
+    if not cut.head and whole.base_model is whole:
+        raise ValueError(f"{type(whole).__name__} has no model below its head: it cannot be cut into stages")
+    _leave_out(whole, anatomy, cut)
+    prefix = f"{whole.base_model_prefix}."
+    known_as: dict[str, tuple[str, ...]] = {}
+    for name, _ in whole.named_parameters():
+        kept = f"{anatomy.embedding}.weight" if tied and name == f"{anatomy.head}.weight" else name
+        known_as[name] = (kept, kept.removeprefix(prefix))
+    return Slice(whole, cut, known_as)
+
+
+def _materialise(module: nn.Module) -> None:
+    """Give every weight memory on the CPU, filled with NaN so that one that no rule fills is found."""
+    for part in module.modules():
+        for name, empty in list(part.named_parameters(recurse=False)):
+            full = torch.full_like(empty, torch.nan, device="cpu")
+            part.register_parameter(name, nn.Parameter(full, requires_grad=empty.requires_grad))
+
+
+def _draw(whole: Any, module: nn.Module, name: str, seed: int) -> None:
+    digest = hashlib.sha256(f"{seed}|initial weights|{name}".encode()).digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
+    whole._init_weights(module)
+
+
+@torch.no_grad()
+def initialise(whole: Any, anatomy: Anatomy, seed: int, tied_to: nn.Module | None) -> None:
+    """Give the weights of a carved model memory on the CPU and their initial values.
+
+    `tied_to`: the token embedding (part of the slice or not) of which the vocabulary head starts as a copy, or None.
+    """
+    _materialise(whole)
+    with torch.random.fork_rng(devices=[]):
+        # A part after what it contains: a family may rescale its parts' weights (GPT-2 does).
+        for name, module in reversed(list(whole.named_modules())):
+            if name not in anatomy.spine and next(module.parameters(), None) is not None:
+                _draw(whole, module, name, seed)
+        if tied_to is not None:
+            if next(tied_to.parameters()).is_meta:
+                _materialise(tied_to)
+                _draw(whole, tied_to, anatomy.embedding, seed)
+            whole.get_parameter(f"{anatomy.head}.weight").copy_(tied_to.weight)
+    unfilled = [name for name, weight in whole.named_parameters() if weight.isnan().any()]
+    if unfilled:
+        raise ValueError(f"{type(whole).__name__} has no rule for the initial weights of {', '.join(unfilled)}")

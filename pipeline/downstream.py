@@ -1,0 +1,268 @@
+"""The next stage as one microbatch sees it: ask a replica, and another, until one has returned the gradient.
+
+What a replica answers, and what follows:
+
+- a gradient: done, and the replica is above suspicion;
+- `Refused` (full, gossiping, leaving): another replica takes it, for the sender still holds the output. It uses up no
+  attempt, and all microbatches of this sender leave the one that refused in peace until the time that it named. If all
+  refuse, we sleep until the earliest of these times, jittered;
+- a loss: another replica, and one attempt less. A peer that could not be reached, or that was given up (silent, or in
+  violation), becomes a suspect; a stream that broke accuses nobody. Suspects are asked when there is nobody else, after
+  a pause that doubles with each loss;
+- `Refused(NO_ROUTE)`: another replica, which may know another way, and one attempt less;
+- `Refused(EXPIRED)`, or our own clock says so: nobody wants the reply any more. Up it goes, and nobody is accused.
+
+With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import NamedTuple, TypeVar
+
+from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
+from pipeline.routing import Bag, Hop, Suspects, next_hop
+
+T = TypeVar("T")
+
+MOST_HOPS_COUNTED = 1024
+SHORTEST_REST_S = 0.1
+LONGEST_REST_S = 30.0
+LEAVING_REST_S = 10.0
+"""How long one that leaves is not asked again: rosters take about as long to notice."""
+NO_ROUTE_REST_S = 2.0
+FIRST_BACKOFF_S = 0.5
+POLL_S = 0.25
+"""How often an empty roster is looked at again."""
+
+
+class Expired(Exception):
+    """The travelling budget ended."""
+
+
+async def within(deadline_s: float, work: Awaitable[T]) -> T:
+    """Await `work` until a deadline in loop seconds; raise Expired when it passes."""
+    try:
+        async with asyncio.timeout_at(deadline_s) as limit:
+            return await work
+    except TimeoutError as error:
+        if limit.expired():
+            raise Expired from error
+        raise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ways:
+    """Who serves the next stage now, and how to call one of them.
+
+    `call` raises a `ConnectionError` for a loss, as `pipeline.messages` says.
+    """
+
+    hops: Callable[[], Sequence[Hop]]
+    call: Callable[[str, Microbatch], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """`attempts`: calls that one microbatch may lose. `patience_s`: how long to wait for a replica to appear at all."""
+
+    attempts: int = 4
+    patience_s: float = 60.0
+
+
+class HopTotals(NamedTuple):
+    """Calls to one replica of the next stage: begun, and answered with a gradient."""
+
+    attempted: int = 0
+    succeeded: int = 0
+
+
+class Waiting(NamedTuple):
+    """What a microbatch waits for, in words, and since when (loop seconds)."""
+
+    what: str
+    since_s: float
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Search:
+    """One microbatch on its way to a replica that takes it."""
+
+    deadline_s: float
+    losses: int = 0
+    lost: set[str] = field(default_factory=set)
+    forgiving: bool = False
+    """Ask suspects and those that were lost, for there is nobody else."""
+    waits_since_s: float | None = None
+    empty_since_s: float | None = None
+
+
+class Downstream:
+    """Routes the microbatches of one sender to the replicas of the next stage."""
+
+    def __init__(self, ways: Ways, limits: Limits, rng: Random) -> None:
+        self._ways, self._limits, self._rng = ways, limits, rng
+        self._bag = Bag()
+        self._suspects = Suspects()
+        self._resting: dict[str, float] = {}
+        self._totals: dict[str, HopTotals] = {}
+        self._waits: dict[_Search, Waiting] = {}
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """The oldest of the waits that microbatches are in; None while all are being worked on."""
+        return min(self._waits.values(), key=lambda wait: wait.since_s, default=None)
+
+    @property
+    def hop_totals(self) -> dict[str, HopTotals]:
+        """Calls by replica, those of the last 1024 replicas."""
+        return dict(self._totals)
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """The replicas that are under suspicion now."""
+        return self._suspects.active(_now_s())
+
+    async def ask(self, microbatch: Microbatch, deadline_s: float) -> Reply:
+        """Return a replica's gradient of a microbatch; Refused when there is no way or no time left.
+
+        `deadline_s`: loop seconds; what is left of it travels as the budget of each call.
+        """
+        search = _Search(deadline_s=deadline_s)
+        try:
+            while search.losses < self._limits.attempts and not self._given_up(search):
+                peer = self._choose(search)
+                reply = None if peer is None else await self._ask_one(peer, microbatch, search)
+                if reply is not None:
+                    return reply
+                if peer is None:
+                    await self._pause(search)
+        except Expired:
+            return Refused(reason=Reason.EXPIRED)
+        return Refused(reason=Reason.NO_ROUTE, retry_after_s=NO_ROUTE_REST_S)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return totals since the start: gradients, refusals and losses met at the next stage."""
+        names = ["gradients", "lost_unreachable", "lost_given_up", "lost_broken"]
+        names += [f"refused_{reason.name.lower()}" for reason in Reason]
+        totals: dict[str, int | float] = {name: self._counts[name] for name in names}
+        return totals | {"waiting": len(self._waits), "suspects": len(self.suspects)}
+
+    def __repr__(self) -> str:
+        return f"Downstream({len(self._ways.hops())} replicas, {self._counts['gradients']} gradients, {self.waiting})"
+
+    def _given_up(self, search: _Search) -> bool:
+        """Note since when the roster has been empty; say whether that is too long."""
+        if self._ways.hops():
+            search.empty_since_s = None
+            return False
+        if search.empty_since_s is None:
+            search.empty_since_s = _now_s()
+        return _now_s() - search.empty_since_s >= self._limits.patience_s
+
+    def _choose(self, search: _Search) -> str | None:
+        avoid = self._resting_now()
+        if not search.forgiving:
+            avoid |= self.suspects | search.lost
+        peer, self._bag = next_hop(self._bag, self._ways.hops(), avoid, self._rng)
+        return peer
+
+    async def _ask_one(self, peer: str, microbatch: Microbatch, search: _Search) -> Reply | None:
+        """Call one replica; return what goes up, None when another is to be asked."""
+        search.forgiving = False
+        self._count_call(peer, succeeded=0)
+        sent = replace(microbatch, budget_s=max(0.0, search.deadline_s - _now_s()))
+        try:
+            reply = await within(search.deadline_s, self._ways.call(peer, sent))
+            if isinstance(reply, Gradient):
+                _check(reply, microbatch)
+        except ConnectionError as error:
+            self._lose(peer, error, search)
+            return None
+        if isinstance(reply, Gradient):
+            self._suspects = self._suspects.clear(peer)
+            self._counts["gradients"] += 1
+            self._count_call(peer, succeeded=1)
+            return reply
+        self._counts[f"refused_{reply.reason.name.lower()}"] += 1
+        if reply.reason is Reason.EXPIRED:
+            return reply
+        if reply.reason is Reason.NO_ROUTE:
+            search.losses += 1
+        self._rest(peer, reply)
+        return None
+
+    def _lose(self, peer: str, error: ConnectionError, search: _Search) -> None:
+        search.losses += 1
+        search.lost.add(peer)
+        if isinstance(error, ConnectionRefusedError):
+            kind = "lost_unreachable"
+        elif isinstance(error, ConnectionAbortedError):
+            kind = "lost_given_up"
+        else:
+            kind = "lost_broken"
+        self._counts[kind] += 1
+        if kind != "lost_broken":
+            self._suspects = self._suspects.suspect(peer, _now_s())
+
+    def _rest(self, peer: str, refusal: Refused) -> None:
+        least_s = LEAVING_REST_S if refusal.reason is Reason.LEAVING else SHORTEST_REST_S
+        # The estimate is a stranger's: not a number reads as the least.
+        rest_s = min(max(least_s, refusal.retry_after_s), LONGEST_REST_S)
+        now_s = _now_s()
+        self._resting = {other: until_s for other, until_s in self._resting.items() if until_s > now_s}
+        self._resting[peer] = now_s + rest_s
+
+    def _resting_now(self) -> set[str]:
+        now_s = _now_s()
+        return {peer for peer, until_s in self._resting.items() if until_s > now_s}
+
+    async def _pause(self, search: _Search) -> None:
+        """Sleep until somebody can be asked, or the first of those that there are may be asked again."""
+        peers = [hop.peer for hop in self._ways.hops()]
+        good = [peer for peer in peers if peer not in self.suspects and peer not in search.lost]
+        resting = [self._resting.get(peer, 0.0) for peer in (good or peers)]
+        if not peers:
+            what, pause_s = "a replica of the next stage to appear in the roster", POLL_S
+        elif good:
+            what = f"room at the next stage: {len(good)} of {len(peers)} replicas refused for now, the others were lost"
+            if len(good) == len(peers):
+                what = f"room at the next stage: all its {len(peers)} replicas refused for now"
+            pause_s = min(resting) - _now_s()
+        else:
+            what = f"an answer of the next stage: all its {len(peers)} replicas were lost"
+            pause_s = max(FIRST_BACKOFF_S * 2.0**search.losses, min(resting) - _now_s())
+            search.forgiving = True
+        if search.waits_since_s is None:
+            search.waits_since_s = _now_s()
+        self._waits[search] = Waiting(what, search.waits_since_s)
+        try:
+            # Jitter, so that all who were refused together do not come back together; never early.
+            await within(search.deadline_s, asyncio.sleep(max(0.0, pause_s) * self._rng.uniform(1.0, 1.25)))
+        finally:
+            del self._waits[search]
+
+    def _count_call(self, peer: str, *, succeeded: int) -> None:
+        before = self._totals.pop(peer, HopTotals())
+        self._totals[peer] = HopTotals(before.attempted + 1 - succeeded, before.succeeded + succeeded)
+        if len(self._totals) > MOST_HOPS_COUNTED:
+            del self._totals[next(iter(self._totals))]
+
+
+def _check(reply: Gradient, microbatch: Microbatch) -> None:
+    """Raise ConnectionAbortedError for a gradient that no replica may return."""
+    if reply.hidden is None or reply.hidden.shape != microbatch.hidden.shape:
+        shape = None if reply.hidden is None else tuple(reply.hidden.shape)
+        raise ConnectionAbortedError(f"gradient of shape {shape} for {tuple(microbatch.hidden.shape)} activations")
+    if not math.isfinite(reply.loss) or reply.tokens < 1:
+        raise ConnectionAbortedError(f"a loss of {reply.loss} over {reply.tokens} tokens")
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,171 @@
+"""One microbatch through this stage: in at the gate, forward, the next stage's reply, backward, and the gradient back.
+
+A microbatch is a coroutine. The call to the next stage returns the gradient, so the chain of calls is the call stack
+and the autograd graph a local variable: errors travel up, cancellation travels down, nothing has to be correlated or
+swept.
+
+A microbatch has succeeded here when its own backward is complete, whatever becomes of the reply. If its caller is cut
+off while backward runs, the sample counts for this window although the caller will have it computed again elsewhere:
+such samples are counted (`counted_twice`), for they are rare and harmless, and undoing a backward is neither.
+
+The travelling budget bounds everything up to our own backward. That runs without a deadline: all work below it is done,
+and whoever does not want the result any more cancels the call.
+
+`Compute.run` must be shielded: a call that has begun is awaited to its end even when its caller is cancelled. Only then
+is a slot never free, and no step taken, while a backward still runs. That the work was completed is noted by the work
+itself, for a cancelled caller does not learn it from a result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from pipeline.downstream import Downstream, Expired, within
+from pipeline.gate import Gate, Outcome, Slot
+from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+SMOOTHING = 0.1
+"""Weight of the newest microbatch in the moving average of device seconds."""
+
+
+class Forward(Protocol):
+    """A forward pass that waits for its gradient; dropping it frees its graph."""
+
+    @property
+    def output(self) -> Tensor:
+        """Activations for the next stage."""
+
+    def backward(self, gradient: Tensor, /) -> Tensor | None:
+        """Accumulate the parameters' gradients; return that of the input, None at stage 0."""
+
+
+class Stage(Protocol):
+    """The slice of the model that this peer holds."""
+
+    def forward(self, hidden: Tensor, /) -> Forward:
+        """Compute the stage's output."""
+
+    def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
+        """Compute the loss, run backward, and return the input's gradient: the last stage's whole work."""
+
+
+class Run(Protocol):
+    """Runs a function on the device, in its turn; once begun it is awaited to its end, even when cancelled."""
+
+    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]:
+        """Return what the function returns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """Where tensor work happens, and the clock (seconds) that measures it from within."""
+
+    run: Run
+    clock: Callable[[], float] = time.perf_counter
+
+
+class _Work(Generic[T]):
+    """A piece of device work that keeps its own result, for a caller who is cancelled while it runs."""
+
+    def __init__(self, clock: Callable[[], float], function: Callable[[], T]) -> None:
+        self._clock, self._function = clock, function
+        self.results: tuple[T, ...] = ()
+        self.seconds = 0.0
+
+    def __call__(self) -> T:
+        begun_s = self._clock()
+        result = self._function()
+        self.seconds = self._clock() - begun_s
+        self.results = (result,)
+        return result
+
+
+class Worker:
+    """Takes microbatches through one stage; `downstream` is None at the last.
+
+    `budget_s`: the longest time that any microbatch may travel from here.
+    """
+
+    def __init__(
+        self, stage: Stage, gate: Gate, compute: Compute, downstream: Downstream | None, budget_s: float = 300.0
+    ) -> None:
+        self._stage, self._gate, self._compute = stage, gate, compute
+        self._downstream, self._budget_s = downstream, budget_s
+        self._counts: Counter[str] = Counter()
+        self.device_s = 0.0
+        """Device seconds a microbatch, a moving average; 0 until one has succeeded."""
+
+    async def process(self, microbatch: Microbatch, sender: str) -> Reply:
+        """Take a microbatch through this stage and all later ones; return its gradient, or why there is none."""
+        # The budget is a stranger's: not a number reads as none left.
+        budget_s = min(max(0.0, microbatch.budget_s), self._budget_s)
+        deadline_s = asyncio.get_running_loop().time() + budget_s
+        reply: Reply = Refused(reason=Reason.EXPIRED)
+        if budget_s > 0.0:
+            try:
+                slot = await within(deadline_s, self._gate.enter(sender))
+                if isinstance(slot, Refused):
+                    return slot
+                with slot:
+                    reply = await self._take(microbatch, slot, deadline_s)
+            except Expired:
+                pass
+        if isinstance(reply, Refused):
+            self._counts[reply.reason.name.lower()] += 1
+        return reply
+
+    def reply_lost(self) -> None:
+        """Count a gradient that could not be delivered: its sample counts here, and again wherever it is retried."""
+        self._counts["counted_twice"] += 1
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return what became of the microbatches that got a slot, since the start."""
+        names = ("succeeded", "expired", "no_route", "counted_twice")
+        return {**{name: self._counts[name] for name in names}, "device_s": self.device_s}
+
+    def __repr__(self) -> str:
+        return f"Worker({self._counts['succeeded']} succeeded, {self.device_s:.3g} s each, {self._gate!r})"
+
+    async def _take(self, microbatch: Microbatch, slot: Slot, deadline_s: float) -> Reply:
+        clock, stage = self._compute.clock, self._stage
+        if self._downstream is None:
+            whole = _Work(clock, lambda: stage.loss(microbatch.hidden, microbatch.targets))
+            return await self._finish(whole, lambda reply: self._succeeded(slot, microbatch, reply, whole.seconds))
+        ahead = _Work(clock, lambda: stage.forward(microbatch.hidden))
+        forward = await within(deadline_s, self._compute.run(ahead))
+        reply = await self._downstream.ask(replace(microbatch, hidden=forward.output), deadline_s)
+        if isinstance(reply, Refused):
+            return reply
+        assert reply.hidden is not None, "Downstream lets no other gradient through"
+        below, gradient = reply, reply.hidden
+        back = _Work(clock, lambda: forward.backward(gradient))
+        hidden = await self._finish(
+            back, lambda _: self._succeeded(slot, microbatch, below, ahead.seconds + back.seconds)
+        )
+        return Gradient(hidden=hidden, loss=below.loss, tokens=below.tokens)
+
+    async def _finish(self, work: _Work[T], succeeded: Callable[[T], None]) -> T:
+        """Run a backward and report that it is complete, also when we are cancelled meanwhile."""
+        try:
+            return await self._compute.run(work)
+        except asyncio.CancelledError:
+            self._counts["counted_twice"] += len(work.results)
+            raise
+        finally:
+            for result in work.results:
+                succeeded(result)
+
+    def _succeeded(self, slot: Slot, microbatch: Microbatch, gradient: Gradient, device_s: float) -> None:
+        slot.succeed(Outcome(microbatch.progress, gradient.loss, gradient.tokens))
+        self.device_s = (1.0 - SMOOTHING) * self.device_s + SMOOTHING * device_s if self.device_s else device_s
+        self._counts["succeeded"] += 1

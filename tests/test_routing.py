@@ -1,0 +1,211 @@
+"""Routes: fair over every few draws, random all the same, and unmoved by what strangers claim."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.routing import FIRST_SUSPICION_S, LONGEST_SUSPICION_S, Bag, Hop, Suspects, next_hop, quotas
+
+times = st.floats(0.01, 100.0)
+
+
+def hops_of(device_s: list[float]) -> list[Hop]:
+    return [Hop(f"p{number}", each) for number, each in enumerate(device_s)]
+
+
+def draw(bag: Bag, hops: list[Hop], rng: Random, count: int) -> tuple[Counter[str], Bag]:
+    drawn: Counter[str] = Counter()
+    for _ in range(count):
+        peer, bag = next_hop(bag, hops, (), rng)
+        assert peer is not None
+        drawn[peer] += 1
+    return drawn, bag
+
+
+@given(st.lists(times, min_size=1, max_size=12), st.integers())
+def test_a_full_bag_is_within_one_draw_of_proportion(device_s: list[float], seed: int) -> None:
+    hops = hops_of(device_s)
+    drawn, bag = draw(Bag(), hops, Random(seed), len(hops))
+    assert not bag.entries
+    for peer, quota in quotas(hops).items():
+        assert abs(drawn[peer] - quota) < 1.0 + 1e-6
+
+
+@given(st.lists(times, min_size=1, max_size=8), st.integers())
+def test_rounding_is_carried_on_so_that_many_bags_are_as_exact_as_one(device_s: list[float], seed: int) -> None:
+    hops, bags = hops_of(device_s), 30
+    drawn, _ = draw(Bag(), hops, Random(seed), bags * len(hops))
+    for peer, quota in quotas(hops).items():
+        assert abs(drawn[peer] - bags * quota) < 2.0
+        assert drawn[peer] >= 1, "nobody is starved"
+
+
+@given(st.lists(times, min_size=1, max_size=12))
+def test_quotas_follow_speeds_down_to_a_floor(device_s: list[float]) -> None:
+    hops = hops_of(device_s)
+    shares = quotas(hops)
+    assert math.isclose(sum(shares.values()), len(hops))
+    assert min(shares.values()) >= 1 / 9 - 1e-9
+    ordered = sorted(hops, key=lambda hop: hop.device_s)
+    for faster, slower in pairwise(ordered):
+        assert shares[faster.peer] >= shares[slower.peer] - 1e-9
+
+
+def test_shares_are_inverse_to_device_time() -> None:
+    assert quotas([Hop("a", 0.1), Hop("b", 0.3)]) == pytest.approx({"a": 1.5, "b": 0.5})
+
+
+def test_noise_does_not_bias_and_unknown_speeds_take_the_median() -> None:
+    near = quotas([Hop("a", 1.0), Hop("b", 1.09)])
+    assert near["a"] == near["b"]
+    assert (
+        quotas([Hop("a", 1.0), Hop("b", 1.0), Hop("c", 4.0), Hop("d")])["d"]
+        == quotas([Hop("a", 1.0), Hop("b", 1.0), Hop("c", 4.0), Hop("d", 1.0)])["d"]
+    )
+
+
+@pytest.mark.parametrize("claim", [math.nan, math.inf, -1.0, 0.0])
+def test_a_claim_that_is_no_time_counts_as_unknown(claim: float) -> None:
+    assert quotas([Hop("a", 2.0), Hop("b", claim)]) == {"a": 1.0, "b": 1.0}
+
+
+def test_one_that_claims_to_be_infinitely_fast_leaves_something_to_others() -> None:
+    shares = quotas([Hop("liar", 1e-300), Hop("b", 1.0), Hop("c", 1.0)])
+    assert shares["b"] == shares["c"] > 0.1
+
+
+def test_avoided_peers_are_not_drawn_and_keep_their_place() -> None:
+    hops, rng = hops_of([1.0] * 4), Random(3)
+    bag = Bag()
+    for _ in range(3):
+        peer, bag = next_hop(bag, hops, {"p2"}, rng)
+        assert peer != "p2"
+    assert bag.entries == ("p2",)
+    assert next_hop(bag, hops, (), rng)[0] == "p2"
+
+
+def test_nobody_to_ask() -> None:
+    bag = Bag(("a",), {"a": 0.5})
+    assert next_hop(bag, [], (), Random(0)) == (None, bag)
+    assert next_hop(bag, [Hop("a")], {"a"}, Random(0)) == (None, bag)
+
+
+def test_one_that_left_is_dropped_and_one_that_joined_is_drawn_from_the_same_bag() -> None:
+    rng = Random(5)
+    _, bag = next_hop(Bag(), hops_of([1.0] * 6), (), rng)
+    hops = [Hop(f"p{number}", 1.0) for number in (3, 4, 5)] + [Hop("new", 1.0)]
+    left = len([entry for entry in bag.entries if entry in ("p3", "p4", "p5")])
+    drawn, bag = draw(bag, hops, rng, left + 1)
+    assert drawn["new"] == 1
+    assert not {"p0", "p1", "p2"} & set(drawn)
+    assert set(bag.credit) == {"p3", "p4", "p5", "new"}
+
+
+def test_the_last_one_standing_is_asked_even_when_the_bag_owes_it_nothing() -> None:
+    hops, rng, bag = hops_of([0.01, 100.0]), Random(0), Bag()
+    for _ in range(50):
+        peer, bag = next_hop(bag, hops, {"p0"}, rng)
+        assert peer == "p1"
+    drawn, bag = draw(bag, hops, rng, 20)
+    assert drawn["p0"] >= 16
+    assert all(-1.0 <= owed <= 1.0 for owed in bag.credit.values())
+
+
+def test_draws_are_a_function_of_the_seed() -> None:
+    hops = hops_of([1.0, 2.0, 3.0])
+    one, two, other = (draw_in_order(hops, Random(seed)) for seed in (7, 7, 8))
+    assert one == two != other
+
+
+def draw_in_order(hops: list[Hop], rng: Random) -> list[str | None]:
+    bag, order = Bag(), []
+    for _ in range(60):
+        peer, bag = next_hop(bag, hops, (), rng)
+        order.append(peer)
+    return order
+
+
+def throughput(device_s: dict[str, float], draws: list[Callable[[], str]], in_flight: int) -> float:
+    """Return the part of capacity that a closed system uses, each sender keeping `in_flight` microbatches in queues."""
+    queues: dict[str, deque[int]] = {peer: deque() for peer in device_s}
+    busy: dict[str, int] = {}
+    ends: list[tuple[float, str]] = []
+    now_s, done, noise = 0.0, 0, Random("noise")
+
+    def send(sender: int) -> None:
+        peer = draws[sender]()
+        queues[peer].append(sender)
+        begin(peer)
+
+    def begin(peer: str) -> None:
+        if peer not in busy and queues[peer]:
+            busy[peer] = queues[peer].popleft()
+            heapq.heappush(ends, (now_s + device_s[peer] * noise.uniform(0.9, 1.1), peer))
+
+    for sender in range(len(draws)):
+        for _ in range(in_flight):
+            send(sender)
+    while done < 2000:
+        now_s, peer = heapq.heappop(ends)
+        done += 1
+        sender = busy.pop(peer)
+        begin(peer)
+        send(sender)
+    return done / now_s / sum(1.0 / each for each in device_s.values())
+
+
+def test_the_bag_reaches_nine_tenths_of_capacity_where_independent_draws_do_not() -> None:
+    device_s = {f"p{number}": each for number, each in enumerate((1.0, 1.0, 1.5, 2.0, 3.0, 4.0))}
+    hops = [Hop(peer, each) for peer, each in device_s.items()]
+
+    def from_bag(rng: Random) -> Callable[[], str]:
+        bag = Bag()
+
+        def drawn() -> str:
+            nonlocal bag
+            peer, bag = next_hop(bag, hops, (), rng)
+            assert peer is not None
+            return peer
+
+        return drawn
+
+    def independent(rng: Random) -> Callable[[], str]:
+        return lambda: rng.choices(list(device_s), [1.0 / each for each in device_s.values()])[0]
+
+    for in_flight, least, margin in ((4, 0.85, 0.1), (8, 0.95, 0.08)):
+        with_bag = throughput(device_s, [from_bag(Random(f"bag|{n}")) for n in range(2)], in_flight)
+        without = throughput(device_s, [independent(Random(f"free|{n}")) for n in range(2)], in_flight)
+        assert with_bag > least
+        assert with_bag > without + margin
+
+
+def test_suspicion_doubles_once_for_each_new_disappointment() -> None:
+    suspects = Suspects()
+    for _ in range(8):
+        suspects = suspects.suspect("a", 100.0)
+    assert suspects.active(100.0 + FIRST_SUSPICION_S - 0.01) == {"a"}
+    assert suspects.active(100.0 + FIRST_SUSPICION_S) == set()
+    suspects = suspects.suspect("a", 200.0)
+    assert suspects.active(200.0 + 2 * FIRST_SUSPICION_S - 0.01) == {"a"}
+    assert suspects.active(200.0 + 2 * FIRST_SUSPICION_S) == set()
+
+
+def test_suspicion_is_bounded_cleared_by_success_and_forgotten() -> None:
+    suspects, now_s = Suspects(), 0.0
+    for _ in range(20):
+        suspects = suspects.suspect("a", now_s)
+        now_s = suspects.suspicions["a"].until_s
+    assert suspects.suspicions["a"].length_s == LONGEST_SUSPICION_S
+    assert suspects.clear("a").suspect("a", now_s).suspicions["a"].length_s == FIRST_SUSPICION_S
+    later_s = now_s + 2 * LONGEST_SUSPICION_S
+    assert set(suspects.suspect("b", later_s).suspicions) == {"b"}
+    assert suspects.clear("unknown") is suspects
