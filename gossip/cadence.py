@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossip.matching import ROUND_BOUND, heal
+from gossip.matching import ROUND_BOUND, good_enough_at, heal
 
 
 class Cadence:
@@ -25,6 +25,7 @@ class Cadence:
         self.round = self.finished = rounds
         self.deferred_in_a_row = 0
         self.healed = 0
+        self._last = False
 
     def __repr__(self) -> str:
         return f"<Cadence: round {self.round}, {self.finished} finished, {self.inner_steps} inner steps>"
@@ -44,8 +45,19 @@ class Cadence:
             return unknown_s
         return max(1, self._opened_at + self._per_round - self.inner_steps) * self._seconds_per_step
 
-    def open(self, listed: Sequence[int]) -> None:
+    def hopes_s(self, place: int, count: int, unknown_s: float) -> float:
+        """Return for how long preference number `place` of `count` is not good enough; 0 if it is.
+
+        Whoever found nobody last time, or will open no further round, is not picky.
+        """
+        if self._last or self.deferred_in_a_row:
+            return 0.0
+        steps = good_enough_at(place, count) * self._per_round - (self.inner_steps - self._opened_at)
+        return max(0.0, steps) * (unknown_s if self._seconds_per_step is None else self._seconds_per_step)
+
+    def open(self, listed: Sequence[int], *, last: bool = False) -> None:
         """Begin the next round, after those that the roster says are finished."""
+        self._last = last
         following = 1 + heal(self.finished, (), (self.finished, *listed), ROUND_BOUND)
         self.healed += following > max(self.round, self.finished + 1)
         self.round = max(self.round, following)

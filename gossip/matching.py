@@ -6,10 +6,16 @@ sees the same roster sees the same pairs, with no message, and a roster that dif
 there each follows its own preferences. One's own preferences are the same hashes. The hash of a pair is the same for
 both, so preferences cannot form a cycle (a likes b best, who likes c best, who likes a best): some pair always agrees.
 
+**How long to hope.** Waiting costs nothing, training goes on; but whoever meets just anybody that happens to be open
+meets, among replicas of equal speed, the same one for ever: openings keep their distance in time, and the swarm falls
+apart into fixed pairs (simulated: 4 or 8 replicas in random phases, each with one single partner in 60 rounds). So a
+young round is picky. At its opening only the first preference will do, and the others become good enough one by one,
+all by `PICKY_SHARE` of the time to the next opening. Replicas in step find their greedy partner at once all the same.
+
 **The answer.** `answer` is a pure function of what the asked is doing, and comes at once: nobody holds anybody while
-asking somebody else, so there is no cycle of waiting. The asked accepts any open replica while it is free, whatever its
-round number. When two offers cross, the offer of the lower peer id goes first: its owner declines the other's, and the
-other accepts although it is still waiting for an answer (which will be that very refusal).
+asking somebody else, so there is no cycle of waiting. The asked does not care for the other's round number. When two
+offers cross, the offer of the lower peer id goes first: its owner declines the other's, and the other accepts although
+it is still waiting for an answer (which will be that very refusal).
 
 **The number of the round** is only a seed for the hint, and heals: the lower side adopts the higher, but never more
 than a bound beyond the roster's median, so that one liar's number drags nobody.
@@ -28,6 +34,8 @@ from gossip.messages import Accepted, Declined, DeclineReason, Offer
 
 GREEDY_AT_MOST = 200
 """Replicas of a stage up to which the whole greedy matching is computed (19 900 hashes)."""
+PICKY_SHARE = 0.5
+"""Share of the time between two openings after which anybody will do."""
 ROUND_BOUND = 4
 """Rounds beyond the roster's median that a replica lets itself be told."""
 SOON_S = 0.25
@@ -39,7 +47,8 @@ class Standing:
     """What a replica is doing at the moment of an offer.
 
     `round`: the round that it opened last, 0 before the first. `asking`: whose answer it waits for.
-    `ready_in_s`: its estimate of the time to its next opening.
+    `hopes_s`: for how long the sender is still not good enough, 0 if it is. `ready_in_s`: estimate of the time to the
+    next opening.
     """
 
     me: str
@@ -48,6 +57,7 @@ class Standing:
     engaged: bool
     asking: str | None
     leaving: bool
+    hopes_s: float
     ready_in_s: float
 
 
@@ -60,10 +70,16 @@ def answer(standing: Standing, sender: str, offer: Offer) -> Accepted | Declined
     if not standing.open:
         done = offer.round <= standing.round
         return _declined(standing, DeclineReason.MET if done else DeclineReason.NOT_OPEN, standing.ready_in_s)
-    if standing.asking is None or (standing.asking == sender and sender < standing.me):
-        return Accepted(round=standing.round)
-    reason = DeclineReason.YIELD if standing.asking == sender else DeclineReason.ASKING
-    return _declined(standing, reason, SOON_S)
+    if standing.asking == sender:
+        # We have just offered the same ourselves.
+        if sender < standing.me:
+            return Accepted(round=standing.round)
+        return _declined(standing, DeclineReason.YIELD, SOON_S)
+    if standing.hopes_s > 0.0:
+        return _declined(standing, DeclineReason.HOPING, standing.hopes_s)
+    if standing.asking is not None:
+        return _declined(standing, DeclineReason.ASKING, SOON_S)
+    return Accepted(round=standing.round)
 
 
 def _declined(standing: Standing, reason: DeclineReason, retry_after_s: float) -> Declined:
@@ -75,7 +91,7 @@ def partners_of_round(replicas: Collection[str], seed: int, round: int) -> Mappi
     return _greedy(tuple(sorted(set(replicas))), seed, round)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _greedy(replicas: tuple[str, ...], seed: int, round: int) -> Mapping[str, str]:
     partner: dict[str, str] = {}
     for low, high in sorted(combinations(replicas, 2), key=lambda pair: _score(seed, round, *pair)):
@@ -100,6 +116,11 @@ def preferences(me: str, replicas: Collection[str], seed: int, round: int) -> tu
     if first is None:
         return tuple(order)
     return (first, *(peer for peer in order if peer != first))
+
+
+def good_enough_at(place: int, count: int) -> float:
+    """Return the share of the time to the next opening after which preference number `place`, from 0, will do."""
+    return PICKY_SHARE * place / (count - 1) if place else 0.0
 
 
 def heal(own_round: int, seen_rounds: Iterable[int], roster_rounds: Collection[int], bound: int) -> int:

@@ -28,6 +28,7 @@ class DeclineReason(StrEnum):
     """Why an offer was declined."""
 
     NOT_OPEN = "not open yet"
+    HOPING = "still hoping for a partner that it prefers"
     ENGAGED = "in an exchange with another replica"
     ASKING = "waiting for another replica's answer"
     YIELD = "two offers crossed: mine goes first"

@@ -131,8 +131,11 @@ class Rounds:
                 await self._apply(self._settled)
             if self._open and self._engagement is None:
                 await self._tend()
-            if not self._open and self._cadence.due:
+            if not self._open and self._cadence.due and not self._leaving:
                 await self._open_round()
+            if self._open:
+                # Somebody more may have become good enough.
+                self._tell()
 
     async def run(self) -> None:
         """Ask partners while a round is open, until cancelled."""
@@ -154,7 +157,7 @@ class Rounds:
                 if not isinstance(offer, Offer):
                     raise ConnectionAbortedError(f"expected an offer, got {type(offer).__name__}")
                 self._counts["offers_received"] += 1
-                reply = answer(self._standing(), peer, offer)
+                reply = answer(self._standing(peer), peer, offer)
                 if isinstance(reply, Declined):
                     self._prospects.knock(peer)
                     self._tell()
@@ -177,7 +180,7 @@ class Rounds:
         async with self._pause:
             if self._settled is not None:
                 await self._apply(self._settled)
-            await self._open_round()
+            await self._open_round(last=True)
         await self._wait_while(self._hopeful, until_s)
         self._leaving, self._engagement = True, None
         async with self._pause:
@@ -212,8 +215,8 @@ class Rounds:
     async def _take_snapshot(self) -> Snapshot:
         return await self._optimiser.snapshot(self._cadence.inner_steps)
 
-    async def _open_round(self) -> None:
-        self._cadence.open(self._listed())
+    async def _open_round(self, *, last: bool = False) -> None:
+        self._cadence.open(self._listed(), last=last)
         self._prospects.clear()
         if not self._around.partners():
             await self._step_alone()
@@ -251,8 +254,15 @@ class Rounds:
         """Return whom to ask now; or nobody and how long to wait (None: until something changes)."""
         if not self._open or self._engagement is not None:
             return None, None
-        order = preferences(self._me, self._peers(), self._settings.seed, self._cadence.round)
-        return self._prospects.next(order, _now())
+        order = self._preferences()
+        good_enough = [peer for place, peer in enumerate(order) if not self._hopes_s(place, len(order))]
+        return self._prospects.next(good_enough, _now())
+
+    def _preferences(self) -> tuple[str, ...]:
+        return preferences(self._me, self._peers(), self._settings.seed, self._cadence.round)
+
+    def _hopes_s(self, place: int, count: int) -> float:
+        return self._cadence.hopes_s(place, count, self._settings.patience.sleep_s)
 
     async def _ask(self, peer: str) -> None:
         patience = self._settings.patience
@@ -285,7 +295,9 @@ class Rounds:
         finally:
             self._asking = None
 
-    def _standing(self) -> Standing:
+    def _standing(self, sender: str) -> Standing:
+        order = self._preferences() if self._open else ()
+        place = order.index(sender) if sender in order else len(order)
         return Standing(
             me=self._me,
             round=self._cadence.round,
@@ -293,6 +305,7 @@ class Rounds:
             engaged=self._engagement is not None,
             asking=self._asking,
             leaving=self._leaving,
+            hopes_s=self._hopes_s(place, max(len(order), place + 1)),
             ready_in_s=self._cadence.ready_in_s(self._settings.patience.sleep_s),
         )
 
@@ -353,28 +366,34 @@ class Rounds:
     async def _exchange(
         self, conversation: Conversation, engagement: _Engagement, snapshot: Snapshot, *, asked: bool
     ) -> None:
-        mine = self._optimiser.weights(snapshot)
-        theirs = await swap(conversation, mine, self._around.compute)
-        stepped = await self._optimiser.with_partner(mine, theirs)
+        stepped, event = await self._trade(conversation, engagement.partner, snapshot)
 
         async def commit() -> None:
             if self._engagement is not engagement:
                 raise ConnectionAbortedError("the round was given up meanwhile")
-            event = OuterStep(
-                round=self._cadence.round,
-                partner=engagement.partner,
-                gap=gap(mine.probe, theirs.probe),
-                bytes_sent=size_bytes(mine),
-                bytes_received=size_bytes(theirs),
-                seconds=_now() - engagement.since_s,
-            )
             self._engagement, self._snapshot, self._open = None, None, False
-            self._settled = _Settled(stepped, snapshot.inner_steps, event)
+            ended = replace(event, round=self._cadence.round, seconds=_now() - engagement.since_s)
+            self._settled = _Settled(stepped, snapshot.inner_steps, ended)
             if self._settings.blocking:
                 await self._apply(self._settled)
             self._tell()
 
         await conclude(conversation, commit, asked=asked)
+
+    async def _trade(self, conversation: Conversation, partner: str, snapshot: Snapshot) -> tuple[Stepped, OuterStep]:
+        """Exchange weights and compute the step; the partner's weights are not kept longer than that."""
+        mine = self._optimiser.weights(snapshot)
+        theirs = await swap(conversation, mine, self._around.compute)
+        stepped = await self._optimiser.with_partner(mine, theirs)
+        event = OuterStep(
+            round=self._cadence.round,
+            seconds=0.0,
+            partner=partner,
+            gap=gap(mine.probe, theirs.probe),
+            bytes_sent=size_bytes(mine),
+            bytes_received=size_bytes(theirs),
+        )
+        return stepped, event
 
     # Waking up.
 

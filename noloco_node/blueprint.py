@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from noloco_node.config import ModelConfig, RunConfig
 from noloco_node.errors import Exit, Trouble
-from pipeline.partition import Prepared, cut, family_config, parameter_shapes, prepare
+from pipeline.partition import Prepared, cut, family_config, parameter_shapes, prepare, verify_family
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ def blueprint(run: RunConfig) -> Blueprint:
     """Work out config, cuts and shapes of a run; raise `Trouble` naming what in the run file does not fit."""
     try:
         prepared = prepare(_config(run.model), run.model.dropout)
+        verify_family(prepared.config)
         cuts = cut(
             prepared.config, run.pipeline.stages, run.pipeline.boundaries, sequence_length=run.pipeline.sequence_length
         )

@@ -11,19 +11,18 @@ model or tokenizer directory enters by a hash of its files, one on the hub by it
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
 import tomllib
-import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
 import msgspec
 
 from noloco_node.errors import Exit, Trouble
+from noloco_node.misfit import misfit
 from noloco_node.rules import problems
 from noloco_node.wire import WIRE_VERSION
 
@@ -197,7 +196,7 @@ def decode_run(text: str, origin: str) -> RunConfig:
     try:
         run = msgspec.convert(table, RunConfig)
     except msgspec.ValidationError as error:
-        raise _misfit(str(error), origin) from error
+        raise misfit(str(error), RunConfig, origin) from error
     validate(run, origin)
     return run
 
@@ -303,64 +302,3 @@ def _hash_of_directory(directory: str, field: str) -> str:
 
 def _trouble(what: str, why: str, attempt: str) -> Trouble:
     return Trouble(what, why=why, attempt=attempt, code=Exit.CONFIG)
-
-
-def _misfit(complaint: str, origin: str) -> Trouble:
-    """Turn msgspec's complaint (`Expected ... - at $.section.field`) into a sentence about the field."""
-    why, _, where = complaint.partition(" - at ")
-    path = [part for part in re.split(r"[.\[\]`$]+", where) if part and part != "..."]
-    if missing := re.search(r"missing required field `(\w+)`", why):
-        return _trouble(
-            f"{origin}: {'.'.join([*path, missing[1]])} is missing.",
-            "a run has to say which model it trains",
-            "give a section [model] with `architecture` and `sizes`, `path`, or `hub` and `commit`",
-        )
-    if unknown := re.search(r"unknown field `(.*)`", why, re.DOTALL):
-        names = [f.name for f in msgspec.structs.fields(_type_at(path))]
-        # A field below the wrong [section] is as common as a misspelt one: look in this section, then in all.
-        everywhere = _home_of_fields() | {name: name for name in names}
-        close = difflib.get_close_matches(unknown[1], names, n=1) or difflib.get_close_matches(
-            unknown[1], list(everywhere), n=1
-        )
-        attempt = f"did you mean {everywhere[close[0]]}?" if close else f"the fields here are {', '.join(names)}"
-        return _trouble(
-            f"{origin}: there is no field {'.'.join([*path, unknown[1]])}.", "a run file holds no other fields", attempt
-        )
-    return _trouble(
-        f"{origin}: {'.'.join(path) or 'the file'} has the wrong type or value.",
-        why.replace("`", "") or complaint,
-        f"give {_in_words(_type_at(path))}",
-    )
-
-
-def _home_of_fields() -> dict[str, str]:
-    """Return the full path of every field of every section by its last name."""
-    sections = {f.name: f.type for f in msgspec.structs.fields(RunConfig) if _is_struct(f.type)}
-    return {f.name: f"{name}.{f.name}" for name, section in sections.items() for f in msgspec.structs.fields(section)}
-
-
-def _type_at(path: list[str]) -> Any:
-    """Return the declared type of a field, as far down its path as types are declared."""
-    found: Any = RunConfig
-    for name in path:
-        if not _is_struct(found):
-            break
-        found = {f.name: f.type for f in msgspec.structs.fields(found)}[name]
-    return found
-
-
-def _is_struct(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
-
-
-def _in_words(annotation: Any) -> str:
-    """Say in plain words what a value of this type looks like."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return "one of " + ", ".join(json.dumps(value) for value in arguments)
-    if origin in (Union, types.UnionType):
-        return _in_words(next(a for a in arguments if a is not type(None))) + ", or leave it out"
-    if origin is tuple:
-        return "a list of whole numbers such as [2, 4]"
-    simple = {int: "a whole number", float: "a number", bool: "true or false", str: 'a text in "quotes"'}
-    return simple.get(annotation, "a table of fields")

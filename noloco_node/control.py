@@ -1,7 +1,7 @@
 """One question, one answer: the control socket of the libp2p daemon.
 
-The daemon takes one protobuf request a connection, with its length before it as a varint, and answers in the same form. Its
-answers to us must never keep us waiting: each has a deadline, and the daemon's death ends them all.
+The daemon takes one protobuf request a connection, with its length before it as a varint, and answers in the same form.
+Its answers must never keep us waiting: each has a deadline, and the daemon's death ends them all.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ Should we be killed, the daemon ends by itself: it lost its client.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _READY = "Peer ID:"
 _TERMINATE_S = 2.0
+_OUTPUT_BYTES = 1 << 16
 _LONGEST_SOCKET_PATH = 100
 """The kernel's limit for the path of a Unix socket is 108 bytes."""
 
@@ -40,36 +40,23 @@ class Daemon:
     """A running p2pd: `died` completes with its last words when it is gone, for whatever reason."""
 
     def __init__(self, process: subprocess.Popen[bytes], directory: Path) -> None:
+        assert process.stdout is not None
         self.control_path = str(directory / "control.sock")
         self.stream_path = str(directory / "streams.sock")
-        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._process = process
+        self._loop = asyncio.get_running_loop()
+        self.died: asyncio.Future[str] = self._loop.create_future()
+        self._process, self._output = process, process.stdout
         self._ready = asyncio.Event()
+        self._partial = b""
         self._words: deque[str] = deque(maxlen=8)
+        os.set_blocking(self._output.fileno(), False)
+        self._loop.add_reader(self._output.fileno(), self._read_output)
 
     def __repr__(self) -> str:
-        return f"Daemon(pid {self.pid}, {'dead' if self.died.done() else 'alive'})"
+        return f"Daemon(pid {self._process.pid}, {'dead' if self.died.done() else 'alive'})"
 
-    @property
-    def pid(self) -> int:
-        """Process id of the daemon."""
-        return self._process.pid
-
-    async def _read_output(self, reader: asyncio.StreamReader) -> None:
-        """Follow the daemon's output until it is gone."""
-        try:
-            while line := await _read_line(reader):
-                text = _plain(line)
-                if text.startswith(_READY):
-                    self._ready.set()
-                elif text:
-                    self._words.append(text)
-                    logger.debug("p2pd: %s", text)
-        finally:
-            self.died.set_result(self._words[-1] if self._words else "it said nothing")
-            self._ready.set()
-
-    async def _wait_until_ready(self, start_s: float) -> None:
+    async def wait_until_ready(self, start_s: float) -> None:
+        """Wait until the daemon can be asked; Trouble when it is not there in time, or not any more."""
         try:
             async with asyncio.timeout(start_s):
                 await self._ready.wait()
@@ -78,18 +65,41 @@ class Daemon:
         if self.died.done():
             raise _did_not_start(f"it ended at once: {self.died.result()}")
 
-    async def _stop(self) -> None:
+    async def stop(self) -> None:
         """End the process: politely, then not."""
         try:
             if not self.died.done():
                 self._process.terminate()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_TERMINATE_S):
-                        await asyncio.shield(self.died)
+                await asyncio.wait({self.died}, timeout=_TERMINATE_S)
         finally:
             # Closing its output precedes the death of a process by an instant, so this waits for that instant at most.
             self._process.kill()
             self._process.wait()
+            self._loop.remove_reader(self._output.fileno())
+            self._output.close()
+
+    def _read_output(self) -> None:
+        try:
+            content = os.read(self._output.fileno(), _OUTPUT_BYTES)
+        except BlockingIOError:
+            return
+        *lines, self._partial = (self._partial + content).split(b"\n")
+        for line in lines:
+            self._heed(_plain(line))
+        if not content or len(self._partial) > _OUTPUT_BYTES:
+            self._heed(_plain(self._partial))
+            self._partial = b""
+        if not content:
+            self._loop.remove_reader(self._output.fileno())
+            self.died.set_result(self._words[-1] if self._words else "it said nothing")
+            self._ready.set()
+
+    def _heed(self, text: str) -> None:
+        if text.startswith(_READY):
+            self._ready.set()
+        elif text:
+            self._words.append(text)
+            logger.debug("p2pd: %s", text)
 
 
 @asynccontextmanager
@@ -97,38 +107,25 @@ async def start_daemon(binary: str, arguments: Sequence[str], start_s: float) ->
     """Run p2pd with `arguments` for as long as the context; Trouble(Exit.DAEMON) when it does not start."""
     directory = _private_directory()
     try:
-        # Popen, not asyncio's: it cannot be cancelled between the birth of the process and our knowing of it.
-        environment = {**os.environ, "GOLOG_LOG_LEVEL": "ERROR", "GOLOG_LOG_FMT": "json"}
+        # Popen, not asyncio's: nothing can be cancelled between the birth of the process and our knowing of it.
         try:
             process = subprocess.Popen(  # noqa: ASYNC220
                 [binary, f"-listen=/unix{directory}/control.sock", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                bufsize=0,
+                env={**os.environ, "GOLOG_LOG_LEVEL": "ERROR", "GOLOG_LOG_FMT": "json"},
                 start_new_session=True,
             )
         except OSError as error:
             raise _did_not_start(f"{binary}: {error.strerror}") from None
         daemon = Daemon(process, directory)
-        transport: asyncio.ReadTransport | None = None
-        reading: asyncio.Task[None] | None = None
         try:
-            reader = asyncio.StreamReader()
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), process.stdout
-            )
-            reading = asyncio.get_running_loop().create_task(daemon._read_output(reader), name="p2pd's output")
-            await daemon._wait_until_ready(start_s)
+            await daemon.wait_until_ready(start_s)
             yield daemon
         finally:
-            try:
-                await daemon._stop()
-            finally:
-                if reading is not None:
-                    reading.cancel()
-                if transport is not None:
-                    transport.close()
+            await daemon.stop()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -138,16 +135,6 @@ def _private_directory() -> Path:
     if len(directory) > _LONGEST_SOCKET_PATH - len("/noloco-12345678/control.sock"):
         directory = "/tmp"
     return Path(tempfile.mkdtemp(prefix="noloco-", dir=directory))
-
-
-async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """Return the next line, cut where it is absurdly long; empty at the end."""
-    try:
-        return await reader.readuntil(b"\n")
-    except asyncio.IncompleteReadError as error:
-        return error.partial
-    except asyncio.LimitOverrunError as error:
-        return await reader.readexactly(error.consumed)
 
 
 def _plain(line: bytes) -> str:

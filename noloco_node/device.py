@@ -66,6 +66,10 @@ class Device:
         self.jobs = 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"device-{device}")
 
+    def clock(self) -> float:
+        """Return the time by which jobs measure themselves, in seconds."""
+        return time.perf_counter()
+
     async def run(self, job: Callable[..., T], *args: object) -> T:
         """Run `job(*args)` in the device's thread; when cancelled, first await the end of a job that has begun."""
         submitted = self._thread.submit(self._timed, job, args)
@@ -78,11 +82,11 @@ class Device:
             raise
 
     def _timed(self, job: Callable[..., T], args: tuple[object, ...]) -> T:
-        begun = time.perf_counter()
+        begun = self.clock()
         try:
             return job(*args)
         finally:
-            self.busy_s += time.perf_counter() - begun
+            self.busy_s += self.clock() - begun
             self.jobs += 1
 
     def close(self) -> None:

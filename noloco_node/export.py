@@ -122,9 +122,8 @@ def _fits(name: str, expected: Mapping[str, torch.Size], weights: Mapping[str, T
     return name in weights and name in expected and weights[name].shape == expected[name]
 
 
-@contextmanager
-def _written_aside(directory: Path) -> Iterator[Path]:
-    """Yield a directory beside `directory` that takes its place, flushed to the disk, when all has gone well."""
+def check_target(directory: Path) -> None:
+    """Raise `Trouble` if there is anything at the place where a checkpoint is to be written."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise Trouble(
             f"{directory} is there already, and not empty.",
@@ -132,6 +131,12 @@ def _written_aside(directory: Path) -> Iterator[Path]:
             attempt="another --out, or remove the old one yourself",
             code=Exit.USAGE,
         )
+
+
+@contextmanager
+def _written_aside(directory: Path) -> Iterator[Path]:
+    """Yield a directory beside `directory` that takes its place, flushed to the disk, when all has gone well."""
+    check_target(directory)
     aside = directory.absolute().parent / f".{directory.name}.aside-{os.getpid()}"
     try:
         aside.mkdir(parents=True)

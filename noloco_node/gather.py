@@ -87,6 +87,9 @@ def _in_a_thread() -> Compute:
 
 async def export_swarm(invite: str, out: Path) -> str:
     """Gather, merge and write one Hugging Face directory; return what was done, in words."""
+    from noloco_node.export import check_target
+
+    check_target(out)
     async with visited(invite) as (network, recipe, presence):
         plan = await asyncio.to_thread(blueprint, recipe.run)
         stages = await gather(network, recipe, presence, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ from torch import Tensor
 
 from noloco_node import invite as invites
 from noloco_node.blueprint import Blueprint, blueprint, build_stage
+from noloco_node.checkpoint import Checkpoint, load_latest, save
 from noloco_node.config import NodeConfig, RunConfig, with_source
 from noloco_node.console import say
 from noloco_node.data import Blocks, open_blocks
 from noloco_node.departure import departure
 from noloco_node.device import Device, autocast_dtype, choose_device
 from noloco_node.home import Home
+from noloco_node.joining import Machine, Voice
 from noloco_node.journal import Journal
 from noloco_node.network import Settings
-from noloco_node.node import Machine, Node, Voice, Wishes
+from noloco_node.node import Node, Wishes
 from noloco_node.recipe import fetch
 from noloco_node.swarm import connected, prefix
 from pipeline.stage import Inner, Stage
@@ -53,7 +56,9 @@ async def join(invite: str, config: NodeConfig) -> None:
                     device=device,
                     build=lambda number: _build(recipe.run, plan, number, torch_device),
                     open_text=lambda: _Text(recipe.run, config, network.peer_id),
-                    checkpoints=home.checkpoint,
+                    load=lambda: asyncio.to_thread(load_latest, home.checkpoint, recipe.digest),
+                    save=lambda checkpoint: asyncio.to_thread(_saved, home.checkpoint, checkpoint),
+                    unix_time=time.time,
                 )
                 wishes = Wishes(stage=config.stage, linger_s=config.linger_s, refresh_s=config.refresh_s)
                 await Node(recipe, plan, network, machine, wishes, Voice(record=journal.write, say=say)).live(leave)
@@ -71,6 +76,10 @@ def _build(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -
         device=device,
         autocast=autocast_dtype(device, run.precision),
     )
+
+
+def _saved(directory: Path, checkpoint: Checkpoint) -> str:
+    return str(save(directory, checkpoint))
 
 
 class _Text:

@@ -28,7 +28,6 @@ import importlib.util
 import logging
 import os
 import sys
-import time
 import types
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -38,23 +37,21 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 from multiaddr import Multiaddr
 
-from noloco_node.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
+from noloco_node.addresses import PeerAddress, check_announce, check_listen
 from noloco_node.control import Control, delimited
 from noloco_node.daemon import Daemon, start_daemon
 from noloco_node.errors import Exit, Trouble
 from noloco_node.identity import ensure_identity
 from noloco_node.port import Handler
+from noloco_node.reach import bootstrap_address, plain_cause, unreachable
+from noloco_node.records import Records
 from noloco_node.stream import Patience, Stream
 from noloco_node.switchboard import Capacity, Switchboard
 from noloco_node.wire import Schema
 
 logger = logging.getLogger(__name__)
 
-_RECORD_BYTES = 16 * 1024
-_RECORD_LIFETIME_S = 3600.0
-_MOST_KEYS = 4096
 _REJOIN_S = 15.0
-_CLOSE_S = 2.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,10 +78,10 @@ class Libp2p:
         self._control = Control(daemon, hivemind.messages)
         self._switchboard = Switchboard(settings.patience, settings.capacity)
         self._p2p: Any = None
-        self._dht: Any = None
+        self._records = Records(self._control, settings.patience.dht_s)
         self._server: asyncio.Server | None = None
         self._service: asyncio.Task[None] | None = None
-        self._unopened = self._rejoined = self._unpublished = 0
+        self._unopened = self._rejoined = 0
 
     def __repr__(self) -> str:
         return f"Libp2p({self.peer_id}, {self._switchboard!r})"
@@ -95,7 +92,7 @@ class Libp2p:
         """Join the network for as long as the context; Trouble, with what to try, when that cannot be."""
         check_listen(settings.listen)
         check_announce(settings.announce)
-        bootstrap = [_bootstrap_address(text) for text in settings.bootstrap]
+        bootstrap = [bootstrap_address(text) for text in settings.bootstrap]
         if settings.identity is not None:
             ensure_identity(settings.identity)
         hivemind = _load_hivemind()
@@ -138,26 +135,12 @@ class Libp2p:
         )
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """Store a record; False when the DHT refused it or did not answer in time."""
-        if len(value) > _RECORD_BYTES or lifetime_s > _RECORD_LIFETIME_S:
-            raise ValueError(f"a record of {len(value)} bytes for {lifetime_s:g} s is more than the DHT takes")
-        try:
-            call = self._dht.store(key, value, time.time() + lifetime_s, subkey=subkey)
-            return bool(await self._control.bounded(call, self._settings.patience.dht_s))
-        except ConnectionError:
-            self._unpublished += 1
-            return False
+        """Store a record; see `port.Network.publish`."""
+        return await self._records.publish(key, subkey, value, lifetime_s)
 
     async def read(self, key: str) -> Mapping[str, bytes]:
         """Return the live records under `key`; ConnectionAbortedError when the DHT does not answer in time."""
-        found = await self._control.bounded(self._dht.get(key, latest=True), self._settings.patience.dht_s)
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        return {
-            subkey: entry.value
-            for subkey, entry in found.value.items()
-            if isinstance(subkey, str) and isinstance(entry.value, bytes)
-        }
+        return await self._records.read(key)
 
     # What the shell needs besides.
 
@@ -183,11 +166,8 @@ class Libp2p:
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start: conversations, bytes by topic, violations, failures of our own."""
-        return self._switchboard.statistics() | {
-            "conversations.unopened": self._unopened,
-            "publish.failed": self._unpublished,
-            "rejoined": self._rejoined,
-        }
+        own = {"conversations.unopened": self._unopened, "rejoined": self._rejoined}
+        return self._switchboard.statistics() | self._records.statistics() | own
 
     # Starting and stopping.
 
@@ -202,11 +182,11 @@ class Libp2p:
                 lambda: Stream(patience, self._welcome, self._switchboard.lost), self._daemon.stream_path
             )
             reached = await self._reach(bootstrap)
-            self._dht = await self._control.bounded(self._join(reached), patience.start_s)
+            await self._records.join(self._hivemind.DHTNode, self._p2p, reached, patience.start_s)
         except ConnectionError as error:
             raise _daemon_trouble(str(error)) from None
-        if bootstrap and not self._dht.protocol.routing_table.uid_to_peer_id:
-            raise _unreachable({str(address): "it answers, but takes no part in our DHT" for address in reached})
+        if bootstrap and not self._records.neighbours:
+            raise unreachable({str(address): "it answers, but takes no part in our DHT" for address in reached})
         started = asyncio.Event()
         self._service = asyncio.get_running_loop().create_task(self._serve_streams(started), name="network")
         await started.wait()
@@ -216,7 +196,7 @@ class Libp2p:
         causes = await asyncio.gather(*(self._connect(address) for address in bootstrap))
         failed = {str(address): cause for address, cause in zip(bootstrap, causes, strict=True) if cause is not None}
         if failed and len(failed) == len(bootstrap):
-            raise _unreachable(failed)
+            raise unreachable(failed)
         for address, cause in failed.items():
             logger.warning("Bootstrap peer %s cannot be reached: %s", address, cause)
         return [address for address, cause in zip(bootstrap, causes, strict=True) if cause is None]
@@ -231,24 +211,8 @@ class Libp2p:
         except ConnectionAbortedError:
             return f"no answer within {reach_s:g} s (is a firewall in between?)"
         except ConnectionRefusedError as error:
-            return _cause(str(error), address)
+            return plain_cause(str(error), address)
         return None
-
-    async def _join(self, reached: Sequence[PeerAddress]) -> Any:
-        """Return our node of the DHT. Nothing is cached: a roster that is a minute old is worse than a slow one."""
-        dht = await self._hivemind.DHTNode.create(
-            p2p=self._p2p,
-            initial_peers=[f"/p2p/{address.peer}" for address in reached],
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-            cache_refresh_before_expiry=0,
-            record_validator=_RecordLimits(),
-            ensure_bootstrap_success=False,
-            strict=False,
-        )
-        dht.protocol.storage.maxsize = _MOST_KEYS
-        return dht
 
     async def _serve_streams(self, started: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
@@ -258,7 +222,7 @@ class Libp2p:
     async def _stay_joined(self) -> None:
         """Look for the bootstrap peers again whenever nobody is connected, as after a night in sleep mode."""
         pb = self._hivemind.messages
-        bootstrap = [_bootstrap_address(text) for text in self._settings.bootstrap]
+        bootstrap = [bootstrap_address(text) for text in self._settings.bootstrap]
         while bootstrap:
             await asyncio.sleep(_REJOIN_S)
             with contextlib.suppress(ConnectionError, Trouble):
@@ -266,8 +230,7 @@ class Libp2p:
                     continue
                 for address in await self._reach(bootstrap):
                     self._rejoined += 1
-                    peer = self._hivemind.PeerID.from_base58(address.peer)
-                    await self._control.bounded(self._dht.protocol.call_ping(peer), self._settings.patience.dht_s)
+                    await self._records.greet(self._hivemind.PeerID.from_base58(address.peer))
 
     async def _close(self) -> None:
         """Let go of everything but the daemon itself, which its own context ends; what need not wait comes first."""
@@ -278,9 +241,7 @@ class Libp2p:
             if self._service is not None:
                 self._service.cancel()
                 await asyncio.wait({self._service})
-            if self._dht is not None:
-                with contextlib.suppress(ConnectionError):
-                    await self._control.bounded(self._dht.shutdown(), _CLOSE_S)
+            await self._records.close()
         finally:
             if self._p2p is not None:
                 await self._p2p.shutdown()
@@ -334,27 +295,6 @@ class Libp2p:
             return bytes(self._hivemind.PeerID.from_base58(peer).to_bytes())
         except ValueError:
             raise ConnectionRefusedError(f"{peer!r} is no peer id") from None
-
-
-class _RecordLimits:
-    """What our part of the DHT stores for others: small records under a subkey, for a limited time (hivemind calls
-    it)."""
-
-    def validate(self, record: Any) -> bool:
-        return (
-            len(record.value) <= _RECORD_BYTES + 16
-            and record.subkey != self._no_subkey
-            and record.expiration_time <= time.time() + _RECORD_LIFETIME_S + 60
-        )
-
-    def sign_value(self, record: Any) -> bytes:
-        return bytes(record.value)
-
-    def strip_value(self, record: Any) -> bytes:
-        return bytes(record.value)
-
-    _no_subkey = b"\xc0"
-    """What hivemind writes for a record without a subkey; one such record would hide all others under its key."""
 
 
 class _Hivemind(NamedTuple):
@@ -434,53 +374,10 @@ def _arguments(settings: Settings) -> list[str]:
     return arguments
 
 
-def _bootstrap_address(text: str) -> PeerAddress:
-    try:
-        return parse_peer_address(text)
-    except ValueError as error:
-        raise Trouble(
-            "The address of a bootstrap peer is wrong.",
-            why=str(error),
-            attempt="copy it from the line that `noloco-node bootstrap` printed",
-            code=Exit.CONFIG,
-        ) from None
-
-
-def _cause(words: str, address: PeerAddress) -> str:
-    """Return in plain words why the daemon did not reach an address."""
-    mine = [line for line in words.splitlines() if f"[{address.transport}" in line]
-    text = mine[0].split("] ", 1)[-1] if mine else words
-    if "remote key matches " in text:
-        return f"another peer answers there: {text.rsplit(' ', 1)[-1]}"
-    for sign, meaning in _MEANINGS.items():
-        if sign in text:
-            return meaning
-    return text
-
-
-_MEANINGS = {
-    "connection refused": "connection refused: no program listens there",
-    "no good addresses": "the host's name does not resolve, or none of its addresses can be dialled from here",
-    "no such host": "the host's name does not resolve",
-    "i/o timeout": "no answer (is a firewall in between?)",
-    "network is unreachable": "this machine has no route to it",
-    "no route to host": "this machine has no route to it",
-}
-
-
 def _refused(peer: str, topic: str, words: str) -> ConnectionRefusedError:
     if "protocols not supported" in words:
         return ConnectionRefusedError(f"{peer} does not speak of {topic!r} in this run or version")
     return ConnectionRefusedError(f"{peer} cannot be reached: {' '.join(words.split())}")
-
-
-def _unreachable(causes: Mapping[str, str]) -> Trouble:
-    return Trouble(
-        "No bootstrap peer could be reached.",
-        why="\n       ".join(f"{address}: {cause}" for address, cause in causes.items()),
-        attempt="ask whoever sent the invite whether the bootstrap peer still runs and whether its address is right",
-        code=Exit.UNREACHABLE,
-    )
 
 
 def _daemon_trouble(why: str) -> Trouble:

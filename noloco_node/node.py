@@ -9,70 +9,41 @@ in it outlives `live`: every task belongs to one task group.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import structs
 
 from gossip import catch_up
-from gossip.messages import Parts
-from noloco_node import __version__, checkpoint, journal
+from noloco_node import __version__, journal
 from noloco_node.blueprint import Blueprint
-from noloco_node.errors import Exit, Trouble
+from noloco_node.checkpoint import Checkpoint
+from noloco_node.joining import Machine, Newcomer, Start, Text, Voice, join
 from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA as RUN_SCHEMA
 from noloco_node.recipe import TOPIC as RUN_TOPIC
 from noloco_node.recipe import Recipe
-from noloco_node.replica import Beginning, Post, Replica, Runner, World, copied, fresh, restored
+from noloco_node.replica import Post, Replica, World
 from noloco_node.roster import PeerRecord, State
 from noloco_node.source import Source
 from noloco_node.topics import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema
-from pipeline.placement import Claim, choose_stage, yields
+from noloco_node.wire import Violation
 from pipeline.schedule import run_over
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from noloco_node.port import Conversation, Handler, Network
 
-    from torch import Tensor
+T = TypeVar("T")
 
-    from noloco_node.port import Conversation, Network
-    from pipeline.stage import Stage
-
-SETTLE_S = 1.0
-"""Between a claim and its second reading: time for a claim made at the same moment to be seen."""
 LAST_ROUND_S = 20.0
-DRAIN_S = 30.0
+DRAIN_S = 10.0
 """How long a leaving node waits for the microbatches in its hands."""
 LINE_EVERY_S = 10.0
 STATE_TURNS = 2
 """Copies of our state that exist at once for others to fetch."""
-
-
-class Text(Protocol):
-    """Where a source's tokens come from. `position` and `restore`: to resume exactly."""
-
-    async def draw(self) -> Tensor:
-        """Return the next tokens [batch, sequence + 1], int64."""
-
-    def position(self) -> dict[str, Any]:
-        """Return where the next draw begins."""
-
-    def restore(self, position: Mapping[str, Any]) -> None:
-        """Go back to a position."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """What this machine gives: a device's thread, a way to build a stage and to open the text, and a place to save."""
-
-    device: Runner
-    build: Callable[[int], Stage]
-    open_text: Callable[[], Text]
-    checkpoints: Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,14 +53,6 @@ class Wishes:
     stage: int | None = None
     linger_s: float = 600.0
     refresh_s: float = 10.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Voice:
-    """How a node tells what it does: `record` to the journal, `say` to a person."""
-
-    record: Callable[[journal.Event], None]
-    say: Callable[[str], None]
 
 
 class Node:
@@ -108,126 +71,52 @@ class Node:
         self._replica: Replica | None = None
         self._source: Source | None = None
         self._text: Text | None = None
-        self._saved: checkpoint.Checkpoint | None = None
+        self._saved: Checkpoint | None = None
 
     async def live(self, leave: asyncio.Event) -> None:
         """Join the run, train until it ends or `leave` is set, serve the weights for a while, and withdraw."""
         self._addresses = await self._network.addresses()
         async with self._running(self._presence.run()):
             await self._network.serve(RUN_TOPIC, RUN_SCHEMA, self._recipe.serve)
-            stage = await self._claim()
-            replica = self._replica = await self._become_replica(stage)
-            await self._open_doors(replica)
-            async with self._running(self._tell()):
-                over = await self._train(replica, leave)
-                await self._save(replica)
-            await self._linger(replica, leave, over)
+            newcomer = Newcomer(
+                recipe=self._recipe,
+                network=self._network,
+                presence=self._presence,
+                machine=self._machine,
+                voice=self._voice,
+                wish=self._wishes.stage,
+            )
+            start = await _unless(leave, join(newcomer))
+            if start is not None:
+                replica = self._replica = self._become_replica(start)
+                await self._open_doors(replica)
+                async with self._running(self._tell()):
+                    over = await self._train(replica, leave)
+                    await self._save(replica)
+                await self._linger(leave, over)
+            await self._presence.withdraw()
 
-    # Joining.
-
-    async def _claim(self) -> int:
-        """Announce a stage, read again, and move if another newcomer chose alike."""
-        roster = await self._presence.peek()
-        stages = self._run.pipeline.stages
-        counts = [len(roster.stage(number)) for number in range(stages)]
-        try:
-            stage = choose_stage(counts, self._wishes.stage, Random(f"{self._run.seed}|placement|{self._me}"))
-        except ValueError as error:
-            raise Trouble(
-                f"There is no stage {self._wishes.stage}.",
-                why=str(error),
-                attempt="leave out --stage, or choose one that is there",
-                code=Exit.USAGE,
-            ) from error
-        claimed_at = time.time()
-        while True:
-            await self._presence.claim(self._newcomer(stage, claimed_at))
-            if self._wishes.stage is not None:
-                return stage
-            await asyncio.sleep(SETTLE_S)
-            await self._presence.peek()
-            elsewhere = yields(self._me, self._claims(), stages)
-            if elsewhere is None:
-                return stage
-            self._voice.say(f"another newcomer chose stage {stage} too; moving to stage {elsewhere}")
-            stage = elsewhere
-
-    def _claims(self) -> list[Claim]:
-        return [
-            Claim(record.peer, record.stage, record.claimed_at, settled=record.state is not State.JOINING)
-            for records in self._presence.roster.stages
-            for record in records
-        ]
-
-    def _newcomer(self, stage: int, claimed_at: float) -> PeerRecord:
-        state = State.CATCHING_UP if self._wishes.stage is not None else State.JOINING
-        return PeerRecord(peer=self._me, stage=stage, state=state, claimed_at=claimed_at, version=__version__)
-
-    async def _become_replica(self, number: int) -> Replica:
-        stage = await self._machine.device.run(self._machine.build, number)
-        beginning = await self._beginning(number, stage)
-        post = Post(run=self._run, run_id=self._recipe.digest, stage=number, peer=self._me)
+    def _become_replica(self, start: Start) -> Replica:
+        self._saved = start.saved
+        post = Post(run=self._run, run_id=self._recipe.digest, stage=start.number, peer=self._me)
         world = World(
             network=self._network,
             roster=lambda: self._presence.roster,
             record=self._voice.record,
             microbatch_schema=microbatch_schema(self._run, self._plan.width),
-            gossip_schema=gossip_schema(self._run, stage.shapes),
+            gossip_schema=gossip_schema(self._run, start.stage.shapes),
+            vocabulary=int(self._plan.prepared.config.vocab_size),
         )
-        replica = Replica(post, stage, self._machine.device, world, beginning)
         self._voice.record(
             journal.Started(
                 peer=self._me,
-                stage=number,
+                stage=start.number,
                 run=self._recipe.digest,
                 version=__version__,
-                parameters=sum(tensor.numel() for tensor in beginning.origin.state.slow),
+                parameters=sum(tensor.numel() for tensor in start.beginning.origin.state.slow),
             )
         )
-        return replica
-
-    async def _beginning(self, number: int, stage: Stage) -> Beginning:
-        """Decide where our weights come from: a living replica, our own checkpoint, or the run itself."""
-        roster, device = self._presence.roster, self._machine.device
-        donors = [
-            r.peer for r in roster.stage(number) if r.state in (State.TRAINING, State.FINISHED) and r.peer != self._me
-        ]
-        begun = any(record.round > 0 for records in roster.stages for record in records)
-        if donors and begun:
-            self._voice.say(f"copying stage {number} from one of {len(donors)} replicas")
-            state = await self._copy(number, stage, donors)
-            if state is not None:
-                return await device.run(copied, stage, state)
-        saved = await asyncio.to_thread(checkpoint.load_latest, self._machine.checkpoints, self._recipe.digest)
-        if saved is not None and saved.counters.stage == number:
-            self._voice.say(f"going on from our own checkpoint at inner step {saved.counters.inner_steps}")
-            self._saved = saved
-            return await device.run(restored, stage, saved)
-        if begun:
-            self._voice.say(
-                f"the run has begun and no replica of stage {number} lives: starting it from the first weights"
-            )
-        return await device.run(fresh, stage)
-
-    async def _copy(self, number: int, stage: Stage, donors: list[str]) -> Any:
-        import torch
-
-        like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
-        schema = state_schema(stage.shapes)
-        size = sum(tensor.nbytes for tensor in like)
-        wanted = catch_up.Wanted(
-            parts=Parts.ALL, like=like, optimiser_like=like + like, deadline_s=60.0 + 4 * size / 2**20
-        )
-        try:
-            return await catch_up.catch_up(
-                catch_up.donors(self._me, donors, self._run.seed),
-                lambda peer: self._network.talk(peer, STATE, schema),
-                wanted,
-                self._machine.device.run,
-            )
-        except ConnectionError as error:
-            self._voice.say(f"could not copy the state of stage {number}: {error}")
-            return None
+        return Replica(post, start.stage, self._machine.device, world, start.beginning)
 
     async def _open_doors(self, replica: Replica) -> None:
         async def serve_state(conversation: Conversation) -> None:
@@ -236,9 +125,10 @@ class Node:
         shapes = tuple(self._plan.shapes[replica.post.stage].values())
         if replica.post.stage > 0:
             schema = microbatch_schema(self._run, self._plan.width)
-            await self._network.serve(MICROBATCH, schema, replica.serve_microbatch)
-        await self._network.serve(GOSSIP, gossip_schema(self._run, shapes), replica.rounds.serve)
-        await self._network.serve(STATE, state_schema(shapes), serve_state)
+            await self._network.serve(MICROBATCH, schema, self._watched(MICROBATCH, replica.serve_microbatch))
+        gossip = self._watched(GOSSIP, replica.rounds.serve)
+        await self._network.serve(GOSSIP, gossip_schema(self._run, shapes), gossip)
+        await self._network.serve(STATE, state_schema(shapes), self._watched(STATE, serve_state))
         self._announce(State.TRAINING)
 
     # Training.
@@ -253,7 +143,11 @@ class Node:
             asked = group.create_task(leave.wait(), name="leave")
             await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
             over = work.done()
-            await self._drain(replica)
+            replica.gate.close()
+            # The step loop ends by itself once nothing is in flight; a window that is complete is still used.
+            await asyncio.wait({steps}, timeout=DRAIN_S)
+            if not steps.done():
+                self._voice.say(f"{replica.gate.in_flight} microbatches did not come back in time")
             for task in (work, asked, steps):
                 task.cancel()
             await asyncio.wait({work, asked, steps})
@@ -262,6 +156,7 @@ class Node:
                 self._voice.say("the run is over; one last round")
                 await replica.rounds.last_round(LAST_ROUND_S)
             gossip.cancel()
+        self._record_totals()
         self._voice.record(
             journal.Finished(
                 why="the run is over" if over else "asked to leave",
@@ -280,15 +175,6 @@ class Node:
             return
         while not run_over(self._presence.roster.sources, self._presence.roster.sources_finished):
             await self._presence.changed()
-
-    async def _drain(self, replica: Replica) -> None:
-        """Take no more microbatches and wait for those in our hands."""
-        replica.gate.close()
-        try:
-            async with asyncio.timeout(DRAIN_S):
-                await replica.gate.drained()
-        except TimeoutError:
-            self._voice.say(f"{replica.gate.in_flight} microbatches did not come back in time")
 
     def _make_source(self, replica: Replica) -> Source:
         text = self._text = self._machine.open_text()
@@ -317,18 +203,47 @@ class Node:
 
     async def _tell(self) -> None:
         """Keep our record, the journal's totals and the person in front of the screen up to date."""
-        said_at = 0.0
+        said_at, waited_for = -LINE_EVERY_S, None
         while True:
             await asyncio.sleep(min(self._wishes.refresh_s, LINE_EVERY_S) / 2)
             self._announce(State.TRAINING)
-            replica = self._replica_or_fail()
-            if replica.downstream is not None:
-                totals = replica.downstream.hop_totals
-                self._voice.record(journal.Hops(counts={peer: total.succeeded for peer, total in totals.items()}))
-            now_s = asyncio.get_running_loop().time()
+            self._record_totals()
+            record = self._replica_or_fail().describe(State.TRAINING)
+            now_s, waits_for = (
+                asyncio.get_running_loop().time(),
+                record.waiting and record.waiting.partition(", for")[0],
+            )
+            if waits_for != waited_for:
+                waited_for = waits_for
+                self._voice.record(journal.StateChanged(state=State.TRAINING, waiting=waits_for))
             if now_s - said_at >= LINE_EVERY_S:
                 said_at = now_s
-                self._voice.say(progress_line(replica.describe(State.TRAINING)))
+                self._voice.say(progress_line(record))
+
+    def _record_totals(self) -> None:
+        """Journal the totals so far: microbatches by next hop, bytes by purpose."""
+        replica = self._replica_or_fail()
+        if replica.downstream is not None:
+            totals = replica.downstream.hop_totals
+            self._voice.record(journal.Hops(counts={peer: total.succeeded for peer, total in totals.items()}))
+        bytes_by: dict[str, dict[str, int]] = {"bytes.sent.": {}, "bytes.received.": {}}
+        for name, value in self._network.statistics().items():
+            for prefix, counts in bytes_by.items():
+                if name.startswith(prefix):
+                    counts[name.removeprefix(prefix)] = int(value)
+        self._voice.record(journal.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
+
+    def _watched(self, topic: str, handler: Handler) -> Handler:
+        """Journal what a peer sends that no peer may send; the network ends that conversation by itself."""
+
+        async def watched(conversation: Conversation) -> None:
+            try:
+                await handler(conversation)
+            except Violation as violation:
+                self._voice.record(journal.Violation(peer=conversation.peer, topic=topic, why=str(violation)))
+                raise
+
+        return watched
 
     def _announce(self, state: State) -> None:
         record = self._replica_or_fail().describe(state)
@@ -344,25 +259,22 @@ class Node:
     async def _save(self, replica: Replica) -> None:
         samples = self._source.samples if self._source else 0
         position = self._text.position() if self._text else None
-        saved = await replica.checkpoint(samples, position)
         try:
-            path = await asyncio.to_thread(checkpoint.save, self._machine.checkpoints, saved)
+            where = await self._machine.save(await replica.checkpoint(samples, position))
         except OSError as error:
             self._voice.say(f"could not save: {error}; free some space, the weights are still being served")
         else:
-            self._voice.say(f"saved {path}")
+            self._voice.say(f"saved {where}")
 
-    async def _linger(self, replica: Replica, leave: asyncio.Event, over: bool) -> None:
+    async def _linger(self, leave: asyncio.Event, over: bool) -> None:
+        """Go on serving the weights after the end of a run."""
         if over and not leave.is_set():
             self._announce(State.FINISHED)
             self._voice.record(journal.StateChanged(state=State.FINISHED))
             self._voice.say(f"finished; serving the weights for {self._wishes.linger_s:.0f} s, Ctrl-C leaves now")
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._wishes.linger_s):
                     await leave.wait()
-            except TimeoutError:
-                pass
-        await self._presence.withdraw()
 
     @asynccontextmanager
     async def _running(self, background: Awaitable[None]) -> AsyncIterator[None]:
@@ -385,9 +297,21 @@ class Node:
 def progress_line(record: PeerRecord) -> str:
     """Say in one line how a peer is doing."""
     loss = "" if record.loss is None else f", loss {record.loss:.3f}"
-    gap = "" if record.gap is None else f", gap {record.gap:.4f}"
+    gap = "" if record.gap is None else f", gap {record.gap:.2g}"
     waits = "" if record.waiting is None else f"; waiting for {record.waiting}"
     return (
         f"step {record.inner_steps}, round {record.round}, progress {record.progress:.1%}{loss}{gap}, "
         f"{record.tokens_per_s:,.0f} tokens/s{waits}"
     )
+
+
+async def _unless(leave: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what `work` returns, or None once we are asked to leave before it is done."""
+    asked, task = asyncio.create_task(leave.wait()), asyncio.create_task(work)
+    try:
+        await asyncio.wait({asked, task}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (asked, task):
+            each.cancel()
+        await asyncio.wait({asked, task})

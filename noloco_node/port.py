@@ -45,7 +45,12 @@ class Network(Protocol):
         """Return the multiaddrs at which others can dial us, each ending in /p2p/ and our id."""
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """Open a conversation about `topic`; leaving the context ends it, cancelling what the callee still does."""
+        """Open a conversation about `topic`.
+
+        Leaving the context by an exception (a cancellation, say) breaks the stream and cancels what the callee still
+        does. Leaving it in the ordinary way ends it politely: the callee's handler may finish, so that what was sent
+        last is not lost, but it can exchange nothing more.
+        """
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         """Answer conversations about `topic`: one task each, cancelled when the caller goes away."""
@@ -55,3 +60,6 @@ class Network(Protocol):
 
     async def read(self, key: str) -> Mapping[str, bytes]:
         """Return all live records under `key` by subkey; empty when there is none."""
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return counts since the start, among them `bytes.sent.TOPIC` and `bytes.received.TOPIC`."""

@@ -105,10 +105,9 @@ class Presence:
         await self._publish(record)
         return await self.peek()
 
-    async def withdraw(self, final: PeerRecord | None = None) -> None:
-        """Leave the roster, saying so; `final` is our last record, by default the current one. Never raises a loss."""
-        last = final or self._own
-        self._own = None
+    async def withdraw(self) -> None:
+        """Leave the roster and say so; what we did as a source stays. A loss on the way is counted, not raised."""
+        last, self._own = self._own, None
         if last is not None:
             self._note_own(last)
             await self._publish(msgspec.structs.replace(last, state=State.LEAVING))

@@ -1,8 +1,9 @@
 """Run files to start from: one commented text, filled in for four sizes and for the demo.
 
-`tiny` trains on a laptop in minutes. `125m`, `1b` and `7b` have the sizes, batches and learning rates of the NoLoCo
-paper (arXiv 2506.10911), in the Llama family. All of them read the standard library of Python as bytes, because that
-needs no network: whoever means it puts a data set and a tokenizer of the hub in their place.
+`tiny` trains on a laptop in minutes. `125m`, `1b` and `7b` have the sizes, learning rates and outer steps of the NoLoCo
+paper (arXiv 2506.10911), in the Llama family; their batches are smaller than the paper's, so that a peer is one
+accelerator. All of them read the standard library of Python as bytes, because that needs no network: whoever means it
+puts a data set and a tokenizer of the hub in their place.
 
 The text is written by hand and not generated from the structs: a run file is the first page of the manual.
 """
@@ -66,7 +67,7 @@ _PRESETS: dict[str, _Numbers] = {
         stages=2,
         replicas=8,
         sequence_length=1024,
-        microbatch_size=8,
+        microbatch_size=2,
         microbatches=8,
         wire_dtype="bfloat16",
         steps=25_000,
@@ -85,8 +86,8 @@ _PRESETS: dict[str, _Numbers] = {
         stages=4,
         replicas=16,
         sequence_length=1024,
-        microbatch_size=4,
-        microbatches=16,
+        microbatch_size=1,
+        microbatches=8,
         wire_dtype="bfloat16",
         steps=25_000,
         learning_rate="2e-4",
@@ -104,8 +105,8 @@ _PRESETS: dict[str, _Numbers] = {
         stages=4,
         replicas=16,
         sequence_length=1024,
-        microbatch_size=2,
-        microbatches=64,
+        microbatch_size=1,
+        microbatches=8,
         wire_dtype="bfloat16",
         steps=25_000,
         learning_rate="1.2e-4",
@@ -233,7 +234,8 @@ replicas = {n.replicas}
 sequence_length = {n.sequence_length}
 # Sequences that travel together through the stages.
 microbatch_size = {n.microbatch_size}
-# Microbatches in one inner step of one peer (its window). At least twice the stages keeps everybody busy.
+# Microbatches in one inner step of one peer (its window). At least twice the stages keeps everybody busy; a peer keeps
+# the activations of a whole window in memory. (The paper trains on 0.5 to 2 million tokens a step, all peers together.)
 microbatches_per_step = {n.microbatches}
 # Windows a peer works on at a time. 1 is exact: no gradient ever meets weights other than those it was computed with.
 windows_in_flight = 1

@@ -24,6 +24,7 @@ from noloco_node.checkpoint import Checkpoint, Counters
 from noloco_node.config import OuterConfig, RunConfig
 from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.topics import GOSSIP, MICROBATCH
+from noloco_node.wire import Violation
 from pipeline.downstream import Downstream, Limits, Ways
 from pipeline.gate import Gate, Outcome
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
@@ -49,6 +50,9 @@ IDLE_S = 5.0
 class Runner(Protocol):
     """The device's thread."""
 
+    def clock(self) -> float:
+        """Return the time by which jobs measure themselves, in seconds."""
+
     async def run(self, job: Callable[..., T], *args: object) -> T:
         """Run `job(*args)` there, to its end once it has begun."""
 
@@ -70,13 +74,14 @@ class Post:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """What a replica sees of the swarm. `record` takes journal events."""
+    """What a replica sees of the swarm. `record` takes journal events. `vocabulary`: of the model, in tokens."""
 
     network: Network
     roster: Callable[[], Roster]
     record: Callable[[journal.Event], None]
     microbatch_schema: Schema
     gossip_schema: Schema
+    vocabulary: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +110,9 @@ class Replica:
         rng = Random(f"{run.seed}|routing|{post.peer}")
         ways = Ways(hops=self._hops, call=self._call)
         self.downstream = None if post.last else Downstream(ways, Limits(), rng)
-        self.worker = Worker(stage, self.gate, Compute(run=device.run), self.downstream, run.pipeline.budget_s)
+        self.worker = Worker(
+            stage, self.gate, Compute(run=device.run, clock=device.clock), self.downstream, run.pipeline.budget_s
+        )
         self.rounds = Rounds(
             post.peer,
             round_settings(run, sum(tensor.nbytes for tensor in beginning.origin.state.slow)),
@@ -123,9 +130,8 @@ class Replica:
     # The training itself.
 
     async def train(self) -> None:
-        """Fill windows and take inner steps until cancelled."""
-        while True:
-            outcomes = await self.gate.full()
+        """Fill windows and take inner steps until the gate is closed."""
+        while (outcomes := await self.gate.full()) is not None:
             self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], _now())
             rate = learning_rate(self.progress.value, self._schedule)
             report = await self._device.run(self._stage.step, rate, len(outcomes))
@@ -162,7 +168,9 @@ class Replica:
 
     async def serve_microbatch(self, conversation: Conversation) -> None:
         """Take one microbatch of another peer through our stage and send the reply."""
-        microbatch = await conversation.receive()
+        microbatch: Microbatch = await conversation.receive()
+        if int(microbatch.targets.min()) < 0 or int(microbatch.targets.max()) >= self._world.vocabulary:
+            raise Violation(f"targets outside the vocabulary of {self._world.vocabulary}")
         reply = await self.worker.process(microbatch, conversation.peer)
         try:
             await conversation.send(reply)
@@ -219,6 +227,9 @@ class Replica:
             async with self._world.network.talk(peer, MICROBATCH, self._world.microbatch_schema) as conversation:
                 await conversation.send(microbatch)
                 reply: Reply = await conversation.receive()
+        except Violation as violation:
+            self._world.record(journal.Violation(peer=peer, topic=MICROBATCH, why=str(violation)))
+            raise
         except ConnectionError as loss:
             self._world.record(journal.Lost(peer=peer, what="microbatch", why=str(loss) or type(loss).__name__))
             raise
@@ -245,6 +256,8 @@ class Replica:
                 )
             case Deferred():
                 self._world.record(journal.Deferred(round=event.round, in_a_row=event.in_a_row))
+            case Lost(implausible=True):
+                self._world.record(journal.Violation(peer=event.partner, topic=GOSSIP, why=event.why))
             case Lost():
                 self._world.record(journal.Lost(peer=event.partner, what="exchange", why=event.why))
 

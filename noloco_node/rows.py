@@ -15,6 +15,7 @@ retries.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
@@ -235,11 +236,15 @@ def load_rows(data: DataConfig) -> Any:
     """Open a data set as a stream (a `datasets.IterableDataset`); raise what the library raises, or `Trouble`."""
     import datasets
 
+    # Else the library reports each opening of a local file to a server, and waits where there is no network.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     if data.source == "hub":
         return datasets.load_dataset(
             data.path, name=data.subset, revision=data.commit, split=data.split, streaming=True
         )
-    files = [str(path) for _, path in find_files(data.path or "", _SUFFIXES[data.source]) if path.stat().st_size]
+    # The library reads names as patterns.
+    found = find_files(data.path or "", _SUFFIXES[data.source])
+    files = [glob.escape(str(path)) for _, path in found if path.stat().st_size]
     if not files:
         raise _trouble(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
     stream = datasets.load_dataset(data.source, data_files=files, split="train", streaming=True)

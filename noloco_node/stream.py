@@ -142,6 +142,8 @@ class Stream(asyncio.BufferedProtocol):
     async def send(self, message: Any) -> None:
         """Send one message; return when the kernel has taken all of it."""
         self._check()
+        if self._peer_ended:
+            raise ConnectionResetError(f"{self._peer} ended the conversation")
         assert self._schema is not None
         buffers = self._schema.encode(message)
         async with self._sending:

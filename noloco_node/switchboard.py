@@ -1,7 +1,7 @@
 """All conversations of this peer: who answers what, how many at once, and what happens when one is lost.
 
-A stream that a peer opens gets a task of its own, which runs the topic's handler. A stream that breaks cancels that task; a
-handler that fails ends its stream with an error and touches no other. One clock drives the heartbeats of all streams.
+A stream that a peer opens gets a task of its own, which runs the topic's handler. A stream that breaks cancels that
+task; a handler that fails ends its stream with an error and touches no other. One clock drives all heartbeats.
 
 This module knows sockets and frames and nothing of libp2p.
 """

@@ -373,7 +373,8 @@ def _rule(kind: type, spec: MessageSpec) -> _Rule:
 
 
 def _mentions_tensor(hint: Any) -> bool:
-    return hint is _TensorMark or any(_mentions_tensor(part) for part in get_args(hint))
+    named = (getattr(hint, "__module__", None), getattr(hint, "__name__", None))
+    return hint is _TensorMark or named == ("torch", "Tensor") or any(map(_mentions_tensor, get_args(hint)))
 
 
 def _specs(layout: Layout) -> tuple[TensorSpec, ...]:

@@ -37,6 +37,7 @@ LEAVING_REST_S = 10.0
 """How long one that leaves is not asked again: rosters take about as long to notice."""
 NO_ROUTE_REST_S = 2.0
 FIRST_BACKOFF_S = 0.5
+SHORTEST_SLEEP_S = 0.001
 POLL_S = 0.25
 """How often an empty roster is looked at again."""
 
@@ -242,9 +243,10 @@ class Downstream:
         if search.waits_since_s is None:
             search.waits_since_s = _now_s()
         self._waits[search] = Waiting(what, search.waits_since_s)
+        # Jitter, so that all who were refused together do not come back together; never early.
+        sleep_s = max(SHORTEST_SLEEP_S, pause_s) * self._rng.uniform(1.0, 1.25)
         try:
-            # Jitter, so that all who were refused together do not come back together; never early.
-            await within(search.deadline_s, asyncio.sleep(max(0.0, pause_s) * self._rng.uniform(1.0, 1.25)))
+            await within(search.deadline_s, asyncio.sleep(sleep_s))
         finally:
             del self._waits[search]
 

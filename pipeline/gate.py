@@ -136,12 +136,14 @@ class Gate:
                 self._forget(sender, place)
             raise
 
-    async def full(self) -> tuple[Outcome, ...]:
+    async def full(self) -> tuple[Outcome, ...] | None:
         """Wait until the window is complete and nothing is in flight; return what it is made of: the step is ours.
 
-        Until `next_window` nobody is let in, and `alone` waits. After `close` it may never come.
+        Until `next_window` nobody is let in, and `alone` waits. None: the gate was closed, this window stays partial.
         """
-        await self._until(lambda: len(self._outcomes) == self.window and self._shut_until_s is None)
+        await self._until(lambda: self._shut_until_s is None and (self._complete() or self._over()))
+        if not self._complete():
+            return None
         self._stepping = True
         return tuple(self._outcomes)
 
@@ -179,6 +181,7 @@ class Gate:
         """Refuse everything from now on, the queue too; what is in flight goes on."""
         self._closed = reason
         self._refuse_queued(Refused(reason=reason))
+        self._changed()
 
     async def drained(self) -> None:
         """Wait until nothing is in flight."""
@@ -199,6 +202,12 @@ class Gate:
     def __repr__(self) -> str:
         door = self._closed or ("shut" if self._shut_until_s is not None else "open")
         return f"Gate({self.succeeded}+{self.in_flight}/{self.window}, queued {self.queued}/{self.queue_limit}, {door})"
+
+    def _complete(self) -> bool:
+        return len(self._outcomes) == self.window
+
+    def _over(self) -> bool:
+        return self._closed is not None and self.in_flight == 0
 
     def _room(self) -> int:
         if self._stepping or self._closed is not None or self._shut_until_s is not None:

@@ -292,24 +292,23 @@ def verify_family(config: Config) -> None:
     `inputs_embeds`, say), or hands them on in a form that slices cannot.
     """
     family = config.model_type
+    ids = torch.arange(16).remainder(7).view(2, 8)
+    changed = ids.clone()
+    changed[:, -1] = 9
     try:
         prepared = prepare(_tiny(config))
-        parts = [build(prepared, cut, seed=0).eval() for cut in cut(prepared.config, 3, (1, 2), sequence_length=8)]
-        whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
-        whole.load_state_dict(
-            {name: weight for part in parts for name, weight in part.named_parameters()}, strict=False
-        )
-        ids = torch.arange(16).remainder(7).view(2, 8)
-        changed = ids.clone()
-        changed[:, -1] = 9
+        parts = [build(prepared, piece, seed=0).eval() for piece in cut(prepared.config, 3, (1, 2), sequence_length=8)]
+        weights = {name: weight for part in parts for name, weight in part.named_parameters()}
+        with torch.random.fork_rng(devices=[]):
+            whole = AutoModelForCausalLM.from_config(copy.deepcopy(prepared.config)).eval()
+        whole.load_state_dict(weights, strict=False)
         expected, otherwise = (whole(input_ids=batch, use_cache=False).logits for batch in (ids, changed))
         hidden = ids
         for part in parts:
             hidden = part(hidden)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"a {family} model does not run in slices: {error}") from error
-    names = [name for part in parts for name, _ in part.named_parameters()]
-    if names != [name for name, _ in whole.named_parameters()]:
+    if list(weights) != [name for name, _ in whole.named_parameters()]:
         raise ValueError(f"the slices of a {family} model do not hold each of its weights once")
     if not torch.dist(hidden, expected) <= 1e-5 * expected.norm():
         raise ValueError(f"a {family} model computes something outside its layers that slices do not")

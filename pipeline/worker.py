@@ -97,7 +97,7 @@ class Worker:
     """
 
     def __init__(
-        self, stage: Stage, gate: Gate, compute: Compute, downstream: Downstream | None, budget_s: float = 300.0
+        self, stage: Stage, gate: Gate, compute: Compute, downstream: Downstream | None, budget_s: float
     ) -> None:
         self._stage, self._gate, self._compute = stage, gate, compute
         self._downstream, self._budget_s = downstream, budget_s

@@ -1,4 +1,4 @@
-"""Blocks of tokens: cut anywhere, restored in a fresh object, they go on the same; nothing held out is ever trained on."""
+"""Blocks of tokens: cut anywhere and restored they go on the same; nothing held out is ever trained on."""
 
 from __future__ import annotations
 
@@ -25,11 +25,21 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from noloco_node import rows
 from noloco_node.config import DataConfig
 from noloco_node.data import Blocks, check_vocabulary, encode_bytes, open_blocks, open_encoder, vocab_size
-from noloco_node.documents import Order, Part, Piece, _text_of, held_out, pieces_of
+from noloco_node.documents import (
+    FileDocuments,
+    Order,
+    Part,
+    Piece,
+    _text_of,
+    held_out,
+    pieces_of,
+    stdlib_files,
+)
 from noloco_node.errors import Exit, Trouble
 from noloco_node.rows import RowDocuments, load_rows
 
 END = 1
+BYT5 = ByT5Tokenizer()
 datasets.disable_progress_bars()
 
 
@@ -50,7 +60,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "files" / "binary.dat").write_bytes(b"\xff\xfe\x00not utf-8")
     for shard in range(3):
         mine = texts[shard * 30 : shard * 30 + 30]
-        (root / f"{shard}.jsonl").write_text("".join(json.dumps({"text": t, "other": 1}) + "\n" for t in mine))
+        (root / f"part[{shard}].jsonl").write_text("".join(json.dumps({"text": t, "other": 1}) + "\n" for t in mine))
         table = pyarrow.table({"text": mine, "other": list(range(len(mine)))})
         pyarrow.parquet.write_table(table, root / f"{shard}.parquet", row_group_size=8)
     return root
@@ -72,20 +82,21 @@ SOURCES = ("text", "json", "parquet")
 
 def documents_in(blocks: Blocks, count: int) -> list[str]:
     """Join blocks into the first `count` whole documents."""
-    ids: list[int] = []
-    while ids.count(END) < count:
-        batch = blocks.next_batch(4)
-        if not len(batch):
-            break
-        ids += batch[:, :-1].flatten().tolist()
-    joined = bytes(0 if i == END else i - 3 for i in ids)
+    parts: list[torch.Tensor] = []
+    found = 0
+    while found < count and len(batch := blocks.next_batch(4)):
+        parts.append(batch[:, :-1].flatten())
+        found += int((parts[-1] == END).sum())
+    joined = bytes(0 if i == END else i - 3 for i in torch.cat(parts).tolist())
     return [part.decode() for part in joined.split(b"\0")[:count]]
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_epoch_reads_every_document_once_and_none_held_out(corpus: Path, source: str) -> None:
     data = config(corpus, source)
-    validation = [t for t in documents_in(open_blocks(data, 16, 0, "", "validation"), 1000) if t in all_texts()]
+    # Blocks of one token leave nothing over at the end.
+    validation = documents_in(open_blocks(data, 1, 0, "", "validation"), 1000)
+    assert set(validation) <= all_texts()
     training = open_blocks(data, 16, 3, "peer")
     expected = sorted(all_texts() - set(validation))
     assert 1 <= len(validation) <= 25
@@ -114,13 +125,13 @@ def test_each_peer_has_an_order_of_its_own(corpus: Path, source: str, shuffle: b
         assert documents_in(open_blocks(data, 16, 1, "peer 0"), 20) != list(orders[0])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     source=st.sampled_from(SOURCES),
     shuffle=st.booleans(),
     part=st.sampled_from(("train", "train", "validation")),
     length=st.sampled_from((1, 5, 16, 200)),
-    cuts=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 9), min_size=1, max_size=2),
 )
 def test_cut_anywhere_and_restored_it_goes_on_the_same(
     corpus: Path, source: str, shuffle: bool, part: Part, length: int, cuts: list[int]
@@ -188,7 +199,7 @@ def test_a_position_of_another_peer_seed_source_or_tokenizer_is_not_taken(corpus
 )
 def test_a_broken_position_is_refused(corpus: Path, broken: dict[str, Any]) -> None:
     blocks = open_blocks(config(corpus, "text"), 16, 0, "peer")
-    with pytest.raises(ValueError, match="position|place"):
+    with pytest.raises(ValueError, match=r"position|place"):
         blocks.restore({**blocks.position(), **broken})
 
 
@@ -227,7 +238,7 @@ def test_the_pieces_of_a_file_join_to_the_file(tmp_path: Path, lines: list[str],
 
 def test_pieces_end_at_line_ends(tmp_path: Path) -> None:
     file = tmp_path / "novel.txt"
-    file.write_text("".join(f"line {n}\n" for n in range(20_000)))
+    file.write_text("".join(f"line {n}\n" for n in range(15_000)))
     texts = [_text_of(piece) for piece in pieces_of([("novel.txt", file)], 65_536)]
     assert len(texts) == 2
     assert all(text.startswith("line") and text.endswith("\n") for text in texts)
@@ -248,13 +259,13 @@ def test_one_long_file_gives_training_and_validation(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_whole_modules_without_tests_or_packages() -> None:
-    blocks = open_blocks(DataConfig(), 128, 0, "peer")
-    texts = documents_in(blocks, 300)
+    documents = FileDocuments(pieces_of(stdlib_files(), None), Order("train", 0, "p", True), 0.0)
+    texts = [found[1] for found in (documents.next() for _ in range(300)) if found]
     root = Path(sysconfig.get_paths()["stdlib"])
     known = {(root / name).read_text() for name in ("abc.py", "json/decoder.py", "asyncio/tasks.py")}
-    everything = set(
-        documents_in(open_blocks(DataConfig(validation_percent=0.0), 128, 0, "p"), int(blocks.statistics()["of"]))
-    )
+    everything = set(texts) | {
+        found[1] for found in (documents.next() for _ in range(int(documents.statistics()["of"]))) if found
+    }
     assert len(set(texts)) > 290
     assert known <= everything
     for foreign in ("test/test_json/test_decode.py", "unittest/test/test_case.py"):
@@ -265,19 +276,18 @@ def test_the_standard_library_is_whole_modules_without_tests_or_packages() -> No
 
 
 @given(st.text())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_byte_encoder_is_byt5(text: str) -> None:
     text = text.encode(errors="replace").decode()
-    expected = ByT5Tokenizer()(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    expected = BYT5(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert encode_bytes(text).tolist() == expected
 
 
 def test_byt5_agrees_where_a_text_spells_out_special_tokens() -> None:
-    tokenizer = ByT5Tokenizer()
     text = "a</s>b<pad> <extra_id_7>\r\n\t"
-    assert encode_bytes(text).tolist() == tokenizer(text, split_special_tokens=True)["input_ids"][:-1]
-    assert open_encoder(DataConfig()).end == tokenizer.eos_token_id == END
-    assert vocab_size(DataConfig()) == len(tokenizer)
+    assert encode_bytes(text).tolist() == BYT5(text, split_special_tokens=True)["input_ids"][:-1]
+    assert open_encoder(DataConfig()).end == BYT5.eos_token_id == END
+    assert vocab_size(DataConfig()) == len(BYT5)
 
 
 def bpe(directory: Path) -> Path:
@@ -374,7 +384,7 @@ def texts_of(documents: RowDocuments, count: int) -> list[str]:
     return [found[1] for found in (documents.next() for _ in range(count)) if found]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(broken=st.sets(st.integers(0, 150), max_size=5))
 def test_a_network_that_fails_loses_and_repeats_nothing(corpus: Path, broken: set[int]) -> None:
     data, order = config(corpus, "json"), Order("train", 0, "p", True)
@@ -384,7 +394,8 @@ def test_a_network_that_fails_loses_and_repeats_nothing(corpus: Path, broken: se
         reads = itertools.count()
         failing = RowDocuments(data, order, lambda: Cable(load_rows(data), reads, broken))
         assert texts_of(failing, 100) == texts_of(RowDocuments(data, order, lambda: load_rows(data)), 100)
-        assert failing.statistics()["retries"] == len({b for b in broken if b < next(reads)})
+        done = next(reads)
+        assert failing.statistics()["retries"] == sum(read < done for read in broken)
     finally:
         rows.PAUSES_S = pauses
 

@@ -28,7 +28,7 @@ from noloco_node.demo.plot import picture, spread
 from noloco_node.demo.processes import Children, Patience, bound_sockets, leashed
 from noloco_node.demo.run import DemoConfig, demonstrate
 from noloco_node.demo.summary import Verdict, lines, readable_bytes, readable_seconds, summarise
-from noloco_node.demo.track import Curve, Point, Track
+from noloco_node.demo.track import Curve, Point, Track, over_tokens
 from noloco_node.demo.view import Forecast, View
 from noloco_node.errors import Exit, Trouble
 from noloco_node.journal import (
@@ -155,6 +155,14 @@ def test_a_summary_is_readable_with_and_without_a_verdict() -> None:
     assert lines(summarise([]), None)  # nobody came, and nothing divides by zero
 
 
+def test_no_gap_is_explained() -> None:
+    remark = "hold the same slow weights"
+    twins = [track("0a", 0, [inner(1, 101.0), outer(1, "Qm0b", 0.0)]), track("0b", 0, [inner(1, 101.0)])]
+    assert remark in "\n".join(lines(summarise(twins), None))
+    assert remark not in "\n".join(lines(summarise(swarm()), None))
+    assert picture("A swarm", twins, None).startswith(b"\x89PNG")
+
+
 def test_a_verdict_calls_peers_by_their_names() -> None:
     named = VERDICT.named({"0a": "first", "1b": "last"})
     assert named.routes == {"first/1a": 2.2, "first/last": 2.4}
@@ -174,6 +182,14 @@ def test_speed_is_measured_over_recent_steps_and_falls_when_nothing_comes() -> N
     assert steady.tokens_per_s(now=114.6) == 0
 
 
+def test_a_common_axis_counts_the_tokens_of_all_sources() -> None:
+    first, second = track("0a", 0, [inner(1, 101.0), inner(2, 102.0)]), track("0b", 0, [inner(1, 101.5)])
+    later = track("1a", 1, [inner(1, 100.75), inner(2, 101.5), inner(3, 200.0)])
+    points = over_tokens(later.losses, [first, second, later])
+    # 0a begins its first step at 100.5, and takes its second from 101 to 102; 0b is at its first from 101 to 101.5.
+    assert [point.x for point in points] == pytest.approx([0.5 * 4096, 2.5 * 4096, 3 * 4096])
+
+
 @given(st.integers(1, 5000))
 def test_a_curve_is_bounded_and_keeps_its_first_point(count: int) -> None:
     curve = Curve(limit=64)
@@ -189,7 +205,7 @@ def test_a_curve_is_bounded_and_keeps_its_first_point(count: int) -> None:
 def test_smoothing_stays_within_what_it_smooths(values: list[float]) -> None:
     points = [Point(number / len(values), value) for number, value in enumerate(values)]
     smooth = smoothed(points)
-    assert [point.progress for point in smooth] == [point.progress for point in points]
+    assert [point.x for point in smooth] == [point.x for point in points]
     assert min(values) - 1e-6 <= min(p.value for p in smooth) <= max(p.value for p in smooth) <= max(values) + 1e-6
     assert smooth[0] == points[0]
 
@@ -217,19 +233,19 @@ def test_labels_never_lie_over_each_other(heights: list[float]) -> None:
 
 def test_the_picture_is_drawn_for_full_and_for_empty_journals() -> None:
     for tracks, verdict in ((swarm(), VERDICT), (swarm(), None), ([], None)):
-        assert picture("A swarm", tracks, verdict, 1000).startswith(b"\x89PNG")
+        assert picture("A swarm", tracks, verdict).startswith(b"\x89PNG")
 
 
 def test_a_plain_line_says_everything_and_comes_every_few_seconds() -> None:
     console = Console(file=io.StringIO(), width=80)
     tracks = [*swarm()[:3], track("1b", 1, [StateChanged(at=110.0, state=State.CATCHING_UP, waiting="a donor")])]
-    with View(console, "heading", tracks, started_at=90.0) as view:
+    with View(console, "heading", tracks, 20 * 4096, started_at=90.0) as view:
         for now in (112.0, 113.0, 116.0, 118.0):
             view.show(now)
     assert isinstance(console.file, io.StringIO)
     printed = console.file.getvalue().splitlines()
     assert len(printed) == 2
-    assert printed[0].startswith("[0:22]  90% | ")
+    assert printed[0].startswith("[0:22]  80% | ")
     assert "| no estimate yet | loss 3.000 | 0a step 9 round 3 |" in printed[0]
     assert "| 1a finished at step 9 | 1b waits for a donor since 0:02" in printed[0]
 
@@ -237,20 +253,20 @@ def test_a_plain_line_says_everything_and_comes_every_few_seconds() -> None:
 def test_the_live_picture_names_peers_partners_and_what_they_wait_for() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
     tracks = [*swarm()[:3], track("1b", 1, [StateChanged(at=110.0, state=State.CATCHING_UP, waiting="a donor")])]
-    view = View(console, "a heading", tracks, started_at=90.0)
+    view = View(console, "a heading", tracks, 20 * 4096, started_at=90.0)
     with console.capture() as capture:
         console.print(view.picture(112.0))
     text = capture.get()
     assert "a heading" in text
     assert "a donor, 0:02" in text
     assert "0.0200" in text
-    assert "90%" in text
+    assert "80%" in text
     assert "⠀" <= max(text) <= "⣿"  # a curve is there
 
 
 def test_the_live_view_gives_the_terminal_back() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
-    interrupted = View(console, "a heading", swarm(), started_at=90.0)
+    interrupted = View(console, "a heading", swarm(), 20 * 4096, started_at=90.0)
     with contextlib.suppress(KeyboardInterrupt), interrupted as view:
         view.show(112.0)
         raise KeyboardInterrupt

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -182,6 +183,17 @@ def test_after_the_last_attempt_there_is_no_route() -> None:
         assert reply.reason is Reason.NO_ROUTE
         assert reply.retry_after_s > 0.0
         assert len(set(peers.called)) == len(peers.called) == 3, "each time another one"
+
+    run(main())
+
+
+def test_one_that_was_lost_is_not_asked_again_while_there_are_others() -> None:
+    async def main() -> None:
+        peers = Peers("", lambda peer, _: BROKEN if peer == "fast" else GRADIENT)
+        peers.hops = [Hop("fast", 0.1), Hop("slow", 10.0)]
+        for _ in range(20):
+            assert await peers.ask() is GRADIENT
+        assert ("fast", "fast") not in pairwise(peers.called)
 
     run(main())
 

@@ -109,7 +109,8 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
 def test_merging_is_the_exact_mean_rounded_once(count: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     replicas = [
-        {"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator)} for _ in range(count)
+        {"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator, dtype=torch.float64)}
+        for _ in range(count)
     ]
     before = [{name: tensor.clone() for name, tensor in replica.items()} for replica in replicas]
     merged = merge(replicas)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from noloco_node.sim.clock import Deadlock, run
-from pipeline.gate import Gate, Outcome, Slot
+from pipeline.gate import UNKNOWN_PACE_S, Gate, Outcome, Slot
 from pipeline.messages import Reason, Refused
 
 OUTCOME = Outcome(0.5, 1.0, 8)
@@ -116,7 +116,10 @@ def test_the_queue_is_bounded_and_a_refusal_estimates_from_the_measured_pace() -
         queued = [started(gate.enter("a")) for _ in range(4)]
         await settle()
         assert gate.queued == 4
-        assert await gate.enter("a") == Refused(reason=Reason.FULL, retry_after_s=pytest.approx(6.0))
+        refused = await gate.enter("a")
+        assert isinstance(refused, Refused)
+        assert refused.reason is Reason.FULL
+        assert refused.retry_after_s == pytest.approx(6.0), "half of the queue at three seconds each"
         await cancel(*queued)
         assert (gate.queued, gate.in_flight, len(held)) == (0, 2, 2)
 
@@ -145,7 +148,7 @@ def test_senders_take_turns_and_share_the_queue() -> None:
         gate.next_window()
         await settle()
         assert gate.queued == 4
-        assert (await gate.enter("greedy")) == Refused(reason=Reason.FULL, retry_after_s=pytest.approx(0.25 * 2))
+        assert (await gate.enter("greedy")) == Refused(reason=Reason.FULL, retry_after_s=2 * UNKNOWN_PACE_S)
         tasks += [started(enter("late")) for _ in range(4)]
         await settle()
         assert gate.queued == 8, "the late one's share was kept for it"
@@ -316,6 +319,38 @@ def test_closing_refuses_the_queue_and_lets_what_is_in_flight_end() -> None:
         async with gate.alone(retry_after_s=1.0, deadline_s=1.0):
             pass
         assert await gate.enter("c") == Refused(reason=Reason.LEAVING)
+
+    run(main())
+
+
+def test_after_closing_a_window_that_is_complete_is_used_and_a_partial_one_is_not() -> None:
+    async def main() -> None:
+        gate = Gate(2)
+        first, second = await slot_of(gate), await slot_of(gate)
+        first.succeed(OUTCOME)
+        gate.close()
+        full = started(gate.full())
+        await settle()
+        assert not full.done(), "it may still become complete"
+        second.succeed(OUTCOME)
+        assert await full == (OUTCOME, OUTCOME)
+        gate.next_window()
+        assert await gate.full() is None
+
+        partial = Gate(2)
+        slot = await slot_of(partial)
+        waiting = started(partial.full())
+        await settle()
+        partial.close()
+        slot.give_back()
+        assert await waiting is None
+        assert partial.succeeded == 0
+
+        idle = Gate(1)
+        waiting = started(idle.full())
+        await settle()
+        idle.close()
+        assert await waiting is None, "closing alone wakes it"
 
     run(main())
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -11,7 +12,16 @@ from scipy.stats import chisquare
 
 from gossip import matching
 from gossip.cadence import Cadence
-from gossip.matching import ROUND_BOUND, Standing, answer, heal, partners_of_round, preferences
+from gossip.matching import (
+    PICKY_SHARE,
+    ROUND_BOUND,
+    Standing,
+    answer,
+    good_enough_at,
+    heal,
+    partners_of_round,
+    preferences,
+)
 from gossip.messages import Accepted, Declined, DeclineReason, Offer
 from gossip.port import Patience
 from gossip.prospects import ASKED_AT_MOST, KNOCKS_AT_MOST, Prospects
@@ -84,7 +94,7 @@ def test_preferences_never_form_a_cycle() -> None:
     # Among any set of replicas some two like each other best: whoever is still free can always be paired.
     replicas = roster(12)
     for round in range(50):
-        order = {me: [p for p in preferences(me, replicas, 9, round)] for me in replicas}
+        order = {me: list(preferences(me, replicas, 9, round)) for me in replicas}
         free = set(random.Random(round).sample(replicas, 5))
         best = {me: min(free - {me}, key=order[me].index) for me in free}
         assert any(best[best[me]] == me for me in free)
@@ -106,9 +116,18 @@ def test_large_rosters_follow_their_own_preferences(monkeypatch: pytest.MonkeyPa
 
 
 def standing(
-    *, open: bool = True, engaged: bool = False, asking: str | None = None, leaving: bool = False, me: str = "m"
+    *, open: bool = True, engaged: bool = False, asking: str | None = None, leaving: bool = False, hopes_s: float = 0.0
 ) -> Standing:
-    return Standing(me=me, round=5, open=open, engaged=engaged, asking=asking, leaving=leaving, ready_in_s=12.0)
+    return Standing(
+        me="m",
+        round=5,
+        open=open,
+        engaged=engaged,
+        asking=asking,
+        leaving=leaving,
+        hopes_s=hopes_s,
+        ready_in_s=12.0,
+    )
 
 
 @pytest.mark.parametrize("round", [1, 4, 5, 6, 900])
@@ -125,6 +144,9 @@ def test_an_open_and_free_replica_accepts_any_round(round: int) -> None:
         (standing(engaged=True), "z", 5, DeclineReason.ENGAGED),
         (standing(asking="a"), "z", 5, DeclineReason.ASKING),
         (standing(asking="z"), "z", 5, DeclineReason.YIELD),
+        (standing(hopes_s=12.0), "z", 5, DeclineReason.HOPING),
+        (standing(hopes_s=12.0, asking="a"), "z", 5, DeclineReason.HOPING),
+        (standing(hopes_s=12.0, asking="z"), "z", 5, DeclineReason.YIELD),
         (standing(leaving=True), "z", 5, DeclineReason.LEAVING),
     ],
 )
@@ -140,8 +162,8 @@ def test_reasons_to_decline(asked: Standing, sender: str, round: int, reason: De
 def test_of_two_crossed_offers_exactly_the_lower_ids_goes_first(a: str, b: str) -> None:
     if a == b:
         return
-    to_a = answer(standing(me=a, asking=b), b, Offer(round=5))
-    to_b = answer(standing(me=b, asking=a), a, Offer(round=5))
+    to_a = answer(replace(standing(asking=b), me=a), b, Offer(round=5))
+    to_b = answer(replace(standing(asking=a), me=b), a, Offer(round=5))
     assert isinstance(to_b if a < b else to_a, Accepted)
     assert isinstance(to_a if a < b else to_b, Declined)
 
@@ -190,6 +212,34 @@ def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
     assert cadence.round == 4 + ROUND_BOUND
     cadence.finish(cadence.round)
     assert (cadence.finished, cadence.deferred_in_a_row) == (8, 0)
+
+
+def test_a_round_becomes_less_picky_as_it_ages() -> None:
+    assert [good_enough_at(place, 5) for place in range(5)] == [PICKY_SHARE * place / 4 for place in range(5)]
+    assert good_enough_at(0, 1) == 0.0
+    cadence = Cadence(20, rounds=0, inner_steps=0)
+    cadence.tick(20, 2.0)
+    cadence.open([0, 0, 0])
+    # Places 0, 1, 2 become good enough 0, 5 and 10 steps after the opening, 2 s each.
+    assert [cadence.hopes_s(place, 3, 99.0) for place in range(3)] == [0.0, 10.0, 20.0]
+    cadence.tick(26, 2.0)
+    assert [cadence.hopes_s(place, 3, 99.0) for place in range(3)] == [0.0, 0.0, 8.0]
+    cadence.tick(30, 2.0)
+    assert cadence.hopes_s(2, 3, 99.0) == 0.0
+
+
+def test_whoever_found_nobody_or_is_about_to_end_takes_anybody() -> None:
+    for last in (False, True):
+        cadence = Cadence(20, rounds=0, inner_steps=0)
+        cadence.tick(20, 1.0)
+        if not last:
+            cadence.defer()
+        cadence.open([0], last=last)
+        assert cadence.hopes_s(9, 10, 99.0) == 0.0
+        cadence.finish(1)
+        cadence.tick(40, 1.0)
+        cadence.open([1])
+        assert cadence.hopes_s(9, 10, 99.0) == PICKY_SHARE * 20
 
 
 # Whom to ask next.

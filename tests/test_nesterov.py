@@ -131,7 +131,7 @@ def test_alone_it_is_heavy_ball_on_ones_own_pseudo_gradient() -> None:
 @few
 @given(seeds, outers)
 def test_the_two_sides_compute_the_same_means_to_the_bit(seed: int, outer: Outer) -> None:
-    state, fast, other, other_fast = draw_pair(seed)
+    state, fast, _, other_fast = draw_pair(seed)
     assert all(torch.equal(x, y) for x, y in zip(mean(fast, other_fast), mean(other_fast, fast), strict=True))
     # A pair with equal slow weights and momentum ends equal to the bit, whatever the fast ones were.
     twin = OuterState(state.slow, state.momentum)
@@ -141,19 +141,19 @@ def test_the_two_sides_compute_the_same_means_to_the_bit(seed: int, outer: Outer
 
 
 def test_a_trajectory_worked_by_hand() -> None:
-    # alpha 1/2, beta = gamma = 3/4. A starts at phi 8, m 0; B at phi 4, m 4. All numbers are exact in binary.
+    # alpha 1/2, beta = gamma = 3/4. a starts at phi 8, m 0; b at phi 4, m 4. All numbers are exact in binary.
     outer = Outer(alpha=0.5, beta=0.75, gamma=0.75)
-    a, b = (
-        OuterState((torch.tensor(8.0),), (torch.tensor(0.0),)),
-        OuterState((torch.tensor(4.0),), (torch.tensor(4.0),)),
-    )
-    # Round 1: fast weights 4 and 0, mean 2. A: m = 0 + 3/4 (8 - 2) = 4.5, phi = 3.5. B: m = 2 + 3/4 (4 - 2) = 3.5, phi = 0.5.
+    a = OuterState((torch.tensor(8.0),), (torch.tensor(0.0),))
+    b = OuterState((torch.tensor(4.0),), (torch.tensor(4.0),))
+    # Round 1: fast weights 4 and 0, mean 2.
+    # a: m = 0 + 3/4 (8 - 2) = 4.5, phi = 3.5. b: m = 2 + 3/4 (4 - 2) = 3.5, phi = 0.5.
     fast_a, fast_b = (torch.tensor(4.0),), (torch.tensor(0.0),)
     after_a, after_b = step_pair(a, fast_a, fast_b, None, outer), step_pair(b, fast_b, fast_a, None, outer)
     assert (after_a.state.momentum[0].item(), after_a.state.slow[0].item()) == (4.5, 3.5)
     assert (after_b.state.momentum[0].item(), after_b.state.slow[0].item()) == (3.5, 0.5)
     assert (after_a.correction[0].item(), after_b.correction[0].item()) == (-0.5, 0.5)
-    # Round 2: fast weights 3 and 1, mean 2. A: m = 2.25 + 3/4 (1.5) = 3.375, phi = 0.125. B: m = 1.75 - 1.125 = 0.625.
+    # Round 2: fast weights 3 and 1, mean 2.
+    # a: m = 2.25 + 3/4 (3.5 - 2) = 3.375, phi = 0.125. b: m = 1.75 + 3/4 (0.5 - 2) = 0.625, phi = -0.125.
     fast_a, fast_b = (torch.tensor(3.0),), (torch.tensor(1.0),)
     final_a = step_pair(after_a.state, fast_a, fast_b, None, outer).state
     final_b = step_pair(after_b.state, fast_b, fast_a, None, outer).state

@@ -222,6 +222,10 @@ def test_the_slowest_stage_is_as_fast_as_any_cut_can_make_it(
     assert slowest(chosen) == min(map(slowest, every))
 
 
+def test_equal_maxima_are_cut_evenly_all_the_same() -> None:
+    assert _most_even(_Work(0, (4, 1, 1, 1, 1), 0), 3) == [1, 3, 5]
+
+
 def test_a_large_head_takes_layers_from_its_stage() -> None:
     even = cut(prepared("llama").config, 2, None, 32)
     assert [(piece.first_layer, piece.end_layer) for piece in even] == [(0, 2), (2, 4)]
@@ -339,6 +343,8 @@ def test_families_that_cannot_be_cut_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"granite.*outside its layers"):
         verify_family(rescaled)
     verify_family(family_config("granite", {"logits_scaling": 8.0, "residual_multiplier": 0.2}))
+    with pytest.raises(ValueError, match=r"gemma3_text.*tokens that it has to predict"):
+        verify_family(family_config("gemma3_text", {"use_bidirectional_attention": True}))
     with pytest.raises(ValueError, match=r"a bloom model does not run in slices"):
         verify_family(family_config("bloom", {}))
 

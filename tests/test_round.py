@@ -1,6 +1,7 @@
 """Rounds: everybody meets, nobody hangs, and whatever goes wrong costs one deferral and changes no weights."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -55,13 +56,39 @@ def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: Setti
         assert toy.rounds.statistics()["implausible"] == 0
         # Training never waits for a partner; in the blocking form it waits at the gate, not here.
         assert toy.idle_s == pytest.approx(0.0, abs=1e-6)
-        assert toy.shut == (len(toy.met) if settings.blocking else 0)
+        # One meeting may have been going on at the end.
+        assert toy.shut - len(toy.met) in (0, 1) if settings.blocking else toy.shut == 0
     # They started at 20 and would end between 10 and 14, each at its own optimum.
     optima = [toy.optimum for toy in toys]
     assert fmean(toy.slow for toy in toys) == pytest.approx(fmean(optima), abs=0.5)
     assert max(toy.slow for toy in toys) - min(toy.slow for toy in toys) < max(optima) - min(optima) + 0.01
     partners = {toy.name: {step.partner for step in toy.met} for toy in toys}
     assert all(len(met) >= min(count - 1, 5) for met in partners.values())
+
+
+@both_forms
+def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(settings: Settings) -> None:
+    async def main() -> list[Toy]:
+        toys = swarm(World(), 8, settings)
+
+        async def late(toy: Toy, phase_s: float) -> None:
+            await asyncio.sleep(phase_s)
+            await toy.train(20 * 40)
+
+        runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
+        async with asyncio.TaskGroup() as group:
+            for toy, phase_s in zip(toys, (0.0, 1.1, 5.2, 6.3, 10.4, 11.5, 15.6, 16.7), strict=True):
+                group.create_task(late(toy, phase_s))
+        for runner in runners:
+            runner.cancel()
+        return toys
+
+    for toy in run(main()):
+        partners = Counter(step.partner for step in toy.met)
+        assert len(partners) == 7
+        # One in seven where all are in step; one and the same, always, if anybody at all would do.
+        assert partners.most_common(1)[0][1] < 0.45 * partners.total()
+        assert partners.total() >= 36
 
 
 def test_the_same_seeds_give_the_same_events() -> None:
@@ -187,7 +214,7 @@ def test_both_apply_the_rule_to_the_same_facts() -> None:
         assert (step.round, step.staleness, step.gap) == (1, 1, 0.0)
         # Two messages of 4 fast weights and 4 probed ones.
         assert step.bytes_sent == step.bytes_received == 4 * (4 + 4)
-        assert 0.03 <= step.seconds <= 0.08
+        assert step.seconds == pytest.approx(0.02)
 
 
 def test_slow_weights_travel_only_where_the_rule_needs_them() -> None:
@@ -277,19 +304,21 @@ def broken_meeting(spoil: str, fate: object, settings: Settings = SETTINGS, by: 
     async def main() -> tuple[Toy, Toy]:
         patient = replace(settings, patience=Patience(exchange_s=6.0))
         world = World(tamper=tamper)
-        # b opens half a step later: it is the asked.
-        asker, asked = Toy(world, "a", patient), Toy(world, "b", patient, step_s=1.02)
-        await live([asker, asked], 39)
-        return asker, asked
+        # b opens a little later: it declines at first, and is the asker afterwards.
+        first, second = Toy(world, "a", patient), Toy(world, "b", patient, step_s=1.02)
+        await live([first, second], 39)
+        return first, second
 
-    asker, asked = run(main())
+    toys = run(main())
     assert spoilt
-    return asker, asked
+    return toys
 
 
 @both_forms
 @pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
-@pytest.mark.parametrize(("spoil", "by"), [("Offer", "a"), ("Declined", "b"), ("Accepted", "b"), ("Weights", "a")])
+@pytest.mark.parametrize(
+    ("spoil", "by"), [("Offer", "b"), ("Declined", "b"), ("Accepted", "a"), ("Weights", "a"), ("Weights", "b")]
+)
 def test_a_line_lost_before_or_during_the_swap_changes_nothing(
     settings: Settings, fate: object, spoil: str, by: str
 ) -> None:
@@ -351,8 +380,9 @@ def test_after_a_loss_the_next_round_is_met(settings: Settings) -> None:
 
     for toy in run(main()):
         assert len(toy.lost) == 1
-        assert toy.rounds.statistics()["deferred"] == 1
-        assert len(toy.met) == 2
+        # At once again in the same round where the refusal of a crossed offer said so, else in the next one.
+        assert len(toy.met) + toy.rounds.statistics()["deferred"] == 3
+        assert len(toy.met) >= 2
 
 
 @both_forms
@@ -411,11 +441,10 @@ def test_implausible_weights_change_nothing(settings: Settings, what: str) -> No
 
 
 @both_forms
-@pytest.mark.parametrize("nonsense", [None, 7, Received(), Offer(round=1), "Accepted"])
+@pytest.mark.parametrize("nonsense", [None, 7, Received(), "Accepted"])
 def test_nonsense_instead_of_an_answer_or_an_offer_is_survived(settings: Settings, nonsense: object) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
-        replaceable = Accepted | Declined if isinstance(nonsense, Offer) else Offer | Accepted | Declined
-        return nonsense if sender == "fool" and isinstance(message, replaceable) else message
+        return nonsense if sender == "fool" and isinstance(message, Offer | Accepted | Declined) else message
 
     async def main() -> list[Toy]:
         toys = [Toy(World(tamper=tamper), "a", settings)]
@@ -583,9 +612,9 @@ def test_after_the_last_round_every_offer_is_declined() -> None:
 @both_forms
 def test_the_last_round_waits_for_an_exchange_in_progress(settings: Settings) -> None:
     async def main() -> list[Toy]:
-        # An exchange takes many seconds here: it begins at step 20 and is still on when training ends.
-        toys = swarm(World(latency_s=2.0), 2, settings)
-        await live(toys, 22, end_politely)
+        # The exchange has just begun, on both sides, when training ends.
+        toys = swarm(World(latency_s=0.3), 2, settings)
+        await live(toys, 21, end_politely)
         return toys
 
     a, b = run(main())
@@ -688,8 +717,10 @@ class LaterStage:
         """The wrong order: nothing passes from the opening of a round to its end."""
         async with self.gate.alone(1.0):
             shut.set()
-            while self.toy.rounds.statistics()["open"]:
-                await asyncio.sleep(0.1)
+            for _ in range(4000):
+                if not self.toy.rounds.statistics()["open"]:
+                    break
+                await asyncio.sleep(0.25)
 
 
 def two_stages(settings: Settings, *, shut_while_waiting: bool) -> list[Toy]:
@@ -705,7 +736,7 @@ def two_stages(settings: Settings, *, shut_while_waiting: bool) -> list[Toy]:
                 await later[hop].microbatch(group)
 
         try:
-            async with asyncio.timeout(10_000.0), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(500.0), asyncio.TaskGroup() as group:
                 for _ in range(2):
                     group.create_task(source(group))
         finally:
@@ -727,7 +758,9 @@ def test_a_gate_shut_while_waiting_for_a_partner_deadlocks() -> None:
 def test_a_gate_shut_only_when_agreed_does_not(settings: Settings) -> None:
     x, y = two_stages(replace(settings, inner_steps_per_round=1), shut_while_waiting=False)
     assert x.inner_steps == y.inner_steps == 12
-    assert len(x.met) == len(y.met) >= 5
+    # A step may still wait for the next pause.
+    assert len(x.met) == pytest.approx(len(y.met), abs=1)
+    assert len(x.met) >= 5
 
 
 # What it says of itself.

@@ -108,6 +108,10 @@ def test_one_that_left_is_dropped_and_one_that_joined_is_drawn_from_the_same_bag
     assert drawn["new"] == 1
     assert not {"p0", "p1", "p2"} & set(drawn)
     assert set(bag.credit) == {"p3", "p4", "p5", "new"}
+    _, bag = next_hop(bag, hops, (), rng)
+    _, fewer = next_hop(bag, [hop for hop in hops if hop.peer in bag.entries[:1]], (), rng)
+    assert len(bag.entries) == 3
+    assert not fewer.entries
 
 
 def test_the_last_one_standing_is_asked_even_when_the_bag_owes_it_nothing() -> None:

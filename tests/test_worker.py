@@ -106,7 +106,7 @@ class Peer:
         self.device = Device(self.weights, device_s)
         compute = Compute(run=self.device.run, clock=self.device.clock)
         self.downstream = downstream
-        self.worker = Worker(FakeStage(self.weights), self.gate, compute, downstream)
+        self.worker = Worker(FakeStage(self.weights), self.gate, compute, downstream, budget_s=300.0)
         self.alive = True
         self.calls: set[asyncio.Task[Reply]] = set()
         self.windows: list[int] = []

@@ -22,7 +22,7 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 class Series(NamedTuple):
-    """Points over progress 0 to 1, in one colour."""
+    """Points with x from 0 to 1, in one colour."""
 
     points: Sequence[Point]
     style: str
@@ -41,7 +41,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
         first = number - min(reach, number)
         end = number + min(reach, number, len(points) - 1 - number) + 1
         mean = (sums[end] - sums[first]) / (end - first)
-        found.append(Point(point.progress, mean))
+        found.append(Point(point.x, mean))
     return found
 
 
@@ -76,7 +76,7 @@ def _dots(points: Sequence[Point], size: tuple[int, int], scale: tuple[float, fl
     span = max(math.log(high / low), 1e-6)
     found: list[tuple[int, int]] = []
     for point in points:
-        x = min(width - 1, max(0, int(point.progress * (width - 1))))
+        x = min(width - 1, max(0, int(point.x * (width - 1))))
         y = round((1 - math.log(point.value / low) / span) * (height - 1))
         if found and x > found[-1][0] + 1:
             before_x, before_y = found[-1]

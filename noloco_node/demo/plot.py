@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
 from noloco_node.demo.chart import smoothed
-from noloco_node.demo.summary import Verdict
-from noloco_node.demo.track import Point, Track
+from noloco_node.demo.summary import SAME, Verdict
+from noloco_node.demo.track import Track, over_tokens
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Colours that the colour-blind tell apart (Okabe and Ito)."""
@@ -36,18 +36,19 @@ class Labelled(NamedTuple):
     colour: str
 
 
-def picture(heading: str, tracks: Sequence[Track], verdict: Verdict | None, budget_tokens: int) -> bytes:
-    """Return the picture as a PNG. `budget_tokens`: tokens of the run, where progress is 1."""
+def picture(heading: str, tracks: Sequence[Track], verdict: Verdict | None) -> bytes:
+    """Return the picture as a PNG."""
     figure = Figure(figsize=(10, 6.4), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
     loss, gap = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.1))
     figure.subplots_adjust(left=0.075, right=0.80, top=0.86, bottom=0.09, hspace=0.12)
     figure.text(0.075, 0.945, heading, fontsize=14, fontweight="bold", color=INK)
     figure.text(0.075, 0.905, _subtitle(verdict), fontsize=10, color=QUIET)
-    _draw_losses(loss, tracks, verdict, budget_tokens)
-    _draw_gaps(gap, tracks, budget_tokens)
+    tokens = max(1, sum(track.tokens for track in tracks if track.stage == 0))
+    _draw_losses(loss, tracks, verdict, tokens)
+    _draw_gaps(gap, tracks)
     for panel in (loss, gap):
-        _dress(panel, budget_tokens)
+        _dress(panel, tokens)
     gap.set_xlabel("tokens trained by the whole swarm", color=INK)
     png = BytesIO()
     figure.savefig(png, format="png")
@@ -63,16 +64,16 @@ def _subtitle(verdict: Verdict | None) -> str:
     )
 
 
-def _draw_losses(panel: Axes, tracks: Sequence[Track], verdict: Verdict | None, budget_tokens: int) -> None:
+def _draw_losses(panel: Axes, tracks: Sequence[Track], verdict: Verdict | None, tokens: int) -> None:
     labels = []
     for number, track in enumerate(track for track in tracks if track.stage == 0):
-        points = track.losses.points
+        points = over_tokens(track.losses, tracks)
         if not points:
             continue
         colour = COLOURS[number % len(COLOURS)]
-        panel.plot(*_columns(points, budget_tokens), color=colour, alpha=0.18, linewidth=0.8)
+        panel.plot(*zip(*points, strict=True), color=colour, alpha=0.18, linewidth=0.8)
         smooth = smoothed(points)
-        panel.plot(*_columns(smooth, budget_tokens), color=colour, linewidth=1.8, solid_capstyle="round")
+        panel.plot(*zip(*smooth, strict=True), color=colour, linewidth=1.8, solid_capstyle="round")
         labels.append(Labelled(smooth[-1].value, f"training, {track.name}", colour))
     if verdict is not None:
         for height, text, style in (
@@ -81,8 +82,8 @@ def _draw_losses(panel: Axes, tracks: Sequence[Track], verdict: Verdict | None, 
         ):
             panel.axhline(height, color=QUIET, linewidth=1.0, linestyle=style, zorder=0)
             labels.append(Labelled(height, text, QUIET))
-        panel.plot([budget_tokens], [verdict.single], "D", color=QUIET, markersize=6, clip_on=False, zorder=5)
-        panel.plot([budget_tokens], [verdict.merged], "*", color=INK, markersize=13, clip_on=False, zorder=6)
+        panel.plot([tokens], [verdict.single], "D", color=QUIET, markersize=6, clip_on=False, zorder=5)
+        panel.plot([tokens], [verdict.merged], "*", color=INK, markersize=13, clip_on=False, zorder=6)
         labels.append(Labelled(verdict.single, f"◆ single replicas {verdict.single:.3f}", QUIET))
         labels.append(Labelled(verdict.merged, f"★ merged model {verdict.merged:.3f}", INK))
     panel.set_yscale("log")
@@ -93,26 +94,25 @@ def _draw_losses(panel: Axes, tracks: Sequence[Track], verdict: Verdict | None, 
     _label(panel, labels)
 
 
-def _draw_gaps(panel: Axes, tracks: Sequence[Track], budget_tokens: int) -> None:
-    labels = []
-    stages = sorted({track.stage for track in tracks})
-    for stage in stages:
-        colour = COLOURS[::-1][stage % len(COLOURS)]
-        last = [track.gaps.points[-1].value for track in tracks if track.stage == stage and track.gaps.points]
-        for track in (track for track in tracks if track.stage == stage and track.gaps.points):
-            columns = _columns(track.gaps.points, budget_tokens)
-            panel.plot(*columns, "o-", color=colour, markersize=3.5, linewidth=1.0, alpha=0.75)
-        if last:
-            labels.append(Labelled(sum(last) / len(last), f"stage {stage}", colour))
-    if not labels:
-        panel.text(0.5, 0.5, "no round was met", transform=panel.transAxes, ha="center", va="center", color=QUIET)
-    panel.set_ylim(bottom=0)
+def _draw_gaps(panel: Axes, tracks: Sequence[Track]) -> None:
     panel.set_ylabel("gap", color=INK)
+    met = [track for track in tracks if track.gaps.points]
+    if all(point.value < SAME for track in met for point in track.gaps.points):
+        remark = "zero: after each round the replicas of a stage held the same slow weights" if met else "no round"
+        panel.text(0.5, 0.5, remark, transform=panel.transAxes, ha="center", va="center", color=QUIET, fontsize=9)
+        panel.set_yticks([])
+        return
+    labels = []
+    for stage in sorted({track.stage for track in met}):
+        colour = COLOURS[::-1][stage % len(COLOURS)]
+        replicas = [track for track in met if track.stage == stage]
+        for track in replicas:
+            points = over_tokens(track.gaps, tracks)
+            panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3.5, linewidth=1.0, alpha=0.75)
+        last = sum(track.gaps.points[-1].value for track in replicas) / len(replicas)
+        labels.append(Labelled(last, f"stage {stage}", colour))
+    panel.set_ylim(bottom=0)
     _label(panel, labels)
-
-
-def _columns(points: Sequence[Point], budget_tokens: int) -> tuple[list[float], list[float]]:
-    return [point.progress * budget_tokens for point in points], [point.value for point in points]
 
 
 def _label(panel: Axes, labels: Sequence[Labelled]) -> None:
@@ -145,8 +145,8 @@ def _middle(pool: Sequence[float]) -> float:
     return sum(pool) / len(pool)
 
 
-def _dress(panel: Axes, budget_tokens: int) -> None:
-    panel.set_xlim(0, budget_tokens)
+def _dress(panel: Axes, tokens: int) -> None:
+    panel.set_xlim(0, tokens)
     panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     panel.grid(axis="y", color="#ececec", linewidth=0.8)
     panel.set_axisbelow(True)

@@ -138,7 +138,7 @@ class _Demo:
             if self._children.running():
                 self._say(f"stopping {len(self._children.running())} processes (Ctrl-C: at once)")
             await self._children.stop()
-        self._report(run, peers, verdict)
+        self._report(peers, verdict)
         if trouble is not None:
             raise trouble
 
@@ -219,7 +219,7 @@ class _Demo:
         lost: set[str] = set()
         sources_done_at: float | None = None
         sources = [peer for peer in peers if peer.track.stage == 0]
-        with View(self._console, heading, [peer.track for peer in peers], self._started_at) as view:
+        with View(self._console, heading, [peer.track for peer in peers], _tokens(run), self._started_at) as view:
             while not all(peer.done for peer in peers):
                 now = time.time()
                 for peer in peers:
@@ -256,7 +256,7 @@ class _Demo:
         verdict = msgspec.json.decode(await child.line("{", LINGER_S), type=Verdict)
         return verdict.named({peer.track.peer: peer.track.name for peer in peers if peer.track.peer})
 
-    def _report(self, run: RunConfig, peers: Sequence[Peer], verdict: Verdict | None) -> None:
+    def _report(self, peers: Sequence[Peer], verdict: Verdict | None) -> None:
         """Write and print what came of it, from the journals as the peers left them."""
         from noloco_node.demo.plot import picture
 
@@ -266,7 +266,7 @@ class _Demo:
         write_whole(self._home.path / "summary.txt", ("\n".join(text) + "\n").encode())
         write_whole(self._home.path / "summary.json", _as_json(summary, verdict))
         heading = f"A swarm of {self._demo.stages} stages x {self._demo.replicas} replicas"
-        write_whole(self._home.path / "loss.png", picture(heading, tracks, verdict, _tokens(run)))
+        write_whole(self._home.path / "loss.png", picture(heading, tracks, verdict))
         for line in ["", *text, ""]:
             self._print(line)
         if verdict is not None:

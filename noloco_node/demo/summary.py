@@ -12,6 +12,9 @@ import msgspec
 
 from noloco_node.demo.track import Track
 
+SAME = 1e-6
+"""A gap below this is rounding."""
+
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What the trained model is worth; losses in mean nats a token on one and the same validation text.
@@ -171,6 +174,9 @@ def lines(summary: Summary, verdict: Verdict | None) -> list[str]:
         "Rounds          met   deferred   solo   staleness   gap first -> last",
         *(_round_line(peer) for peer in summary.peers),
     ]
+    gaps = [peer.gap_last for peer in summary.peers if peer.gap_last is not None]
+    if gaps and max(gaps) < SAME:
+        text += ["  (no gap: two replicas that miss no round hold the same slow weights, and the merged model is both)"]
     if summary.bytes:
         text += ["", "Bytes by purpose (sent, all peers together)"]
         text += [f"  {purpose:<16} {readable_bytes(both.sent):>12}" for purpose, both in summary.bytes.items()]

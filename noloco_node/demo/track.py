@@ -7,7 +7,10 @@ when they are full.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from noloco_node.journal import (
@@ -28,9 +31,9 @@ from noloco_node.roster import State
 
 
 class Point(NamedTuple):
-    """A value over the run's progress."""
+    """A value at `x`: unix seconds in a track, tokens or a share of them in a picture."""
 
-    progress: float
+    x: float
     value: float
 
 
@@ -41,10 +44,10 @@ class Curve:
         self.points: list[Point] = []
         self._limit, self._stride, self._seen = limit, 1, 0
 
-    def add(self, progress: float, value: float) -> None:
+    def add(self, x: float, value: float) -> None:
         """Take a point, or pass it over where the curve is thinned."""
         if self._seen % self._stride == 0:
-            self.points.append(Point(progress, value))
+            self.points.append(Point(x, value))
         self._seen += 1
         if len(self.points) >= self._limit:
             self.points = self.points[::2]
@@ -77,7 +80,7 @@ class Track:
         self.tokens = 0
         self.loss: float | None = None
         self.gap: float | None = None
-        self.losses, self.gaps = Curve(), Curve()
+        self.losses, self.gaps, self.drawn = Curve(), Curve(), Curve()
         self.first_step: Pace | None = None
         self.recent: deque[Pace] = deque(maxlen=self.RECENT)
         self.round = self.met = self.solo = self.deferred = self.staleness = 0
@@ -123,8 +126,9 @@ class Track:
         self.recent.append(pace)
         self.step, self.progress = event.step, max(self.progress, event.progress)
         self.tokens += event.tokens
+        self.drawn.add(event.at, self.tokens)
         if event.loss is not None:
-            self.losses.add(event.progress, event.loss)
+            self.losses.add(event.at, event.loss)
             self.loss = event.loss if self.loss is None else 0.8 * self.loss + 0.2 * event.loss
 
     def _take_outer_step(self, event: OuterStep) -> None:
@@ -136,7 +140,7 @@ class Track:
         self.gossip_received += event.bytes_received
         if event.gap is not None:
             self.gap = event.gap
-            self.gaps.add(self.progress, event.gap)
+            self.gaps.add(event.at, event.gap)
 
     def tokens_per_s(self, now: float) -> float:
         """Return the speed over the last steps as of `now` (unix seconds): it falls while nothing comes."""
@@ -149,3 +153,23 @@ class Track:
 
     def __repr__(self) -> str:
         return f"Track({self.name}, step={self.step}, round={self.round}, progress={self.progress:.3f})"
+
+
+def over_tokens(curve: Curve, tracks: Sequence[Track]) -> list[Point]:
+    """Return the points over the tokens that all sources together had trained on at their time.
+
+    A common measure for all peers, and an exact one: the progress in a journal is only what its peer had heard of.
+    """
+    sources = [track for track in tracks if track.stage == 0]
+    return [Point(sum(_tokens_at(source, point.x) for source in sources), point.value) for point in curve.points]
+
+
+def _tokens_at(source: Track, at: float) -> float:
+    points, first = source.drawn.points, source.first_step
+    after = bisect_left(points, at, key=attrgetter("x"))
+    if first is None or after == len(points):
+        return float(source.tokens)
+    end = points[after]
+    start = points[after - 1] if after else Point(first.at - first.seconds, 0.0)
+    share = (at - start.x) / max(end.x - start.x, 1e-9)
+    return start.value + max(0.0, share) * (end.value - start.value)

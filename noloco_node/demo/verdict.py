@@ -23,7 +23,6 @@ from noloco_node.blueprint import Blueprint, blueprint, build_stage
 from noloco_node.config import RunConfig
 from noloco_node.console import say
 from noloco_node.data import open_blocks
-from noloco_node.demo.calibrate import cores
 from noloco_node.demo.summary import Verdict
 from noloco_node.errors import Trouble
 from noloco_node.evaluation import BATCH, generate_sample, open_model, unigram_entropy, validation_loss
@@ -94,7 +93,6 @@ def _initial_weights(run: RunConfig, plan: Blueprint) -> dict[str, Tensor]:
 
 def main(invite: str, directory: Path) -> None:
     """Print the verdict on the swarm of `invite`, and leave its merged model in `directory`."""
-    torch.set_num_threads(cores())  # the peers have finished: nobody else computes now
     recipe, plan, stages = asyncio.run(fetch(invite))
     say(write_merged(directory, recipe, plan, stages))
     print(msgspec.json.encode(judge(directory, recipe, plan, stages)).decode(), flush=True)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from noloco_node.demo.chart import Series, chart, smoothed
 from noloco_node.demo.summary import readable_seconds
-from noloco_node.demo.track import Track
+from noloco_node.demo.track import Point, Track, over_tokens
 from noloco_node.roster import State
 
 PLAIN_EVERY_S = 5.0
@@ -50,8 +50,11 @@ class Forecast:
 class View:
     """The live picture of a swarm; a context, so that the terminal is always given back."""
 
-    def __init__(self, console: Console, heading: str, tracks: Sequence[Track], started_at: float) -> None:
-        self._console, self._heading, self._tracks, self._started_at = console, heading, tracks, started_at
+    def __init__(
+        self, console: Console, heading: str, tracks: Sequence[Track], budget_tokens: int, started_at: float
+    ) -> None:
+        self._console, self._heading, self._tracks = console, heading, tracks
+        self._budget_tokens, self._started_at = budget_tokens, started_at
         self._forecast = Forecast()
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         self._plain_at = float("-inf")
@@ -101,8 +104,11 @@ class View:
         return Group(heading, Text(), self._table(now), Text(), bar, Text(), *self._curve())
 
     def _outlook(self, now: float) -> tuple[float, float, float | None]:
-        progress = min(1.0, max((track.progress for track in self._tracks), default=0.0))
-        speed = sum(track.tokens_per_s(now) for track in self._tracks if track.stage == 0)
+        sources = [track for track in self._tracks if track.stage == 0]
+        progress = min(1.0, sum(track.tokens for track in sources) / self._budget_tokens)
+        if all(track.finished is not None for track in sources):  # what was in a partial window is in no inner step
+            progress = 1.0
+        speed = sum(track.tokens_per_s(now) for track in sources)
         return progress, speed, self._forecast.left_s(progress, now)
 
     def _table(self, now: float) -> Table:
@@ -134,7 +140,16 @@ class View:
         sources = [(number, track) for number, track in enumerate(self._tracks) if track.stage == 0]
         if not any(track.losses.points for _, track in sources):
             return []
-        series = [Series(smoothed(track.losses.points), _colour(number)) for number, track in sources]
+        series = [
+            Series(
+                [
+                    Point(point.x / self._budget_tokens, point.value)
+                    for point in smoothed(over_tokens(track.losses, self._tracks))
+                ],
+                _colour(number),
+            )
+            for number, track in sources
+        ]
         title = Text("training loss, nats a token, over the run ", style="dim")
         for number, track in sources:
             title.append(f" ● {track.name}", style=_colour(number))

@@ -14,9 +14,11 @@ Conversations end as `port.Network.talk` says: an orderly end lets the other's h
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from noloco_node.port import Handler
@@ -94,6 +96,7 @@ class MemoryNetwork:
         self._hub, self._peer, self._alive = hub, peer, True
         self._topics: dict[str, Handler] = {}
         self._ends: set[_End] = set()
+        self._bytes: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -102,6 +105,10 @@ class MemoryNetwork:
     @property
     def peer_id(self) -> str:
         return self._peer
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Return no address: whoever knows a peer's id can reach it here."""
+        return ()
 
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[_End]:
@@ -126,8 +133,8 @@ class MemoryNetwork:
         if topic not in other._topics:
             raise ConnectionRefusedError(f"{peer} does not serve {topic}: another run or version")
         mine, theirs = _End(hub, self._peer, peer), _End(hub, peer, self._peer)
-        mine._join(theirs, self._ends)
-        theirs._join(mine, other._ends)
+        mine._join(theirs, self._ends, functools.partial(self._count, other, topic))
+        theirs._join(mine, other._ends, functools.partial(other._count, self, topic))
         other._answer(theirs, other._topics[topic])
         hub._counts[f"conversations.{topic}"] += 1
         return mine
@@ -160,6 +167,15 @@ class MemoryNetwork:
         for subkey in [subkey for subkey, record in records.items() if record.expires_at <= now]:
             del records[subkey]
         return {subkey: record.value for subkey, record in records.items()}
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the bytes of tensors sent and received, by topic."""
+        return dict(self._bytes)
+
+    def _count(self, other: MemoryNetwork, topic: str, message: Any) -> None:
+        size = _tensor_bytes(message)
+        self._bytes[f"bytes.sent.{topic}"] += size
+        other._bytes[f"bytes.received.{topic}"] += size
 
     def _answer(self, end: _End, handler: Handler) -> None:
         task = asyncio.get_running_loop().create_task(
@@ -218,6 +234,7 @@ class _End:
         await asyncio.sleep(0)
         self._check()
         self._hub._counts[f"messages.{type(message).__name__}"] += 1
+        self._count(message)
         self._post(lambda: self._other._deliver(message))
 
     async def receive(self) -> Any:
@@ -230,8 +247,8 @@ class _End:
             await self._news.wait()
         return self._inbox.popleft()
 
-    def _join(self, other: _End, ends: set[_End]) -> None:
-        self._other, self._ends = other, ends
+    def _join(self, other: _End, ends: set[_End], count: Callable[[Any], None]) -> None:
+        self._other, self._ends, self._count = other, ends, count
         ends.add(self)
 
     def _check(self) -> None:
@@ -282,3 +299,10 @@ class _End:
     def _give_up_if_silent(self) -> None:
         if self._hub.is_cut(self.me, self._peer) and self in self._ends:
             self._break(ConnectionAbortedError, f"{self._peer} was silent for {self._hub.silence_s} s")
+
+
+def _tensor_bytes(message: Any) -> int:
+    """Return the bytes of all tensors in the fields of a message."""
+    values = [getattr(message, field.name) for field in fields(message)]
+    tensors = [tensor for value in values for tensor in (value if isinstance(value, tuple) else (value,))]
+    return sum(getattr(tensor, "nbytes", 0) for tensor in tensors)

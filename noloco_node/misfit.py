@@ -1,0 +1,90 @@
+"""What does not fit the declared fields of a file, said to a person: which field, what is there, what would be right.
+
+msgspec checks and says where (`Expected ... - at `$.section.field``); the declared types say what belongs there, and
+which name was probably meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from noloco_node.errors import Exit, Trouble
+
+
+def misfit(complaint: str, file: type[msgspec.Struct], origin: str) -> Trouble:
+    """Turn msgspec's complaint about a file of the type `file`, which came from `origin`, into a `Trouble`."""
+    why, _, where = complaint.partition(" - at ")
+    path = [part for part in re.split(r"[.\[\]`$]+", where) if part]
+    if missing := re.search(r"missing required field `(\w+)`", why):
+        field = [*path, missing[1]]
+        return _trouble(
+            f"{origin}: {'.'.join(field)} is missing.",
+            "it has no default",
+            f"give {_in_words(_type_at(file, field))}",
+        )
+    if unknown := re.search(r"unknown field `(.*)`", why, re.DOTALL):
+        return _trouble(
+            f"{origin}: there is no field {'.'.join([*path, unknown[1]])}.",
+            "a misspelt field would silently do nothing",
+            _probably(unknown[1], file, path),
+        )
+    return _trouble(
+        f"{origin}: {'.'.join(path) or 'the file'} has the wrong type or value.",
+        why.replace("`", ""),
+        f"give {_in_words(_type_at(file, path))}",
+    )
+
+
+def _probably(name: str, file: Any, path: list[str]) -> str:
+    """Guess which field was meant: one of this section, or one of another (its [section] line is easily forgotten)."""
+    here = [field.name for field in msgspec.structs.fields(_type_at(file, path))]
+    elsewhere = {
+        field.name: f"{section.name}.{field.name}"
+        for section in msgspec.structs.fields(file)
+        if _is_struct(section.type)
+        for field in msgspec.structs.fields(section.type)
+    }
+    if close := difflib.get_close_matches(name, here, n=1):
+        return f"did you mean {close[0]}?"
+    if close := difflib.get_close_matches(name, list(elsewhere), n=1):
+        return f"did you mean {elsewhere[close[0]]}?"
+    return f"the fields here are {', '.join(here)}"
+
+
+def _type_at(file: Any, path: list[str]) -> Any:
+    """Return the declared type of a field, as far down its path as types are declared."""
+    found = file
+    for name in path:
+        if not _is_struct(found):
+            break
+        found = {field.name: field.type for field in msgspec.structs.fields(found)}[name]
+    return found
+
+
+def _is_struct(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
+
+
+def _in_words(annotation: Any) -> str:
+    """Say in plain words what a value of this type looks like."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(json.dumps(value) for value in arguments)
+    if origin in (Union, types.UnionType):
+        return _in_words(next(a for a in arguments if a is not type(None))) + ", or leave it out"
+    if origin is tuple:
+        return "a list of whole numbers such as [2, 4]"
+    if _is_struct(annotation):
+        return "a section with the fields " + ", ".join(field.name for field in msgspec.structs.fields(annotation))
+    simple = {int: "a whole number", float: "a number", bool: "true or false", str: 'a text in "quotes"'}
+    return simple.get(annotation, "a table such as {hidden_size = 128, num_hidden_layers = 4}")
+
+
+def _trouble(what: str, why: str, attempt: str) -> Trouble:
+    return Trouble(what, why=why, attempt=attempt, code=Exit.CONFIG)

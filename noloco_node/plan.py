@@ -1,0 +1,280 @@
+"""What a run file means, before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
+
+Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of the
+matrices and of attention. The memory of activations is an estimate: what autograd keeps of a layer in Llama and GPT-2
+models was measured at 10 to 12 numbers a token for each unit of the model's width and 4 for each of the
+feed-forward's; as many microbatches as a window holds may wait for their gradients at once, except at the last stage.
+The efficiency is `forecast`'s, for three lengths of a hop, since the network is not known here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from noloco_node.config import RunConfig, content_hashes, load_run, run_digest
+from noloco_node.errors import Exit, Trouble
+from noloco_node.forecast import Shape, efficiency
+
+HOPS = (0.0, 1.0, 3.0)
+"""Lengths of a hop to forecast for, in forward passes of the slowest stage."""
+PROBE_BYTES = 4 * 4096
+"""The sample of slow weights that goes with an exchange."""
+_LAYER_FLOATS_PER_WIDTH = 11
+_LAYER_FLOATS_PER_FEED_FORWARD = 4
+_LOGIT_COPIES = 3
+_UNEVEN = 1.3
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that a peer of one stage needs, all numbers float32."""
+
+    weights: int
+    gradients: int
+    optimiser: int
+    """AdamW's two moments."""
+    slow_weights: int
+    outer_momentum: int
+    snapshot: int
+    exchange: int
+    """The partner's weights, while an exchange lasts."""
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it at once."""
+        return sum(getattr(self, name) for name in self.__struct_fields__)
+
+
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage."""
+
+    layers: tuple[int, int]
+    """First layer, and the one behind the last."""
+    parameters: int
+    flops_per_token: int
+    """Of a forward pass; a backward pass takes twice as many."""
+    work: float
+    """Share of the model's work."""
+    memory: Memory
+    round_bytes: int
+    """What a peer sends its partner in a round, and receives from it."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run."""
+
+    name: str
+    run_id: str
+    parameters: int
+    stages: tuple[StagePlan, ...]
+    hop_down_bytes: int
+    """A microbatch on its way to the next stage: activations and targets."""
+    hop_up_bytes: int
+    """Its gradient on the way back."""
+    tokens: int
+    """The budget of the run."""
+    tokens_per_step: int
+    """Of one inner step of one replica."""
+    rounds: int
+    """That a replica opens, when as many peers come as planned."""
+    efficiency: tuple[float, ...]
+    """Share of its time for which the slowest stage works, for each of `HOPS`."""
+    warnings: tuple[str, ...]
+
+
+def plan(run: RunConfig) -> Plan:
+    """Work out what a run means; raise `Trouble` (Exit.CONFIG) where model, cut or tokenizer do not fit together."""
+    from noloco_node.blueprint import blueprint
+    from noloco_node.data import check_vocabulary
+    from pipeline.partition import stage_costs, verify_family
+
+    drawn = blueprint(run)
+    config, cuts = drawn.prepared.config, drawn.cuts
+    try:
+        verify_family(config)
+        costs = [stage_costs(config, cut, run.pipeline.sequence_length) for cut in cuts]
+    except ValueError as error:
+        raise Trouble(
+            "This model cannot be trained in stages.",
+            why=str(error),
+            attempt="another architecture: llama, gpt2, qwen2 and mistral are known to work",
+            code=Exit.CONFIG,
+        ) from error
+    check_vocabulary(run.data, config.vocab_size)
+    work = sum(cost.flops_per_token for cost in costs)
+    stages = tuple(
+        StagePlan(
+            layers=(cut.first_layer, cut.end_layer),
+            parameters=cost.parameters,
+            flops_per_token=cost.flops_per_token,
+            work=cost.flops_per_token / work,
+            memory=_memory(cost.parameters, _activations(run, config, cut)),
+            round_bytes=_round_bytes(run, cost.parameters),
+        )
+        for cut, cost in zip(cuts, costs, strict=True)
+    )
+    hop, targets = _hop_bytes(run, config.hidden_size)
+    return Plan(
+        name=run.name,
+        run_id=run_digest(run, content_hashes(run)),
+        parameters=sum(stage.parameters for stage in stages),
+        stages=stages,
+        hop_down_bytes=hop + targets if len(stages) > 1 else 0,
+        hop_up_bytes=hop if len(stages) > 1 else 0,
+        tokens=run.budget_samples * run.pipeline.sequence_length,
+        tokens_per_step=run.samples_per_step * run.pipeline.sequence_length,
+        rounds=run.inner.steps // run.outer.inner_steps_per_round,
+        efficiency=_forecast(run, stages),
+        warnings=tuple(_warnings(run, stages)),
+    )
+
+
+def _memory(parameters: int, activations: int) -> Memory:
+    once = 4 * parameters
+    return Memory(
+        weights=once,
+        gradients=once,
+        optimiser=2 * once,
+        slow_weights=once,
+        outer_momentum=once,
+        snapshot=once,
+        exchange=once,
+        activations=activations,
+    )
+
+
+def _activations(run: RunConfig, config: Any, cut: Any) -> int:
+    """Estimate the bytes that the microbatches in flight keep; the last stage has one at a time, and its logits."""
+    width = config.hidden_size
+    feed_forward = next(
+        (size for name in ("intermediate_size", "n_inner", "ffn_dim") if (size := getattr(config, name, None))),
+        4 * width,
+    )
+    layer = _LAYER_FLOATS_PER_WIDTH * width + _LAYER_FLOATS_PER_FEED_FORWARD * feed_forward
+    floats = (cut.end_layer - cut.first_layer) * layer + (_LOGIT_COPIES * config.vocab_size if cut.head else 0)
+    in_flight = 1 if cut.head else run.pipeline.microbatches_per_step
+    return int(4 * floats * run.pipeline.sequence_length * run.pipeline.microbatch_size * in_flight)
+
+
+def _round_bytes(run: RunConfig, parameters: int) -> int:
+    copies = 1 if run.outer.gamma == run.outer.beta else 2
+    return 4 * parameters * copies + PROBE_BYTES
+
+
+def _hop_bytes(run: RunConfig, width: int) -> tuple[int, int]:
+    """Return the bytes of a microbatch's activations, and of its targets."""
+    tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+    return tokens * width * (2 if run.pipeline.wire_dtype == "bfloat16" else 4), tokens * 8
+
+
+def _forecast(run: RunConfig, stages: tuple[StagePlan, ...]) -> tuple[float, ...]:
+    slowest = max(stage.work for stage in stages)
+    work = tuple(stage.work / slowest for stage in stages)
+    window, replicas = run.pipeline.microbatches_per_step, run.pipeline.replicas
+    return tuple(efficiency(Shape(work, window, replicas, latency)) for latency in HOPS)
+
+
+def _warnings(run: RunConfig, stages: tuple[StagePlan, ...]) -> list[str]:
+    found = []
+    count, window = len(stages), run.pipeline.microbatches_per_step
+    if count > 4 and run.pipeline.windows_in_flight == 1:
+        found.append(
+            f"{count} stages with one window in flight: each inner step waits until the whole pipeline has run dry. "
+            "Beyond four stages that costs much; fewer stages, or more microbatches_per_step, help."
+        )
+    if count > 1 and window < 2 * count:
+        found.append(
+            f"A window of {window} microbatches is short for {count} stages: give microbatches_per_step "
+            f"{2 * count} or more (with a smaller microbatch_size the batch stays the same)."
+        )
+    for number, stage in enumerate(stages):
+        if stage.work * count > _UNEVEN:
+            found.append(
+                f"Stage {number} has {stage.work * count:.2f} times the mean work, and the others wait for it: "
+                "leave boundaries out, take another number of stages, or plan more replicas there."
+            )
+    if run.pipeline.replicas == 1:
+        found.append("One planned replica a stage: nobody gossips, every round is taken alone.")
+    elif run.inner.steps < 3 * run.outer.inner_steps_per_round:
+        found.append(
+            f"{run.inner.steps} inner steps with a round every {run.outer.inner_steps_per_round}: the replicas hardly "
+            "ever meet. Fewer inner_steps_per_round, or more steps."
+        )
+    return found
+
+
+def describe(plan: Plan) -> list[str]:
+    """Say a plan in lines of plain text."""
+    lines = [
+        f"{plan.name}: {_count(plan.parameters)} parameters in {len(plan.stages)} stages, run id {plan.run_id[:16]}",
+        "",
+        *_stage_table(plan),
+        "",
+        "Memory of a peer, all numbers float32; activations are estimated, for a whole window in flight:",
+        *_memory_table(plan),
+        "",
+        f"Tokens: {_count(plan.tokens)} in all, {_count(plan.tokens_per_step)} an inner step of a replica; "
+        f"{plan.rounds} rounds a replica.",
+    ]
+    if len(plan.stages) > 1:
+        nothing, one, three = plan.efficiency
+        lines += [
+            f"A microbatch's hop: {_bytes(plan.hop_down_bytes)} down, {_bytes(plan.hop_up_bytes)} back.",
+            f"The slowest stage works at most {nothing:.0%} of the time; {one:.0%} if a hop takes as long as its "
+            f"forward pass, {three:.0%} if three times as long.",
+        ]
+    return lines + [f"Warning: {warning}" for warning in plan.warnings]
+
+
+def _stage_table(plan: Plan) -> list[str]:
+    rows = [
+        [
+            str(number),
+            f"{stage.layers[0]} to {stage.layers[1] - 1}",
+            _count(stage.parameters),
+            f"{stage.work:.1%}",
+            _bytes(stage.memory.total),
+            _bytes(stage.round_bytes),
+        ]
+        for number, stage in enumerate(plan.stages)
+    ]
+    return _table(["stage", "layers", "parameters", "work", "memory a peer", "a round, each way"], rows)
+
+
+def _memory_table(plan: Plan) -> list[str]:
+    names = Memory.__struct_fields__
+    rows = [
+        [str(number), *(_bytes(getattr(stage.memory, name)) for name in names)]
+        for number, stage in enumerate(plan.stages)
+    ]
+    return _table(["stage", *(name.replace("_", " ") for name in names)], rows)
+
+
+def report(path: Path, *, as_json: bool = False) -> str:
+    """Return what the run file at `path` means, as text or as one JSON object; raise `Trouble` where it is wrong."""
+    found = plan(load_run(path))
+    return msgspec.json.encode(found).decode() if as_json else "\n".join(describe(found))
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+    ]
+
+
+def _count(number: int) -> str:
+    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
+
+
+def _bytes(number: int) -> str:
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
+    return f"{number} B"

@@ -1,0 +1,111 @@
+"""Records that expire, in hivemind's DHT.
+
+Nothing is cached: the DHT is small, and a roster that is a minute old is worse than a slow one. A record is stored at
+the nodes nearest to its key and carries its own expiry; the one that expires last wins. What we store for others is
+bounded in size and time, and only records under a subkey are stored: one without would hide all others under its key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from noloco_node.addresses import PeerAddress
+from noloco_node.control import Control
+
+_RECORD_BYTES = 16 * 1024
+_RECORD_LIFETIME_S = 3600.0
+_CLOCK_ERROR_S = 60.0
+_MOST_KEYS = 4096
+_NO_SUBKEY = b"\xc0"
+"""What hivemind writes (MessagePack's nil) for a record without a subkey."""
+_CLOSE_S = 2.0
+
+
+class Records:
+    """Our node of the DHT; `join` it before use."""
+
+    def __init__(self, control: Control, wait_s: float) -> None:
+        self._control, self._wait_s = control, wait_s
+        self._node: Any = None
+        self._unpublished = 0
+
+    def __repr__(self) -> str:
+        return f"Records({0 if self._node is None else self.neighbours} neighbours)"
+
+    @property
+    def neighbours(self) -> int:
+        """How many other nodes of the DHT we know."""
+        return len(self._node.protocol.routing_table.uid_to_peer_id)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return counts since the start."""
+        return {"publish.failed": self._unpublished}
+
+    async def join(self, kind: Any, p2p: Any, bootstrap: Sequence[PeerAddress], wait_s: float) -> None:
+        """Become a node of the DHT that the bootstrap peers are in; `kind` is hivemind's DHTNode."""
+        creating = kind.create(
+            p2p=p2p,
+            initial_peers=[f"/p2p/{address.peer}" for address in bootstrap],
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            record_validator=_Limits(),
+            ensure_bootstrap_success=False,
+            strict=False,
+        )
+        self._node = await self._control.bounded(creating, wait_s)
+        self._node.protocol.storage.maxsize = _MOST_KEYS
+
+    async def greet(self, peer_id: Any) -> None:
+        """Make ourselves known to a node (again); `peer_id` is hivemind's PeerID."""
+        await self._control.bounded(self._node.protocol.call_ping(peer_id), self._wait_s)
+
+    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        """Store a record; False when the DHT refused it or did not answer in time."""
+        if len(value) > _RECORD_BYTES or lifetime_s > _RECORD_LIFETIME_S:
+            raise ValueError(f"a record of {len(value)} bytes for {lifetime_s:g} s is more than the DHT takes")
+        storing = self._node.store(key, value, time.time() + lifetime_s, subkey=subkey)
+        try:
+            stored = bool(await self._control.bounded(storing, self._wait_s))
+        except ConnectionError:
+            stored = False
+        self._unpublished += not stored
+        return stored
+
+    async def read(self, key: str) -> Mapping[str, bytes]:
+        """Return the live records under `key`; a `ConnectionError` when the DHT does not answer."""
+        found = await self._control.bounded(self._node.get(key, latest=True), self._wait_s)
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {
+            subkey: entry.value
+            for subkey, entry in found.value.items()
+            if isinstance(subkey, str) and isinstance(entry.value, bytes)
+        }
+
+    async def close(self) -> None:
+        """Stop answering others; returns soon even when the daemon is gone."""
+        if self._node is not None:
+            with contextlib.suppress(ConnectionError):
+                await self._control.bounded(self._node.shutdown(), _CLOSE_S)
+
+
+class _Limits:
+    """Decides for hivemind which records are stored."""
+
+    def validate(self, record: Any) -> bool:
+        return (
+            len(record.value) <= _RECORD_BYTES + 16
+            and record.subkey != _NO_SUBKEY
+            and record.expiration_time <= time.time() + _RECORD_LIFETIME_S + _CLOCK_ERROR_S
+        )
+
+    def sign_value(self, record: Any) -> bytes:
+        return bytes(record.value)
+
+    def strip_value(self, record: Any) -> bytes:
+        return bytes(record.value)

@@ -1,0 +1,169 @@
+"""Whole nodes, in virtual time: they find each other, train, gossip, end, leave, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from swarms import Peer, recipe, until
+
+from noloco_node import journal
+from noloco_node.sim.clock import run
+from noloco_node.sim.network import Hub
+
+
+def test_two_by_two_trains_gossips_and_ends() -> None:
+    async def main() -> list[Peer]:
+        hub, what = Hub(), recipe(replicas=2, steps=20)
+        peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
+        async with asyncio.timeout(600):
+            await asyncio.gather(*[peer.task for peer in peers])
+        assert not hub.failures
+        return peers
+
+    peers = run(main())
+    for peer in peers:
+        (finished,) = peer.of(journal.Finished)
+        assert finished.why == "the run is over"
+        assert 17 <= finished.step <= 24
+        met = [event for event in peer.of(journal.OuterStep) if event.partner]
+        assert len(met) >= 3
+        assert peer.saved is not None
+    # Every microbatch whose gradient came back was asked of one of the two replicas of stage 1, evenly.
+    for peer in peers[:2]:
+        counts = peer.of(journal.Hops)[-1].counts
+        assert sum(counts.values()) == pytest.approx(40, abs=6)
+        assert min(counts.values()) >= 0.7 * max(counts.values())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_without_gossip_and_with_one_replica_it_is_single_process_training(architecture: str, stages: int) -> None:
+    """The anchor: the swarm's losses and weights are those of one process that trains the whole model."""
+
+    async def main() -> list[Peer]:
+        hub = Hub()
+        what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
+        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(stages)]
+        async with asyncio.timeout(600):
+            await asyncio.gather(*[peer.task for peer in peers])
+        return peers
+
+    peers = run(main())
+    steps = peers[0].of(journal.InnerStep)
+    assert len(steps) == 20
+    whole, names = _train_alone(peers, [event.learning_rate for event in steps], stages, architecture)
+    losses = whole.pop("losses")
+    torch.testing.assert_close(torch.tensor([event.loss for event in steps]), losses, rtol=1e-5, atol=1e-6)
+    for peer, stage_names in zip(peers, names, strict=True):
+        for name, tensor in zip(stage_names, peer.stepped, strict=True):
+            expected = whole[name]
+            assert float((tensor - expected).norm() / expected.norm().clamp_min(1e-12)) < 1e-5, name
+
+
+def _train_alone(
+    peers: list[Peer], rates: list[float], stages: int, architecture: str
+) -> tuple[dict[str, torch.Tensor], list[list[str]]]:
+    """Train the whole model in plain transformers and torch on the tokens that the source drew."""
+    from transformers import AutoModelForCausalLM
+
+    from noloco_node.blueprint import build_stage
+
+    what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
+    plan = peers[0].plan
+    parts = [build_stage(what.run, plan, number, torch.device("cpu")) for number in range(stages)]
+    names = [list(dict(part.named_parameters())) for part in parts]
+    model = AutoModelForCausalLM.from_config(plan.prepared.config)
+    model.load_state_dict(
+        {name: weight.detach().clone() for part in parts for name, weight in part.named_parameters()}, strict=False
+    )
+    weights = dict(model.named_parameters())
+    inner = what.run.inner
+    optimiser = torch.optim.AdamW(
+        weights.values(), lr=0.0, betas=(inner.beta1, inner.beta2), eps=inner.epsilon, weight_decay=inner.weight_decay
+    )
+    losses = []
+    for rate, tokens in zip(rates, peers[0].text.drawn, strict=False):
+        loss = torch.nn.functional.cross_entropy(
+            model(tokens[:, :-1]).logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
+        optimiser.zero_grad()
+        loss.backward()
+        for group in names:
+            torch.nn.utils.clip_grad_norm_([weights[name] for name in group], inner.clip_norm)
+        optimiser.param_groups[0]["lr"] = rate
+        optimiser.step()
+        losses.append(loss.item())
+    return {**{name: weight.detach() for name, weight in weights.items()}, "losses": torch.tensor(losses)}, names
+
+
+def test_a_newcomer_copies_a_living_replica() -> None:
+    async def main() -> tuple[Peer, Peer]:
+        hub, what = Hub(), recipe(replicas=2, steps=60, per_round=3)
+        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
+        await until(lambda: len(peers[1].of(journal.OuterStep)) >= 2)
+        late = Peer(hub, what, "peer-late", 1)
+        async with asyncio.timeout(600):
+            await asyncio.gather(late.task, *[peer.task for peer in peers])
+        return peers[1], late
+
+    old, late = run(main())
+    assert any("copying stage 1" in line for line in late.said)
+    first = late.of(journal.InnerStep)[0]
+    assert first.step > old.of(journal.InnerStep)[0].step
+    assert first.progress > 0.0
+    assert any(event.partner == "peer-1" for event in late.of(journal.OuterStep))
+
+
+def test_a_killed_replica_does_not_stop_the_others() -> None:
+    async def main() -> list[Peer]:
+        hub, what = Hub(), recipe(replicas=2, steps=40)
+        peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
+        await until(lambda: len(peers[0].of(journal.InnerStep)) >= 5)
+        hub.kill("peer-11")
+        peers[3].task.cancel()
+        await asyncio.wait([peers[3].task])
+        async with asyncio.timeout(900):
+            await asyncio.gather(*[peer.task for peer in peers[:3]])
+        return peers
+
+    peers = run(main())
+    for peer in peers[:3]:
+        assert peer.of(journal.Finished)[0].why == "the run is over"
+    assert peers[0].of(journal.Hops)[-1].counts["peer-10"] > peers[0].of(journal.Hops)[-1].counts["peer-11"]
+
+
+def test_leaving_is_polite_and_a_restart_goes_on_from_the_checkpoint() -> None:
+    async def main() -> Peer:
+        hub, what = Hub(), recipe(stages=1, steps=60, per_round=4)
+        peer = Peer(hub, what, "peer-first", None)
+        await until(lambda: len(peer.of(journal.InnerStep)) >= 10)
+        peer.leave.set()
+        async with asyncio.timeout(30):
+            await peer.task
+        assert peer.of(journal.Finished)[0].why == "asked to leave"
+        assert peer.saved is not None
+        again = Peer(Hub(), what, "peer-first", None)
+        again.saved = peer.saved
+        await until(lambda: len(again.of(journal.InnerStep)) >= 1)
+        again.leave.set()
+        await again.task
+        assert again.of(journal.InnerStep)[0].step == peer.saved.counters.inner_steps + 1
+        return again
+
+    assert any("our own checkpoint" in line for line in run(main()).said)
+
+
+def test_newcomers_that_start_together_spread_over_the_stages() -> None:
+    async def main() -> list[Peer]:
+        hub, what = Hub(), recipe(stages=3, replicas=2, steps=10)
+        peers = [Peer(hub, what, f"peer-{number}", None) for number in range(6)]
+        await until(lambda: all(peer.of(journal.Started) for peer in peers))
+        for peer in peers:
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in peers])
+        return peers
+
+    stages = sorted(peer.of(journal.Started)[0].stage for peer in run(main()))
+    assert stages == [0, 0, 1, 1, 2, 2]
