@@ -1,8 +1,7 @@
 """Whom to ask next in an open round, and when: what the answers so far have taught.
 
-Partners are asked in the order of preference, each one not before the time that its last refusal named. One that has
-itself made us an offer since is open, whatever it said before, and may be asked at once. One that is leaving is not
-asked again. Times are loop seconds; `now` and the generator of the jitter are handed in.
+Partners are asked in the order of preference, each one not before the time that its last refusal named, and one that is
+leaving not again. Times are loop seconds; `now` and the generator of the jitter are handed in.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from gossip.port import Patience
 
 ASKED_AT_MOST = 32
 """Preferences that are followed in one round; the others may still ask us."""
-KNOCKS_AT_MOST = 1024
-"""Askers that are remembered in one round."""
 SLACK_S = 1e-3
 """Times nearer than this are equal: a timer may fire a little early."""
 
@@ -29,39 +26,28 @@ class Prospects:
         self._patience = patience
         self._rng = rng
         self._not_before: dict[str, float] = {}
-        self._knocked: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<Prospects: {len(self._not_before)} put off, {len(self._knocked)} knocked>"
+        return f"<Prospects: {len(self._not_before)} put off>"
 
     def clear(self) -> None:
         """Forget everything: a new round."""
         self._not_before.clear()
-        self._knocked.clear()
 
     def next(self, order: Sequence[str], now: float) -> tuple[str | None, float]:
         """Return whom to ask now, or nobody and for how many seconds to wait at most."""
         order = order[:ASKED_AT_MOST]
         for peer in order:
             if self._not_before.get(peer, now) <= now + SLACK_S:
-                self._knocked.discard(peer)
                 return peer, 0.0
         return None, min([self._patience.sleep_s, *(self._not_before[peer] - now for peer in order)])
-
-    def knock(self, peer: str) -> None:
-        """Remember that a peer whom we had to decline is open."""
-        if len(self._knocked) < KNOCKS_AT_MOST:
-            self._knocked.add(peer)
-            if self._not_before.get(peer) != math.inf:
-                self._not_before.pop(peer, None)
 
     def declined(self, peer: str, declined: Declined, now: float) -> None:
         """Learn from a refusal."""
         if declined.reason is DeclineReason.LEAVING:
             self._not_before[peer] = math.inf
         else:
-            # An offer that came while we waited for this answer was written after it: the peer is open by now.
-            self.put_off(peer, 0.0 if peer in self._knocked else declined.retry_after_s, now)
+            self.put_off(peer, declined.retry_after_s, now)
 
     def put_off(self, peer: str, seconds: float, now: float) -> None:
         """Ask this peer again only after so long, `sleep_s` at most, and a jitter."""

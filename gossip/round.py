@@ -159,8 +159,6 @@ class Rounds:
                 self._counts["offers_received"] += 1
                 reply = answer(self._standing(peer), peer, offer)
                 if isinstance(reply, Declined):
-                    self._prospects.knock(peer)
-                    self._tell()
                     await conversation.send(reply)
                     return
                 engagement = self._engage(peer, offer.round)

@@ -67,6 +67,11 @@ def check_announce(addresses: Sequence[str]) -> None:
             raise _not_an_address(text, "an announced address needs the port that others can reach")
 
 
+def beyond_this_machine(addresses: Sequence[str]) -> list[str]:
+    """Return the addresses that are not the loopback interface's."""
+    return [text for text in addresses if not text.startswith(("/ip4/127.", "/ip6/::1/"))]
+
+
 def _parse(text: str) -> list[tuple[str, str | None]]:
     try:
         return [(protocol.name, value) for protocol, value in Multiaddr(text).items()]

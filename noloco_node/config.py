@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from noloco_node.errors import Exit, Trouble
-from noloco_node.misfit import misfit
+from noloco_node.misfit import misfit, short
 from noloco_node.rules import problems
 from noloco_node.wire import WIRE_VERSION
 
@@ -208,7 +208,8 @@ def validate(run: RunConfig, origin: str = "the run") -> None:
         return
     first, others = found[0], list(dict.fromkeys(problem.field for problem in found[1:]))
     also = f" (wrong too: {', '.join(others)})" if others else ""
-    raise _trouble(f"{origin}: {first.field} = {first.value} is refused{also}.", first.why, first.attempt)
+    what = f"{origin}: {short(first.field)} = {short(first.value)} is refused{short(also)}."
+    raise _trouble(what, first.why, first.attempt)
 
 
 def with_source(data: DataConfig, source: str) -> DataConfig:

@@ -154,6 +154,7 @@ async def _beginning(newcomer: Newcomer, number: int, stage: Stage) -> tuple[Beg
     begun = any(record.round > 0 for records in roster.stages for record in records)
     if donors and begun:
         say(f"copying stage {number} from one of {len(donors)} replicas")
+        newcomer.voice.record(journal.StateChanged(state=State.CATCHING_UP))
         state = await _copy(newcomer, stage, donors)
         if state is not None:
             return await device.run(copied, stage, state), None

@@ -30,15 +30,21 @@ def misfit(complaint: str, file: type[msgspec.Struct], origin: str) -> Trouble:
         )
     if unknown := re.search(r"unknown field `(.*)`", why, re.DOTALL):
         return _trouble(
-            f"{origin}: there is no field {'.'.join([*path, unknown[1]])}.",
+            f"{origin}: there is no field {short('.'.join([*path, unknown[1]]))}.",
             "a misspelt field would silently do nothing",
-            _probably(unknown[1], file, path),
+            _probably(short(unknown[1]), file, path),
         )
     return _trouble(
-        f"{origin}: {'.'.join(path) or 'the file'} has the wrong type or value.",
-        why.replace("`", ""),
+        f"{origin}: {short('.'.join(path)) or 'the file'} has the wrong type or value.",
+        short(why.replace("`", "")),
         f"give {_in_words(_type_at(file, path))}",
     )
+
+
+def short(text: str) -> str:
+    """Return a text that a stranger may have written, fit for a terminal: printable, 80 characters at most."""
+    text = text if len(text) <= 80 else f"{text[:77]}..."
+    return text if text.isprintable() else ascii(text)
 
 
 def _probably(name: str, file: Any, path: list[str]) -> str:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 from multiaddr import Multiaddr
 
-from noloco_node.addresses import PeerAddress, check_announce, check_listen
+from noloco_node.addresses import PeerAddress, beyond_this_machine, check_announce, check_listen
 from noloco_node.control import Control, delimited
 from noloco_node.daemon import Daemon, start_daemon
 from noloco_node.errors import Exit, Trouble
@@ -159,10 +159,13 @@ class Libp2p:
         )
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return the multiaddrs under which others may reach us, each ending in /p2p/ID."""
+        """Return the multiaddrs under which others may reach us, each ending in /p2p/ID; those of this machine only
+        if there are no others.
+        """
         pb = self._hivemind.messages
         answer = await self._control.ask(pb.Request(type=pb.Request.IDENTIFY), self._settings.patience.dht_s)
-        return tuple(f"{Multiaddr(place)}/p2p/{self.peer_id}" for place in answer.identify.addrs)
+        places = [str(Multiaddr(place)) for place in answer.identify.addrs]
+        return tuple(f"{place}/p2p/{self.peer_id}" for place in beyond_this_machine(places) or places)
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start: conversations, bytes by topic, violations, failures of our own."""
@@ -240,7 +243,7 @@ class Libp2p:
         try:
             if self._service is not None:
                 self._service.cancel()
-                await asyncio.wait({self._service})
+                await asyncio.wait({self._service}, timeout=self._settings.patience.linger_s)
             await self._records.close()
         finally:
             if self._p2p is not None:
@@ -356,7 +359,6 @@ def _enter_shell(name: str, path: str, names: Mapping[str, str]) -> None:
 
 def _arguments(settings: Settings) -> list[str]:
     """Return what p2pd is started with: a full member of libp2p's DHT, where peers find each other's addresses."""
-    local = all("/127.0.0.1/" in place or "/ip6/::1/" in place for place in settings.listen)
     arguments = [
         f"-hostAddrs={','.join(settings.listen)}",
         "-dhtServer=1",
@@ -364,7 +366,7 @@ def _arguments(settings: Settings) -> list[str]:
         "-autonat=1",
         "-connManager=1",
         "-relay=1",
-        f"-natPortMap={int(not local)}",
+        f"-natPortMap={int(bool(beyond_this_machine(settings.listen)))}",
         "-idleTimeout=30s",
     ]
     if settings.announce:

@@ -78,6 +78,7 @@ class Node:
         self._addresses = await self._network.addresses()
         async with self._running(self._presence.run()):
             await self._network.serve(RUN_TOPIC, RUN_SCHEMA, self._recipe.serve)
+            self._voice.record(journal.StateChanged(state=State.JOINING))
             newcomer = Newcomer(
                 recipe=self._recipe,
                 network=self._network,
@@ -130,6 +131,7 @@ class Node:
         await self._network.serve(GOSSIP, gossip_schema(self._run, shapes), gossip)
         await self._network.serve(STATE, state_schema(shapes), self._watched(STATE, serve_state))
         self._announce(State.TRAINING)
+        self._voice.record(journal.StateChanged(state=State.TRAINING))
 
     # Training.
 

@@ -97,7 +97,7 @@ _PRESETS: dict[str, _Numbers] = {
         overlap=8,
     ),
     "7b": _Numbers(
-        about='8.6 billion parameters beside the vocabulary: "large" in the paper (with feed_forward 11008: 6.5)',
+        about='8.6 billion parameters beside the vocabulary: "large" in the paper',
         hidden=4096,
         layers=32,
         feed_forward=16_384,

@@ -2,7 +2,7 @@
 
 Nothing is cached: the DHT is small, and a roster that is a minute old is worse than a slow one. A record is stored at
 the nodes nearest to its key and carries its own expiry; the one that expires last wins. What we store for others is
-bounded in size and time, and only records under a subkey are stored: one without would hide all others under its key.
+bounded in number, size and time.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from noloco_node.addresses import PeerAddress
 from noloco_node.control import Control
 
 _RECORD_BYTES = 16 * 1024
 _RECORD_LIFETIME_S = 3600.0
 _CLOCK_ERROR_S = 60.0
+_LENGTH_BYTES = 5
+"""What MessagePack adds to the bytes of a value."""
+_ANSWER_S = 5.0
+"""For one node of the DHT to answer one question."""
 _MOST_KEYS = 4096
-_NO_SUBKEY = b"\xc0"
-"""What hivemind writes (MessagePack's nil) for a record without a subkey."""
 _CLOSE_S = 2.0
 
 
@@ -49,11 +53,12 @@ class Records:
         creating = kind.create(
             p2p=p2p,
             initial_peers=[f"/p2p/{address.peer}" for address in bootstrap],
+            wait_timeout=_ANSWER_S,
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
             cache_refresh_before_expiry=0,
-            record_validator=_Limits(),
+            record_validator=RecordLimits(),
             ensure_bootstrap_success=False,
             strict=False,
         )
@@ -94,18 +99,31 @@ class Records:
                 await self._control.bounded(self._node.shutdown(), _CLOSE_S)
 
 
-class _Limits:
-    """Decides for hivemind which records are stored."""
+class RecordLimits:
+    """Decides for hivemind which records are stored here and which are believed when others return them.
+
+    Keys of records and values are MessagePack to hivemind; one that does not decode would make every reading of its key
+    fail, so it counts as none. The subkey must be text: a record without one would take the place of all others.
+    """
 
     def validate(self, record: Any) -> bool:
-        return (
-            len(record.value) <= _RECORD_BYTES + 16
-            and record.subkey != _NO_SUBKEY
-            and record.expiration_time <= time.time() + _RECORD_LIFETIME_S + _CLOCK_ERROR_S
-        )
+        """Say whether a record is one of ours by its form."""
+        if (
+            len(record.value) > _RECORD_BYTES + _LENGTH_BYTES
+            or not 0.0 < record.expiration_time <= time.time() + _RECORD_LIFETIME_S + _CLOCK_ERROR_S
+        ):
+            return False
+        try:
+            msgspec.msgpack.decode(record.subkey, type=str)
+            msgspec.msgpack.decode(record.value, type=bytes)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return False
+        return True
 
     def sign_value(self, record: Any) -> bytes:
+        """Return the value as it is: records bear no signature."""
         return bytes(record.value)
 
     def strip_value(self, record: Any) -> bytes:
+        """Return the value as it is."""
         return bytes(record.value)

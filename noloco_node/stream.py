@@ -219,7 +219,11 @@ class Stream(asyncio.BufferedProtocol):
         self._broken = error
         self._wake()
         if self._transport is not None:
-            self._transport.abort()
+            # A violator is told why, as far as that is possible without waiting.
+            if isinstance(error, wire.Violation):
+                self._transport.close()
+            else:
+                self._transport.abort()
         self._lost(self, error)
 
     def tick(self, now: float) -> None:

@@ -22,6 +22,8 @@ from noloco_node.wire import Schema, Violation
 logger = logging.getLogger(__name__)
 
 _MOST_OFFENDERS = 1024
+_MOST_STREAMS = 4
+"""Open streams, our own and those that only linger included, to one conversation that may be answered."""
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +39,7 @@ class Switchboard:
     def __init__(self, patience: Patience, capacity: Capacity) -> None:
         self._patience, self._capacity = patience, capacity
         self._handlers = asyncio.TaskGroup()
+        self._answers = False
         self._topics: dict[str, tuple[Schema, Handler]] = {}
         self._streams: dict[Stream, asyncio.Task[None] | None] = {}
         self._pulses: dict[str, Pulse] = {}
@@ -67,11 +70,19 @@ class Switchboard:
         loop = asyncio.get_running_loop()
         period_s = min(self._patience.beat_s, self._patience.silence_s) / 2
         async with self._handlers:
+            self._answers = True
             started.set()
-            while True:
-                await asyncio.sleep(period_s)
-                for stream in list(self._streams):
-                    stream.tick(loop.time())
+            try:
+                while True:
+                    begun = loop.time()
+                    await asyncio.sleep(period_s)
+                    now = loop.time()
+                    if now - begun > period_s + self._patience.silence_s / 4:
+                        self._excuse(now)
+                    for stream in list(self._streams):
+                        stream.tick(now)
+            finally:
+                self._answers = False
 
     def call(self, stream: Stream, peer: str, topic: str, schema: Schema) -> None:
         """Take in a stream that we opened."""
@@ -80,8 +91,11 @@ class Switchboard:
 
     def answer(self, stream: Stream, peer: str, topic: str) -> None:
         """Take in a stream that `peer` opened, and run the handler of its topic if there is room for one more."""
-        if topic not in self._topics:
+        if not self._answers or topic not in self._topics:
             stream.break_off(ConnectionResetError(f"nobody serves {topic} here"))
+            return
+        if len(self._streams) >= _MOST_STREAMS * self._capacity.conversations:
+            stream.break_off(ConnectionResetError("too many streams linger here"))
             return
         schema, handler = self._topics[topic]
         self._begin(stream, peer, topic, schema)
@@ -117,9 +131,15 @@ class Switchboard:
             task.cancel()
 
     def close(self) -> None:
-        """Break every stream."""
+        """Break every stream and answer no more."""
+        self._answers = False
         for stream in list(self._streams):
             stream.break_off(ConnectionResetError("the network was closed"))
+
+    def _excuse(self, now: float) -> None:
+        """Hold no silence against anybody: it was we who did not listen, being busy or stopped."""
+        for pulse in self._pulses.values():
+            pulse.heard_s = now
 
     def _begin(self, stream: Stream, peer: str, topic: str, schema: Schema) -> None:
         pulse = self._pulses.setdefault(peer, Pulse())

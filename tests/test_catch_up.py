@@ -124,7 +124,14 @@ def test_nobody_gives_and_the_causes_are_named() -> None:
 
 
 def test_a_busy_donor_serves_all_of_them_in_turn_and_never_too_many_at_once() -> None:
-    world = World()
+    busy = 0
+
+    def listen(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal busy
+        busy += isinstance(message, Busy)
+        return message
+
+    world = World(tamper=listen)
     copying = most = 0
 
     async def counted(parts: Parts) -> ReplicaState:
@@ -145,6 +152,7 @@ def test_a_busy_donor_serves_all_of_them_in_turn_and_never_too_many_at_once() ->
 
     run(main())
     assert most == 2
+    assert busy >= 4
 
 
 def test_always_busy_is_given_up_after_a_bounded_time() -> None:

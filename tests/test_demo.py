@@ -160,6 +160,8 @@ def test_no_gap_is_explained() -> None:
     twins = [track("0a", 0, [inner(1, 101.0), outer(1, "Qm0b", 0.0)]), track("0b", 0, [inner(1, 101.0)])]
     assert remark in "\n".join(lines(summarise(twins), None))
     assert remark not in "\n".join(lines(summarise(swarm()), None))
+    missed = track("1a", 1, [outer(1, None, None)])
+    assert remark not in "\n".join(lines(summarise([*twins, missed]), None))
     assert picture("A swarm", twins, None).startswith(b"\x89PNG")
 
 
@@ -264,6 +266,18 @@ def test_the_live_picture_names_peers_partners_and_what_they_wait_for() -> None:
     assert "⠀" <= max(text) <= "⣿"  # a curve is there
 
 
+def test_a_peer_that_died_is_shown_as_gone() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    peer = track("0a", 0, [inner(1, 101.0)])
+    peer.gone = "killed by SIGKILL"
+    view = View(console, "heading", [peer], 20 * 4096, started_at=90.0)
+    assert "0a killed by SIGKILL" in view.line(102.0)
+    assert "| 0 tokens/s |" in view.line(102.0)
+    with console.capture() as capture:
+        console.print(view.picture(102.0))
+    assert "gone" in capture.get()
+
+
 def test_the_live_view_gives_the_terminal_back() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
     interrupted = View(console, "a heading", swarm(), 20 * 4096, started_at=90.0)
@@ -284,6 +298,20 @@ def test_a_forecast_follows_the_recent_rate() -> None:
     assert left_s is not None
     assert 0 <= left_s < 1
     assert forecast.left_s(1.0, 60.0) == 0.0
+
+
+def test_routes_are_all_of_them_or_hold_every_replica() -> None:
+    from noloco_node.demo.verdict import MOST_ROUTES, routes
+    from noloco_node.gather import Copy
+
+    def copies(stage: int, count: int) -> list[Copy]:
+        return [Copy(f"{stage}.{number}", 1, 10, 1.0, {}) for number in range(count)]
+
+    few = {"/".join(copy.peer for copy in route) for route in routes([copies(0, 2), copies(1, 3)])}
+    assert len(few) == 6
+    many = routes([copies(0, 20), copies(1, 3), copies(2, 7)])
+    assert MOST_ROUTES <= len(many) <= 20
+    assert len({copy.peer for route in many for copy in route}) == 30
 
 
 def test_the_step_budget_fits_the_time() -> None:
@@ -399,7 +427,7 @@ def test_stubborn_children_and_their_children_are_killed(tmp_path: Path, lifelin
         await child.line("ready", DEADLINE_S)
         lifeline.expect(b"here")
         await children.stop()
-        assert child.exit_code == -signal.SIGKILL
+        assert child.end == "killed by SIGKILL"
         assert children.statistics()["killed"] == 1
         lifeline.expect(b"")
 

@@ -24,7 +24,7 @@ from gossip.matching import (
 )
 from gossip.messages import Accepted, Declined, DeclineReason, Offer
 from gossip.port import Patience
-from gossip.prospects import ASKED_AT_MOST, KNOCKS_AT_MOST, Prospects
+from gossip.prospects import ASKED_AT_MOST, Prospects
 
 names = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=1, max_size=25)
 few = settings(max_examples=60, deadline=None)
@@ -275,32 +275,17 @@ def test_estimates_are_believed_within_reason(told_s: float) -> None:
     assert (peer, wait_s) == (None, 20.0)
 
 
-def test_whoever_has_offered_since_is_asked_again_at_once() -> None:
-    some = prospects()
-    some.declined("a", refusal(DeclineReason.NOT_OPEN, 20.0), 0.0)
-    some.knock("a")
-    assert some.next(["a"], 0.0)[0] == "a"
-    # A refusal that crossed the other's offer is out of date.
-    some.knock("a")
-    some.declined("a", refusal(DeclineReason.NOT_OPEN, 20.0), 0.0)
-    assert some.next(["a"], 0.0)[1] < 0.2
-
-
 def test_whoever_is_leaving_is_left_alone() -> None:
     some = prospects()
     assert some.nobody_left([])
     some.declined("a", refusal(DeclineReason.LEAVING, 0.0), 0.0)
-    some.knock("a")
     assert some.next(["a"], 1e6) == (None, 20.0)
     assert some.nobody_left(["a"])
     assert not some.nobody_left(["a", "b"])
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_only_so_many_are_asked_in_one_round() -> None:
     some = prospects()
-    for number in range(3 * KNOCKS_AT_MOST):
-        some.knock(f"stranger{number}")
-    assert f"{KNOCKS_AT_MOST} knocked" in repr(some)
     order = roster(3 * ASKED_AT_MOST)
     for peer in order[:ASKED_AT_MOST]:
         some.put_off(peer, 5.0, 0.0)

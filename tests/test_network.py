@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -14,16 +15,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 import torch
 import uvloop
 
+from noloco_node.addresses import beyond_this_machine
 from noloco_node.errors import Exit, Trouble
 from noloco_node.network import Libp2p, Settings
 from noloco_node.port import Conversation
+from noloco_node.records import RecordLimits
 from noloco_node.stream import Patience
 from noloco_node.switchboard import Capacity
 from noloco_node.wire import MessageSpec, Schema, TensorSpec
@@ -63,6 +66,7 @@ def nothing_stays_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     temporary = tempfile.mkdtemp(prefix="noloco-test-")
     monkeypatch.setattr(tempfile, "tempdir", temporary)
     yield
+    gc.collect()
     assert not psutil.Process().children()
     os.rmdir(temporary)
 
@@ -418,3 +422,32 @@ def test_hivemind_is_loaded_without_torch() -> None:
         "assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+class Record(NamedTuple):
+    """A record as hivemind shows it to a validator."""
+
+    subkey: bytes
+    value: bytes
+    expiration_time: float
+
+
+def test_only_records_of_our_form_are_stored() -> None:
+    subkey, value, soon = b"\xa1a", b"\xc4\x01x", time.time() + 30
+    limits = RecordLimits()
+    assert limits.validate(Record(subkey, value, soon))
+    for wrong in (
+        Record(b"\xc0", value, soon),
+        Record(b"\xa1", value, soon),
+        Record(subkey, b"\x01", soon),
+        Record(subkey, b"\xc1", soon),
+        Record(subkey, b"\xc5\xff\xff" + bytes(65535), soon),
+        Record(subkey, value, soon + 1e5),
+        Record(subkey, value, float("nan")),
+    ):
+        assert not limits.validate(wrong), wrong
+
+
+def test_addresses_of_this_machine_are_for_this_machine_only() -> None:
+    mixed = ["/ip4/127.0.0.1/tcp/1", "/ip4/192.0.2.1/tcp/1", "/ip6/::1/tcp/1", "/dns4/example.org/tcp/1"]
+    assert beyond_this_machine(mixed) == [mixed[1], mixed[3]]

@@ -45,7 +45,7 @@ def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: Setti
             Toy(world, f"p{number:02}", settings, step_s=1.0 + 0.07 * (number % 7), optimum=10.0 + number % 5)
             for number in range(count)
         ]
-        await live(toys, {toy.name: int(300 / toy.step_s) for toy in toys})
+        await live(toys, {toy.name: int(240 / toy.step_s) for toy in toys})
         return toys
 
     toys = run(main())
@@ -63,7 +63,7 @@ def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: Setti
     assert fmean(toy.slow for toy in toys) == pytest.approx(fmean(optima), abs=0.5)
     assert max(toy.slow for toy in toys) - min(toy.slow for toy in toys) < max(optima) - min(optima) + 0.01
     partners = {toy.name: {step.partner for step in toy.met} for toy in toys}
-    assert all(len(met) >= min(count - 1, 5) for met in partners.values())
+    assert all(len(met) >= min(count - 1, 4) for met in partners.values())
 
 
 @both_forms
@@ -85,9 +85,9 @@ def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(setting
 
     for toy in run(main()):
         partners = Counter(step.partner for step in toy.met)
-        assert len(partners) == 7
-        # One in seven where all are in step; one and the same, always, if anybody at all would do.
-        assert partners.most_common(1)[0][1] < 0.45 * partners.total()
+        # All seven equally often where all are in step; one and the same for ever if anybody at all would do.
+        assert len(partners) >= 5
+        assert partners.most_common(1)[0][1] < 0.5 * partners.total()
         assert partners.total() >= 36
 
 
@@ -193,6 +193,40 @@ def test_crossed_offers_meet_exactly_once(settings: Settings) -> None:
     assert [step.partner for step in second.met] == ["p00"]
     assert first.rounds.statistics()["declined"] + second.rounds.statistics()["declined"] == 1
     assert first.slow == second.slow
+
+
+@pytest.mark.parametrize("later", ["behind", "ahead"])
+def test_both_sides_count_the_higher_round_number(later: str) -> None:
+    async def main() -> list[Toy]:
+        world = World()
+        behind, ahead = (
+            Toy(world, name, SETTINGS, rounds=rounds, step_s=1.02 if name == later else 1.0)
+            for name, rounds in (("behind", 7), ("ahead", 9))
+        )
+        # The rosters are old: each believes that the other is where it is itself.
+        behind.stale_list, ahead.stale_list = (Candidate("ahead", 7),), (Candidate("behind", 9),)
+        await live([behind, ahead], 25)
+        return [behind, ahead]
+
+    assert [(toy.met[0].round, toy.rounds.finished) for toy in run(main())] == [(10, 10), (10, 10)]
+
+
+def test_snapshots_are_kept_while_the_exchange_lasts_longer_than_a_round() -> None:
+    async def main() -> list[Toy]:
+        world = World(latency_s=6.0)
+        patient = replace(SETTINGS, patience=Patience(answer_s=20.0), overlap_steps=19)
+        toys = [Toy(world, "a", patient, optimum=10.0), Toy(world, "b", patient, optimum=16.0)]
+        await live(toys, 58)
+        return toys
+
+    toys = run(main())
+    mean = fmean(trained(20.0, toy.optimum, 20) for toy in toys)
+    for toy in toys:
+        # Opened at step 20, agreed 12 and 18 s later, over after 40, when the next round was due: nothing is deferred.
+        (step,) = toy.events
+        assert step is toy.met[0]
+        assert step.staleness >= 20
+        assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - mean), rel=1e-6)
 
 
 def test_both_apply_the_rule_to_the_same_facts() -> None:
@@ -621,6 +655,26 @@ def test_the_last_round_waits_for_an_exchange_in_progress(settings: Settings) ->
     assert a.slow == b.slow
     assert len(a.met) == len(b.met) == 2
     assert not a.lost
+
+
+@both_forms
+def test_an_exchange_that_is_not_over_by_the_deadline_is_given_up(settings: Settings) -> None:
+    async def end(toy: Toy) -> None:
+        await toy.rounds.last_round(30.0)
+        # Whatever arrives later must change nothing.
+        await asyncio.sleep(300.0)
+
+    async def main() -> list[Toy]:
+        toys = swarm(World(latency_s=8.0), 2, replace(settings, patience=Patience(answer_s=100.0)))
+        await live(toys, 10, end)
+        return toys
+
+    for toy in run(main()):
+        assert toy.met == []
+        assert len(toy.solo) == 1
+        assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - trained(20.0, 10.0, 10)), rel=1e-6)
+        assert float(toy.fast[0]) == pytest.approx(toy.slow, rel=1e-6)
+        assert "closed" in repr(toy.rounds)
 
 
 # Cancellation.

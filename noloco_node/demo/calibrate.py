@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipeline.stage import Stage
 
 MEASURE_S = 3.0
-EFFICIENCY = 0.6
+EFFICIENCY = 0.7
 """Share of the cores' time that a demo's swarm spends on arithmetic, as measured on two cores."""
 
 

@@ -76,6 +76,14 @@ class Child:
         except TimeoutError:
             raise self.trouble(f"it was not ready after {timeout_s:.0f} s") from None
 
+    @property
+    def end(self) -> str | None:
+        """How it ended, in words; None while it runs."""
+        code = self.exit_code
+        if code is None:
+            return None
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
     async def ended(self) -> int:
         """Wait for its end and return the exit code."""
         while (code := self.exit_code) is None:  # noqa: ASYNC110 - not every system makes an event of a child's end
@@ -97,18 +105,17 @@ class Child:
 
     def trouble(self, what: str) -> Trouble:
         """Return an error that quotes the child; it carries the child's own exit code where that is documented."""
-        code = self.exit_code
+        code, end = self.exit_code, self.end
         known = {item.value for item in Exit} - {Exit.OK.value}
         return Trouble(
-            f"{self.name}: {what}" + ("" if code is None else f" (exit code {code})"),
+            f"{self.name}: {what}" + ("" if end is None else f" ({end})"),
             why=self.last_words(),
             attempt=f"read the whole of {self.logs / 'err.log'}",
             code=Exit(code) if code in known else Exit.BUG,
         )
 
     def __repr__(self) -> str:
-        code = self.exit_code
-        return f"Child({self.name}, pid={self.pid}, {'runs' if code is None else f'exit code {code}'})"
+        return f"Child({self.name}, pid={self.pid}, {self.end or 'runs'})"
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the process alone, where it still runs."""

@@ -216,7 +216,6 @@ class _Demo:
     async def _watch(self, run: RunConfig, peers: Sequence[Peer]) -> None:
         """Show the swarm until every peer is done, or only stragglers of later stages are not."""
         heading = f"{self._demo.stages} stages x {self._demo.replicas} replicas, {_tokens(run):,} tokens"
-        lost: set[str] = set()
         sources_done_at: float | None = None
         sources = [peer for peer in peers if peer.track.stage == 0]
         with View(self._console, heading, [peer.track for peer in peers], _tokens(run), self._started_at) as view:
@@ -225,7 +224,7 @@ class _Demo:
                 for peer in peers:
                     for event in peer.tail.poll():
                         peer.track.take(event)
-                    self._notice_death(peer, lost)
+                    self._notice_end(peer)
                 view.show(now)
                 if all(peer.done for peer in sources):
                     sources_done_at = sources_done_at or now
@@ -240,11 +239,10 @@ class _Demo:
         if all(peer.track.finished is None for peer in sources):
             raise sources[0].child.trouble("no source finished its training")
 
-    def _notice_death(self, peer: Peer, lost: set[str]) -> None:
-        code = peer.child.exit_code
-        if code is not None and peer.track.name not in lost:
-            lost.add(peer.track.name)
-            self._say(f"{peer.child.name} ended with exit code {code}: {peer.child.last_word()}")
+    def _notice_end(self, peer: Peer) -> None:
+        if peer.track.gone is None and peer.child.end is not None:
+            peer.track.gone = peer.child.end
+            self._say(f"{peer.child.name}: {peer.child.end}; its last words: {peer.child.last_word()}")
 
     async def _judge(self, invite: str, peers: Sequence[Peer]) -> Verdict:
         """Gather, merge, export, evaluate and sample, in a child of its own."""

@@ -175,7 +175,7 @@ def lines(summary: Summary, verdict: Verdict | None) -> list[str]:
         *(_round_line(peer) for peer in summary.peers),
     ]
     gaps = [peer.gap_last for peer in summary.peers if peer.gap_last is not None]
-    if gaps and max(gaps) < SAME:
+    if gaps and max(gaps) < SAME and not any(peer.solo or peer.deferred for peer in summary.peers):
         text += ["  (no gap: two replicas that miss no round hold the same slow weights, and the merged model is both)"]
     if summary.bytes:
         text += ["", "Bytes by purpose (sent, all peers together)"]

@@ -93,6 +93,8 @@ class Track:
         self.lost: Counter[str] = Counter()
         self.violations = 0
         self.finished: Finished | None = None
+        self.gone: str | None = None
+        """How its process ended, where somebody saw it end; a journal cannot tell."""
 
     def take(self, event: Event) -> None:
         """Fold one event in."""
@@ -144,7 +146,7 @@ class Track:
 
     def tokens_per_s(self, now: float) -> float:
         """Return the speed over the last steps as of `now` (unix seconds): it falls while nothing comes."""
-        if not self.recent or self.finished is not None:
+        if not self.recent or self.finished is not None or self.gone is not None:
             return 0.0
         first = self.recent[0]
         # The step that is under way counts once it takes longer than the last one did.

@@ -23,7 +23,7 @@ from noloco_node.roster import State
 
 PLAIN_EVERY_S = 5.0
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-STATE_STYLES = {"joining": "yellow", "catching up": "yellow", "training": "green", "finished": "blue", "leaving": "dim"}
+STATE_STYLES = {"joining": "yellow", "catching up": "yellow", "training": "green", "finished": "blue", "gone": "red"}
 
 
 class Forecast:
@@ -122,6 +122,7 @@ class View:
         for number, track in enumerate(self._tracks):
             state = _state(track)
             waits = "" if track.waiting is None else f"{track.waiting}, {readable_seconds(now - track.since)}"
+            waits = track.gone or waits
             partner = "" if not track.round else "alone" if track.partner is None else names.get(track.partner, "?")
             table.add_row(
                 Text(track.name, style=_colour(number)),
@@ -164,6 +165,8 @@ def _colour(number: int) -> str:
 def _plain_state(track: Track, now: float) -> str:
     if track.finished is not None:
         return f"finished at step {track.step}"
+    if track.gone is not None:
+        return track.gone
     if track.waiting is not None:
         return f"waits for {track.waiting} since {readable_seconds(now - track.since)}"
     if track.step:
@@ -174,6 +177,8 @@ def _plain_state(track: Track, now: float) -> str:
 def _state(track: Track) -> str:
     if track.finished is not None:
         return str(State.FINISHED)
+    if track.gone is not None:
+        return "gone"
     if track.state is None:
         return str(State.TRAINING) if track.step else "starting"
     return str(track.state)

@@ -1,0 +1,226 @@
+"""What `check` says: exact where it can be, and the forecast against pipelines that can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from noloco_node.config import RunConfig, decode_run, validate
+from noloco_node.errors import Exit, Trouble
+from noloco_node.forecast import Shape, efficiency
+from noloco_node.plan import HOPS, PROBE_BYTES, Plan, describe, plan, report
+from noloco_node.presets import PRESETS, run_text
+from pipeline.partition import build, cut, family_config, prepare
+
+LLAMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 384,
+    "max_position_embeddings": 128,
+}
+GPT2 = {"n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": 384, "n_positions": 128}
+
+
+def run_with(architecture: str = "llama", sizes: dict[str, Any] = LLAMA, **sections: dict[str, Any]) -> RunConfig:
+    pipeline = {"sequence_length": 64, "microbatch_size": 2, "microbatches_per_step": 8, **sections.pop("pipeline", {})}
+    table = {"model": {"architecture": architecture, "sizes": sizes}, "pipeline": pipeline, **sections}
+    run = msgspec.convert(table, RunConfig)
+    validate(run)
+    return run
+
+
+# The forecast.
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+@settings(deadline=None)
+def test_one_chain_of_equal_stages_fills_and_drains(stages: int, window: int) -> None:
+    """The well-known M / (M + S - 1) of pipelines with a flush."""
+    assert efficiency(Shape((1.0,) * stages, window, 1, 0.0)) == pytest.approx(window / (window + stages - 1))
+
+
+def test_one_microbatch_at_a_time_worked_by_hand() -> None:
+    # Forward 1, hop 1/2, forward and backward 6, hop 1/2, backward 2: a cycle of 10, of which the slower works 6.
+    assert efficiency(Shape((1.0, 2.0), 1, 1, 0.5)) == pytest.approx(0.6)
+
+
+def test_two_microbatches_worked_by_hand() -> None:
+    # Stage 0: forwards end at 1, 2; stage 1: done at 4, 7; stage 0: backwards end at 6, 9. It worked 6 of 9.
+    assert efficiency(Shape((1.0, 1.0), 2, 1, 0.0)) == pytest.approx(6 / 9)
+
+
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=5),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.3, 4.0]),
+)
+@settings(deadline=None)
+def test_any_pipeline_gets_through(work: list[float], window: int, replicas: int, latency: float) -> None:
+    shape = Shape(tuple(work), window, replicas, latency)
+    assert 0 < efficiency(shape) <= 1
+    assert efficiency(shape) == efficiency(shape)
+    slower_network = efficiency(shape._replace(latency=latency + 2.0, replicas=1))
+    assert slower_network <= efficiency(shape._replace(replicas=1)) + 1e-9
+
+
+def test_longer_windows_help_and_more_stages_hurt() -> None:
+    by_window = [efficiency(Shape((1.0,) * 4, window, 4, 1.0)) for window in (4, 16, 64)]
+    by_stages = [efficiency(Shape((1.0,) * stages, 16, 4, 1.0)) for stages in (2, 4, 8)]
+    assert by_window == sorted(by_window)
+    assert by_stages == sorted(by_stages, reverse=True)
+    assert by_stages[-1] < 0.65, "strict windows in deep pipelines"
+
+
+def test_the_largest_run_file_is_forecast_too() -> None:
+    assert 0.3 < efficiency(Shape((1.0,) * 256, 4096, 65_536, 0.0)) < 0.8
+
+
+@pytest.mark.parametrize("shape", [Shape((), 1, 1, 0.0), Shape((0.0,), 1, 1, 0.0), Shape((1.0,), 0, 1, 0.0)])
+def test_no_pipeline(shape: Shape) -> None:
+    with pytest.raises(ValueError, match="no pipeline"):
+        efficiency(shape)
+
+
+# The plan.
+
+
+def test_the_numbers_of_a_small_run() -> None:
+    found = plan(run_with(pipeline={"replicas": 3}, inner={"steps": 1000, "warmup_steps": 10}))
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert [stage.parameters for stage in found.stages] == [384 * 64 + 4 * layer, 4 * layer + 64 + 384 * 64]
+    assert [stage.layers for stage in found.stages] == [(0, 4), (4, 8)]
+    assert found.parameters == sum(stage.parameters for stage in found.stages)
+    assert sum(stage.work for stage in found.stages) == pytest.approx(1)
+    assert found.stages[1].work > found.stages[0].work, "the vocabulary head is work, the embedding is not"
+    assert found.hop_up_bytes == 2 * 64 * 64 * 4
+    assert found.hop_down_bytes == found.hop_up_bytes + 2 * 64 * 8
+    assert found.tokens_per_step == 64 * 2 * 8
+    assert found.tokens == 1000 * 3 * found.tokens_per_step
+    assert found.rounds == 20
+    memory = found.stages[0].memory
+    assert (
+        memory.weights == memory.gradients == memory.slow_weights == memory.snapshot == 4 * found.stages[0].parameters
+    )
+    assert memory.optimiser == 2 * memory.weights
+    assert memory.total == 8 * memory.weights + memory.activations
+    assert len(found.efficiency) == len(HOPS)
+    assert found.warnings == ()
+
+
+def test_what_travels_halves_with_bfloat16_and_doubles_without_the_shortcut() -> None:
+    plain, lean = plan(run_with()), plan(run_with(pipeline={"wire_dtype": "bfloat16"}))
+    assert 2 * lean.hop_up_bytes == plain.hop_up_bytes
+    assert plain.stages[0].round_bytes == plain.stages[0].memory.weights + PROBE_BYTES
+    both = plan(run_with(outer={"gamma": 0.6}))
+    assert both.stages[0].round_bytes == 2 * both.stages[0].memory.weights + PROBE_BYTES
+
+
+def test_one_stage_has_no_hops() -> None:
+    found = plan(run_with(pipeline={"stages": 1}))
+    assert (found.hop_down_bytes, found.hop_up_bytes, found.efficiency[-1]) == (0, 0, 1.0)
+    assert not any("hop" in line for line in describe(found))
+
+
+@pytest.mark.parametrize(("architecture", "sizes"), [("llama", LLAMA), ("gpt2", GPT2)])
+def test_activations_are_estimated_within_a_third(architecture: str, sizes: dict[str, Any]) -> None:
+    window = 3
+    run = run_with(architecture, sizes, pipeline={"microbatches_per_step": window})
+    prepared = prepare(family_config(architecture, sizes))
+    parts = [build(prepared, c, seed=0) for c in cut(prepared.config, 2, sequence_length=64)]
+    ids = torch.randint(0, 384, (2, 64))
+    hidden = parts[0](ids).detach().requires_grad_()
+    measured = [window * saved_bytes(parts[0], ids), saved_bytes(parts[1], hidden, ids)]
+    estimated = [stage.memory.activations for stage in plan(run).stages]
+    assert measured[0] == pytest.approx(estimated[0], rel=1 / 3)
+    # Softmax and its gradient, which autograd does not save, come on top of the last stage's.
+    assert measured[1] <= estimated[1] <= 1.5 * measured[1]
+
+
+def saved_bytes(module: Any, given: torch.Tensor, targets: torch.Tensor | None = None) -> int:
+    """Return the bytes that autograd keeps for a backward pass, weights apart."""
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = module(given)
+        if targets is not None:
+            output = functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+    assert output.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in own)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"pipeline": {"stages": 5, "microbatches_per_step": 16}}, "Beyond four stages"),
+        ({"pipeline": {"stages": 2, "microbatches_per_step": 3}}, "give microbatches_per_step 4 or more"),
+        ({"pipeline": {"boundaries": [1]}}, "Stage 1 has 1."),
+        ({"pipeline": {"replicas": 1}}, "nobody gossips"),
+        ({"inner": {"steps": 100, "warmup_steps": 1}}, "hardly ever meet"),
+    ],
+)
+def test_a_warning_for_each_costly_choice(sections: dict[str, Any], says: str) -> None:
+    found = plan(run_with(**sections))
+    assert any(says in warning for warning in found.warnings)
+    assert len(found.warnings) == 1
+    assert describe(found)[-1] == f"Warning: {found.warnings[0]}"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "says"),
+    [
+        ("llama", {"vocab_size": 100}, "vocabulary of 100"),
+        ("llama", {"hidden": 3}, "no field hidden"),
+        ("nosuch", {}, "no model type 'nosuch'"),
+        ("llama", {"max_position_embeddings": 32}, "max_position_embeddings = 32"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(architecture: str, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(Trouble) as caught:
+        plan(run_with(architecture, {**LLAMA, **change}))
+    assert says in str(caught.value)
+    assert caught.value.code == Exit.CONFIG
+
+
+def test_a_family_that_cannot_be_cut_is_refused() -> None:
+    # This one rescales its embeddings outside the layers.
+    with pytest.raises(Trouble, match=r"granite.*outside its layers"):
+        plan(run_with("granite", LLAMA | {"embedding_multiplier": 12.0}))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_gives_cause_for_a_warning(preset: str) -> None:
+    found = plan(decode_run(run_text(preset), preset))
+    assert found.warnings == ()
+    size = {"tiny": 0.75e6, "125m": 114e6, "1b": 1.6e9, "7b": 8.6e9}[preset]
+    assert found.parameters == pytest.approx(size, rel=0.02)
+    assert (
+        found.stages[0].memory.total < {"tiny": 2**27, "125m": 10 * 2**30, "1b": 24 * 2**30, "7b": 96 * 2**30}[preset]
+    )
+
+
+def test_the_report_is_text_or_json(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(run_text("tiny"))
+    text, found = report(path), msgspec.json.decode(report(path, as_json=True), type=Plan)
+    assert found == plan(decode_run(run_text("tiny"), "x"))
+    assert json.loads(report(path, as_json=True))["stages"][0]["memory"]["weights"] > 10**6
+    for part in ("754,816 parameters in 2 stages", found.run_id[:16], "0 to 1", "1.46 MiB", "3.28 million"):
+        assert part in text
+    assert all(len(line) <= 130 for line in text.splitlines())

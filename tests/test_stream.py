@@ -1,0 +1,447 @@
+"""Conversations over a link of our own making, in virtual time: slow, cut, stalled, and every way to end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_node.port import Conversation, Handler
+from noloco_node.sim.clock import run
+from noloco_node.stream import Patience, Stream
+from noloco_node.switchboard import Capacity, Switchboard
+from noloco_node.wire import MessageSpec, Schema, TensorSpec
+
+PATIENCE = Patience()
+BIG = 250_000
+STEP_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A question."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bulk:
+    """A megabyte."""
+
+    numbers: Tensor
+
+
+SCHEMA = Schema({Ask: MessageSpec(), Bulk: MessageSpec({"numbers": TensorSpec((BIG,), "float32")})})
+
+
+class Pipe(asyncio.Transport):
+    """One end of a link of `rate` bytes a second that can be cut; refers to what is written, as uvloop does."""
+
+    def __init__(self, protocol: asyncio.BufferedProtocol, rate: float) -> None:
+        super().__init__()
+        self.protocol, self.rate, self.cut = protocol, rate, False
+        self.reading, self.closing, self.full = True, False, False
+        self.unsent: deque[memoryview] = deque()
+        self.loop = asyncio.get_running_loop()
+        self.pumping: asyncio.TimerHandle | None = None
+        self.other: Pipe
+
+    def write(self, data: Any) -> None:
+        if len(data) and not self.closing:
+            self.unsent.append(memoryview(data))
+            self.pump_soon()
+            if not self.full:
+                self.full = True
+                self.protocol.pause_writing()
+
+    def pump_soon(self) -> None:
+        if self.pumping is None:
+            self.pumping = self.loop.call_later(STEP_S, self.pump)
+
+    def pump(self) -> None:
+        self.pumping = None
+        budget = 0 if self.cut or not self.other.reading else int(self.rate * STEP_S)
+        while budget and self.unsent and not self.other.closing and self.other.reading:
+            room = self.other.protocol.get_buffer(-1)
+            count = min(len(room), len(self.unsent[0]), budget)
+            room[:count] = self.unsent[0][:count]
+            budget -= count
+            self.unsent[0] = self.unsent[0][count:]
+            if not self.unsent[0]:
+                self.unsent.popleft()
+            self.other.protocol.buffer_updated(count)
+        if self.unsent and not self.other.closing:
+            self.pump_soon()
+        elif self.closing:
+            self.loop.call_soon(self.hang_up)
+        if self.full and not self.unsent:
+            self.full = False
+            self.protocol.resume_writing()
+
+    def hang_up(self) -> None:
+        if not self.other.closing and not self.cut:
+            self.other.closing = True
+            self.other.protocol.eof_received()
+            self.other.protocol.connection_lost(None)
+
+    def close(self) -> None:
+        if not self.closing:
+            self.closing = True
+            self.pump_soon()
+            self.loop.call_soon(self.protocol.connection_lost, None)
+
+    def abort(self) -> None:
+        self.unsent.clear()
+        self.close()
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == 0
+
+    def get_write_buffer_size(self) -> int:
+        return sum(map(len, self.unsent))
+
+
+class Line:
+    """A caller `a` and a callee `b`, each with a switchboard; `call` opens a stream between them."""
+
+    def __init__(self, handler: Handler, *, rate: float = 1e6, capacity: Capacity | None = None) -> None:
+        self.rate = rate
+        self.a = Switchboard(PATIENCE, Capacity())
+        self.b = Switchboard(PATIENCE, capacity or Capacity())
+        self.b.serve("work", SCHEMA, handler)
+        self.pipes: list[Pipe] = []
+
+    def call(self) -> Stream:
+        calling = Stream(PATIENCE, lambda stream, _: self.a.call(stream, "b", "work", SCHEMA), self.a.lost)
+        called = Stream(PATIENCE, lambda stream, _: self.b.answer(stream, "a", "work"), self.b.lost)
+        near, far = Pipe(calling, self.rate), Pipe(called, self.rate)
+        near.other, far.other = far, near
+        self.pipes += [near, far]
+        for pipe in (near, far):
+            pipe.protocol.connection_made(pipe)
+            pipe.protocol.get_buffer(-1)[:] = b"\0"
+            pipe.protocol.buffer_updated(1)
+        return calling
+
+    def cut(self, *which: int) -> None:
+        for number in which or range(len(self.pipes)):
+            self.pipes[number].cut = True
+
+
+def scene(handler: Handler, play: Callable[[Line], Awaitable[None]], **settings: Any) -> None:
+    """Run `play` with a line to `handler`, in virtual time."""
+
+    async def main() -> None:
+        line = Line(handler, **settings)
+        async with asyncio.TaskGroup() as group:
+            started = asyncio.Event()
+            services = [group.create_task(board.run(started)) for board in (line.a, line.b)]
+            await started.wait()
+            await play(line)
+            line.a.close()
+            line.b.close()
+            for service in services:
+                service.cancel()
+
+    run(main())
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def echo(conversation: Conversation) -> None:
+    while True:
+        await conversation.send(await conversation.receive())
+
+
+class Work:
+    """A handler that takes one question and then works for so long; tells what became of it."""
+
+    def __init__(self, seconds: float = 1e6) -> None:
+        self.seconds, self.outcome, self.ended = seconds, "", asyncio.Event()
+
+    async def __call__(self, conversation: Conversation) -> None:
+        try:
+            await conversation.receive()
+            await asyncio.sleep(self.seconds)
+            self.outcome = "done"
+        except asyncio.CancelledError:
+            self.outcome = "cancelled"
+            raise
+        except ConnectionError as error:
+            self.outcome = str(error)
+            raise
+        finally:
+            self.ended.set()
+
+
+def test_a_slow_link_is_not_a_silent_peer() -> None:
+    async def play(line: Line) -> None:
+        stream, numbers = line.call(), torch.randn(BIG)
+        await stream.send(Bulk(numbers=numbers))
+        reply = await stream.receive()
+        assert torch.equal(reply.numbers, numbers)
+        assert now() > 3 * PATIENCE.silence_s
+
+    scene(echo, play, rate=1e5)
+
+
+def test_beats_behind_the_bulk_of_another_stream_accuse_nobody() -> None:
+    async def play(line: Line) -> None:
+        quiet, busy = line.call(), line.call()
+        await quiet.send(Ask(text="work"))
+        line.cut(0, 1)  # the link of the quiet stream carries nothing for a while, the busy one all the time
+        await busy.send(Bulk(numbers=torch.zeros(BIG)))
+        assert now() > 1.5 * PATIENCE.silence_s
+        line.pipes[0].cut = line.pipes[1].cut = False
+        await quiet.send(Ask(text="again"))
+        assert (await quiet.receive()).text == "work"
+
+    scene(echo, play, rate=1e5)
+
+
+def test_silence_is_noticed_in_time_by_both_and_cancels_the_work() -> None:
+    work = Work()
+
+    async def play(line: Line) -> None:
+        stream = line.call()
+        await stream.send(Ask(text="work"))
+        await asyncio.sleep(60)
+        assert work.outcome == ""
+        line.cut()
+        begun = now()
+        with pytest.raises(ConnectionAbortedError, match="b was silent for 6 s"):
+            await stream.receive()
+        assert PATIENCE.silence_s - 2 * PATIENCE.beat_s <= now() - begun <= PATIENCE.silence_s + PATIENCE.beat_s
+        await asyncio.sleep(PATIENCE.beat_s)
+        assert work.outcome == "cancelled"
+        assert line.b.statistics()["lost.ConnectionAbortedError"] == 1
+
+    scene(work, play)
+
+
+def test_who_was_busy_itself_accuses_nobody() -> None:
+    async def play(line: Line) -> None:
+        stream = line.call()
+        await stream.send(Ask(text="work"))
+        loop: Any = asyncio.get_running_loop()
+        loop.call_later(10, lambda: setattr(loop._jumping, "now_s", loop.time() + 10 * PATIENCE.silence_s))
+        await asyncio.sleep(200)
+        assert (await stream.receive()).text == "work"
+
+    scene(echo, play)
+
+
+def test_whoever_takes_no_bytes_is_given_up() -> None:
+    async def play(line: Line) -> None:
+        stream = line.call()
+        for text in ("taken", "waits", "waits"):
+            await stream.send(Ask(text=text))
+        begun = now()
+        with pytest.raises(ConnectionAbortedError, match="took no byte for 30 s"):
+            await stream.send(Bulk(numbers=torch.zeros(BIG)))
+        assert now() - begun <= PATIENCE.stall_s + 2 * PATIENCE.beat_s
+
+    scene(Work(), play)
+
+
+def test_a_tensor_may_change_as_soon_as_it_is_sent() -> None:
+    async def play(line: Line) -> None:
+        stream, numbers = line.call(), torch.arange(float(BIG))
+        await stream.send(Bulk(numbers=numbers))
+        numbers.zero_()
+        assert torch.equal((await stream.receive()).numbers, torch.arange(float(BIG)))
+
+    scene(echo, play, rate=1e5)
+
+
+@pytest.mark.parametrize("after_s", [0.05, 1.0, 9.0])
+def test_a_message_cut_by_its_sender_is_never_half_received(after_s: float) -> None:
+    heard: list[Any] = []
+
+    async def listen(conversation: Conversation) -> None:
+        heard.append(await conversation.receive())
+
+    async def play(line: Line) -> None:
+        stream = line.call()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(after_s):
+                await stream.send(Bulk(numbers=torch.zeros(BIG)))
+        with pytest.raises(ConnectionResetError):
+            await stream.send(Ask(text="still there?"))
+        await asyncio.sleep(1)
+        assert heard == []
+        assert line.b.statistics()["conversations.now"] == 0
+
+    scene(listen, play, rate=1e5)
+
+
+def test_leaving_politely_lets_the_handler_finish_whatever_it_takes() -> None:
+    work = Work(10 * PATIENCE.linger_s)
+
+    async def play(line: Line) -> None:
+        stream = line.call()
+        await stream.send(Ask(text="work"))
+        stream.leave()
+        with pytest.raises(ConnectionResetError, match="over"):
+            await stream.send(Ask(text="more"))
+        await asyncio.sleep(PATIENCE.linger_s + 2)
+        assert line.a.statistics()["conversations.now"] == 0
+        await work.ended.wait()
+        assert work.outcome == "done"
+
+    scene(work, play)
+
+
+def test_what_is_sent_before_a_polite_end_is_received_after_it() -> None:
+    heard: list[str] = []
+
+    async def listen(conversation: Conversation) -> None:
+        await asyncio.sleep(5)
+        try:
+            while True:
+                heard.append((await conversation.receive()).text)
+        except ConnectionResetError as error:
+            heard.append(str(error))
+
+    async def play(line: Line) -> None:
+        stream = line.call()
+        for text in ("one", "two", "three"):
+            await stream.send(Ask(text=text))
+        stream.leave()
+        await asyncio.sleep(10)
+        assert heard == ["one", "two", "three", "a ended the conversation"]
+        assert line.a.statistics()["conversations.now"] == line.b.statistics()["conversations.now"] == 0
+
+    scene(listen, play)
+
+
+def test_breaking_off_cancels_the_handler() -> None:
+    work = Work()
+
+    async def play(line: Line) -> None:
+        stream = line.call()
+        await stream.send(Ask(text="work"))
+        await asyncio.sleep(1)
+        stream.break_off(ConnectionResetError("enough"))
+        await work.ended.wait()
+        assert work.outcome == "cancelled"
+        assert line.b.statistics()["conversations.now"] == 0
+
+    scene(work, play)
+
+
+def test_a_handler_that_fails_is_told_to_the_caller_and_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    async def fussy(conversation: Conversation) -> None:
+        if (await conversation.receive()).text == "bad":
+            raise ValueError("a secret")
+        await echo(conversation)
+
+    async def play(line: Line) -> None:
+        good, bad = line.call(), line.call()
+        await good.send(Ask(text="good"))
+        await bad.send(Ask(text="bad"))
+        with pytest.raises(ConnectionResetError, match=r"b ended with an error: ValueError in the handler$"):
+            await bad.receive()
+        await good.send(Ask(text="again"))
+        assert (await good.receive()).text == "again"
+
+    scene(fussy, play)
+    assert "a secret" in caplog.text
+
+
+def test_room_is_bounded_and_given_back() -> None:
+    async def play(line: Line) -> None:
+        streams = [line.call() for _ in range(3)]
+        for stream in streams[:2]:
+            await stream.send(Ask(text="hello"))
+        with pytest.raises(ConnectionResetError, match="busy with 2 conversations of yours"):
+            await streams[2].receive()
+        assert (await streams[0].receive()).text == "hello"
+        streams[0].break_off(ConnectionResetError("enough"))
+        await asyncio.sleep(1)
+        another = line.call()
+        await another.send(Ask(text="room?"))
+        assert (await another.receive()).text == "room?"
+        assert line.b.statistics()["conversations.busy"] == 1
+
+    scene(echo, play, capacity=Capacity(per_peer=2))
+
+
+def test_a_stranger_to_the_schema_is_a_violation_on_both_sides() -> None:
+    work = Work()
+
+    async def play(line: Line) -> None:
+        stream = line.call()
+        line.pipes[0].write(b"\x01\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x00\xc1")
+        with pytest.raises(ConnectionResetError, match="does not decode"):
+            await stream.receive()
+        await work.ended.wait()
+        assert line.b.statistics()["violations.a"] == 1
+
+    scene(work, play)
+
+
+def test_a_topic_that_nobody_serves_breaks_the_stream() -> None:
+    async def play(line: Line) -> None:
+        del line.b._topics["work"]
+        stream = line.call()
+        with pytest.raises(ConnectionResetError, match="broke"):
+            await stream.receive()
+
+    scene(echo, play)
+
+
+def test_streams_that_only_linger_are_bounded_too() -> None:
+    async def play(line: Line) -> None:
+        streams = [line.call() for _ in range(12)]
+        assert line.b.statistics()["conversations.now"] == 8
+        for stream in streams[8:]:
+            with pytest.raises(ConnectionResetError, match="broke"):
+                await stream.receive()
+
+    scene(echo, play, capacity=Capacity(conversations=2))
+
+
+def test_whoever_calls_while_we_close_is_turned_away() -> None:
+    async def play(line: Line) -> None:
+        line.b.close()
+        with pytest.raises(ConnectionResetError, match="broke"):
+            await line.call().receive()
+
+    scene(echo, play)
+
+
+def test_nothing_is_forgotten_after_many_conversations() -> None:
+    async def play(line: Line) -> None:
+        for number in range(50):
+            stream = line.call()
+            await stream.send(Ask(text=str(number)))
+            assert (await stream.receive()).text == str(number)
+            if number % 2:
+                stream.leave()
+            else:
+                stream.break_off(ConnectionResetError("enough"))
+        await asyncio.sleep(2)
+        for board in (line.a, line.b):
+            assert board.statistics()["conversations.now"] == 0
+            assert not board._pulses
+            assert not board._answering
+
+    scene(echo, play)
