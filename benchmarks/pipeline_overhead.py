@@ -1,9 +1,9 @@
-"""What a pipeline over libp2p costs: a two-stage swarm against one process that trains the same model on the same cores.
+"""What a pipeline over libp2p costs: a two-stage swarm against one process that trains the same model.
 
     python benchmarks/pipeline_overhead.py [--rounds 5] [--seconds 40] [--json FILE]
 
-Each round measures both, one after the other, so that a noisy machine disturbs them alike; the ratio is taken within a
-round. The swarm is the real thing: a bootstrap peer and two `noloco-node join` processes with one torch thread each, real
+Each round measures both on the same cores, one after the other, so that a noisy machine disturbs them alike; the ratio
+is taken within a round. The swarm is the real thing: a bootstrap peer and two `noloco-node join` processes with one torch thread each, real
 daemons, real data. The single process is a plain training loop with as many torch threads as the swarm has stages.
 
 Where the swarm's time goes is read from the kernel's CPU clocks: the device threads compute, the main threads of the
@@ -154,6 +154,23 @@ def _cpu_seconds(pids: list[int]) -> dict[str, float]:
     return spent
 
 
+def _alone(run_file: Path, seconds: float) -> dict[str, float]:
+    command = [sys.executable, __file__, "--single", str(run_file), "--seconds", str(seconds)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def _in_words(row: dict[str, float]) -> str:
+    kinds = ("compute", "event loops", "daemons")
+    spent = ", ".join(f"{kind} {row[kind]:.2f}" for kind in kinds)
+    idle = STAGES - sum(row[kind] for kind in kinds)
+    return (
+        f"single process {row['single']:,.0f} tokens/s, swarm {row['tokens_per_s']:,.0f}, "
+        f"ratio {row['tokens_per_s'] / row['single']:.3f}; of {STAGES} cores: {spent}, waiting {idle:.2f}"
+    )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,37 +193,18 @@ def main() -> None:
         (home / "whole.toml").write_text(run_text(arguments, 1))
         (home / "swarm.toml").write_text(run_text(arguments, STAGES))
         shape = f"{arguments.window} microbatches of {arguments.batch} x {arguments.sequence} tokens a window"
-        print(
-            f"{platform.machine()}, {psutil.cpu_count()} cores; width {arguments.width}, {arguments.layers} layers, {shape}"
-        )
+        machine = f"{platform.machine()}, {psutil.cpu_count()} cores, Python {platform.python_version()}"
+        print(f"{machine}; width {arguments.width}, {arguments.layers} layers, {shape}")
         for number in range(arguments.rounds):
-            command = [
-                sys.executable,
-                __file__,
-                "--single",
-                str(home / "whole.toml"),
-                "--seconds",
-                str(arguments.seconds),
-            ]
-            alone = json.loads(
-                subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-            )
+            alone = _alone(home / "whole.toml", arguments.seconds)
             if not rows:
                 print(f"{alone['parameters']:,} parameters")
             together = asyncio.run(swarm(home / "swarm.toml", home / f"round-{number}", arguments.seconds))
             rows.append({"single": alone["tokens_per_s"], **together})
-            ratio = together["tokens_per_s"] / alone["tokens_per_s"]
-            idle = STAGES - sum(together[kind] for kind in ("compute", "event loops", "daemons"))
-            print(
-                f"round {number + 1}: single process {alone['tokens_per_s']:,.0f} tokens/s, swarm "
-                f"{together['tokens_per_s']:,.0f}, ratio {ratio:.3f}; of {STAGES} cores: compute {together['compute']:.2f}, "
-                f"event loops {together['event loops']:.2f}, daemons {together['daemons']:.2f}, waiting {idle:.2f}",
-                flush=True,
-            )
+            print(f"round {number + 1}: {_in_words(rows[-1])}", flush=True)
     ratios = [row["tokens_per_s"] / row["single"] for row in rows]
-    print(
-        f"ratio: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} rounds"
-    )
+    median = statistics.median(ratios)
+    print(f"ratio: median {median:.3f}, from {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} rounds")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -82,6 +82,8 @@ class Rounds:
         self._asking: str | None = None
         self._engagement: _Engagement | None = None
         self._settled: _Settled | None = None
+        self._gathered = origin.inner_steps
+        """The inner steps that the slow weights hold."""
         self._blocked_s = 1.0
         self._pause = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -170,7 +172,8 @@ class Rounds:
     async def last_round(self, deadline_s: float) -> None:
         """End the gossip: open a round now, meet a partner if one is there within `deadline_s`, else step alone.
 
-        Called in a pause that lasts, with `run` still running. Offers are declined from then on.
+        Called in a pause that lasts, with `run` still running. Offers are declined from then on. Where the slow weights
+        hold all inner steps already, there is nothing to bring: a round more would be momentum alone.
         """
         until_s = _now() + deadline_s
         await self._wait_while(lambda: self._engagement is not None, until_s)
@@ -178,6 +181,9 @@ class Rounds:
         async with self._pause:
             if self._settled is not None:
                 await self._apply(self._settled)
+            if self._gathered == self._cadence.inner_steps:
+                self._leaving, self._open, self._snapshot = True, False, None
+                return
             await self._open_round(last=True)
         await self._wait_while(self._hopeful, until_s)
         self._leaving, self._engagement = True, None
@@ -234,6 +240,7 @@ class Rounds:
 
     async def _apply(self, settled: _Settled) -> None:
         self._settled = None
+        self._gathered = settled.snapshot_step
         await to_the_end(self._correct(settled))
 
     async def _correct(self, settled: _Settled) -> None:

@@ -246,7 +246,7 @@ def main() -> None:
             raise
         typer.echo(f"noloco-node: {_first(troubles)}", err=True)
         sys.exit(_first(troubles).code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `departure`
         typer.echo("noloco-node: interrupted", err=True)
         sys.exit(Exit.INTERRUPTED)
 

@@ -8,7 +8,7 @@ sequence is two numbers.
 
 Held out for validation is every document the SHA-256 of whose name (path below the source's root, and piece) falls
 into the share asked for, and if that is none the one with the smallest: the choice depends on no seed and no peer, so
-a document that any peer holds out no peer trains on. Validation is one pass in sorted order.
+a document that any peer holds out no peer trains on. Validation is one pass in one mixed order.
 
 The source `stdlib` is the text of the modules of the running Python's standard library, which is there without a
 network. Minor versions of Python differ in a few per cent of it, so peers on different versions train on slightly
@@ -76,7 +76,10 @@ class Order(NamedTuple):
     def permutation(self, count: int, *purpose: object) -> Sequence[int]:
         """Return in which order `count` things come; `purpose` tells apart permutations, the epoch first."""
         if self.part == "validation":
-            return range(count)
+            # The same for everybody, and mixed: so that the first few are a sample of all.
+            order = list(range(count))
+            Random("validation").shuffle(order)
+            return order
         if not self.shuffle:
             start = self.rng("start").randrange(count)
             return (*range(start, count), *range(start))

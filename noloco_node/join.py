@@ -17,12 +17,13 @@ from noloco_node.blueprint import Blueprint, blueprint, build_stage
 from noloco_node.checkpoint import Checkpoint, load_latest, save
 from noloco_node.config import NodeConfig, RunConfig, with_source
 from noloco_node.console import say
-from noloco_node.data import Blocks, open_blocks
+from noloco_node.data import open_blocks
 from noloco_node.departure import departure
 from noloco_node.device import Device, autocast_dtype, choose_device
 from noloco_node.home import Home
 from noloco_node.joining import Machine, Voice
 from noloco_node.journal import Journal
+from noloco_node.mixing import mixed
 from noloco_node.network import Settings
 from noloco_node.node import Node, Wishes
 from noloco_node.recipe import fetch
@@ -87,7 +88,9 @@ class _Text:
 
     def __init__(self, run: RunConfig, config: NodeConfig, peer: str) -> None:
         data = run.data if config.data is None else with_source(run.data, config.data)
-        self._blocks: Blocks = open_blocks(data, run.pipeline.sequence_length, run.seed, peer)
+        length = run.pipeline.sequence_length
+        blocks = open_blocks(data, length, run.seed, peer)
+        self._blocks = mixed(blocks, length, run.seed, peer) if data.shuffle else blocks
         self._batch = run.pipeline.microbatch_size
         self._turn = asyncio.Lock()
 

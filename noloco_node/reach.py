@@ -28,7 +28,11 @@ def bootstrap_address(text: str) -> PeerAddress:
 def plain_cause(words: str, address: PeerAddress) -> str:
     """Return in plain words why the daemon did not reach an address."""
     mine = [line for line in words.splitlines() if f"[{address.transport}" in line]
-    text = mine[0].split("] ", 1)[-1] if mine else words
+    if mine:
+        text = mine[0].split("] ", 1)[-1]
+    else:
+        # A name that does not resolve leaves no line of its own, and other addresses of that peer may have left theirs.
+        text = "no good addresses" if address.transport.startswith("/dns") else words
     if "remote key matches " in text:
         return f"another peer answers there: {text.rsplit(' ', 1)[-1]}"
     for sign, meaning in _MEANINGS.items():

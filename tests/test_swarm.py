@@ -1,8 +1,8 @@
 """Whole swarms of real processes with real libp2p daemons on this machine, and what happens to them.
 
 Two swarms live here. One trains to its end although its bootstrap peer is killed. The other never ends; each test takes
-one of its replicas, does to it what the world does, and checks that the others go on. A third bootstrap peer, all alone,
-serves the tests in which nobody is to be found.
+one of its replicas, does to it what the world does, and checks that the others go on. A lone bootstrap peer serves the
+tests in which nobody else is to be found.
 """
 
 from __future__ import annotations
