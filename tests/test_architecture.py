@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ MODULES = {
     for package in PACKAGES
     for path in sorted((ROOT / package).rglob("*.py"))
 }
-STANDARD_LIBRARY = __import__("sys").stdlib_module_names
+STANDARD_LIBRARY = sys.stdlib_module_names
 
 
 def imports(path: Path) -> set[str]:
@@ -104,3 +106,15 @@ def test_no_cycle() -> None:
 def test_no_drawer_for_everything() -> None:
     banned = {"utils", "helper", "helpers", "manager", "handler", "common", "info", "master", "rank"}
     assert not {part for name in MODULES for part in name.split(".")} & banned
+
+
+def test_a_bootstrap_peer_and_the_command_line_do_not_load_torch() -> None:
+    """In a process of its own: this one has loaded torch long ago."""
+    program = (
+        "import sys, noloco_node.cli, noloco_node.bootstrap, noloco_node.network as network\n"
+        "network._load_hivemind()\n"
+        "heavy = {'torch', 'transformers', 'scipy', 'pandas', 'matplotlib', 'datasets'} & sys.modules.keys()\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
