@@ -6,6 +6,7 @@ Each `Trouble` becomes one message (what, why, what to try) on the standard erro
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -249,6 +250,8 @@ def main() -> None:
     except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `departure`
         typer.echo("noloco-node: interrupted", err=True)
         sys.exit(Exit.INTERRUPTED)
+    finally:
+        gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone
 
 
 def _first(group: BaseExceptionGroup[Trouble]) -> Trouble:

@@ -17,7 +17,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -166,7 +166,8 @@ def read_run_text(path: str | Path) -> str:
     """Return the text of a run file, the form in which peers serve it; raise `Trouble` if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            return file.read(RUN_TEXT_BYTES + 1).decode("utf-8-sig")
+            raw = file.read(RUN_TEXT_BYTES + 1)
+        return raw.decode("utf-8-sig") if len(raw) <= RUN_TEXT_BYTES else _too_long(str(path))
     except OSError as error:
         raise _trouble(
             f"The run file {path} cannot be read.",
@@ -184,11 +185,7 @@ def decode_run(text: str, origin: str) -> RunConfig:
     fault, what is wrong with it and what would be right. Safe for text that a stranger sent.
     """
     if len(text.encode(errors="replace")) > RUN_TEXT_BYTES:
-        raise _trouble(
-            f"{origin} is too long for a run file.",
-            f"it has more than {RUN_TEXT_BYTES // 1024} KiB",
-            "shorten its comments: peers send it to each other",
-        )
+        _too_long(origin)
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # tomllib raises the second for brackets nested without end
@@ -199,6 +196,14 @@ def decode_run(text: str, origin: str) -> RunConfig:
         raise misfit(str(error), RunConfig, origin) from error
     validate(run, origin)
     return run
+
+
+def _too_long(origin: str) -> NoReturn:
+    raise _trouble(
+        f"{origin} is too long for a run file.",
+        f"it has more than {RUN_TEXT_BYTES // 1024} KiB",
+        "shorten its comments: peers send it to each other",
+    )
 
 
 def validate(run: RunConfig, origin: str = "the run") -> None:

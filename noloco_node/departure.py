@@ -1,18 +1,28 @@
-"""How a node is asked to go: Ctrl-C or SIGTERM once means politely, twice means now."""
+"""How a node is asked to go: Ctrl-C or SIGTERM once means politely, twice means now.
+
+Now means: the body is cancelled, and everything in it is put away. What is left after the body is the end of threads
+and of the interpreter; a signal that comes even then ends the process on the spot.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+from noloco_node.errors import Exit
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @asynccontextmanager
 async def departure(say: Callable[[str], None]) -> AsyncIterator[asyncio.Event]:
-    """Yield an event that is set when the node shall leave; a second signal cancels the body."""
+    """Yield an event that is set when the node shall leave; a second signal cancels the body.
+
+    For the last thing that a process does: after the body, signals are not what they were.
+    """
     loop = asyncio.get_running_loop()
     leave = asyncio.Event()
     body = asyncio.current_task()
@@ -32,3 +42,4 @@ async def departure(say: Callable[[str], None]) -> AsyncIterator[asyncio.Event]:
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+            signal.signal(number, lambda *_: os._exit(Exit.INTERRUPTED))

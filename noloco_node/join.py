@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,18 @@ async def join(invite: str, config: NodeConfig) -> None:
             recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
             home.run_file.write_text(recipe.text)
             plan = await asyncio.to_thread(blueprint, recipe.run)
-            device = Device(torch_device)
-            try:
+            # Closed before the device: a thread that waits for text ends with it, and so does not keep us.
+            with closing(Device(torch_device)) as device, ExitStack() as texts:
                 machine = Machine(
                     device=device,
                     build=lambda number: _build(recipe.run, plan, number, torch_device),
-                    open_text=lambda: _Text(recipe.run, config, network.peer_id),
+                    open_text=lambda: texts.enter_context(closing(_Text(recipe.run, config, network.peer_id))),
                     load=lambda: asyncio.to_thread(load_latest, home.checkpoint, recipe.digest),
                     save=lambda checkpoint: asyncio.to_thread(_saved, home.checkpoint, checkpoint),
                     unix_time=time.time,
                 )
                 wishes = Wishes(stage=config.stage, linger_s=config.linger_s, refresh_s=config.refresh_s)
                 await Node(recipe, plan, network, machine, wishes, Voice(record=journal.write, say=say)).live(leave)
-            finally:
-                device.close()
 
 
 def _build(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -> Stage:
@@ -103,3 +102,6 @@ class _Text:
 
     def restore(self, position: Mapping[str, Any]) -> None:
         self._blocks.restore(dict(position))
+
+    def close(self) -> None:
+        self._blocks.close()

@@ -24,6 +24,7 @@ class _Numbers(NamedTuple):
     layers: int
     feed_forward: int
     heads: int
+    initial: str
     stages: int
     replicas: int
     sequence_length: int
@@ -45,6 +46,7 @@ _PRESETS: dict[str, _Numbers] = {
         layers=4,
         feed_forward=256,
         heads=4,
+        initial="0.09",
         stages=2,
         replicas=2,
         sequence_length=128,
@@ -54,7 +56,7 @@ _PRESETS: dict[str, _Numbers] = {
         steps=400,
         learning_rate="4e-3",
         warmup=20,
-        beta2="0.99",
+        beta2="0.95",
         per_round=20,
         overlap=4,
     ),
@@ -64,6 +66,7 @@ _PRESETS: dict[str, _Numbers] = {
         layers=12,
         feed_forward=3072,
         heads=12,
+        initial="0.02",
         stages=2,
         replicas=8,
         sequence_length=1024,
@@ -83,6 +86,7 @@ _PRESETS: dict[str, _Numbers] = {
         layers=24,
         feed_forward=8192,
         heads=32,
+        initial="0.02",
         stages=4,
         replicas=16,
         sequence_length=1024,
@@ -102,6 +106,7 @@ _PRESETS: dict[str, _Numbers] = {
         layers=32,
         feed_forward=16_384,
         heads=32,
+        initial="0.02",
         stages=4,
         replicas=16,
         sequence_length=1024,
@@ -211,6 +216,8 @@ intermediate_size = {n.feed_forward}
 num_attention_heads = {n.heads}
 # Heads of keys and values; fewer than attention heads is grouped-query attention.
 num_key_value_heads = {n.heads}
+# Standard deviation of the initial weights. Narrow models want it large, about 1 / sqrt(hidden_size).
+initializer_range = {n.initial}
 # At least the tokenizer's: 384 for bytes.
 vocab_size = 384
 # At least the sequence length.

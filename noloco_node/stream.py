@@ -145,7 +145,7 @@ class Stream(asyncio.BufferedProtocol):
         if self._peer_ended:
             raise ConnectionResetError(f"{self._peer} ended the conversation")
         assert self._schema is not None
-        buffers = self._schema.encode(message)
+        buffers = wire.encode(message, self._schema)
         async with self._sending:
             whole = False
             try:
@@ -230,8 +230,8 @@ class Stream(asyncio.BufferedProtocol):
         """Beat if it is time to, and give the peer up if it is silent; called every half beat."""
         if self._over or self._schema is None or self._transport is None:
             return
-        patience = self._patience
-        if not self._reading_paused and now - self._pulse.heard_s > patience.silence_s:
+        patience, listening = self._patience, not (self._reading_paused or self._peer_ended)
+        if listening and now - self._pulse.heard_s > patience.silence_s:
             self.break_off(ConnectionAbortedError(f"{self._peer} was silent for {patience.silence_s:g} s"))
         elif self._left and now - self._left_s > patience.linger_s:
             self._close()

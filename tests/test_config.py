@@ -234,15 +234,16 @@ def test_any_table_is_a_run_or_trouble(table: dict[str, Any]) -> None:
 # The digest.
 
 
-def spelled(value: Any) -> str:
+def spelled(value: Any, rng: random.Random) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{spelled(key)} = {spelled(item)}" for key, item in value.items()) + "}"
+        items = rng.sample(list(value.items()), len(value))
+        return "{" + ", ".join(f"{spelled(key, rng)} = {spelled(item, rng)}" for key, item in items) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(spelled, value)) + "]"
+        return "[" + ", ".join(spelled(item, rng) for item in value) + "]"
     return repr(value)
 
 
@@ -257,12 +258,12 @@ def toml(table: dict[str, Any], rng: random.Random) -> str:
     def remark() -> str:
         return rng.choice(["", "  # a comment", "\n\n# another = comment"])
 
-    lines = [f"{spelled(k)} = {spelled(v)}{remark()}" for k, v in shuffled(table.items()) if k not in SECTIONS]
+    def line(key: str, value: Any) -> str:
+        return f"{spelled(key, rng)} = {spelled(value, rng)}{remark()}"
+
+    lines = [line(k, v) for k, v in shuffled(table.items()) if k not in SECTIONS]
     for section, fields in shuffled((k, v) for k, v in table.items() if k in SECTIONS):
-        lines += [
-            f"[{section}]{remark()}",
-            *(f"{spelled(k)} = {spelled(v)}{remark()}" for k, v in shuffled(fields.items())),
-        ]
+        lines += [f"[{section}]{remark()}", *(line(k, v) for k, v in shuffled(fields.items()))]
     return "\n".join(lines)
 
 
@@ -330,6 +331,7 @@ def test_the_digest_sees_every_field(section: str, name: str) -> None:
 
 def test_the_digest_sees_contents_and_the_wire_version(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_with()
+    assert run_digest(run, {"a": "1", "b": "2"}) == run_digest(run, {"b": "2", "a": "1"})
     assert run_digest(run, {"model.path": "a"}) != run_digest(run, {"model.path": "b"}) != run_digest(run, {})
     before = run_digest(run, {})
     monkeypatch.setattr(config, "WIRE_VERSION", config.WIRE_VERSION + 1)

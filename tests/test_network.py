@@ -63,7 +63,7 @@ def p2pds() -> set[int]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    temporary = tempfile.mkdtemp(prefix="noloco-test-")
+    temporary = tempfile.mkdtemp(prefix="noloco-network-")
     monkeypatch.setattr(tempfile, "tempdir", temporary)
     yield
     gc.collect()

@@ -61,17 +61,51 @@ async def ask(network: Network, peer: str, topic: str, number: int = 0) -> int:
 
 def test_messages_arrive_in_order_after_the_latency() -> None:
     async def main() -> None:
+        heard: list[int] = []
+
+        async def listen(conversation: Conversation) -> None:
+            while True:
+                message = await conversation.receive()
+                heard.append(message.number)
+                await conversation.send(message)
+
         hub = Hub(LATENCY_S)
         a, b = hub.network("a"), hub.network("b")
-        await b.serve("echo", SCHEMA, echo)
-        async with a.talk("b", "echo", SCHEMA) as conversation:
+        await b.serve("listen", SCHEMA, listen)
+        async with a.talk("b", "listen", SCHEMA) as conversation:
             assert conversation.peer == "b"
             begun = now()
             for number in range(100):
                 await conversation.send(Ask(number=number))
             assert [(await conversation.receive()).number for _ in range(100)] == list(range(100))
             assert now() - begun == pytest.approx(2 * LATENCY_S)
+            assert heard == list(range(100))
         assert hub.failures == []
+
+    run(main())
+
+
+def test_nothing_can_be_said_after_the_end() -> None:
+    async def main() -> None:
+        errors: list[str] = []
+
+        async def listen(conversation: Conversation) -> None:
+            await asyncio.sleep(1)
+            for call in (conversation.receive(), conversation.send(Ask(number=0))):
+                try:
+                    await call
+                except ConnectionResetError as error:
+                    errors.append(str(error))
+
+        hub = Hub(LATENCY_S)
+        a, b = hub.network("a"), hub.network("b")
+        await b.serve("listen", SCHEMA, listen)
+        async with a.talk("b", "listen", SCHEMA) as conversation:
+            pass
+        with pytest.raises(ConnectionResetError, match="over"):
+            await conversation.send(Ask(number=0))
+        await asyncio.sleep(2)
+        assert errors == ["a ended the conversation"] * 2
 
     run(main())
 
@@ -157,9 +191,11 @@ def test_a_cancelled_caller_cancels_the_work_and_a_polite_one_does_not(cancelled
         calling = asyncio.create_task(call())
         await asyncio.sleep(10)
         calling.cancel()
+        await asyncio.sleep(1)
+        assert repr(a).endswith("0 conversations)")
+        hub.silence("a")
         await work.ended.wait()
         assert work.outcome == outcome
-        assert repr(a).endswith("0 conversations)")
 
     run(main())
 

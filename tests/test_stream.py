@@ -152,7 +152,8 @@ def scene(handler: Handler, play: Callable[[Line], Awaitable[None]], **settings:
             started = asyncio.Event()
             services = [group.create_task(board.run(started)) for board in (line.a, line.b)]
             await started.wait()
-            await play(line)
+            async with asyncio.timeout(3600):
+                await play(line)
             line.a.close()
             line.b.close()
             for service in services:
@@ -241,9 +242,10 @@ def test_who_was_busy_itself_accuses_nobody() -> None:
         stream = line.call()
         await stream.send(Ask(text="work"))
         loop: Any = asyncio.get_running_loop()
-        loop.call_later(10, lambda: setattr(loop._jumping, "now_s", loop.time() + 10 * PATIENCE.silence_s))
+        loop.call_later(10.3, lambda: setattr(loop._jumping, "now_s", loop.time() + 10 * PATIENCE.silence_s))
         await asyncio.sleep(200)
-        assert (await stream.receive()).text == "work"
+        await stream.send(Ask(text="still there?"))
+        assert [(await stream.receive()).text for _ in range(2)] == ["work", "still there?"]
 
     scene(echo, play)
 
@@ -305,6 +307,7 @@ def test_leaving_politely_lets_the_handler_finish_whatever_it_takes() -> None:
         assert line.a.statistics()["conversations.now"] == 0
         await work.ended.wait()
         assert work.outcome == "done"
+        assert not any(name.startswith("lost") for name in line.b.statistics())
 
     scene(work, play)
 

@@ -233,6 +233,8 @@ class _End:
         """Hand one message over; it arrives one latency later."""
         await asyncio.sleep(0)
         self._check()
+        if self._peer_ended:
+            raise ConnectionResetError(f"{self._peer} ended the conversation")
         self._hub._counts[f"messages.{type(message).__name__}"] += 1
         self._count(message)
         self._post(lambda: self._other._deliver(message))
@@ -255,6 +257,8 @@ class _End:
         if self._broken is not None:
             kind, text = self._broken
             raise kind(text)
+        if self._left:
+            raise ConnectionResetError(f"the conversation with {self._peer} is over")
 
     def _post(self, arrive: Callable[[], None]) -> None:
         """Queue one arrival; the queue keeps the order where two timers of the same instant would not."""

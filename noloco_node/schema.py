@@ -1,0 +1,306 @@
+"""What may be said in a conversation: which messages, and the exact shape and dtype of each of their tensors.
+
+Both ends know the run, and everything here follows from it before the first byte arrives. So a header is not asked what
+it brings: it is decoded strictly, compared, and either it is exactly what the schema says or it is a `Violation`. The
+types of the scalar fields are read from the message classes themselves.
+
+Nothing here loads torch before a tensor is really handled: a bootstrap peer never does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, get_args, get_type_hints
+
+import msgspec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADER_BYTES = 64 * 1024
+"""Cap of an ordinary header: room for the shapes of some two thousand tensors."""
+LONG_HEADER_BYTES = 1024 * 1024
+"""The largest cap that a message may ask for: replies that are text, such as a run file."""
+FLOATS = frozenset({"float32", "bfloat16", "float16"})
+"""The dtypes that can hold what is not finite."""
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+
+
+class Violation(ConnectionAbortedError):
+    """A peer sent what no peer of this run may send; the text names what, and by how much."""
+
+
+class TensorSpec(NamedTuple):
+    """Exactly which tensor is expected: its shape, and the name of its dtype on the wire."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on the wire."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+Buffer: TypeAlias = bytes | memoryview
+
+Layout: TypeAlias = TensorSpec | tuple[TensorSpec, ...] | None
+"""What one tensor field holds: one tensor, a tuple of tensors (perhaps empty), or None."""
+
+
+class Either(NamedTuple):
+    """A field that may come in one of several layouts, such as slow weights in full or not at all."""
+
+    layouts: tuple[Layout, ...]
+
+
+class MessageSpec(NamedTuple):
+    """What the schema says of one message: the layout of each field whose annotation mentions `Tensor`.
+
+    The other fields are scalars, checked against their annotations. `header_bytes` caps the encoded header, and with it
+    every text in it.
+    """
+
+    tensors: Mapping[str, Layout | Either] = {}
+    header_bytes: int = HEADER_BYTES
+
+
+class Schema:
+    """The messages that one conversation may carry: frozen dataclasses, each with its `MessageSpec`."""
+
+    def __init__(self, messages: Mapping[type, MessageSpec]) -> None:
+        self._rules = {kind.__name__: _rule(kind, spec) for kind, spec in messages.items()}
+        if len(self._rules) != len(messages):
+            raise ValueError("two messages of one schema share a name")
+        self.header_bytes = max(spec.header_bytes for spec in messages.values())
+        headers = tuple(rule.header for rule in self._rules.values())
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Union[headers])  # noqa: UP007
+
+    def __repr__(self) -> str:
+        return f"Schema({', '.join(self._rules)})"
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the largest body that a message of this schema may have."""
+        return max(sum(_largest_bytes(layouts) for layouts in rule.layouts.values()) for rule in self._rules.values())
+
+    def pack(self, message: Any) -> tuple[bytes, list[Buffer]]:
+        """Return the header of `message` and its body as buffers to write in order; tensors are viewed, not copied,
+        where possible.
+
+        Floats are cast to the dtype that the schema names. Raises TypeError for a message that the schema does not
+        know, ValueError for a tensor that is not as the schema says: both are our own mistakes.
+        """
+        rule = self._rules.get(type(message).__name__)
+        if rule is None or rule.kind is not type(message):
+            raise TypeError(f"{self!r} has no {type(message).__name__}")
+        announced: dict[str, _Announced] = {}
+        body: list[Buffer] = []
+        for name, layouts in rule.layouts.items():
+            announced[name], views = _pack(f"{type(message).__name__}.{name}", getattr(message, name), layouts)
+            body += views
+        scalars = rule.scalars(**{name: getattr(message, name) for name in rule.scalars.__struct_fields__})
+        header = msgspec.msgpack.encode(rule.header(fields=scalars, tensors=announced))
+        if len(header) > rule.header_bytes:
+            raise ValueError(f"header of {type(message).__name__}: {len(header)} bytes, {rule.header_bytes} allowed")
+        return header, body
+
+    def plan(self, header: bytes | bytearray, body_bytes: int) -> Plan:
+        """Return what `header` announces; Violation unless the schema admits just that, with `body_bytes` of body."""
+        try:
+            decoded = self._decoder.decode(header)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise Violation(f"a header of {len(header)} bytes does not decode: {error}") from None
+        rule = self._rules[type(decoded).__name__]
+        if len(header) > rule.header_bytes:
+            raise Violation(f"header of {rule.kind.__name__}: {len(header)} bytes, {rule.header_bytes} allowed")
+        if decoded.tensors.keys() != rule.layouts.keys():
+            raise Violation(
+                f"{rule.kind.__name__} has the tensors {_listing(decoded.tensors)}, {_listing(rule.layouts)} expected"
+            )
+        for name in rule.scalars.__struct_fields__:
+            value = getattr(decoded.fields, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise Violation(f"{rule.kind.__name__}.{name} is {value}")
+        chosen = {
+            name: _choose(f"{rule.kind.__name__}.{name}", decoded.tensors[name], layouts)
+            for name, layouts in rule.layouts.items()
+        }
+        expected = sum(spec.size_bytes for layout in chosen.values() for spec in _specs(layout))
+        if body_bytes != expected:
+            raise Violation(f"body of {rule.kind.__name__}: {body_bytes} bytes, {expected} expected")
+        return Plan(rule.kind, decoded.fields, chosen)
+
+
+class Plan(NamedTuple):
+    """An admitted header: the message's type, its scalar fields, and the layout of each tensor field."""
+
+    kind: type
+    scalars: Any
+    layouts: Mapping[str, Layout]
+
+    def slots(self) -> Iterator[tuple[str, TensorSpec]]:
+        """Yield name and spec of every tensor in the order of the body."""
+        for name, layout in self.layouts.items():
+            single = isinstance(layout, TensorSpec)
+            for number, spec in enumerate(_specs(layout)):
+                yield f"{self.kind.__name__}.{name}" + ("" if single else f"[{number}]"), spec
+
+    def build(self, tensors: list[Tensor]) -> Any:
+        """Return the message, given its tensors in the order of `slots`."""
+        values: dict[str, Any] = {name: getattr(self.scalars, name) for name in self.scalars.__struct_fields__}
+        remaining = iter(tensors)
+        for name, layout in self.layouts.items():
+            if layout is None:
+                values[name] = None
+            elif isinstance(layout, TensorSpec):
+                values[name] = next(remaining)
+            else:
+                values[name] = tuple(next(remaining) for _ in layout)
+        return self.kind(**values)
+
+
+_Shape: TypeAlias = tuple[str, tuple[int, ...]]
+_Announced: TypeAlias = list[_Shape] | None
+
+
+class _TensorMark:
+    """Stands for `torch.Tensor` while annotations are read, so that torch need not be loaded."""
+
+
+class _Rule(NamedTuple):
+    """How one message maps to a header struct and to tensors."""
+
+    kind: type
+    scalars: Any
+    header: Any
+    layouts: Mapping[str, tuple[Layout, ...]]
+    header_bytes: int
+
+
+def _rule(kind: type, spec: MessageSpec) -> _Rule:
+    if not is_dataclass(kind):
+        raise TypeError(f"{kind.__name__} is not a dataclass")
+    if not 0 < spec.header_bytes <= LONG_HEADER_BYTES:
+        raise ValueError(f"{kind.__name__}: header_bytes is {spec.header_bytes}, at most {LONG_HEADER_BYTES} allowed")
+    hints = get_type_hints(kind, localns={"Tensor": _TensorMark})
+    names = [field.name for field in dataclass_fields(kind)]
+    tensors = [name for name in names if _mentions_tensor(hints[name])]
+    if set(tensors) != set(spec.tensors):
+        raise ValueError(
+            f"{kind.__name__} has the tensors {_listing(tensors)}, the schema says {_listing(spec.tensors)}"
+        )
+    layouts: dict[str, tuple[Layout, ...]] = {}
+    for name in tensors:
+        layout = spec.tensors[name]
+        layouts[name] = layout.layouts if isinstance(layout, Either) else (layout,)
+    scalars = msgspec.defstruct(
+        kind.__name__, [(name, hints[name]) for name in names if name not in layouts], forbid_unknown_fields=True
+    )
+    header = msgspec.defstruct(
+        kind.__name__,
+        [("fields", scalars), ("tensors", dict[str, _Announced])],
+        forbid_unknown_fields=True,
+        tag_field="message",
+        tag=kind.__name__,
+    )
+    return _Rule(kind, scalars, header, layouts, spec.header_bytes)
+
+
+def _mentions_tensor(hint: Any) -> bool:
+    named = (getattr(hint, "__module__", None), getattr(hint, "__name__", None))
+    return hint is _TensorMark or named == ("torch", "Tensor") or any(map(_mentions_tensor, get_args(hint)))
+
+
+def _specs(layout: Layout) -> tuple[TensorSpec, ...]:
+    if layout is None:
+        return ()
+    return (layout,) if isinstance(layout, TensorSpec) else layout
+
+
+def _largest_bytes(layouts: tuple[Layout, ...]) -> int:
+    return max(sum(spec.size_bytes for spec in _specs(layout)) for layout in layouts)
+
+
+def _listing(names: Any) -> str:
+    return ", ".join(sorted(names)) or "(none)"
+
+
+def _choose(name: str, announced: _Announced, layouts: tuple[Layout, ...]) -> Layout:
+    """Return the layout that was announced; raise Violation when it is none of `layouts`."""
+    for layout in layouts:
+        if (layout is None) == (announced is None) and [(s.dtype, s.shape) for s in _specs(layout)] == (
+            announced or []
+        ):
+            return layout
+    expected = " or ".join(_describe(layout) for layout in layouts)
+    if announced is None:
+        raise Violation(f"{name} is none, {expected} expected")
+    nearest = max(layouts, key=lambda layout: len(_specs(layout)))
+    wanted = _specs(nearest)
+    if len(announced) == len(wanted):
+        for number, ((dtype, shape), spec) in enumerate(zip(announced, wanted, strict=True)):
+            if (dtype, shape) != (spec.dtype, spec.shape):
+                listed = ", ".join(map(str, shape[:8])) + (", ..." if len(shape) > 8 else "")
+                raise Violation(f"tensor {number} of {name} is {dtype[:16]}[{listed}], {spec} expected")
+    raise Violation(f"{name} has {len(announced)} tensors, {expected} expected")
+
+
+def _describe(layout: Layout) -> str:
+    if layout is None:
+        return "none"
+    return str(layout) if isinstance(layout, TensorSpec) else f"{len(layout)} tensors"
+
+
+def _pack(name: str, value: Any, layouts: tuple[Layout, ...]) -> tuple[_Announced, list[Buffer]]:
+    """Return what the header announces for one tensor field, and the bytes of its tensors."""
+    tensors = () if value is None else (tuple(value) if isinstance(value, tuple) else (value,))
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    for layout in layouts:
+        if (layout is None) == (value is None) and [spec.shape for spec in _specs(layout)] == shapes:
+            specs = _specs(layout)
+            views: list[Buffer] = [_bytes_of(name, tensor, spec) for tensor, spec in zip(tensors, specs, strict=True)]
+            return (None if layout is None else [(spec.dtype, spec.shape) for spec in specs]), views
+    described = " or ".join(_describe(layout) for layout in layouts)
+    raise ValueError(f"{name} holds {'none' if value is None else shapes}, the schema says {described}")
+
+
+def _bytes_of(name: str, tensor: Tensor, spec: TensorSpec) -> memoryview:
+    import torch
+
+    dtype = getattr(torch, spec.dtype)
+    if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
+        raise ValueError(f"{name} is {tensor.dtype}, the schema says {spec.dtype}")
+    flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
+    return _view(flat)
+
+
+def _view(flat: Tensor) -> memoryview:
+    """Return the memory of a flat CPU tensor as bytes."""
+    import torch
+
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def room(spec: TensorSpec) -> tuple[Tensor, memoryview]:
+    """Return a new tensor, and its bytes to fill."""
+    import torch
+
+    tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    return tensor, _view(tensor.reshape(-1))
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Say whether no element is infinite or NaN, in one pass and without a temporary of the tensor's size."""
+    import torch
+
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) and torch.isfinite(high))
