@@ -2,9 +2,10 @@
 
     python benchmarks/pipeline_overhead.py [--rounds 5] [--seconds 40] [--json FILE]
 
-Each round measures both on the same cores, one after the other, so that a noisy machine disturbs them alike; the ratio
-is taken within a round. The swarm is the real thing: a bootstrap peer and two `noloco-node join` processes with one torch thread each, real
-daemons, real data. The single process is a plain training loop with as many torch threads as the swarm has stages.
+Each round measures both on the same cores, one after the other, so that a noisy machine disturbs them alike; the
+ratio is taken within a round. The swarm is the real thing: a bootstrap peer and two `noloco-node join` processes with
+one torch thread each, real daemons, real data. The single process is a plain training loop with as many torch threads
+as the swarm has stages.
 
 Where the swarm's time goes is read from the kernel's CPU clocks: the device threads compute, the main threads of the
 peers serialise and route, the daemons move bytes; what is left of the cores' time is waiting.

@@ -32,6 +32,11 @@ class Blueprint(NamedTuple):
         """Activations a token between two stages."""
         return int(self.prepared.config.hidden_size)
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return int(self.prepared.config.vocab_size)
+
 
 def blueprint(run: RunConfig) -> Blueprint:
     """Work out config, cuts and shapes of a run; raise `Trouble` naming what in the run file does not fit."""
@@ -88,11 +93,11 @@ def _config(model: ModelConfig) -> Any:
         return family_config(model.architecture, model.sizes)
     from transformers import AutoConfig
 
-    directory = model_directory(model)
+    where = model.path or model.hub
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        return AutoConfig.from_pretrained(where, revision=model.commit, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{directory} holds no model config that transformers knows: {error}") from error
+        raise ValueError(f"{where} holds no model config that transformers knows: {error}") from error
 
 
 def _reader(directory: Path, files: ExitStack) -> Callable[[str], Tensor | None]:

@@ -153,8 +153,6 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How long a finished node goes on serving its weights."""
     refresh_s: float = 10.0
     """Time between two refreshes of the own record and of the roster."""
-    stop_at_eof: bool = False
-    """Leave when the standard input ends: a parent process that is gone has no other way to say so."""
 
 
 def load_run(path: str | Path) -> RunConfig:

@@ -113,5 +113,5 @@ def write_merged(out: Path, recipe: Recipe, plan: Blueprint, stages: tuple[tuple
     counts = ", ".join(f"stage {number}: {len(copies)}" for number, copies in enumerate(stages))
     told = f"Wrote {out}: the mean of the replicas ({counts}). Load it with AutoModelForCausalLM.from_pretrained."
     if plan.prepared.tied:
-        told += "\nThe original ties the vocabulary head to the embedding; here they were trained apart and are two tensors."
+        told += "\nThe original ties the vocabulary head to the embedding; here they were trained apart: two tensors."
     return told

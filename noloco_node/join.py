@@ -18,7 +18,7 @@ from noloco_node.blueprint import Blueprint, blueprint, build_stage
 from noloco_node.checkpoint import Checkpoint, load_latest, save
 from noloco_node.config import NodeConfig, RunConfig, with_source
 from noloco_node.console import say
-from noloco_node.data import open_blocks
+from noloco_node.data import check_vocabulary, open_blocks
 from noloco_node.departure import departure
 from noloco_node.device import Device, autocast_dtype, choose_device
 from noloco_node.home import Home
@@ -54,10 +54,15 @@ async def join(invite: str, config: NodeConfig) -> None:
             plan = await asyncio.to_thread(blueprint, recipe.run)
             # Closed before the device: a thread that waits for text ends with it, and so does not keep us.
             with closing(Device(torch_device)) as device, ExitStack() as texts:
+
+                async def open_text() -> _Text:
+                    text = await asyncio.to_thread(_Text, recipe.run, config, network.peer_id, plan.vocabulary)
+                    return texts.enter_context(closing(text))
+
                 machine = Machine(
                     device=device,
                     build=lambda number: _build(recipe.run, plan, number, torch_device),
-                    open_text=lambda: texts.enter_context(closing(_Text(recipe.run, config, network.peer_id))),
+                    open_text=open_text,
                     load=lambda: asyncio.to_thread(load_latest, home.checkpoint, recipe.digest),
                     save=lambda checkpoint: asyncio.to_thread(_saved, home.checkpoint, checkpoint),
                     unix_time=time.time,
@@ -83,10 +88,11 @@ def _saved(directory: Path, checkpoint: Checkpoint) -> str:
 
 
 class _Text:
-    """The training text of this peer, read in a thread, one batch ahead of nobody."""
+    """The training text of this peer, read in a thread. To open it may take a while as well."""
 
-    def __init__(self, run: RunConfig, config: NodeConfig, peer: str) -> None:
+    def __init__(self, run: RunConfig, config: NodeConfig, peer: str, vocabulary: int) -> None:
         data = run.data if config.data is None else with_source(run.data, config.data)
+        check_vocabulary(data, vocabulary)
         length = run.pipeline.sequence_length
         blocks = open_blocks(data, length, run.seed, peer)
         self._blocks = mixed(blocks, length, run.seed, peer) if data.shuffle else blocks

@@ -61,7 +61,7 @@ class Machine:
 
     device: Runner
     build: Callable[[int], Stage]
-    open_text: Callable[[], Text]
+    open_text: Callable[[], Awaitable[Text]]
     load: Callable[[], Awaitable[Checkpoint | None]]
     save: Callable[[Checkpoint], Awaitable[str]]
     unix_time: Callable[[], float]

@@ -106,7 +106,7 @@ class Node:
             record=self._voice.record,
             microbatch_schema=microbatch_schema(self._run, self._plan.width),
             gossip_schema=gossip_schema(self._run, start.stage.shapes),
-            vocabulary=int(self._plan.prepared.config.vocab_size),
+            vocabulary=self._plan.vocabulary,
         )
         self._voice.record(
             journal.Started(
@@ -173,13 +173,14 @@ class Node:
     async def _work(self, replica: Replica) -> None:
         """Return when this peer's part of the run is done: at stage 0 as a source, later when the sources say so."""
         if replica.post.stage == 0:
-            await self._make_source(replica).run(self._run.pipeline.microbatches_per_step)
+            source = await self._make_source(replica)
+            await source.run(self._run.pipeline.microbatches_per_step)
             return
         while not run_over(self._presence.roster.sources, self._presence.roster.sources_finished):
             await self._presence.changed()
 
-    def _make_source(self, replica: Replica) -> Source:
-        text = self._text = self._machine.open_text()
+    async def _make_source(self, replica: Replica) -> Source:
+        text = self._text = await self._machine.open_text()
         saved = self._saved
         if saved is not None and saved.counters.data_position is not None:
             text.restore(saved.counters.data_position)

@@ -110,7 +110,7 @@ class Commands:
 
     def __init__(self) -> None:
         # Not pytest's directory: its name is too long for the path of a socket.
-        self.directory = Path(tempfile.mkdtemp(prefix="noloco-test-", dir="/tmp"))
+        self.directory = Path(tempfile.mkdtemp(prefix="swarm-", dir="/tmp"))
         self._commands: list[Command] = []
 
     def __enter__(self) -> Commands:

@@ -105,7 +105,7 @@ class Peer:
         machine = Machine(
             device=self.device,
             build=lambda number: self._build(recipe, number),
-            open_text=lambda: self.text,
+            open_text=self._open_text,
             load=self._load,
             save=self._save,
             unix_time=asyncio.get_running_loop().time,
@@ -133,6 +133,9 @@ class Peer:
         self.stages.append(Stage(part, settings, first=number == 0, last=last, device=cpu))
         return self.stages[-1]
 
+    async def _open_text(self) -> Text:
+        return self.text
+
     async def _load(self) -> Checkpoint | None:
         return self.saved
 
@@ -148,5 +151,5 @@ class Peer:
 async def until(condition: Callable[[], bool], patience_s: float = 600.0) -> None:
     """Wait in virtual time for a condition."""
     async with asyncio.timeout(patience_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the time is virtual
             await asyncio.sleep(0.1)
