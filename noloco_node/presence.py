@@ -218,14 +218,16 @@ class Presence:
                 records[me] = own
             present = [record for record in records.values() if record.state is not State.LEAVING]
             stages.append(tuple(sorted(present, key=lambda record: record.peer)))
+        finished = {peer for peer, source in self._sources.items() if source.finished}
+        at_work = {record.peer for record in stages[0] if record.state is State.TRAINING} - finished
         before = self._roster
         self._roster = Roster(
             stages=tuple(stages),
             read_at=now,
             run_samples=sum(source.samples for source in self._sources.values()),
             own_samples=self._sources[me].samples if me in self._sources else 0,
-            sources=len(self._sources),
-            sources_finished=sum(source.finished for source in self._sources.values()),
+            sources=len(finished | at_work),
+            sources_finished=len(finished),
         )
         if msgspec.structs.replace(before, read_at=now) != self._roster:
             self._change.set()

@@ -56,7 +56,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     own_samples: int = 0
     """How many of them we are known for ourselves, from an earlier life too."""
     sources: int = 0
-    """Sources ever seen by this run (their final records outlive them for minutes)."""
+    """Sources at work now, or finished. One that left early, or died, is neither: it ends no run and holds up none."""
     sources_finished: int = 0
 
     def stage(self, number: int) -> tuple[PeerRecord, ...]:

@@ -125,9 +125,9 @@ def source_finished(samples: int, budget_samples: int) -> bool:
 
 
 def run_over(sources: int, finished: int) -> bool:
-    """Say whether a later stage may end: most of the sources ever seen have announced that they finished.
+    """Say whether a later stage may end: most of the sources at work or finished have announced that they finished.
 
-    Silence never ends a run: a source that is not heard of may be on the other side of a partition.
+    Silence never ends a run, for it takes an announcement; nor does a source that died hold it up for ever.
     """
     return 2 * finished > sources > 0
 

@@ -225,7 +225,7 @@ def all_leave(commands: list[Command]) -> None:
 
 
 def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Commands) -> None:
-    bootstrap, invite = host(commands, run_file(commands.directory, steps=100))
+    bootstrap, invite = host(commands, run_file(commands.directory, steps=250))
     sources = [join(commands, invite, 0) for _ in range(2)]
     commands.until(lambda: all(source.events(Started) for source in sources), "both sources are there", alive=sources)
     # Nothing could happen without the next stage; so neither source has used up the run before the other came.
@@ -267,8 +267,8 @@ def check_status(seen: dict[str, Any], replicas: list[Command]) -> None:
     assert seen["sources_finished"] == 0
     for record in records:
         assert record["state"] == "training"
-        assert 0 <= record["inner_steps"] <= 200
-        assert 0 <= record["round"] <= 20
+        assert 0 <= record["inner_steps"] <= 500
+        assert 0 <= record["round"] <= 50
         assert 0.0 <= record["progress"] < 1.0
         assert 0.0 <= record["tokens_per_s"] < 1e6
         assert 0.0 <= record["device_s"] < 60.0
@@ -280,7 +280,9 @@ def check_status(seen: dict[str, Any], replicas: list[Command]) -> None:
 
 def check_journal(replica: Command, replicas: list[Command]) -> None:
     (finished,) = replica.events(Finished)
-    assert (finished.why, finished.progress > 0.9) == ("the run is over", True)
+    assert finished.why == "the run is over"
+    # So short a run ends before everybody has heard how far it is: rosters are read every second.
+    assert finished.progress > 0.5
     stage = {peer(other) for other in replicas if other.events(Started)[0].stage == replica.events(Started)[0].stage}
     met = [event for event in replica.events(OuterStep) if event.partner is not None]
     assert len(met) >= 3
