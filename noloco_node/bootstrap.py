@@ -56,7 +56,7 @@ async def host(config: BootstrapConfig) -> None:
         )
         if config.listen:
             settings = msgspec.structs.replace(settings, listen=config.listen)
-        async with departure(say) as leave, connected(settings) as network:
+        async with departure(say) as leaving, connected(settings) as network:
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             invite = invites.format(recipe.digest, await network.addresses())
             print(invite, flush=True)
@@ -65,7 +65,8 @@ async def host(config: BootstrapConfig) -> None:
             presence = Presence(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(presence.run()), group.create_task(_tell(presence))]
-                await leave.wait()
+                leaving.polite = True
+                await leaving.asked.wait()
                 for task in tasks:
                     task.cancel()
 

@@ -1,7 +1,8 @@
 """How a node is asked to go: Ctrl-C or SIGTERM once means politely, twice means now.
 
-Now means: the body is cancelled, and everything in it is put away. What is left after the body is the end of threads
-and of the interpreter; a signal that comes even then ends the process on the spot.
+As long as there is nothing to be polite about (nobody knows us yet), once means now. Now means: the body is
+cancelled, and everything in it is put away. What is left after the body is the end of threads and of the interpreter;
+a signal that comes even then ends the process on the spot.
 """
 
 from __future__ import annotations
@@ -11,34 +12,43 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from noloco_node.errors import Exit
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+@dataclass(slots=True)
+class Departure:
+    """`asked`: set when the node shall leave. `polite`: set by the body once it will heed that."""
+
+    asked: asyncio.Event
+    polite: bool = False
+
+
 @asynccontextmanager
-async def departure(say: Callable[[str], None]) -> AsyncIterator[asyncio.Event]:
-    """Yield an event that is set when the node shall leave; a second signal cancels the body.
+async def departure(say: Callable[[str], None]) -> AsyncIterator[Departure]:
+    """Let the first signal set `asked` if the body is `polite` by then; cancel the body otherwise.
 
     For the last thing that a process does: after the body, signals are not what they were.
     """
     loop = asyncio.get_running_loop()
-    leave = asyncio.Event()
+    leaving = Departure(asyncio.Event())
     body = asyncio.current_task()
     assert body is not None
 
     def asked() -> None:
-        if leave.is_set():
+        if leaving.asked.is_set() or not leaving.polite:
             body.cancel()
         else:
             say("leaving politely; once more leaves at once")
-            leave.set()
+            leaving.asked.set()
 
     for number in SIGNALS:
         loop.add_signal_handler(number, asked)
     try:
-        yield leave
+        yield leaving
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)

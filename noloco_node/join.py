@@ -47,7 +47,7 @@ async def join(invite: str, config: NodeConfig) -> None:
         )
         if config.listen:
             settings = msgspec.structs.replace(settings, listen=config.listen)
-        async with departure(say) as leave, connected(settings) as network:
+        async with departure(say) as leaving, connected(settings) as network:
             say(f"we are {network.peer_id}")
             recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
             home.run_file.write_text(recipe.text)
@@ -68,7 +68,9 @@ async def join(invite: str, config: NodeConfig) -> None:
                     unix_time=time.time,
                 )
                 wishes = Wishes(stage=config.stage, linger_s=config.linger_s, refresh_s=config.refresh_s)
-                await Node(recipe, plan, network, machine, wishes, Voice(record=journal.write, say=say)).live(leave)
+                node = Node(recipe, plan, network, machine, wishes, Voice(record=journal.write, say=say))
+                leaving.polite = True
+                await node.live(leaving.asked)
 
 
 def _build(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -> Stage:

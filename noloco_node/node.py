@@ -147,7 +147,9 @@ class Node:
             over = work.done()
             replica.gate.close()
             # The step loop ends by itself once nothing is in flight; a window that is complete is still used.
-            await asyncio.wait({steps}, timeout=DRAIN_S)
+            until_s = asyncio.get_running_loop().time() + DRAIN_S
+            while not steps.done() and not replica.stranded and asyncio.get_running_loop().time() < until_s:
+                await asyncio.wait({steps}, timeout=0.5)
             if not steps.done():
                 self._voice.say(f"{replica.gate.in_flight} microbatches did not come back in time")
             for task in (work, asked, steps):

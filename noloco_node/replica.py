@@ -159,6 +159,11 @@ class Replica:
             )
         )
 
+    @property
+    def stranded(self) -> bool:
+        """Whether all microbatches in our hands wait for a replica of the next stage that would take them."""
+        return self.downstream is not None and 0 < self.gate.in_flight <= self.downstream.statistics()["waiting"]
+
     async def discard(self) -> int:
         """Forget the gradients of the partial window; return how many microbatches it held."""
         await self._device.run(self._stage.discard)

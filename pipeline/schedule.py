@@ -119,11 +119,6 @@ def _marked(progress: Progress, mark: Mark) -> tuple[Mark, ...]:
     return (*marks, mark)[-MOST_MARKS:]
 
 
-def source_finished(samples: int, budget_samples: int) -> bool:
-    """Say whether a source has nothing left to draw: the swarm's samples have reached the run's budget."""
-    return samples >= budget_samples
-
-
 def run_over(sources: int, finished: int) -> bool:
     """Say whether a later stage may end: most of the sources at work or finished have announced that they finished.
 

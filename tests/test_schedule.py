@@ -20,7 +20,6 @@ from pipeline.schedule import (
     learning_rate,
     rate_per_s,
     run_over,
-    source_finished,
 )
 
 SCHEDULE = Schedule(peak=6e-4, steps=1000, warmup_steps=100, final_fraction=0.1)
@@ -163,8 +162,6 @@ def test_a_run_is_over_when_most_sources_say_so_and_never_by_silence() -> None:
     assert [run_over(4, finished) for finished in range(5)] == [False, False, False, True, True]
     assert not run_over(0, 0)
     assert run_over(1, 1)
-    assert source_finished(100, 100)
-    assert not source_finished(99, 100)
 
 
 def test_a_fair_share_is_an_equal_part_and_at_least_one() -> None:
