@@ -72,8 +72,8 @@ def single(run_file: Path, seconds: float, threads: int) -> None:
     from transformers import AutoModelForCausalLM
 
     from noloco_node.blueprint import blueprint
-    from noloco_node.config import load_run
     from noloco_node.data import open_blocks
+    from noloco_node.runfile import load_run
 
     torch.set_num_threads(threads)
     run = load_run(run_file)

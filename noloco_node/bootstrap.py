@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 
 from noloco_node import invite as invites
-from noloco_node.config import read_run_text
 from noloco_node.console import say
 from noloco_node.departure import departure
 from noloco_node.errors import Exit, Trouble
 from noloco_node.home import Home
-from noloco_node.network import Settings
+from noloco_node.libp2p.network import Settings
 from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA, TOPIC, Recipe
 from noloco_node.roster import Roster
+from noloco_node.runfile import read_run_text
 from noloco_node.swarm import connected, prefix
 
 LINE_EVERY_S = 60.0

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from noloco_node.config import DataConfig, RunConfig, decode_run, with_source
+from noloco_node.config import DataConfig, RunConfig
 from noloco_node.data import open_blocks, open_tokenizer
 from noloco_node.errors import Exit, Trouble
 from noloco_node.export import NOTES, quiet_unless_watched, read_notes
+from noloco_node.runfile import decode_run, with_source
 
 BATCH = 8
 """Sequences evaluated at a time."""

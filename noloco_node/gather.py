@@ -20,7 +20,7 @@ from gossip.messages import Parts
 from noloco_node.blueprint import Blueprint, blueprint
 from noloco_node.console import say
 from noloco_node.errors import Exit, Trouble
-from noloco_node.network import Libp2p
+from noloco_node.libp2p.network import Libp2p
 from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe
 from noloco_node.roster import State

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from noloco_node.addresses import PeerAddress, parse_peer_address
 from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.addresses import PeerAddress, parse_peer_address
 
 _SCHEME = "noloco1:"
 _MOST_ADDRESSES = 64

@@ -16,7 +16,7 @@ from torch import Tensor
 from noloco_node import invite as invites
 from noloco_node.blueprint import Blueprint, blueprint, build_stage
 from noloco_node.checkpoint import Checkpoint, load_latest, save
-from noloco_node.config import NodeConfig, RunConfig, with_source
+from noloco_node.config import NodeConfig, RunConfig
 from noloco_node.console import say
 from noloco_node.data import check_vocabulary, open_blocks
 from noloco_node.departure import departure
@@ -24,10 +24,11 @@ from noloco_node.device import Device, autocast_dtype, choose_device
 from noloco_node.home import Home
 from noloco_node.joining import Machine, Voice
 from noloco_node.journal import Journal
+from noloco_node.libp2p.network import Settings
 from noloco_node.mixing import mixed
-from noloco_node.network import Settings
 from noloco_node.node import Node, Wishes
 from noloco_node.recipe import fetch
+from noloco_node.runfile import with_source
 from noloco_node.swarm import connected, prefix
 from pipeline.stage import Inner, Stage
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.config import RunConfig, content_hashes, load_run, run_digest
+from noloco_node.config import RunConfig
 from noloco_node.errors import Exit, Trouble
 from noloco_node.forecast import Shape, efficiency
+from noloco_node.runfile import content_hashes, load_run, run_digest
 
 HOPS = (0.0, 1.0, 3.0)
 """Lengths of a hop to forecast for, in forward passes of the slowest stage."""

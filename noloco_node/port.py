@@ -1,7 +1,7 @@
 """The network as the rest of the shell sees it: conversations of typed messages, and records that expire.
 
-`noloco_node.network` implements it over libp2p. Another implementation may run it in memory and virtual time: whoever
-depends only on this module cannot tell the difference.
+`noloco_node.libp2p.network` implements it over libp2p. Another implementation may run it in memory and virtual time:
+whoever depends only on this module cannot tell the difference.
 
 Losses are the standard library's: `ConnectionRefusedError` when the peer cannot be reached, `ConnectionAbortedError`
 when we give it up (silent for `Patience.silence_s`, or a `wire.Violation`), `ConnectionResetError` when the stream

@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from noloco_node.config import RunConfig, content_hashes, decode_run, run_digest
+from noloco_node.config import RunConfig
 from noloco_node.errors import Exit, Trouble
 from noloco_node.port import Conversation, Network
+from noloco_node.runfile import content_hashes, decode_run, run_digest
 from noloco_node.wire import LONG_HEADER_BYTES, MessageSpec, Schema
 
 TOPIC = "run"

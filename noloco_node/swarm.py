@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from noloco_node import invite as invites
-from noloco_node.network import Libp2p, Settings
+from noloco_node.libp2p.network import Libp2p, Settings
 from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe, fetch
 from noloco_node.wire import WIRE_VERSION

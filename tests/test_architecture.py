@@ -49,7 +49,7 @@ def test_siblings_know_neither_each_other_nor_the_shell(package: str) -> None:
 
 
 def test_one_module_imports_hivemind() -> None:
-    assert [name for name, path in MODULES.items() if "hivemind" in roots(path)] == ["noloco_node.network"]
+    assert [name for name, path in MODULES.items() if "hivemind" in roots(path)] == ["noloco_node.libp2p.network"]
 
 
 def test_no_collective_anywhere() -> None:
@@ -111,7 +111,7 @@ def test_no_drawer_for_everything() -> None:
 def test_a_bootstrap_peer_and_the_command_line_do_not_load_torch() -> None:
     """In a process of its own: this one has loaded torch long ago."""
     program = (
-        "import sys, noloco_node.cli, noloco_node.bootstrap, noloco_node.network as network\n"
+        "import sys, noloco_node.cli, noloco_node.bootstrap, noloco_node.libp2p.network as network\n"
         "network._load_hivemind()\n"
         "heavy = {'torch', 'transformers', 'scipy', 'pandas', 'matplotlib', 'datasets'} & sys.modules.keys()\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"

@@ -14,14 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node import config
-from noloco_node.config import (
+from noloco_node import runfile
+from noloco_node.config import DataConfig, ModelConfig, NodeConfig, OuterConfig, RunConfig
+from noloco_node.errors import Exit, Trouble
+from noloco_node.presets import PRESETS, demo_run_text, run_text, write_run_file
+from noloco_node.rules import stability_bound
+from noloco_node.runfile import (
     RUN_TEXT_BYTES,
-    DataConfig,
-    ModelConfig,
-    NodeConfig,
-    OuterConfig,
-    RunConfig,
     canonical,
     content_hashes,
     decode_run,
@@ -31,9 +30,6 @@ from noloco_node.config import (
     validate,
     with_source,
 )
-from noloco_node.errors import Exit, Trouble
-from noloco_node.presets import PRESETS, demo_run_text, run_text, write_run_file
-from noloco_node.rules import stability_bound
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
@@ -62,7 +58,7 @@ def test_the_defaults_are_the_papers() -> None:
 
 def test_it_loads_without_torch_or_transformers() -> None:
     heavy = "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
-    code = f"import sys, noloco_node.config, noloco_node.presets; {heavy}"
+    code = f"import sys, noloco_node.runfile, noloco_node.presets; {heavy}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -334,7 +330,7 @@ def test_the_digest_sees_contents_and_the_wire_version(monkeypatch: pytest.Monke
     assert run_digest(run, {"a": "1", "b": "2"}) == run_digest(run, {"b": "2", "a": "1"})
     assert run_digest(run, {"model.path": "a"}) != run_digest(run, {"model.path": "b"}) != run_digest(run, {})
     before = run_digest(run, {})
-    monkeypatch.setattr(config, "WIRE_VERSION", config.WIRE_VERSION + 1)
+    monkeypatch.setattr(runfile, "WIRE_VERSION", runfile.WIRE_VERSION + 1)
     assert run_digest(run, {}) != before
 
 

@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from noloco_node.config import decode_run
 from noloco_node.demo.calibrate import EFFICIENCY, Calibration, affordable_steps
 from noloco_node.demo.chart import Series, chart, smoothed
 from noloco_node.demo.place import claim, write_whole
@@ -47,6 +46,7 @@ from noloco_node.journal import (
 )
 from noloco_node.presets import demo_run_text
 from noloco_node.roster import State
+from noloco_node.runfile import decode_run
 
 DEADLINE_S = 20.0
 """Longest wait for a real process; reached only by a bug."""

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node import invite
-from noloco_node.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 
 DIGEST = "0123456789abcdef" * 4
 ED25519 = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"

@@ -22,13 +22,13 @@ import pytest
 import torch
 import uvloop
 
-from noloco_node.addresses import beyond_this_machine
 from noloco_node.errors import Exit, Trouble
-from noloco_node.network import Libp2p, Settings
+from noloco_node.libp2p.addresses import beyond_this_machine
+from noloco_node.libp2p.network import Libp2p, Settings
+from noloco_node.libp2p.records import RecordLimits
+from noloco_node.libp2p.stream import Patience
+from noloco_node.libp2p.switchboard import Capacity
 from noloco_node.port import Conversation
-from noloco_node.records import RecordLimits
-from noloco_node.stream import Patience
-from noloco_node.switchboard import Capacity
 from noloco_node.wire import MessageSpec, Schema, TensorSpec
 
 pytestmark = pytest.mark.network
@@ -418,7 +418,7 @@ def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
 
 def test_hivemind_is_loaded_without_torch() -> None:
     program = (
-        "import sys; from noloco_node import network; network._load_hivemind();"
+        "import sys; from noloco_node.libp2p import network; network._load_hivemind();"
         "assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

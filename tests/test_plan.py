@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from noloco_node.config import RunConfig, decode_run, validate
+from noloco_node.config import RunConfig
 from noloco_node.errors import Exit, Trouble
 from noloco_node.forecast import Shape, efficiency
 from noloco_node.plan import HOPS, PROBE_BYTES, Plan, describe, plan, report
 from noloco_node.presets import PRESETS, run_text
+from noloco_node.runfile import decode_run, validate
 from pipeline.partition import build, cut, family_config, prepare
 
 LLAMA = {

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from noloco_node.libp2p.stream import Patience, Stream
+from noloco_node.libp2p.switchboard import Capacity, Switchboard
 from noloco_node.port import Conversation, Handler
 from noloco_node.sim.clock import run
-from noloco_node.stream import Patience, Stream
-from noloco_node.switchboard import Capacity, Switchboard
 from noloco_node.wire import MessageSpec, Schema, TensorSpec
 
 PATIENCE = Patience()

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from noloco_node.config import InnerConfig, PipelineConfig, RunConfig, load_run
+from noloco_node.config import InnerConfig, PipelineConfig, RunConfig
+from noloco_node.runfile import load_run
 
 if TYPE_CHECKING:
     from torch import Tensor

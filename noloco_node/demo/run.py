@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from noloco_node import __version__
-from noloco_node.config import RunConfig, decode_run
+from noloco_node.config import RunConfig
 from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
 from noloco_node.demo.place import claim, write_whole
 from noloco_node.demo.processes import Child, Children, leashed
@@ -32,6 +32,7 @@ from noloco_node.errors import Exit, Trouble
 from noloco_node.home import Home
 from noloco_node.journal import Tail, read
 from noloco_node.presets import demo_run_text
+from noloco_node.runfile import decode_run
 
 MOST_PEERS = 64
 PEER_BYTES = 2**29

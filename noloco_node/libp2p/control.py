@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from noloco_node.daemon import Daemon
+from noloco_node.libp2p.daemon import Daemon
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from typing import NoReturn
 
 import msgspec
 
+from noloco_node.libp2p.stream import Patience, Pulse, Stream, Traffic
 from noloco_node.port import Handler
-from noloco_node.stream import Patience, Pulse, Stream, Traffic
 from noloco_node.wire import Schema, Violation
 
 logger = logging.getLogger(__name__)

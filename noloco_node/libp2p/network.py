@@ -37,16 +37,16 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 from multiaddr import Multiaddr
 
-from noloco_node.addresses import PeerAddress, beyond_this_machine, check_announce, check_listen
-from noloco_node.control import Control, delimited
-from noloco_node.daemon import Daemon, start_daemon
 from noloco_node.errors import Exit, Trouble
-from noloco_node.identity import ensure_identity
+from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, check_announce, check_listen
+from noloco_node.libp2p.control import Control, delimited
+from noloco_node.libp2p.daemon import Daemon, start_daemon
+from noloco_node.libp2p.identity import ensure_identity
+from noloco_node.libp2p.reach import bootstrap_address, plain_cause, unreachable
+from noloco_node.libp2p.records import Records
+from noloco_node.libp2p.stream import Patience, Stream
+from noloco_node.libp2p.switchboard import Capacity, Switchboard
 from noloco_node.port import Handler
-from noloco_node.reach import bootstrap_address, plain_cause, unreachable
-from noloco_node.records import Records
-from noloco_node.stream import Patience, Stream
-from noloco_node.switchboard import Capacity, Switchboard
 from noloco_node.wire import Schema
 
 logger = logging.getLogger(__name__)

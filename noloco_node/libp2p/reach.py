@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from noloco_node.addresses import PeerAddress, parse_peer_address
 from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.addresses import PeerAddress, parse_peer_address
 
 
 def bootstrap_address(text: str) -> PeerAddress:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.addresses import PeerAddress
-from noloco_node.control import Control
+from noloco_node.libp2p.addresses import PeerAddress
+from noloco_node.libp2p.control import Control
 
 _RECORD_BYTES = 16 * 1024
 _RECORD_LIFETIME_S = 3600.0
