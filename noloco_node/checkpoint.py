@@ -43,6 +43,8 @@ def save(directory: Path, checkpoint: Checkpoint) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     name = f"{checkpoint.counters.inner_steps:010d}.safetensors"
     aside = directory / f".{name}.aside"
+    for left in directory.glob(".*.aside"):  # of a process that was killed while it saved
+        left.unlink()
     flat = {f"{group}.{i}": t.contiguous() for group, ts in checkpoint.tensors.items() for i, t in enumerate(ts)}
     try:
         save_file(flat, aside, metadata={"counters": msgspec.json.encode(checkpoint.counters).decode()})
@@ -81,7 +83,8 @@ def _load(path: Path) -> Checkpoint:
 
 
 def _files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("[0-9]*.safetensors"))
+    """Return the checkpoints, the one written last at the end: another run or stage may have fewer inner steps."""
+    return sorted(directory.glob("[0-9]*.safetensors"), key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
 def _flush(path: Path) -> None:

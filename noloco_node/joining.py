@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 SETTLE_S = 1.0
 """Between a claim and its second reading: time for a claim made at the same moment to be seen."""
+COPY_AGAIN_S = 10.0
+"""Before all donors are asked again, when none gave its state."""
 SLOWEST_BYTES_PER_S = 2**20
 """A donor whose line is slower than this is given up."""
 
@@ -148,16 +150,22 @@ def _claims(presence: Presence) -> list[Claim]:
 
 async def _beginning(newcomer: Newcomer, number: int, stage: Stage) -> tuple[Beginning, Checkpoint | None]:
     """Decide where our weights come from, and put them into the stage."""
-    roster, device, say = newcomer.presence.roster, newcomer.machine.device, newcomer.voice.say
-    living = [r.peer for r in roster.stage(number) if r.state in (State.TRAINING, State.FINISHED)]
-    donors = catch_up.donors(newcomer.me, living, newcomer.recipe.run.seed)
-    begun = any(record.round > 0 for records in roster.stages for record in records)
-    if donors and begun:
+    device, say = newcomer.machine.device, newcomer.voice.say
+    while True:
+        roster = newcomer.presence.roster
+        living = [r.peer for r in roster.stage(number) if r.state in (State.TRAINING, State.FINISHED)]
+        donors = catch_up.donors(newcomer.me, living, newcomer.recipe.run.seed)
+        begun = any(record.round > 0 for records in roster.stages for record in records)
+        if not (donors and begun):
+            break
         say(f"copying stage {number} from one of {len(donors)} replicas")
         newcomer.voice.record(journal.StateChanged(state=State.CATCHING_UP))
         state = await _copy(newcomer, stage, donors)
         if state is not None:
             return await device.run(copied, stage, state), None
+        # Older weights, or the first ones, would be averaged into those of the living: rather wait.
+        await asyncio.sleep(COPY_AGAIN_S)
+        await newcomer.presence.peek()
     saved = await newcomer.machine.load()
     if saved is not None and saved.counters.stage == number:
         say(f"going on from our own checkpoint of inner step {saved.counters.inner_steps}")

@@ -20,7 +20,7 @@ from msgspec import structs
 from gossip import catch_up
 from noloco_node import __version__, journal
 from noloco_node.blueprint import Blueprint
-from noloco_node.checkpoint import Checkpoint
+from noloco_node.checkpoint import Counters
 from noloco_node.joining import Machine, Newcomer, Start, Text, Voice, join
 from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA as RUN_SCHEMA
@@ -42,6 +42,8 @@ LAST_ROUND_S = 20.0
 DRAIN_S = 10.0
 """How long a leaving node waits for the microbatches in its hands."""
 LINE_EVERY_S = 10.0
+MOST_ADDRESSES = 8
+"""Of a machine with very many interfaces; a record has little room."""
 STATE_TURNS = 2
 """Copies of our state that exist at once for others to fetch."""
 
@@ -71,11 +73,11 @@ class Node:
         self._replica: Replica | None = None
         self._source: Source | None = None
         self._text: Text | None = None
-        self._saved: Checkpoint | None = None
+        self._resumed: Counters | None = None
 
     async def live(self, leave: asyncio.Event) -> None:
         """Join the run, train until it ends or `leave` is set, serve the weights for a while, and withdraw."""
-        self._addresses = await self._network.addresses()
+        self._addresses = (await self._network.addresses())[:MOST_ADDRESSES]
         async with self._running(self._presence.run()):
             await self._network.serve(RUN_TOPIC, RUN_SCHEMA, self._recipe.serve)
             self._voice.record(journal.StateChanged(state=State.JOINING))
@@ -90,6 +92,7 @@ class Node:
             start = await _unless(leave, join(newcomer))
             if start is not None:
                 replica = self._replica = self._become_replica(start)
+                start = None  # it holds copies of the weights that the replica will have replaced
                 await self._open_doors(replica)
                 async with self._running(self._tell()):
                     over = await self._train(replica, leave)
@@ -98,7 +101,7 @@ class Node:
             await self._presence.withdraw()
 
     def _become_replica(self, start: Start) -> Replica:
-        self._saved = start.saved
+        self._resumed = start.saved.counters if start.saved else None
         post = Post(run=self._run, run_id=self._recipe.digest, stage=start.number, peer=self._me)
         world = World(
             network=self._network,
@@ -183,9 +186,9 @@ class Node:
 
     async def _make_source(self, replica: Replica) -> Source:
         text = self._text = await self._machine.open_text()
-        saved = self._saved
-        if saved is not None and saved.counters.data_position is not None:
-            text.restore(saved.counters.data_position)
+        resumed = self._resumed
+        if resumed is not None and resumed.data_position is not None:
+            text.restore(resumed.data_position)
         self._source = Source(
             text.draw,
             replica.worker.process,
@@ -194,7 +197,8 @@ class Node:
             budget_s=self._run.pipeline.budget_s,
             rng=Random(f"{self._run.seed}|source|{self._me}"),
         )
-        self._source.samples = self._presence.roster.own_samples
+        # The swarm forgets a source that was away for long; its own checkpoint does not.
+        self._source.samples = max(self._presence.roster.own_samples, resumed.samples if resumed else 0)
         return self._source
 
     def _progress(self, own_samples: int) -> float:

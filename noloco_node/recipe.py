@@ -46,8 +46,12 @@ class Recipe:
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer one `RunRequest`."""
-        await conversation.receive()
-        await conversation.send(RunFile(text=self.text))
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await conversation.receive()
+                await conversation.send(RunFile(text=self.text))
+        except TimeoutError as silence:
+            raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
 
     def __repr__(self) -> str:
         return f"Recipe({self.run.name}, {self.digest[:12]})"
@@ -60,11 +64,13 @@ async def fetch(network: Network, peers: Sequence[str], digest: str) -> Recipe:
         try:
             async with asyncio.timeout(PATIENCE_S), network.talk(peer, TOPIC, SCHEMA) as conversation:
                 await conversation.send(RunRequest())
-                text = (await conversation.receive()).text
+                reply = await conversation.receive()
+                if not isinstance(reply, RunFile):
+                    raise ConnectionAbortedError(f"expected a run file, got {type(reply).__name__}")
         except (ConnectionError, TimeoutError) as error:
             answers.append(f"{peer}: {error or type(error).__name__}")
             continue
-        recipe = Recipe(text, f"the run file from {peer}")
+        recipe = Recipe(reply.text, f"the run file from {peer}")
         if recipe.digest == digest:
             return recipe
         answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")

@@ -8,6 +8,7 @@ the fast weights. Everything that touches weights is a job of the device's one t
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -173,7 +174,13 @@ class Replica:
 
     async def serve_microbatch(self, conversation: Conversation) -> None:
         """Take one microbatch of another peer through our stage and send the reply."""
-        microbatch: Microbatch = await conversation.receive()
+        try:
+            async with asyncio.timeout(self.post.run.pipeline.budget_s):
+                microbatch = await conversation.receive()
+        except TimeoutError as silence:
+            raise ConnectionAbortedError(f"{conversation.peer} sent no microbatch") from silence
+        if not isinstance(microbatch, Microbatch):
+            raise Violation(f"expected a microbatch, got {type(microbatch).__name__}")
         if int(microbatch.targets.min()) < 0 or int(microbatch.targets.max()) >= self._world.vocabulary:
             raise Violation(f"targets outside the vocabulary of {self._world.vocabulary}")
         reply = await self.worker.process(microbatch, conversation.peer)
@@ -231,7 +238,9 @@ class Replica:
         try:
             async with self._world.network.talk(peer, MICROBATCH, self._world.microbatch_schema) as conversation:
                 await conversation.send(microbatch)
-                reply: Reply = await conversation.receive()
+                reply = await conversation.receive()
+                if not isinstance(reply, Gradient | Refused):
+                    raise Violation(f"expected a gradient, got {type(reply).__name__}")
         except Violation as violation:
             self._world.record(journal.Violation(peer=peer, topic=MICROBATCH, why=str(violation)))
             raise
@@ -277,8 +286,9 @@ class Replica:
             progress=self.progress.value,
             device_s=self.worker.device_s,
             tokens_per_s=self._tokens_per_s,
-            loss=self._loss,
-            gap=self._gap,
+            # A record with a number that is none would be refused by every reader.
+            loss=_finite(self._loss),
+            gap=_finite(self._gap),
             partner=self._partner,
             waiting=self.waiting(),
             version=__version__,
@@ -371,6 +381,10 @@ def restored(stage: Stage, checkpoint: Checkpoint) -> Beginning:
         ),
         progress=counters.progress,
     )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _now() -> float:

@@ -40,6 +40,7 @@ FIRST_BACKOFF_S = 0.5
 SHORTEST_SLEEP_S = 0.001
 POLL_S = 0.25
 """How often an empty roster is looked at again."""
+LARGEST_LOSS = 1e30
 
 
 class Expired(Exception):
@@ -262,7 +263,8 @@ def _check(reply: Gradient, microbatch: Microbatch) -> None:
     if reply.hidden is None or reply.hidden.shape != microbatch.hidden.shape:
         shape = None if reply.hidden is None else tuple(reply.hidden.shape)
         raise ConnectionAbortedError(f"gradient of shape {shape} for {tuple(microbatch.hidden.shape)} activations")
-    if not math.isfinite(reply.loss) or reply.tokens < 1:
+    # Neither is believed further than arithmetic with it is safe: the sum of a window's losses must not overflow.
+    if not abs(reply.loss) <= LARGEST_LOSS or not 1 <= reply.tokens <= microbatch.targets.numel():
         raise ConnectionAbortedError(f"a loss of {reply.loss} over {reply.tokens} tokens")
 
 

@@ -25,7 +25,7 @@ import uvloop
 from noloco_node.errors import Exit, Trouble
 from noloco_node.libp2p.addresses import beyond_this_machine
 from noloco_node.libp2p.network import Libp2p, Settings
-from noloco_node.libp2p.records import RecordLimits
+from noloco_node.libp2p.records import RecordLimits, overlook_orphans
 from noloco_node.libp2p.stream import Patience
 from noloco_node.libp2p.switchboard import Capacity
 from noloco_node.port import Conversation
@@ -451,3 +451,31 @@ def test_only_records_of_our_form_are_stored() -> None:
 def test_addresses_of_this_machine_are_for_this_machine_only() -> None:
     mixed = ["/ip4/127.0.0.1/tcp/1", "/ip4/192.0.2.1/tcp/1", "/ip6/::1/tcp/1", "/dns4/example.org/tcp/1"]
     assert beyond_this_machine(mixed) == [mixed[1], mixed[3]]
+
+
+@on_both_loops
+def test_only_hivemind_s_forgotten_searches_are_overlooked(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def main() -> None:
+        told: list[str] = []
+        running = asyncio.get_running_loop()
+        running.set_exception_handler(lambda _, context: told.append(context["message"]))
+        overlook_orphans(running)
+
+        async def ours() -> None:
+            await asyncio.get_running_loop().create_future()
+
+        async def forget(waiting: Coroutine[Any, Any, Any]) -> None:
+            task = asyncio.create_task(waiting)
+            await asyncio.sleep(0)
+            del task
+
+        await forget(asyncio.Event().wait())
+        gc.collect()
+        assert told == []
+        await forget(ours())
+        gc.collect()
+        assert told == ["Task was destroyed but it is pending!"]
+
+    run(main(), loop)

@@ -43,7 +43,7 @@ from noloco_node.libp2p.control import Control, delimited
 from noloco_node.libp2p.daemon import Daemon, start_daemon
 from noloco_node.libp2p.identity import ensure_identity
 from noloco_node.libp2p.reach import bootstrap_address, plain_cause, unreachable
-from noloco_node.libp2p.records import Records
+from noloco_node.libp2p.records import Records, overlook_orphans
 from noloco_node.libp2p.stream import Patience, Stream
 from noloco_node.libp2p.switchboard import Capacity, Switchboard
 from noloco_node.port import Handler
@@ -96,6 +96,7 @@ class Libp2p:
         if settings.identity is not None:
             ensure_identity(settings.identity)
         hivemind = _load_hivemind()
+        overlook_orphans(asyncio.get_running_loop())
         patience = settings.patience
         async with start_daemon(hivemind.binary, _arguments(settings), patience.start_s) as daemon:
             network = cls(settings, daemon, hivemind)

@@ -7,6 +7,7 @@ bounded in number, size and time.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
@@ -97,6 +98,27 @@ class Records:
         if self._node is not None:
             with contextlib.suppress(ConnectionError):
                 await self._control.bounded(self._node.shutdown(), _CLOSE_S)
+
+
+def overlook_orphans(loop: asyncio.AbstractEventLoop) -> None:
+    """Keep asyncio from complaining about one thing: tasks that hivemind's search drops while they wait for an event.
+
+    A search starts such a task at each hop and forgets it; when the search is cut off, as all are when the daemon dies,
+    the garbage collector finds them pending, and asyncio would print a line for each on the person's screen.
+    """
+    before = loop.get_exception_handler()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        task = context.get("task")
+        orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
+        if orphan and "was destroyed" in context.get("message", ""):
+            return
+        if before is not None:
+            before(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
 
 
 class RecordLimits:
