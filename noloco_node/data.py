@@ -167,7 +167,8 @@ def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, pa
 
 def _documents(data: DataConfig, order: Order, sequence_length: int) -> Documents:
     if data.source == "stdlib":
-        return FileDocuments(pieces_of(stdlib_files(), None), order, data.validation_percent)
+        # A few of its files are as long as hundreds of others together.
+        return FileDocuments(pieces_of(stdlib_files(), SMALLEST_PIECE_BYTES), order, data.validation_percent)
     if data.source == "text":
         # A piece holds several blocks, so that few of them are of two texts.
         pieces = pieces_of(find_files(data.path or ""), max(SMALLEST_PIECE_BYTES, 16 * sequence_length))

@@ -206,17 +206,16 @@ def _line_end(file: BinaryIO, offset: int, size: int, back_to: int | None = None
     return min(offset, size)
 
 
-def pieces_of(files: Sequence[tuple[str, Path]], piece_bytes: int | None) -> list[Piece]:
-    """Cut (name, path) into pieces of at least `piece_bytes` bytes, or not at all where that is None."""
+def pieces_of(files: Sequence[tuple[str, Path]], piece_bytes: int) -> list[Piece]:
+    """Cut (name, path) into pieces of at least `piece_bytes` bytes."""
     pieces = []
     for name, path in files:
         try:
             size = path.stat().st_size
         except OSError:
             continue
-        step = piece_bytes or max(1, size)
-        count = max(1, size // step)
-        ends = [*(step * number for number in range(1, count)), size]
+        count = max(1, size // piece_bytes)
+        ends = [*(piece_bytes * number for number in range(1, count)), size]
         for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             pieces.append(Piece(path, f"{name}#{number}" if number else name, start, end, size))
     return pieces

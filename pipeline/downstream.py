@@ -18,7 +18,6 @@ With no attempt left, or no replica in the roster for long, the answer is `Refus
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -42,7 +42,22 @@ def test_the_last_few_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> None:
     assert len(names) == KEPT
     loaded = load_latest(tmp_path, "run")
     assert loaded is not None
-    assert loaded.counters.inner_steps == 1000
+    assert loaded.counters.inner_steps == 70
+
+
+def test_another_run_with_fewer_steps_keeps_its_checkpoint(tmp_path: Path) -> None:
+    for steps in (500, 600):
+        save(tmp_path, checkpoint(steps, run_id="before"))
+    assert save(tmp_path, checkpoint(10)).exists()
+    loaded = load_latest(tmp_path, "run")
+    assert loaded is not None
+    assert loaded.counters.inner_steps == 10
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".0000000001.safetensors.aside").write_bytes(b"half")
+    save(tmp_path, checkpoint(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["0000000002.safetensors"]
 
 
 def test_a_torn_file_costs_nothing_but_itself(tmp_path: Path) -> None:

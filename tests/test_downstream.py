@@ -70,7 +70,9 @@ class Peers:
         (Gradient(hidden=None, loss=1.0, tokens=2), "lost_given_up", True),
         (Gradient(hidden=torch.zeros(2, 2, 3), loss=1.0, tokens=2), "lost_given_up", True),
         (Gradient(hidden=HIDDEN, loss=math.nan, tokens=2), "lost_given_up", True),
+        (Gradient(hidden=HIDDEN, loss=1.7e308, tokens=2), "lost_given_up", True),
         (Gradient(hidden=HIDDEN, loss=1.0, tokens=0), "lost_given_up", True),
+        (Gradient(hidden=HIDDEN, loss=1.0, tokens=3), "lost_given_up", True),
     ],
 )
 def test_another_replica_takes_what_one_did_not(answer: Answer, kind: str, accused: bool) -> None:

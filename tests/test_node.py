@@ -9,8 +9,13 @@ import torch
 from swarms import Peer, recipe, until
 
 from noloco_node import journal
+from noloco_node.port import Conversation
+from noloco_node.presence import Presence
+from noloco_node.recipe import Recipe
+from noloco_node.roster import PeerRecord, State
 from noloco_node.sim.clock import run
-from noloco_node.sim.network import Hub
+from noloco_node.sim.network import Hub, MemoryNetwork
+from noloco_node.topics import MICROBATCH, microbatch_schema
 
 
 def test_two_by_two_trains_gossips_and_ends() -> None:
@@ -167,3 +172,45 @@ def test_newcomers_that_start_together_spread_over_the_stages() -> None:
 
     stages = sorted(peer.of(journal.Started)[0].stage for peer in run(main()))
     assert stages == [0, 0, 1, 1, 2, 2]
+
+
+async def list_as_replica(hub: Hub, what: Recipe, name: str, stage: int, round: int) -> MemoryNetwork:
+    """Let a stranger claim to be a replica that trains."""
+    network = hub.network(name)
+    record = PeerRecord(peer=name, stage=stage, state=State.TRAINING, round=round)
+    await Presence(network, what.digest, what.run.pipeline.stages, lifetime_s=600.0).claim(record)
+    return network
+
+
+def test_a_reply_of_the_wrong_kind_is_a_violation_and_ends_nobody() -> None:
+    async def main() -> Peer:
+        hub, what = Hub(), recipe(steps=8)
+
+        async def echo(conversation: Conversation) -> None:
+            await conversation.send(await conversation.receive())
+
+        liar = await list_as_replica(hub, what, "peer-liar", 1, 0)
+        await liar.serve(MICROBATCH, microbatch_schema(what.run, 16), echo)
+        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
+        async with asyncio.timeout(900):
+            await asyncio.gather(*[peer.task for peer in peers])
+        return peers[0]
+
+    source = run(main())
+    assert source.of(journal.Finished)[0].why == "the run is over"
+    assert {event.peer for event in source.of(journal.Violation)} == {"peer-liar"}
+
+
+def test_a_newcomer_that_gets_no_copy_waits_and_does_not_begin_anew() -> None:
+    async def main() -> None:
+        hub, what = Hub(), recipe()
+        await list_as_replica(hub, what, "peer-busy", 1, 3)
+        late = Peer(hub, what, "peer-late", 1)
+        await asyncio.sleep(300)
+        assert any("could not copy the state" in line for line in late.said)
+        assert not late.of(journal.Started)
+        late.leave.set()
+        async with asyncio.timeout(30):
+            await late.task
+
+    run(main())

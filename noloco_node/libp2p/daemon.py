@@ -154,6 +154,6 @@ def _did_not_start(why: str) -> Trouble:
         "The libp2p daemon did not start.",
         why=why,
         attempt="check that this machine may run the program p2pd of the installed hivemind package "
-        "and that its address to listen on is right; `noloco-node doctor` tests both",
+        "and that its address to listen on is right",
         code=Exit.DAEMON,
     )

@@ -387,6 +387,6 @@ def _daemon_trouble(why: str) -> Trouble:
     return Trouble(
         "The libp2p daemon did not work.",
         why=why,
-        attempt="start again; `noloco-node doctor` tests the daemon",
+        attempt="start again; if it happens again, reinstall hivemind, whose package holds the daemon",
         code=Exit.DAEMON,
     )
