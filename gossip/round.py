@@ -193,6 +193,17 @@ class Rounds:
             elif self._open:
                 await self._step_alone()
 
+    async def leave(self) -> None:
+        """Take part in no further round; what has been agreed and is complete is still applied.
+
+        Called in a pause that lasts: a partner that has stepped with us counts on our step too.
+        """
+        self._leaving, self._open, self._snapshot, self._engagement = True, False, None, None
+        async with self._pause:
+            if self._settled is not None:
+                await self._apply(self._settled)
+        self._tell()
+
     # In a pause, under the lock.
 
     async def _tend(self) -> None:

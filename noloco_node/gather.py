@@ -25,7 +25,7 @@ from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe
 from noloco_node.roster import State
 from noloco_node.swarm import visited
-from noloco_node.topics import STATE, state_schema
+from noloco_node.topics import STATE, state_schema, topic
 
 SLOWEST_BYTES_PER_S = 2**20
 
@@ -49,7 +49,7 @@ async def gather(network: Libp2p, recipe: Recipe, presence: Presence, plan: Blue
         copies = []
         for place, peer in enumerate(sorted(peers), 1):
             say(f"stage {number}: fetching replica {place} of {len(peers)}")
-            copy = await _fetch(network, peer, shapes)
+            copy = await _fetch(network, peer, number, shapes)
             if copy is not None:
                 copies.append(copy)
         if not copies:
@@ -63,7 +63,7 @@ async def gather(network: Libp2p, recipe: Recipe, presence: Presence, plan: Blue
     return tuple(stages)
 
 
-async def _fetch(network: Libp2p, peer: str, shapes: dict[str, tuple[int, ...]]) -> Copy | None:
+async def _fetch(network: Libp2p, peer: str, number: int, shapes: dict[str, tuple[int, ...]]) -> Copy | None:
     like = tuple(torch.empty(shape, device="meta") for shape in shapes.values())
     schema = state_schema(tuple(shapes.values()))
     wanted = Wanted(
@@ -73,7 +73,9 @@ async def _fetch(network: Libp2p, peer: str, shapes: dict[str, tuple[int, ...]])
         deadline_s=60.0 + sum(tensor.nbytes for tensor in like) / SLOWEST_BYTES_PER_S,
     )
     try:
-        state = await catch_up([peer], lambda donor: network.talk(donor, STATE, schema), wanted, _in_a_thread())
+        state = await catch_up(
+            [peer], lambda donor: network.talk(donor, topic(STATE, number), schema), wanted, _in_a_thread()
+        )
     except ConnectionError as error:
         say(f"left out: {error}")
         return None

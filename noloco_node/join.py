@@ -109,8 +109,9 @@ class _Text:
     def position(self) -> dict[str, Any]:
         return self._blocks.position()
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        self._blocks.restore(dict(position))
+    async def restore(self, position: Mapping[str, Any]) -> bool:
+        async with self._turn:
+            return await asyncio.to_thread(self._blocks.restore, dict(position))
 
     def close(self) -> None:
         self._blocks.close()

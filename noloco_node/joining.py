@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gossip import catch_up
 from gossip.messages import Parts, ReplicaState
 from noloco_node import __version__, journal
-from noloco_node.checkpoint import Checkpoint
+from noloco_node.checkpoint import Checkpoint, Counters
 from noloco_node.errors import Exit, Trouble
 from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe
 from noloco_node.replica import Beginning, Runner, copied, fresh, restored
 from noloco_node.roster import PeerRecord, State
-from noloco_node.topics import STATE, state_schema
+from noloco_node.topics import STATE, state_schema, topic
 from pipeline.placement import Claim, choose_stage, yields
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from noloco_node.port import Network
     from pipeline.stage import Stage
 
+LOOKS = 5
+"""Readings of the roster that may fail before a newcomer gives up."""
 SETTLE_S = 1.0
 """Between a claim and its second reading: time for a claim made at the same moment to be seen."""
 COPY_AGAIN_S = 10.0
@@ -49,8 +52,8 @@ class Text(Protocol):
     def position(self) -> dict[str, Any]:
         """Return where the next draw begins."""
 
-    def restore(self, position: Mapping[str, Any]) -> None:
-        """Go back to a position."""
+    async def restore(self, position: Mapping[str, Any]) -> bool:
+        """Go back to a position; False where it is of another text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,28 +98,47 @@ class Newcomer:
 
 
 class Start(NamedTuple):
-    """What joining yields: the stage's number, its slice, where it starts, and our own checkpoint if that was it."""
+    """What joining yields: the stage's number, its slice, where it starts, and what we counted in an earlier life."""
 
     number: int
     stage: Stage
     beginning: Beginning
-    saved: Checkpoint | None
+    counted: Counters | None
 
 
 async def join(newcomer: Newcomer) -> Start:
     """Claim a stage, build it and find its weights."""
-    number = await _claim(newcomer)
+    saved = await newcomer.machine.load()
+    number = await _claim(newcomer, saved.counters.stage if saved is not None else None)
+    if saved is not None and saved.counters.stage != number:
+        saved = None
     stage = await newcomer.machine.device.run(newcomer.machine.build, number)
-    beginning, saved = await _beginning(newcomer, number, stage)
-    return Start(number, stage, beginning, saved)
+    beginning = await _beginning(newcomer, number, stage, saved)
+    return Start(number, stage, beginning, saved.counters if saved is not None else None)
 
 
-async def _claim(newcomer: Newcomer) -> int:
-    """Announce a stage, read again, and move if another newcomer chose alike."""
+async def _first_look(newcomer: Newcomer) -> list[int]:
+    """Return how many replicas each stage has, once the DHT has answered for all of them."""
+    for _ in range(LOOKS):
+        roster = await newcomer.presence.peek()
+        if newcomer.presence.complete:
+            return list(map(len, roster.stages))
+        newcomer.voice.say("the DHT did not answer; asking again who is there")
+        await asyncio.sleep(SETTLE_S)
+    raise Trouble(
+        "Nobody could tell who takes part in the run.",
+        why=f"the DHT did not answer {LOOKS} times in a row",
+        attempt="start the node again in a minute; if it happens again, ask whoever sent the invite",
+        code=Exit.UNREACHABLE,
+    )
+
+
+async def _claim(newcomer: Newcomer, served: int | None) -> int:
+    """Announce a stage, read again, and move if another newcomer chose alike. `served`: by us, in an earlier life."""
     presence, run, wish, me = newcomer.presence, newcomer.recipe.run, newcomer.wish, newcomer.me
-    roster = await presence.peek()
+    counts = await _first_look(newcomer)
     try:
-        stage = choose_stage(list(map(len, roster.stages)), wish, Random(f"{run.seed}|placement|{me}"))
+        stage = choose_stage(counts, wish, Random(f"{run.seed}|placement|{me}"))
     except ValueError as error:
         raise Trouble(
             f"There is no stage {wish}.",
@@ -124,6 +146,8 @@ async def _claim(newcomer: Newcomer) -> int:
             attempt="leave out --stage, or choose one that is there",
             code=Exit.USAGE,
         ) from error
+    if wish is None and served is not None and counts[served] == min(counts):
+        stage = served
     # Whoever was told its stage does not move for others; the claims of the rest are open for a moment.
     state = State.JOINING if wish is None else State.CATCHING_UP
     claimed_at = newcomer.machine.unix_time()
@@ -148,7 +172,7 @@ def _claims(presence: Presence) -> list[Claim]:
     ]
 
 
-async def _beginning(newcomer: Newcomer, number: int, stage: Stage) -> tuple[Beginning, Checkpoint | None]:
+async def _beginning(newcomer: Newcomer, number: int, stage: Stage, saved: Checkpoint | None) -> Beginning:
     """Decide where our weights come from, and put them into the stage."""
     device, say = newcomer.machine.device, newcomer.voice.say
     while True:
@@ -156,38 +180,43 @@ async def _beginning(newcomer: Newcomer, number: int, stage: Stage) -> tuple[Beg
         living = [r.peer for r in roster.stage(number) if r.state in (State.TRAINING, State.FINISHED)]
         donors = catch_up.donors(newcomer.me, living, newcomer.recipe.run.seed)
         begun = any(record.round > 0 for records in roster.stages for record in records)
+        progress = median_low([r.progress for r in roster.stage(number) if r.peer in donors]) if donors else 0.0
         if not (donors and begun):
             break
         say(f"copying stage {number} from one of {len(donors)} replicas")
         newcomer.voice.record(journal.StateChanged(state=State.CATCHING_UP))
-        state = await _copy(newcomer, stage, donors)
+        state = await _copy(newcomer, number, stage, donors)
         if state is not None:
-            return await device.run(copied, stage, state), None
+            # The stage's word on how far the run is, not one donor's.
+            return replace(await device.run(copied, stage, state), progress=progress)
         # Older weights, or the first ones, would be averaged into those of the living: rather wait.
         await asyncio.sleep(COPY_AGAIN_S)
         await newcomer.presence.peek()
-    saved = await newcomer.machine.load()
-    if saved is not None and saved.counters.stage == number:
+    if saved is not None:
         say(f"going on from our own checkpoint of inner step {saved.counters.inner_steps}")
-        return await device.run(restored, stage, saved), saved
+        return await device.run(restored, stage, saved)
     if begun:
         say(f"the run has begun, and no replica of stage {number} lives: starting it from the run's first weights")
-    return await device.run(fresh, stage), None
+    return await device.run(fresh, stage)
 
 
-async def _copy(newcomer: Newcomer, stage: Stage, donors: tuple[str, ...]) -> ReplicaState | None:
+def copying_s(weight_bytes: int) -> float:
+    """Return how long a whole state may take: weights, momentum and two moments over the slowest line."""
+    return 60.0 + 4 * weight_bytes / SLOWEST_BYTES_PER_S
+
+
+async def _copy(newcomer: Newcomer, number: int, stage: Stage, donors: tuple[str, ...]) -> ReplicaState | None:
     import torch
 
     like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
     schema = state_schema(stage.shapes)
-    whole_bytes = 4 * sum(tensor.nbytes for tensor in like)
     wanted = catch_up.Wanted(
-        parts=Parts.ALL, like=like, optimiser_like=like + like, deadline_s=60.0 + whole_bytes / SLOWEST_BYTES_PER_S
+        parts=Parts.ALL, like=like, optimiser_like=like + like, deadline_s=copying_s(sum(t.nbytes for t in like))
     )
     try:
         return await catch_up.catch_up(
             donors,
-            lambda peer: newcomer.network.talk(peer, STATE, schema),
+            lambda peer: newcomer.network.talk(peer, topic(STATE, number), schema),
             wanted,
             newcomer.machine.device.run,
         )

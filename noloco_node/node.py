@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +22,8 @@ from gossip import catch_up
 from noloco_node import __version__, journal
 from noloco_node.blueprint import Blueprint
 from noloco_node.checkpoint import Counters
-from noloco_node.joining import Machine, Newcomer, Start, Text, Voice, join
+from noloco_node.errors import Exit, Trouble
+from noloco_node.joining import Machine, Newcomer, Start, Text, Voice, copying_s, join
 from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA as RUN_SCHEMA
 from noloco_node.recipe import TOPIC as RUN_TOPIC
@@ -29,7 +31,7 @@ from noloco_node.recipe import Recipe
 from noloco_node.replica import Post, Replica, World
 from noloco_node.roster import PeerRecord, State
 from noloco_node.source import Source
-from noloco_node.topics import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema
+from noloco_node.topics import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.wire import Violation
 from pipeline.schedule import run_over
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SAVE_EVERY_S = 300.0
+TOTALS_EVERY_S = 15.0
 LAST_ROUND_S = 20.0
 DRAIN_S = 10.0
 """How long a leaving node waits for the microbatches in its hands."""
@@ -74,6 +78,9 @@ class Node:
         self._source: Source | None = None
         self._text: Text | None = None
         self._resumed: Counters | None = None
+        self._state = State.TRAINING
+        self._unlisted = 0
+        self._saved_at = asyncio.get_running_loop().time()
 
     async def live(self, leave: asyncio.Event) -> None:
         """Join the run, train until it ends or `leave` is set, serve the weights for a while, and withdraw."""
@@ -95,13 +102,25 @@ class Node:
                 start = None  # it holds copies of the weights that the replica will have replaced
                 await self._open_doors(replica)
                 async with self._running(self._tell()):
-                    over = await self._train(replica, leave)
-                    await self._save(replica)
+                    try:
+                        over = await self._train(replica, leave)
+                    except ExceptionGroup:
+                        await self._save(replica)
+                        raise
+                    saved = await self._save(replica)
                 await self._linger(leave, over)
+                if not saved and not over:
+                    await self._presence.withdraw()
+                    raise Trouble(
+                        "The weights of this replica could not be saved.",
+                        why="the disk refused; the lines above say how",
+                        attempt="free some space; the swarm goes on without this replica's last minutes",
+                        code=Exit.STORAGE,
+                    )
             await self._presence.withdraw()
 
     def _become_replica(self, start: Start) -> Replica:
-        self._resumed = start.saved.counters if start.saved else None
+        self._resumed = start.counted
         post = Post(run=self._run, run_id=self._recipe.digest, stage=start.number, peer=self._me)
         world = World(
             network=self._network,
@@ -124,15 +143,18 @@ class Node:
 
     async def _open_doors(self, replica: Replica) -> None:
         async def serve_state(conversation: Conversation) -> None:
-            await catch_up.serve(conversation, replica.state, self._turns, deadline_s=3600.0)
+            await catch_up.serve(conversation, replica.state, self._turns, deadline_s=patience_s)
 
-        shapes = tuple(self._plan.shapes[replica.post.stage].values())
-        if replica.post.stage > 0:
+        number = replica.post.stage
+        shapes = tuple(self._plan.shapes[number].values())
+        patience_s = copying_s(4 * sum(map(prod, shapes)))
+        if number > 0:
             schema = microbatch_schema(self._run, self._plan.width)
-            await self._network.serve(MICROBATCH, schema, self._watched(MICROBATCH, replica.serve_microbatch))
+            handler = self._watched(MICROBATCH, replica.serve_microbatch)
+            await self._network.serve(topic(MICROBATCH, number), schema, handler)
         gossip = self._watched(GOSSIP, replica.rounds.serve)
-        await self._network.serve(GOSSIP, gossip_schema(self._run, shapes), gossip)
-        await self._network.serve(STATE, state_schema(shapes), self._watched(STATE, serve_state))
+        await self._network.serve(topic(GOSSIP, number), gossip_schema(self._run, shapes), gossip)
+        await self._network.serve(topic(STATE, number), state_schema(shapes), self._watched(STATE, serve_state))
         self._announce(State.TRAINING)
         self._voice.record(journal.StateChanged(state=State.TRAINING))
 
@@ -143,11 +165,12 @@ class Node:
         self._voice.say(f"training stage {replica.post.stage} from inner step {replica.inner_steps}")
         async with asyncio.TaskGroup() as group:
             gossip = group.create_task(replica.rounds.run(), name="gossip")
-            steps = group.create_task(replica.train(), name="inner steps")
+            steps = group.create_task(replica.train(self._in_pause), name="inner steps")
             work = group.create_task(self._work(replica), name="work")
             asked = group.create_task(leave.wait(), name="leave")
             await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
             over = work.done()
+            self._state = State.TRAINING if over else State.LEAVING
             replica.gate.close()
             # The step loop ends by itself once nothing is in flight; a window that is complete is still used.
             until_s = asyncio.get_running_loop().time() + DRAIN_S
@@ -162,6 +185,8 @@ class Node:
             if over:
                 self._voice.say("the run is over; one last round")
                 await replica.rounds.last_round(LAST_ROUND_S)
+            else:
+                await replica.rounds.leave()
             gossip.cancel()
         self._record_totals()
         self._voice.record(
@@ -187,8 +212,9 @@ class Node:
     async def _make_source(self, replica: Replica) -> Source:
         text = self._text = await self._machine.open_text()
         resumed = self._resumed
-        if resumed is not None and resumed.data_position is not None:
-            text.restore(resumed.data_position)
+        position = resumed.data_position if resumed is not None else None
+        if position is not None and not await text.restore(position):
+            self._voice.say("the text is another one than before: reading it from its beginning")
         self._source = Source(
             text.draw,
             replica.worker.process,
@@ -199,6 +225,9 @@ class Node:
         )
         # The swarm forgets a source that was away for long; its own checkpoint does not.
         self._source.samples = max(self._presence.roster.own_samples, resumed.samples if resumed else 0)
+        # Nor does the stage forget how far the run was when sources that the DHT knows no more were at work.
+        reached = round(replica.progress.value * self._run.budget_samples)
+        self._unlisted = max(0, reached - self._presence.roster.run_samples)
         return self._source
 
     def _progress(self, own_samples: int) -> float:
@@ -206,17 +235,20 @@ class Node:
         roster = self._presence.roster
         if run_over(roster.sources, roster.sources_finished):
             return 1.0
-        return min(1.0, (roster.run_samples - roster.own_samples + own_samples) / self._run.budget_samples)
+        samples = self._unlisted + roster.run_samples - roster.own_samples + own_samples
+        return min(1.0, samples / self._run.budget_samples)
 
     # Telling.
 
     async def _tell(self) -> None:
         """Keep our record, the journal's totals and the person in front of the screen up to date."""
-        said_at, waited_for = -LINE_EVERY_S, None
+        said_at, totals_at, waited_for = -LINE_EVERY_S, 0.0, None
         while True:
             await asyncio.sleep(min(self._wishes.refresh_s, LINE_EVERY_S) / 2)
-            self._announce(State.TRAINING)
-            self._record_totals()
+            self._announce(self._state)
+            if asyncio.get_running_loop().time() - totals_at >= TOTALS_EVERY_S:
+                totals_at = asyncio.get_running_loop().time()
+                self._record_totals()
             record = self._replica_or_fail().describe(State.TRAINING)
             now_s, waits_for = (
                 asyncio.get_running_loop().time(),
@@ -239,7 +271,8 @@ class Node:
         for name, value in self._network.statistics().items():
             for prefix, counts in bytes_by.items():
                 if name.startswith(prefix):
-                    counts[name.removeprefix(prefix)] = int(value)
+                    purpose = name.removeprefix(prefix).partition("/")[0]
+                    counts[purpose] = counts.get(purpose, 0) + int(value)
         self._voice.record(journal.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
 
     def _watched(self, topic: str, handler: Handler) -> Handler:
@@ -265,15 +298,24 @@ class Node:
 
     # Leaving.
 
-    async def _save(self, replica: Replica) -> None:
+    async def _in_pause(self) -> None:
+        """Save every few minutes, between two inner steps, where weights, momentum and optimiser belong together."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._saved_at >= SAVE_EVERY_S:
+            self._saved_at = now_s
+            await self._save(self._replica_or_fail())
+
+    async def _save(self, replica: Replica) -> bool:
+        """Write a checkpoint; a disk that refuses is said and costs no more than that."""
         samples = self._source.samples if self._source else 0
         position = self._text.position() if self._text else None
         try:
             where = await self._machine.save(await replica.checkpoint(samples, position))
         except OSError as error:
-            self._voice.say(f"could not save: {error}; free some space, the weights are still being served")
-        else:
-            self._voice.say(f"saved {where}")
+            self._voice.say(f"could not save: {error}; free some space, earlier checkpoints are kept")
+            return False
+        self._voice.say(f"saved {where}")
+        return True
 
     async def _linger(self, leave: asyncio.Event, over: bool) -> None:
         """Go on serving the weights after the end of a run."""
@@ -298,6 +340,11 @@ class Node:
                 yield
             finally:
                 task.cancel()
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the samples drawn here whose gradient came back, and the replica's counters."""
+        samples = self._source.samples if self._source else 0
+        return {"samples": samples, **(self._replica.statistics() if self._replica else {})}
 
     def __repr__(self) -> str:
         return f"Node({self._me}, {self._replica!r})"

@@ -10,7 +10,9 @@ in the roster until nothing new was heard of its peer for `lifetime_s`. A peer o
 record, and readers drop it at once.
 
 How much of the run is done is kept apart, because it must outlive whoever did it: each source (a peer of stage 0) has a
-record under the run's `sources` key that lives for minutes, and readers remember the highest count of each.
+record under the run's `sources` key that lives for minutes, and readers remember the highest count of each. Only peers
+that were seen at work are believed, and those that a newcomer's first reading finds. Records are not signed: whoever
+takes the trouble to pose as a source can still lie about samples, and so about the end of the run.
 """
 
 from __future__ import annotations
@@ -68,10 +70,15 @@ class Presence:
         self._serial = 0
         self._seen: tuple[dict[str, _Sighting], ...] = tuple({} for _ in range(stages))
         self._sources: dict[str, _Source] = {}
+        self._worked: set[str] = {network.peer_id}
+        """Peers that may speak of samples: those seen at work, and those whom our first reading found."""
+        self._looked = False
         self._roster = Roster(stages=((),) * stages)
         self._change = asyncio.Event()
         self._hurry = asyncio.Event()
         self._reading = asyncio.Lock()
+        self.complete = False
+        """Whether the last reading reached all keys: an empty roster says something only then."""
         self._counts: Counter[str] = Counter()
         self._rng = random.Random(f"{run_id}|presence|{network.peer_id}")
 
@@ -127,10 +134,11 @@ class Presence:
             async with asyncio.TaskGroup() as group:
                 for place in range(len(keys)):
                     group.create_task(read(place))
+            self.complete = all(reading is not None for reading in readings)
             now = asyncio.get_running_loop().time()
             for stage, found in enumerate(readings[:-1]):
                 self._take_records(stage, found or {}, now)
-            self._take_sources(readings[-1] or {})
+            self._take_sources(readings[-1])
             self._show(now)
         return self._roster
 
@@ -199,13 +207,23 @@ class Presence:
             if found.get(peer) != seen[peer].raw:
                 del seen[peer]
 
-    def _take_sources(self, found: Mapping[str, bytes]) -> None:
+    def _take_sources(self, found: Mapping[str, bytes] | None) -> None:
+        if found is None:
+            return
+        sources = self._seen[0].values()
+        self._worked |= {s.record.peer for s in sources if s.record.state in (State.TRAINING, State.FINISHED)}
+        if not self._looked:
+            # They may have left before we came.
+            self._looked = True
+            self._worked |= set(sorted(found)[:_MOST_RECORDS])
         for peer in sorted(found, key=lambda peer: (peer not in self._sources, peer))[:_MOST_RECORDS]:
             source = _decode_source(found[peer])
             if source is None:
                 self._counts["records.garbled"] += 1
                 continue
-            if peer in self._sources or len(self._sources) < _MOST_RECORDS:
+            if peer not in self._worked:
+                self._counts["sources.unknown"] += 1
+            elif peer in self._sources or len(self._sources) < _MOST_RECORDS:
                 self._sources[peer] = _joined(self._sources.get(peer), source)
 
     def _show(self, now: float) -> None:

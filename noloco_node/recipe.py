@@ -7,6 +7,7 @@ decoded, its digest computed, and the text thrown away unless the two agree.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from noloco_node.wire import LONG_HEADER_BYTES, MessageSpec, Schema
 
 TOPIC = "run"
 PATIENCE_S = 20.0
+CLOCK_ERROR_S = 10.0
+"""A third of a record's life: with more, living peers look gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +30,10 @@ class RunRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFile:
-    """The run file as its author wrote it: TOML, comments included."""
+    """The run file as its author wrote it (TOML, comments included), and the sender's time of day (Unix seconds)."""
 
     text: str
+    unix_time: float
 
 
 SCHEMA = Schema({RunRequest: MessageSpec(), RunFile: MessageSpec(header_bytes=LONG_HEADER_BYTES)})
@@ -49,12 +53,23 @@ class Recipe:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await conversation.receive()
-                await conversation.send(RunFile(text=self.text))
+                await conversation.send(RunFile(text=self.text, unix_time=time.time()))
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
 
     def __repr__(self) -> str:
         return f"Recipe({self.run.name}, {self.digest[:12]})"
+
+
+def check_clock(ahead_s: float, peer: str) -> None:
+    """Raise `Trouble` if our clock is so far from a peer's that records would expire too early or too late."""
+    if abs(ahead_s) > CLOCK_ERROR_S:
+        raise Trouble(
+            f"This machine's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} a peer's.",
+            why=f"{peer} says so, and records of who is there expire by the time of day",
+            attempt="set the clock (timedatectl set-ntp true); if it is right, ask that peer's owner to set theirs",
+            code=Exit.UNREACHABLE,
+        )
 
 
 async def fetch(network: Network, peers: Sequence[str], digest: str) -> Recipe:
@@ -72,6 +87,7 @@ async def fetch(network: Network, peers: Sequence[str], digest: str) -> Recipe:
             continue
         recipe = Recipe(reply.text, f"the run file from {peer}")
         if recipe.digest == digest:
+            check_clock(time.time() - reply.unix_time, peer)
             return recipe
         answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
     raise Trouble(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from random import Random
@@ -24,7 +24,7 @@ from noloco_node import __version__, journal
 from noloco_node.checkpoint import Checkpoint, Counters
 from noloco_node.config import OuterConfig, RunConfig
 from noloco_node.roster import PeerRecord, Roster, State
-from noloco_node.topics import GOSSIP, MICROBATCH
+from noloco_node.topics import GOSSIP, MICROBATCH, topic
 from noloco_node.wire import Violation
 from pipeline.downstream import Downstream, Limits, Ways
 from pipeline.gate import Gate, Outcome
@@ -130,14 +130,15 @@ class Replica:
 
     # The training itself.
 
-    async def train(self) -> None:
-        """Fill windows and take inner steps until the gate is closed."""
+    async def train(self, in_pause: Callable[[], Awaitable[None]]) -> None:
+        """Fill windows and take inner steps until the gate is closed; call `in_pause` between two of them."""
         while (outcomes := await self.gate.full()) is not None:
             self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], _now())
             rate = learning_rate(self.progress.value, self._schedule)
             report = await self._device.run(self._stage.step, rate, len(outcomes))
             self._note_step(outcomes, rate, report.applied)
             await self.rounds.between_steps(self.inner_steps, self._seconds_per_step)
+            await in_pause()
             self.gate.next_window()
 
     def _note_step(self, outcomes: tuple[Outcome, ...], rate: float, applied: bool) -> None:
@@ -226,7 +227,7 @@ class Replica:
         return [Candidate(r.peer, r.round) for r in records if r.state is State.TRAINING and r.peer != self.post.peer]
 
     def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
-        return self._world.network.talk(peer, GOSSIP, self._world.gossip_schema)
+        return self._world.network.talk(peer, topic(GOSSIP, self.post.stage), self._world.gossip_schema)
 
     # What the worker asks of us.
 
@@ -236,7 +237,9 @@ class Replica:
 
     async def _call(self, peer: str, microbatch: Microbatch) -> Reply:
         try:
-            async with self._world.network.talk(peer, MICROBATCH, self._world.microbatch_schema) as conversation:
+            async with self._world.network.talk(
+                peer, topic(MICROBATCH, self.post.stage + 1), self._world.microbatch_schema
+            ) as conversation:
                 await conversation.send(microbatch)
                 reply = await conversation.receive()
                 if not isinstance(reply, Gradient | Refused):

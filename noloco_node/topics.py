@@ -21,6 +21,15 @@ STATE = "state"
 Shapes = Sequence[tuple[int, ...]]
 
 
+def topic(kind: str, stage: int) -> str:
+    """Return the topic of conversations with a replica of one stage.
+
+    Middle stages have equal shapes: only the name keeps a peer from taking another stage's messages for its own when
+    somebody's roster still lists it at the stage that it served before.
+    """
+    return f"{kind}/{stage}"
+
+
 def microbatch_schema(run: RunConfig, width: int) -> Schema:
     """Return what a stage and the one before it say to each other."""
     cells = (run.pipeline.microbatch_size, run.pipeline.sequence_length)

@@ -72,10 +72,13 @@ class Text:
     """Random tokens in an order of (seed, peer); every draw is kept."""
 
     def __init__(self, run: Any, peer: str) -> None:
+        self.failure: Exception | None = None
         self._shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length + 1)
         self._seed, self.drawn = Random(f"{run.seed}|{peer}").randrange(2**31), []  # type: ignore[var-annotated]
 
     async def draw(self) -> Tensor:
+        if self.failure is not None:
+            raise self.failure
         generator = torch.Generator().manual_seed(self._seed + len(self.drawn))
         tokens = torch.randint(32, self._shape, generator=generator)
         self.drawn.append(tokens)
@@ -84,19 +87,28 @@ class Text:
     def position(self) -> dict[str, Any]:
         return {"drawn": len(self.drawn)}
 
-    def restore(self, position: Mapping[str, Any]) -> None:
+    async def restore(self, position: Mapping[str, Any]) -> bool:
         while len(self.drawn) < position["drawn"]:
             self.drawn.append(torch.empty(0))
+        return True
 
 
 class Peer:
     """One production node with everything that a test wants to look at."""
 
-    def __init__(self, hub: Hub, recipe: Recipe, name: str, stage: int | None, job_s: float = 0.05) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        recipe: Recipe,
+        name: str,
+        stage: int | None,
+        job_s: float = 0.05,
+        saved: Checkpoint | None = None,
+    ) -> None:
         self.name, self.leave = name, asyncio.Event()
         self.events: list[journal.Event] = []
         self.said: list[str] = []
-        self.saved: Checkpoint | None = None
+        self.saved = saved
         self.text = Text(recipe.run, name)
         self.stages: list[Stage] = []
         self.plan = _plan(recipe.text)

@@ -15,7 +15,7 @@ from noloco_node.recipe import Recipe
 from noloco_node.roster import PeerRecord, State
 from noloco_node.sim.clock import run
 from noloco_node.sim.network import Hub, MemoryNetwork
-from noloco_node.topics import MICROBATCH, microbatch_schema
+from noloco_node.topics import MICROBATCH, microbatch_schema, topic
 
 
 def test_two_by_two_trains_gossips_and_ends() -> None:
@@ -190,7 +190,7 @@ def test_a_reply_of_the_wrong_kind_is_a_violation_and_ends_nobody() -> None:
             await conversation.send(await conversation.receive())
 
         liar = await list_as_replica(hub, what, "peer-liar", 1, 0)
-        await liar.serve(MICROBATCH, microbatch_schema(what.run, 16), echo)
+        await liar.serve(topic(MICROBATCH, 1), microbatch_schema(what.run, 16), echo)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
         async with asyncio.timeout(900):
             await asyncio.gather(*[peer.task for peer in peers])
@@ -212,5 +212,79 @@ def test_a_newcomer_that_gets_no_copy_waits_and_does_not_begin_anew() -> None:
         late.leave.set()
         async with asyncio.timeout(30):
             await late.task
+
+    run(main())
+
+
+def test_a_rejoining_source_goes_on_in_its_text_and_copies_a_living_replica() -> None:
+    async def main() -> tuple[Peer, Peer]:
+        hub, what = Hub(), recipe(stages=1, replicas=2, steps=400, per_round=3)
+        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+        await until(lambda: len(peers[1].of(journal.InnerStep)) >= 12)
+        peers[1].leave.set()
+        await peers[1].task
+        hub.kill("peer-b")
+        second = Peer(hub, what, "peer-b", 0, saved=peers[1].saved)
+        await until(lambda: len(second.of(journal.InnerStep)) >= 1)
+        drawn = len(second.text.drawn)
+        for peer in (peers[0], second):
+            peer.leave.set()
+            await peer.task
+        assert any("copying stage 0" in line for line in second.said)
+        assert peers[1].saved is not None
+        position = peers[1].saved.counters.data_position
+        assert position is not None
+        assert drawn > position["drawn"] > 10
+        return peers[1], second
+
+    first, second = run(main())
+    # What the first life had counted still counts.
+    assert second.node.statistics()["samples"] >= first.node.statistics()["samples"] > 0
+
+
+def test_a_polite_leaver_leaves_no_round_half_done() -> None:
+    async def main() -> list[Peer]:
+        hub, what = Hub(), recipe(stages=1, replicas=2, steps=400, per_round=3)
+        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+        await until(lambda: len(peers[1].of(journal.OuterStep)) >= 3)
+        peers[1].leave.set()
+        await peers[1].task
+        met = [event.round for event in peers[0].of(journal.OuterStep) if event.partner == "peer-b"]
+        mine = [event.round for event in peers[1].of(journal.OuterStep) if event.partner == "peer-a"]
+        peers[0].leave.set()
+        await peers[0].task
+        assert met == mine
+        assert peers[1].saved is not None
+        assert peers[1].saved.counters.round == mine[-1]
+        return peers
+
+    run(main())
+
+
+def test_text_that_fails_costs_the_node_but_not_its_weights() -> None:
+    async def main() -> Peer:
+        hub, what = Hub(), recipe(stages=1, steps=400)
+        peer = Peer(hub, what, "peer-a", 0)
+        await until(lambda: len(peer.of(journal.InnerStep)) >= 3)
+        peer.text.failure = OSError("the text is gone")
+        with pytest.raises(ExceptionGroup, match="unhandled"):
+            await peer.task
+        return peer
+
+    peer = run(main())
+    assert peer.saved is not None
+    assert peer.saved.counters.inner_steps >= 3
+
+
+def test_a_replica_saves_every_few_minutes() -> None:
+    async def main() -> Peer:
+        hub, what = Hub(), recipe(stages=1, steps=10_000, window=1)
+        peer = Peer(hub, what, "peer-a", 0, job_s=2.0)
+        await until(lambda: peer.saved is not None, 1000.0)
+        assert peer.saved is not None
+        assert peer.saved.counters.inner_steps == len(peer.of(journal.InnerStep))
+        peer.leave.set()
+        await peer.task
+        return peer
 
     run(main())

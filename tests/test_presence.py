@@ -260,3 +260,18 @@ def test_a_lost_network_is_counted_and_not_raised() -> None:
         assert one.statistics()["publish.failed"] >= 1
 
     run(main())
+
+
+def test_samples_of_whom_nobody_saw_at_work_do_not_count() -> None:
+    async def main() -> None:
+        hub = Hub(0.05)
+        _, one = present(hub, "a")
+        await one.claim(record("a", 0, samples=100))
+        stranger, _ = present(hub, "stranger")
+        for forged, samples in (("stranger", 2**50), ("invented", 1)):
+            raw = msgspec.msgpack.encode((samples, True))
+            assert await stranger.publish(f"{RUN}/sources", forged, raw, 600.0)
+        roster = await one.peek()
+        assert (roster.run_samples, roster.sources, roster.sources_finished) == (100, 1, 0)
+
+    run(main())
