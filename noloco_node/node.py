@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SAVE_EVERY_S = 300.0
-TOTALS_EVERY_S = 15.0
 LAST_ROUND_S = 20.0
 DRAIN_S = 10.0
 """How long a leaving node waits for the microbatches in its hands."""
@@ -246,7 +245,7 @@ class Node:
         while True:
             await asyncio.sleep(min(self._wishes.refresh_s, LINE_EVERY_S) / 2)
             self._announce(self._state)
-            if asyncio.get_running_loop().time() - totals_at >= TOTALS_EVERY_S:
+            if asyncio.get_running_loop().time() - totals_at >= self._wishes.refresh_s:
                 totals_at = asyncio.get_running_loop().time()
                 self._record_totals()
             record = self._replica_or_fail().describe(State.TRAINING)
