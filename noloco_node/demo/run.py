@@ -87,7 +87,7 @@ async def demonstrate(demo: DemoConfig) -> None:
         raise Trouble(
             f"{demo.stages} stages of {demo.replicas} replicas are too many for one machine",
             why=f"each peer is two processes and about half a gibibyte; the demo starts at most {MOST_PEERS} peers",
-            attempt="fewer stages or replicas; or noloco-node simulate, which takes thousands",
+            attempt="fewer stages or replicas",
             code=Exit.USAGE,
         )
     started_at = time.time()
