@@ -52,11 +52,6 @@ class Stepped(NamedTuple):
     correction: Tensors
 
 
-def stability_bound(alpha: float) -> float:
-    """Return the gamma below which (and above 0) the disagreement of many randomly paired replicas contracts."""
-    return 2.0 * (1.0 - alpha * alpha)
-
-
 def pseudo_gradient(slow: Tensors, fast: Tensors) -> Tensors:
     """Return slow minus fast: what the inner steps did, in the sign of a gradient."""
     return tuple(torch.sub(phi, theta) for phi, theta in zip(slow, fast, strict=True))

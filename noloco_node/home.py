@@ -78,6 +78,13 @@ class Home:
         """The run file as it was fetched."""
         return self.path / "run.toml"
 
+    def keep_run_file(self, text: str) -> None:
+        """Write the run file as it was fetched; raise `Trouble` (STORAGE) where the disk refuses."""
+        try:
+            self.run_file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
     def close(self) -> None:
         """Give the directory free; closing twice is harmless."""
         if self._lock >= 0:

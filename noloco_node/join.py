@@ -51,7 +51,7 @@ async def join(invite: str, config: NodeConfig) -> None:
         async with departure(say) as leaving, connected(settings) as network:
             say(f"we are {network.peer_id}")
             recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
-            home.run_file.write_text(recipe.text)
+            home.keep_run_file(recipe.text)
             plan = await asyncio.to_thread(blueprint, recipe.run)
             # Closed before the device: a thread that waits for text ends with it, and so does not keep us.
             with closing(Device(torch_device)) as device, ExitStack() as texts:

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gossip.stability import stability_bound
+
 if TYPE_CHECKING:
     from noloco_node.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
 
@@ -62,11 +64,6 @@ def layers_of(model: ModelConfig) -> int | None:
         if isinstance(model.sizes.get(name), int):
             return int(model.sizes[name])
     return None
-
-
-def stability_bound(alpha: float) -> float:
-    """Return what gamma has to stay below for the disagreement of many replicas to contract."""
-    return 2 * (1 - alpha * alpha)
 
 
 def _within(field: str, value: float, low: float, high: float) -> Iterator[Problem]:

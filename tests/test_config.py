@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gossip.stability import stability_bound
 from noloco_node import runfile
 from noloco_node.config import DataConfig, ModelConfig, NodeConfig, OuterConfig, RunConfig
 from noloco_node.errors import Exit, Trouble
 from noloco_node.presets import PRESETS, demo_run_text, run_text, write_run_file
-from noloco_node.rules import stability_bound
 from noloco_node.runfile import (
     RUN_TEXT_BYTES,
     canonical,

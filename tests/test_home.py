@@ -91,3 +91,14 @@ def test_a_full_disk_is_storage_trouble_and_leaves_no_lock(tmp_path: Path, monke
     assert caught.value.code is Exit.STORAGE
     assert "No space left" in caught.value.why
     Home.open(tmp_path).close()
+
+
+def test_a_run_file_that_cannot_be_written_is_trouble(tmp_path: Path) -> None:
+    with Home.open(tmp_path / "home") as home:
+        home.keep_run_file("first")
+        assert home.run_file.read_text() == "first"
+        home.run_file.unlink()
+        home.run_file.mkdir()
+        with pytest.raises(Trouble) as caught:
+            home.keep_run_file("second")
+    assert caught.value.code is Exit.STORAGE

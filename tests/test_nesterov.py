@@ -14,10 +14,10 @@ from gossip.nesterov import (
     mean,
     outer_step,
     pseudo_gradient,
-    stability_bound,
     step_alone,
     step_pair,
 )
+from gossip.stability import stability_bound
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
 SHAPES = ((3, 2), (5,), ())
