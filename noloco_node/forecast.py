@@ -1,163 +1,268 @@
-"""How much of its time the slowest stage of a pipeline will work: a small model of windows, in virtual time.
+"""How busy a pipeline will be: a model of its cost, in virtual time, without tensors and without a network.
 
-Each stage has a few replicas with one device each, first come, first served. A microbatch takes a forward pass at
-every stage on its way down (at the last one forward and backward at once) and a backward pass, twice the work, on its
-way up; its next hop is drawn without replacement from a bag. A replica admits exactly a window of microbatches
-between two inner steps, as `pipeline.gate` does; what comes too early queues. The first stage never lacks
-microbatches.
+The unit of time is the forward pass of the slowest stage, or whatever the caller takes. Each replica has one device,
+first come, first served. A microbatch takes a forward pass at every stage on its way down and a backward pass, twice
+the work, on its way up; the last stage does both at once. The rest is production's behaviour, and where it is a
+function there it is called and not copied:
 
-Between two windows every stage runs dry and fills again: that is what the model measures. It leaves out all else
-(serialisation, gossip, unequal machines, limits of queues), so it is an upper bound, and good for comparing plans.
+- a sender draws its next hop from a bag, in proportion to speed (`pipeline.routing`), and a call opens a stream before
+  it sends: a round trip, so that the way down takes three latencies and the way up one;
+- a replica admits exactly a window of microbatches between two inner steps, queues two more, a fair share per sender
+  and the senders in turn, and refuses the rest (`pipeline.gate`); who is refused leaves that replica in peace for as
+  long as it was told, asks another, and sleeps when all refuse (`pipeline.downstream`);
+- a source has a window of microbatches on their way, and starts the next when a gradient is back.
+
+Between two windows every stage runs dry and fills again, and a replica that waits for a slow one has nothing else to
+do: that is what the model measures. It leaves out inner steps, gossip, bandwidth, faults, and what measuring speeds
+gets wrong, so it is an upper bound. `tests/test_forecast.py` holds it against production nodes.
+
+`windows_in_flight` 2 is model only, production has 1: forwards of the next window are admitted, on the weights before
+the step, while the last backwards of this one drain. A step is taken when the older of the two windows is complete.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from enum import Enum, auto
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from random import Random
-from typing import NamedTuple
+
+import msgspec
+
+from pipeline.routing import Bag, Hop, next_hop
+from pipeline.schedule import fair_share
 
 REPLICAS = 4
 """Replicas of a stage in the model, at most: more change the result little and its cost much."""
 WINDOW = 256
 """Largest window in the model: beyond, filling and draining no longer count."""
-_EVENTS = 300_000
+OPENING = 2.0
+"""Latencies that pass before a call's first message leaves: its stream is opened, a round trip."""
+_WARM_UP_WINDOWS = 2
+_LEAST_WINDOWS, _MOST_WINDOWS = 4, 16
+_HOPS = 24_000
+"""Microbatches times stages of one forecast, about: half a second."""
 
 
-class Shape(NamedTuple):
-    """A pipeline. `work`: device time of a forward pass at each stage; `latency`: of a hop, in the same unit."""
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """A pipeline.
 
-    work: tuple[float, ...]
+    `passes`: for each stage the time of a forward pass at each of its replicas. `window`: microbatches of an inner
+    step. `latency`: mean time of one message. `jitter`: its standard deviation over its mean, log-normal.
+    """
+
+    passes: tuple[tuple[float, ...], ...]
     window: int
-    replicas: int
-    latency: float
+    latency: float = 0.0
+    jitter: float = 0.0
+    windows_in_flight: int = 1
+
+    @property
+    def capacity(self) -> float:
+        """Microbatches in a unit of time when the weakest stage never waits."""
+        return min(math.fsum(1.0 / (3.0 * time) for time in replicas) for replicas in self.passes)
 
 
-class _Event(Enum):
-    """What happens to a microbatch at a stage: it arrives, its gradient comes back, its backward pass is done."""
+def even(work: tuple[float, ...], replicas: int) -> tuple[tuple[float, ...], ...]:
+    """Return the `passes` of stages with so much work each and equal replicas, at most as many as the model needs."""
+    return tuple((each,) * min(replicas, REPLICAS) for each in work)
 
-    ARRIVED = auto()
-    ANSWERED = auto()
-    DONE = auto()
+
+class _Microbatch:
+    """One sample on its way: the replicas it has been through, and which of their windows it is in."""
+
+    __slots__ = ("path", "windows")
+
+    def __init__(self, source: _Replica) -> None:
+        self.path, self.windows = [source], [0]
 
 
 class _Replica:
-    def __init__(self, rng: Random) -> None:
-        self.admitted = self.succeeded = 0
-        self.free_at = 0.0
-        self.queue: deque[int] = deque()
-        self.bag: list[int] = []
-        self.rng = rng
+    """One device and the door in front of it."""
 
-    def route(self, replicas: int) -> int:
-        if not self.bag:
-            self.bag = list(range(replicas))
-            self.rng.shuffle(self.bag)
-        return self.bag.pop()
+    def __init__(self, stage: int, number: int, time: float) -> None:
+        self.stage, self.name, self.time = stage, f"{stage}/{number}", time
+        self.free_at = 0.0
+        self.rng = Random(f"forecast|routing|{self.name}")
+        self.bag = Bag()
+        self.hops: tuple[Hop, ...] = ()
+        self.resting: dict[str, float] = {}
+        self.admitted = self.steps = self.queued = 0
+        self.succeeded: deque[int] = deque([0])
+        """Of each window from the one that the next step ends."""
+        self.queue: OrderedDict[str, deque[_Microbatch]] = OrderedDict()
+        self.heard: tuple[set[str], set[str]] = (set(), set())
+        self.pace = self.last_success = 0.0
+
+    def refuses(self, sender: str, window: int) -> float | None:
+        """Return for how long a sender is refused, None if it is not: `pipeline.gate` says why so."""
+        limit = 2 * window
+        heard, before = self.heard
+        if len(heard) < limit:
+            heard.add(sender)
+        share = fair_share(limit, len(heard | before))
+        if self.queued < limit and len(self.queue.get(sender, ())) < share:
+            return None
+        return (self.pace or 3.0 * self.time) * max(1.0, self.queued / 2)
+
+    def enqueue(self, sender: str, microbatch: _Microbatch) -> None:
+        """Let a microbatch wait in its sender's row."""
+        self.queue.setdefault(sender, deque()).append(microbatch)
+        self.queued += 1
+
+    def next_queued(self) -> _Microbatch:
+        """Take the next out of the queue, the senders in turn."""
+        sender, waiting = self.queue.popitem(last=False)
+        microbatch = waiting.popleft()
+        if waiting:
+            self.queue[sender] = waiting
+        self.queued -= 1
+        return microbatch
+
+    def note_success(self, window: int, now: float) -> None:
+        """Count a success in its window."""
+        while len(self.succeeded) <= window - self.steps:
+            self.succeeded.append(0)
+        self.succeeded[window - self.steps] += 1
+        interval = now - self.last_success
+        self.pace = 0.9 * self.pace + 0.1 * interval if self.pace else interval
+        self.last_success = now
+
+
+Action = Callable[[int, _Microbatch], None]
 
 
 class _Model:
-    """The events of one run. A microbatch is a number; `path` holds the replicas that it has been through."""
+    """The events of one run: at a time, something happens to a microbatch at a stage."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.now, self.done, self._counter = 0.0, 0, 0
-        self._events: list[tuple[float, int, _Event, int, int]] = []
-        self._path: dict[int, list[int]] = {}
-        self._stages = [
-            [_Replica(Random(f"forecast|{stage}|{number}")) for number in range(shape.replicas)]
-            for stage in range(len(shape.work))
+        self.now, self.done, self.passes, self.refused, self._counter = 0.0, 0, 0, 0, 0
+        self._events: list[tuple[float, int, Action, int, _Microbatch]] = []
+        self._rng = Random("forecast|latency")
+        self._last = len(shape.passes) - 1
+        stages = [
+            [_Replica(stage, number, time) for number, time in enumerate(times)]
+            for stage, times in enumerate(shape.passes)
         ]
-        for number in range(shape.replicas):
-            self._refill(number)
+        self._replicas = {replica.name: replica for replicas in stages for replica in replicas}
+        for here, below in zip(stages, stages[1:], strict=False):
+            hops = tuple(Hop(replica.name, 3.0 * replica.time) for replica in below)
+            for replica in here:
+                replica.hops = hops
+        for source in stages[0]:
+            for _ in range(shape.window * shape.windows_in_flight):
+                self._at(0.0, self._arrive, 0, _Microbatch(source))
 
     def run(self, microbatches: int) -> float:
         """Go on until so many microbatches are done; return the time."""
         while self.done < microbatches:
-            self.now, _, event, stage, microbatch = heapq.heappop(self._events)
-            match event:
-                case _Event.ARRIVED:
-                    self._arrived(stage, microbatch)
-                case _Event.ANSWERED:
-                    done_at = self._compute(stage, microbatch, 2)
-                    self._at(done_at, _Event.DONE, stage, microbatch)
-                case _Event.DONE:
-                    self._done(stage, microbatch)
+            self.now, _, action, stage, microbatch = heapq.heappop(self._events)
+            action(stage, microbatch)
         return self.now
 
-    def _at(self, time: float, event: _Event, stage: int, microbatch: int) -> None:
+    def _at(self, time: float, action: Action, stage: int, microbatch: _Microbatch) -> None:
         # The counter keeps events of one moment in order.
         self._counter += 1
-        heapq.heappush(self._events, (time, self._counter, event, stage, microbatch))
+        heapq.heappush(self._events, (time, self._counter, action, stage, microbatch))
 
-    def _replica(self, stage: int, microbatch: int) -> _Replica:
-        return self._stages[stage][self._path[microbatch][stage]]
+    def _on_line(self, messages: float) -> float:
+        """Return how long so many messages take, one after the other."""
+        mean, jitter = self.shape.latency, self.shape.jitter
+        if not jitter or not mean:
+            return mean * messages
+        variance = math.log1p(jitter**2)
+        return math.fsum(
+            mean * self._rng.lognormvariate(-variance / 2, math.sqrt(variance)) for _ in range(round(messages))
+        )
 
-    def _compute(self, stage: int, microbatch: int, passes: int) -> float:
+    def _compute(self, replica: _Replica, passes: int) -> float:
         """Queue work of so many forward passes at a device; return when it is done."""
-        replica = self._replica(stage, microbatch)
-        replica.free_at = max(self.now, replica.free_at) + passes * self.shape.work[stage]
+        self.passes += passes
+        replica.free_at = max(self.now, replica.free_at) + passes * replica.time
         return replica.free_at
 
-    def _refill(self, number: int) -> None:
-        """Hand a window of fresh microbatches to a replica of the first stage."""
-        for _ in range(self.shape.window):
-            microbatch = len(self._path)
-            self._path[microbatch] = [number]
-            self._at(self.now, _Event.ARRIVED, 0, microbatch)
-
-    def _arrived(self, stage: int, microbatch: int) -> None:
-        replica = self._replica(stage, microbatch)
-        if replica.admitted == self.shape.window:
-            replica.queue.append(microbatch)
-        else:
+    def _arrive(self, stage: int, microbatch: _Microbatch) -> None:
+        replica, shape = microbatch.path[stage], self.shape
+        sender = microbatch.path[max(0, stage - 1)].name
+        if replica.admitted < (replica.steps + shape.windows_in_flight) * shape.window:
+            replica.heard[0].add(sender)
             self._admit(stage, microbatch)
+            return
+        refused = replica.refuses(sender, shape.window)
+        if refused is None:
+            replica.enqueue(sender, microbatch)
+            return
+        self.refused += 1
+        del microbatch.path[stage], microbatch.windows[stage]
+        told_at = self.now + self._on_line(1)
+        self._replicas[sender].resting[replica.name] = told_at + refused
+        self._at(told_at, self._ask, stage - 1, microbatch)
 
-    def _admit(self, stage: int, microbatch: int) -> None:
-        replica = self._replica(stage, microbatch)
+    def _admit(self, stage: int, microbatch: _Microbatch) -> None:
+        replica = microbatch.path[stage]
+        microbatch.windows[stage] = replica.admitted // self.shape.window
         replica.admitted += 1
-        if stage == len(self._stages) - 1:
-            self._at(self._compute(stage, microbatch, 3), _Event.DONE, stage, microbatch)
+        if stage == self._last:
+            self._at(self._compute(replica, 3), self._finish, stage, microbatch)
         else:
-            forward_at = self._compute(stage, microbatch, 1)
-            self._path[microbatch].append(replica.route(self.shape.replicas))
-            self._at(forward_at + self.shape.latency, _Event.ARRIVED, stage + 1, microbatch)
+            self._at(self._compute(replica, 1), self._ask, stage, microbatch)
 
-    def _done(self, stage: int, microbatch: int) -> None:
-        if stage == 0:
+    def _ask(self, stage: int, microbatch: _Microbatch) -> None:
+        """Send a microbatch to a replica of the next stage; sleep if all refused of late."""
+        replica = microbatch.path[stage]
+        resting = [name for name, until in replica.resting.items() if until > self.now] if replica.resting else ()
+        peer, replica.bag = next_hop(replica.bag, replica.hops, resting, replica.rng)
+        if peer is None:
+            pause = min(replica.resting.values()) - self.now
+            self._at(self.now + pause * replica.rng.uniform(1.0, 1.25), self._ask, stage, microbatch)
+            return
+        microbatch.path.append(self._replicas[peer])
+        microbatch.windows.append(0)
+        self._at(self.now + self._on_line(OPENING + 1), self._arrive, stage + 1, microbatch)
+
+    def _answer(self, stage: int, microbatch: _Microbatch) -> None:
+        self._at(self._compute(microbatch.path[stage], 2), self._finish, stage, microbatch)
+
+    def _finish(self, stage: int, microbatch: _Microbatch) -> None:
+        replica, shape = microbatch.path[stage], self.shape
+        replica.note_success(microbatch.windows[stage], self.now)
+        if stage:
+            self._at(self.now + self._on_line(1), self._answer, stage - 1, microbatch)
+        else:
             self.done += 1
-        else:
-            self._at(self.now + self.shape.latency, _Event.ANSWERED, stage - 1, microbatch)
-        replica = self._replica(stage, microbatch)
-        replica.succeeded += 1
-        if replica.succeeded == self.shape.window:
-            self._step(stage, microbatch)
+            self._at(self.now, self._arrive, 0, _Microbatch(replica))
+        while replica.succeeded and replica.succeeded[0] == shape.window:
+            self._step(replica)
 
-    def _step(self, stage: int, microbatch: int) -> None:
+    def _step(self, replica: _Replica) -> None:
         """Take an inner step: the next window opens."""
-        replica = self._replica(stage, microbatch)
-        replica.admitted = replica.succeeded = 0
-        if stage == 0:
-            self._refill(self._path[microbatch][0])
-        while replica.queue and replica.admitted < self.shape.window:
-            self._admit(stage, replica.queue.popleft())
+        replica.succeeded.popleft()
+        replica.steps += 1
+        replica.heard = (set(), replica.heard[0])
+        room = (replica.steps + self.shape.windows_in_flight) * self.shape.window
+        while replica.queued and replica.admitted < room:
+            self._admit(replica.stage, replica.next_queued())
 
 
 def efficiency(shape: Shape) -> float:
-    """Return the share of its time for which the slowest stage works, 0 to 1, once the pipeline has filled.
+    """Return the work done over what the weakest stage could do if it never waited, 0 to 1, once the pipeline is full.
 
     Deterministic. Raises ValueError for a shape without stages, work or replicas.
     """
-    if not shape.work or min(shape.work) <= 0 or shape.window < 1 or shape.replicas < 1 or shape.latency < 0:
+    times = [time for replicas in shape.passes for time in replicas]
+    counts = [len(replicas) for replicas in shape.passes]
+    if not counts or min(counts) < 1 or not min(times) > 0 or shape.window < 1 or shape.windows_in_flight < 1:
         raise ValueError(f"{shape} is no pipeline")
-    replicas, window = min(shape.replicas, REPLICAS), min(shape.window, WINDOW)
-    if 36 * window * replicas * len(shape.work) > _EVENTS:
-        replicas = 1
-    windows = max(3, min(12, _EVENTS // (3 * window * replicas * len(shape.work))))
-    model = _Model(shape._replace(replicas=replicas, window=window))
-    filled = windows // 3 * window * replicas
-    start = model.run(filled)
-    counted = windows * window * replicas - filled
-    elapsed = model.run(windows * window * replicas) - start
-    return min(1.0, 3 * max(shape.work) * counted / (replicas * elapsed))
+    if not shape.latency >= 0 or not shape.jitter >= 0:
+        raise ValueError(f"{shape} is no pipeline: a message cannot arrive before it was sent")
+    shape = msgspec.structs.replace(shape, window=min(shape.window, WINDOW))
+    window = shape.window * max(counts)
+    windows = max(_LEAST_WINDOWS, min(_MOST_WINDOWS, _HOPS // (window * len(counts))))
+    model = _Model(shape)
+    begun = model.run(_WARM_UP_WINDOWS * window)
+    # Passes at all stages, not microbatches that are done: those come in bursts, these do not.
+    before = model.passes
+    elapsed = model.run((_WARM_UP_WINDOWS + windows) * window) - begun
+    return min(1.0, (model.passes - before) / (3 * len(counts)) / elapsed / shape.capacity)

@@ -22,9 +22,9 @@ from noloco_node.data import check_vocabulary, open_blocks
 from noloco_node.departure import departure
 from noloco_node.device import Device, autocast_dtype, choose_device
 from noloco_node.home import Home
-from noloco_node.joining import Machine, Voice
 from noloco_node.journal import Journal
 from noloco_node.libp2p.network import Settings
+from noloco_node.machine import Machine, Voice
 from noloco_node.mixing import mixed
 from noloco_node.node import Node, Wishes
 from noloco_node.recipe import fetch

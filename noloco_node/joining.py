@@ -9,29 +9,26 @@ that it continues.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from gossip import catch_up
 from gossip.messages import Parts, ReplicaState
 from noloco_node import __version__, journal
 from noloco_node.checkpoint import Checkpoint, Counters
 from noloco_node.errors import Exit, Trouble
+from noloco_node.machine import Machine, Stage, Voice
 from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe
-from noloco_node.replica import Beginning, Runner, copied, fresh, restored
+from noloco_node.replica import Beginning, copied, fresh, restored
 from noloco_node.roster import PeerRecord, State
 from noloco_node.topics import STATE, state_schema, topic
 from pipeline.placement import Claim, choose_stage, yields
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from noloco_node.port import Network
-    from pipeline.stage import Stage
 
 LOOKS = 5
 """Readings of the roster that may fail before a newcomer gives up."""
@@ -41,43 +38,6 @@ COPY_AGAIN_S = 10.0
 """Before all donors are asked again, when none gave its state."""
 SLOWEST_BYTES_PER_S = 2**20
 """A donor whose line is slower than this is given up."""
-
-
-class Text(Protocol):
-    """Where a source's tokens come from. `position` and `restore`: to resume exactly."""
-
-    async def draw(self) -> Tensor:
-        """Return the next tokens [batch, sequence + 1], int64."""
-
-    def position(self) -> dict[str, Any]:
-        """Return where the next draw begins."""
-
-    async def restore(self, position: Mapping[str, Any]) -> bool:
-        """Go back to a position; False where it is of another text."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """What this machine gives.
-
-    `device`: the thread for tensor work. `build`: makes a stage, on that thread. `open_text`: the training text. `load`
-    and `save`: this peer's own checkpoints. `unix_time`: the time of day, in seconds.
-    """
-
-    device: Runner
-    build: Callable[[int], Stage]
-    open_text: Callable[[], Awaitable[Text]]
-    load: Callable[[], Awaitable[Checkpoint | None]]
-    save: Callable[[Checkpoint], Awaitable[str]]
-    unix_time: Callable[[], float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Voice:
-    """How a node tells what it does: `record` to the journal, `say` to a person."""
-
-    record: Callable[[journal.Event], None]
-    say: Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,10 +20,10 @@ from msgspec import structs
 
 from gossip import catch_up
 from noloco_node import __version__, journal
-from noloco_node.blueprint import Blueprint
 from noloco_node.checkpoint import Counters
 from noloco_node.errors import Exit, Trouble
-from noloco_node.joining import Machine, Newcomer, Start, Text, Voice, copying_s, join
+from noloco_node.joining import Newcomer, Start, copying_s, join
+from noloco_node.machine import Dimensions, Machine, Text, Voice
 from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA as RUN_SCHEMA
 from noloco_node.recipe import TOPIC as RUN_TOPIC
@@ -64,7 +64,7 @@ class Node:
     """One peer of one run."""
 
     def __init__(
-        self, recipe: Recipe, plan: Blueprint, network: Network, machine: Machine, wishes: Wishes, voice: Voice
+        self, recipe: Recipe, plan: Dimensions, network: Network, machine: Machine, wishes: Wishes, voice: Voice
     ) -> None:
         self._recipe, self._plan, self._network = recipe, plan, network
         self._machine, self._wishes, self._voice = machine, wishes, voice

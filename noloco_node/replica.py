@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from gossip.messages import Parts, ReplicaState
 from gossip.nesterov import Outer, OuterState, Tensors
@@ -23,6 +23,7 @@ from gossip.round import Rounds
 from noloco_node import __version__, journal
 from noloco_node.checkpoint import Checkpoint, Counters
 from noloco_node.config import OuterConfig, RunConfig
+from noloco_node.machine import Runner, Stage
 from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.topics import GOSSIP, MICROBATCH, topic
 from noloco_node.wire import Violation
@@ -31,14 +32,12 @@ from pipeline.gate import Gate, Outcome
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
-from pipeline.stage import OptimiserState, Stage
+from pipeline.stage import OptimiserState
 from pipeline.worker import Compute, Worker
 
 if TYPE_CHECKING:
     from noloco_node.port import Conversation, Network
     from noloco_node.wire import Schema
-
-T = TypeVar("T")
 
 SLOWEST_EXCHANGE_BYTES_PER_S = 2**20
 """A partner whose line is slower than this is given up; deadlines of an exchange follow from it."""
@@ -46,16 +45,6 @@ DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
 IDLE_S = 5.0
 """Shorter waits are not worth a word."""
-
-
-class Runner(Protocol):
-    """The device's thread."""
-
-    def clock(self) -> float:
-        """Return the time by which jobs measure themselves, in seconds."""
-
-    async def run(self, job: Callable[..., T], *args: object) -> T:
-        """Run `job(*args)` there, to its end once it has begun."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -96,7 +96,8 @@ class Gate:
         self._closed: Reason | None = None
         self._shut_until_s: float | None = None
         self._shutter = asyncio.Lock()
-        self._watchers: set[asyncio.Future[None]] = set()
+        self._watchers: dict[asyncio.Future[None], None] = {}
+        """In the order in which they came: a set would wake them in another order each time."""
         self._pace_s = 0.0
         self._last_success_s: float | None = None
         self._counts: Counter[str] = Counter()
@@ -284,8 +285,8 @@ class Gate:
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.add(watcher)
+            self._watchers[watcher] = None
             try:
                 await watcher
             finally:
-                self._watchers.discard(watcher)
+                self._watchers.pop(watcher)

@@ -14,7 +14,7 @@ from torch import Tensor
 from noloco_node import journal
 from noloco_node.blueprint import Blueprint, blueprint, build_stage
 from noloco_node.checkpoint import Checkpoint
-from noloco_node.joining import Machine, Voice
+from noloco_node.machine import Machine, Voice
 from noloco_node.node import Node, Wishes
 from noloco_node.recipe import Recipe
 from noloco_node.sim.device import VirtualDevice
@@ -113,7 +113,7 @@ class Peer:
         self.stages: list[Stage] = []
         self.plan = _plan(recipe.text)
         self.stepped: tuple[Tensor, ...] = ()
-        self.device = VirtualDevice(lambda job: job_s)
+        self.device = VirtualDevice(job_s)
         machine = Machine(
             device=self.device,
             build=lambda number: self._build(recipe, number),

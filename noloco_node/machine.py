@@ -1,0 +1,121 @@
+"""What a node is handed by the machine that it runs on: a device, a slice of the model, text, a disk, a voice.
+
+`noloco_node.join` makes these of real hardware; whoever has others (a simulation, say) hands in others, and the node
+cannot tell the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from noloco_node import journal
+from noloco_node.checkpoint import Checkpoint
+from pipeline import worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.stage import OptimiserState, StepReport
+
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    """The device's thread."""
+
+    def clock(self) -> float:
+        """Return the time by which jobs measure themselves, in seconds."""
+
+    async def run(self, job: Callable[..., T], *args: object) -> T:
+        """Run `job(*args)` there, to its end once it has begun."""
+
+
+class Stage(worker.Stage, Protocol):
+    """The slice of the model that a replica holds, and its inner optimiser. `pipeline.stage.Stage` is the real one.
+
+    Weights are float32 on the CPU, one tensor a parameter, in the order of `shapes`. Everything but `shapes` and
+    `statistics` is a job of the device's thread.
+    """
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shape of each parameter."""
+
+    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+        """Take one inner step on the mean gradient of a window."""
+
+    def discard(self) -> None:
+        """Forget the gradients collected so far."""
+
+    def weights(self) -> tuple[Tensor, ...]:
+        """Return a copy of the fast weights."""
+
+    def set_weights(self, weights: Sequence[Tensor], /) -> None:
+        """Replace the fast weights."""
+
+    def correct(self, delta: Sequence[Tensor], /) -> None:
+        """Add to the fast weights."""
+
+    def optimiser_state(self) -> OptimiserState:
+        """Return a copy of the inner optimiser's memory."""
+
+    def load_optimiser_state(self, state: OptimiserState, /) -> None:
+        """Continue from another inner optimiser's memory."""
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return counts since the start."""
+
+
+class Dimensions(Protocol):
+    """What a node must know of the model as a whole. `noloco_node.blueprint.Blueprint` is the real one."""
+
+    @property
+    def width(self) -> int:
+        """Activations a token between two stages."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+
+    @property
+    def shapes(self) -> Sequence[Mapping[str, tuple[int, ...]]]:
+        """Name and shape of every parameter of every stage, in the stage's order."""
+
+
+class Text(Protocol):
+    """Where a source's tokens come from. `position` and `restore`: to resume exactly."""
+
+    async def draw(self) -> Tensor:
+        """Return the next tokens [batch, sequence + 1], int64."""
+
+    def position(self) -> dict[str, Any]:
+        """Return where the next draw begins."""
+
+    async def restore(self, position: Mapping[str, Any]) -> bool:
+        """Go back to a position; False where it is of another text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What this machine gives.
+
+    `device`: the thread for tensor work. `build`: makes a stage, on that thread. `open_text`: the training text. `load`
+    and `save`: this peer's own checkpoints. `unix_time`: the time of day, in seconds.
+    """
+
+    device: Runner
+    build: Callable[[int], Stage]
+    open_text: Callable[[], Awaitable[Text]]
+    load: Callable[[], Awaitable[Checkpoint | None]]
+    save: Callable[[Checkpoint], Awaitable[str]]
+    unix_time: Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Voice:
+    """How a node tells what it does: `record` to the journal, `say` to a person."""
+
+    record: Callable[[journal.Event], None]
+    say: Callable[[str], None]

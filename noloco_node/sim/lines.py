@@ -1,0 +1,60 @@
+"""What the lines between simulated peers are like: how long a message takes, and how often it does not arrive.
+
+Times are seconds, rates bytes a second. Everything here is data and one draw; `network` acts on it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+import msgspec
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long a message is on its way, its size aside: a mean, a standard deviation, and the shape of the draw."""
+
+    shape: Literal["constant", "uniform", "lognormal"] = "constant"
+    mean_s: float = 0.02
+    std_s: float = 0.0
+
+    def draw(self, rng: Random) -> float:
+        """Return one latency in seconds, never negative."""
+        if self.shape == "constant" or self.std_s == 0.0:
+            return self.mean_s
+        if self.shape == "uniform":
+            half = math.sqrt(3.0) * self.std_s
+            return max(0.0, rng.uniform(self.mean_s - half, self.mean_s + half))
+        variance = math.log1p((self.std_s / self.mean_s) ** 2)
+        return rng.lognormvariate(math.log(self.mean_s) - variance / 2, math.sqrt(variance))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weather:
+    """What all lines have in common.
+
+    `loss`: share of messages that are lost, each with its stream: both ends see it break. `late`: share of messages
+    that take `late_s` longer; what follows in the same conversation waits behind them. `duplicate`: share of messages
+    that arrive twice. `roster_lag_s`: the records that a reading of the DHT finds are up to so old. `silence_s`: after
+    which a peer that says nothing is given up. `open_s`: how long a dial into the dark takes to fail.
+    """
+
+    latency: Latency = Latency()
+    loss: float = 0.0
+    late: float = 0.0
+    late_s: float = 2.0
+    duplicate: float = 0.0
+    roster_lag_s: float = 0.0
+    silence_s: float = 6.0
+    open_s: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """One peer's line. Transfers that run at the same time share it. `dials_only`: nobody can open a stream to it."""
+
+    up_bytes_per_s: float = math.inf
+    down_bytes_per_s: float = math.inf
+    dials_only: bool = False
