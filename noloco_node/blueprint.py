@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.anatomy import Cut, Slice
+    from pipeline.stage import Stage
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
 
@@ -75,6 +76,22 @@ def build_stage(run: RunConfig, plan: Blueprint, number: int, device: torch.devi
                     code=Exit.CONFIG,
                 ) from error
     return part
+
+
+def make_stage(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -> Stage:
+    """Return stage `number` with its inner optimiser; raise `Trouble` as `build_stage` does."""
+    from noloco_node.device import autocast_dtype
+    from pipeline.stage import Inner, Stage
+
+    inner = run.inner
+    return Stage(
+        build_stage(run, plan, number, device),
+        Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm),
+        first=number == 0,
+        last=number == run.pipeline.stages - 1,
+        device=device,
+        autocast=autocast_dtype(device, run.precision),
+    )
 
 
 def model_directory(model: ModelConfig) -> Path | None:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from noloco_node import invite as invites
-from noloco_node.blueprint import Blueprint, blueprint, build_stage
+from noloco_node.blueprint import blueprint, make_stage
 from noloco_node.checkpoint import Checkpoint, load_latest, save
 from noloco_node.config import NodeConfig, RunConfig
 from noloco_node.console import say
 from noloco_node.data import check_vocabulary, open_blocks
 from noloco_node.departure import departure
-from noloco_node.device import Device, autocast_dtype, choose_device
+from noloco_node.device import Device, choose_device
 from noloco_node.home import Home
 from noloco_node.journal import Journal
 from noloco_node.libp2p.network import Settings
@@ -30,7 +30,6 @@ from noloco_node.node import Node, Wishes
 from noloco_node.recipe import fetch
 from noloco_node.runfile import with_source
 from noloco_node.swarm import connected, prefix
-from pipeline.stage import Inner, Stage
 
 
 async def join(invite: str, config: NodeConfig) -> None:
@@ -62,7 +61,7 @@ async def join(invite: str, config: NodeConfig) -> None:
 
                 machine = Machine(
                     device=device,
-                    build=lambda number: _build(recipe.run, plan, number, torch_device),
+                    build=lambda number: make_stage(recipe.run, plan, number, torch_device),
                     open_text=open_text,
                     load=lambda: asyncio.to_thread(load_latest, home.checkpoint, recipe.digest),
                     save=lambda checkpoint: asyncio.to_thread(_saved, home.checkpoint, checkpoint),
@@ -72,18 +71,6 @@ async def join(invite: str, config: NodeConfig) -> None:
                 node = Node(recipe, plan, network, machine, wishes, Voice(record=journal.write, say=say))
                 leaving.polite = True
                 await node.live(leaving.asked)
-
-
-def _build(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -> Stage:
-    inner = run.inner
-    return Stage(
-        build_stage(run, plan, number, device),
-        Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm),
-        first=number == 0,
-        last=number == run.pipeline.stages - 1,
-        device=device,
-        autocast=autocast_dtype(device, run.precision),
-    )
 
 
 def _saved(directory: Path, checkpoint: Checkpoint) -> str:

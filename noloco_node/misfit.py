@@ -85,7 +85,7 @@ def _in_words(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return _in_words(next(a for a in arguments if a is not type(None))) + ", or leave it out"
     if origin is tuple:
-        return "a list of whole numbers such as [2, 4]"
+        return f"a list of which each is {_in_words(arguments[0])}"
     if _is_struct(annotation):
         return "a section with the fields " + ", ".join(field.name for field in msgspec.structs.fields(annotation))
     simple = {int: "a whole number", float: "a number", bool: "true or false", str: 'a text in "quotes"'}

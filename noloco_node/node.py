@@ -29,7 +29,7 @@ from noloco_node.recipe import SCHEMA as RUN_SCHEMA
 from noloco_node.recipe import TOPIC as RUN_TOPIC
 from noloco_node.recipe import Recipe
 from noloco_node.replica import Post, Replica, World
-from noloco_node.roster import PeerRecord, State
+from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.source import Source
 from noloco_node.topics import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.wire import Violation
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SAVE_EVERY_S = 300.0
 LAST_ROUND_S = 20.0
 DRAIN_S = 10.0
 """How long a leaving node waits for the microbatches in its hands."""
@@ -53,11 +52,13 @@ STATE_TURNS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """What the owner of this peer asked for."""
+    """What the owner of this peer asked for. `deadlines`: False waits for ever on exchanges, which only tests want."""
 
     stage: int | None = None
     linger_s: float = 600.0
     refresh_s: float = 10.0
+    save_every_s: float = 300.0
+    deadlines: bool = True
 
 
 class Node:
@@ -80,6 +81,16 @@ class Node:
         self._state = State.TRAINING
         self._unlisted = 0
         self._saved_at = asyncio.get_running_loop().time()
+
+    @property
+    def replica(self) -> Replica | None:
+        """What we train, once we have joined."""
+        return self._replica
+
+    @property
+    def roster(self) -> Roster:
+        """Who is there, as far as we know."""
+        return self._presence.roster
 
     async def live(self, leave: asyncio.Event) -> None:
         """Join the run, train until it ends or `leave` is set, serve the weights for a while, and withdraw."""
@@ -120,7 +131,13 @@ class Node:
 
     def _become_replica(self, start: Start) -> Replica:
         self._resumed = start.counted
-        post = Post(run=self._run, run_id=self._recipe.digest, stage=start.number, peer=self._me)
+        post = Post(
+            run=self._run,
+            run_id=self._recipe.digest,
+            stage=start.number,
+            peer=self._me,
+            deadlines=self._wishes.deadlines,
+        )
         world = World(
             network=self._network,
             roster=lambda: self._presence.roster,
@@ -300,7 +317,7 @@ class Node:
     async def _in_pause(self) -> None:
         """Save every few minutes, between two inner steps, where weights, momentum and optimiser belong together."""
         now_s = asyncio.get_running_loop().time()
-        if now_s - self._saved_at >= SAVE_EVERY_S:
+        if now_s - self._saved_at >= self._wishes.save_every_s:
             self._saved_at = now_s
             await self._save(self._replica_or_fail())
 

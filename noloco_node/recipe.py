@@ -48,6 +48,14 @@ class Recipe:
         self.run: RunConfig = decode_run(text, origin)
         self.digest = run_digest(self.run, content_hashes(self.run))
 
+    @classmethod
+    def made(cls, run: RunConfig) -> Recipe:
+        """Return the recipe of a run that was never a file: nobody can fetch it."""
+        recipe = cls.__new__(cls)
+        recipe.text, recipe.run = "", run
+        recipe.digest = run_digest(run, content_hashes(run))
+        return recipe
+
     async def serve(self, conversation: Conversation) -> None:
         """Answer one `RunRequest`."""
         try:

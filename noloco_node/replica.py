@@ -22,9 +22,9 @@ from gossip.port import Candidate, Deferred, Event, Lost, Origin, OuterStep, Pat
 from gossip.round import Rounds
 from noloco_node import __version__, journal
 from noloco_node.checkpoint import Checkpoint, Counters
-from noloco_node.config import OuterConfig, RunConfig
+from noloco_node.config import RunConfig
 from noloco_node.machine import Runner, Stage
-from noloco_node.roster import PeerRecord, Roster, State
+from noloco_node.roster import Derived, PeerRecord, Roster, State
 from noloco_node.topics import GOSSIP, MICROBATCH, topic
 from noloco_node.wire import Violation
 from pipeline.downstream import Downstream, Limits, Ways
@@ -49,12 +49,16 @@ IDLE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Post:
-    """A replica's place in the run. `stage`: number of its stage. `run_id`: the run's digest."""
+    """A replica's place in the run. `stage`: number of its stage. `run_id`: the run's digest.
+
+    `deadlines`: False bounds neither a meeting nor its answer in time, so that a wait that never ends is seen.
+    """
 
     run: RunConfig
     run_id: str
     stage: int
     peer: str
+    deadlines: bool = True
 
     @property
     def last(self) -> bool:
@@ -98,17 +102,22 @@ class Replica:
             final_fraction=run.inner.final_fraction,
         )
         rng = Random(f"{run.seed}|routing|{post.peer}")
-        ways = Ways(hops=self._hops, call=self._call)
+        ways = Ways(hops=Derived(world.roster, self._hops), call=self._call)
         self.downstream = None if post.last else Downstream(ways, Limits(), rng)
         self.worker = Worker(
             stage, self.gate, Compute(run=device.run, clock=device.clock), self.downstream, run.pipeline.budget_s
         )
         self.rounds = Rounds(
             post.peer,
-            round_settings(run, sum(tensor.nbytes for tensor in beginning.origin.state.slow)),
+            round_settings(post, sum(tensor.nbytes for tensor in beginning.origin.state.slow)),
             beginning.origin,
             self,
-            Surroundings(compute=device.run, partners=self._partners, converse=self._converse, record=self._journal),
+            Surroundings(
+                compute=device.run,
+                partners=Derived(world.roster, self._partners),
+                converse=self._converse,
+                record=self._journal,
+            ),
         )
         self._loss: float | None = None
         self._gap: float | None = None
@@ -211,18 +220,20 @@ class Replica:
         """Shut the gate until nothing is in flight."""
         return self.gate.alone(retry_after_s, DRAIN_S)
 
-    def _partners(self) -> list[Candidate]:
-        records = self._world.roster().stage(self.post.stage)
-        return [Candidate(r.peer, r.round) for r in records if r.state is State.TRAINING and r.peer != self.post.peer]
+    def _partners(self, roster: Roster) -> tuple[Candidate, ...]:
+        records, me = roster.stage(self.post.stage), self.post.peer
+        return tuple([Candidate(r.peer, r.round) for r in records if r.state is State.TRAINING and r.peer != me])
 
     def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
         return self._world.network.talk(peer, topic(GOSSIP, self.post.stage), self._world.gossip_schema)
 
     # What the worker asks of us.
 
-    def _hops(self) -> list[Hop]:
-        records = self._world.roster().stage(self.post.stage + 1)
-        return [Hop(record.peer, record.device_s) for record in records if record.state is State.TRAINING]
+    def _hops(self, roster: Roster) -> tuple[Hop, ...]:
+        if self.post.last:
+            return ()
+        records = roster.stage(self.post.stage + 1)
+        return tuple([Hop(record.peer, record.device_s) for record in records if record.state is State.TRAINING])
 
     async def _call(self, peer: str, microbatch: Microbatch) -> Reply:
         try:
@@ -330,10 +341,11 @@ class Replica:
         return f"Replica(stage {self.post.stage}, step {self.inner_steps}, {self.rounds!r}, {self.gate!r})"
 
 
-def round_settings(run: RunConfig, weight_bytes: int) -> Settings:
+def round_settings(post: Post, weight_bytes: int) -> Settings:
     """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves."""
-    outer: OuterConfig = run.outer
+    run, outer = post.run, post.run.outer
     sets = 1 if outer.gamma == outer.beta else 2
+    patience = Patience(exchange_s=60.0 + 2 * sets * weight_bytes / SLOWEST_EXCHANGE_BYTES_PER_S)
     return Settings(
         seed=run.seed,
         outer=Outer(outer.alpha, outer.beta, outer.gamma),
@@ -341,7 +353,7 @@ def round_settings(run: RunConfig, weight_bytes: int) -> Settings:
         overlap_steps=outer.overlap_steps,
         deferrals_before_solo=outer.deferrals_before_solo,
         blocking=outer.blocking,
-        patience=Patience(exchange_s=60.0 + 2 * sets * weight_bytes / SLOWEST_EXCHANGE_BYTES_PER_S),
+        patience=patience if post.deadlines else Patience(answer_s=math.inf, exchange_s=math.inf),
     )
 
 

@@ -5,9 +5,13 @@ of all stages into a `Roster`. Peers disagree for a while about who is there; ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 
 class State(StrEnum):
@@ -62,3 +66,26 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     def stage(self, number: int) -> tuple[PeerRecord, ...]:
         """Return the live records of one stage."""
         return self.stages[number]
+
+
+class Derived(Generic[T]):
+    """Something made of the last roster, made anew when the roster is another one.
+
+    A roster never changes, so that its identity is all there is to compare; whoever asks at every microbatch pays for
+    the length of the roster once a reading.
+    """
+
+    def __init__(self, roster: Callable[[], Roster], make: Callable[[Roster], T]) -> None:
+        self._roster, self._make = roster, make
+        self._of = roster()
+        self._value = make(self._of)
+
+    def __call__(self) -> T:
+        """Return it as of the last roster."""
+        roster = self._roster()
+        if roster is not self._of:
+            self._of, self._value = roster, self._make(roster)
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"Derived({self._value!r})"

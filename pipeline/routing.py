@@ -26,6 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import NamedTuple
 
 LEAST_SHARE = 1 / 8
@@ -43,16 +44,17 @@ class Hop(NamedTuple):
     device_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Bag:
+class Bag(NamedTuple):
     """One sender's draws to come; never changed, only replaced.
 
     `entries`: peers left to draw, each as often as it is still due.
     `credit`: for each peer that the bag knows, the part of an entry that rounding still owes it; -1 to 1.
+    `hops`: those that it was drawn for last. Where the next draw is for the very same, there is nothing to compare.
     """
 
     entries: tuple[str, ...] = ()
-    credit: Mapping[str, float] = field(default_factory=dict)
+    credit: Mapping[str, float] = MappingProxyType({})
+    hops: tuple[Hop, ...] = ()
 
 
 def next_hop(bag: Bag, hops: Sequence[Hop], avoid: Collection[str], rng: Random) -> tuple[str | None, Bag]:
@@ -60,21 +62,29 @@ def next_hop(bag: Bag, hops: Sequence[Hop], avoid: Collection[str], rng: Random)
 
     Entries of peers to be avoided stay in the bag until nothing else is left in it; then it is filled anew and they are
     forfeited. A peer that is no longer among `hops` is dropped; one that the bag does not know gets an entry at once.
+    A draw for the same tuple of hops as the last, with nobody to avoid, does not look at each of them.
     """
-    peers = {hop.peer for hop in hops}
-    eligible = peers.difference(avoid)
-    if not eligible:
-        return None, bag
-    bag = _reconcile(bag, hops)
-    if not eligible.intersection(bag.entries):
-        bag = _refill(bag, hops, rng)
-    places = [place for place, peer in enumerate(bag.entries) if peer in eligible]
+    before, bag = bag, _reconcile(bag, tuple(hops))
+    avoided = bag.credit.keys() & avoid
+    if len(avoided) == len(bag.credit):
+        return None, before
+    places = _places(bag, avoided)
+    if not places:
+        bag = _refill(bag, rng)
+        places = _places(bag, avoided)
     if not places:
         # This bag owes none of them anything: the busy or slow ones have to be asked out of turn.
-        peer = rng.choice(sorted(eligible))
-        return peer, Bag(bag.entries, {**bag.credit, peer: bag.credit[peer] - 1.0})
+        peer = rng.choice(sorted(bag.credit.keys() - avoided))
+        return peer, bag._replace(credit={**bag.credit, peer: bag.credit[peer] - 1.0})
     place = rng.choice(places)
-    return bag.entries[place], Bag(bag.entries[:place] + bag.entries[place + 1 :], bag.credit)
+    return bag.entries[place], Bag(bag.entries[:place] + bag.entries[place + 1 :], bag.credit, bag.hops)
+
+
+def _places(bag: Bag, avoided: Collection[str]) -> Sequence[int]:
+    """Return where in the bag the entries lie that may be drawn."""
+    if not avoided:
+        return range(len(bag.entries))
+    return [place for place, peer in enumerate(bag.entries) if peer not in avoided]
 
 
 def quotas(hops: Sequence[Hop]) -> dict[str, float]:
@@ -86,20 +96,22 @@ def quotas(hops: Sequence[Hop]) -> dict[str, float]:
     return {peer: len(believed) * speed / total for peer, speed in believed.items()}
 
 
-def _reconcile(bag: Bag, hops: Sequence[Hop]) -> Bag:
+def _reconcile(bag: Bag, hops: tuple[Hop, ...]) -> Bag:
+    if hops is bag.hops:
+        return bag
     peers = {hop.peer for hop in hops}
     newcomers = sorted(peers.difference(bag.credit))
     if not newcomers and len(peers) == len(bag.credit):
-        return bag
+        return bag._replace(hops=hops)
     entries = tuple(peer for peer in bag.entries if peer in peers)
     credit = {peer: owed for peer, owed in bag.credit.items() if peer in peers}
     if bag.entries:
         entries += tuple(newcomers)
-    return Bag(entries, credit | dict.fromkeys(newcomers, 0.0))
+    return Bag(entries, credit | dict.fromkeys(newcomers, 0.0), hops)
 
 
-def _refill(bag: Bag, hops: Sequence[Hop], rng: Random) -> Bag:
-    due = {peer: quota + bag.credit[peer] for peer, quota in quotas(hops).items()}
+def _refill(bag: Bag, rng: Random) -> Bag:
+    due = {peer: quota + bag.credit[peer] for peer, quota in quotas(bag.hops).items()}
     entries = {peer: max(0, math.floor(owed + 1e-9)) for peer, owed in due.items()}
     by_remainder = list(due)
     rng.shuffle(by_remainder)
@@ -107,7 +119,7 @@ def _refill(bag: Bag, hops: Sequence[Hop], rng: Random) -> Bag:
     for peer in by_remainder[: max(0, len(due) - sum(entries.values()))]:
         entries[peer] += 1
     credit = {peer: min(1.0, max(-1.0, owed - entries[peer])) for peer, owed in due.items()}
-    return Bag(tuple(peer for peer, count in entries.items() for _ in range(count)), credit)
+    return Bag(tuple(peer for peer, count in entries.items() for _ in range(count)), credit, bag.hops)
 
 
 def _device_times(hops: Sequence[Hop]) -> dict[str, float]:

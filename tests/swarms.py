@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from noloco_node import journal
-from noloco_node.blueprint import Blueprint, blueprint, build_stage
+from noloco_node.blueprint import Blueprint, blueprint, make_stage
 from noloco_node.checkpoint import Checkpoint
 from noloco_node.machine import Machine, Voice
 from noloco_node.node import Node, Wishes
 from noloco_node.recipe import Recipe
 from noloco_node.sim.device import VirtualDevice
 from noloco_node.sim.network import Hub
-from pipeline.stage import Inner, Stage
+from pipeline.stage import Stage
 
 
 def recipe(
@@ -138,11 +138,7 @@ class Peer:
             self.stepped = self.stages[-1].weights()
 
     def _build(self, recipe: Recipe, number: int) -> Stage:
-        inner, cpu = recipe.run.inner, torch.device("cpu")
-        settings = Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm)
-        last = number == recipe.run.pipeline.stages - 1
-        part = build_stage(recipe.run, self.plan, number, cpu)
-        self.stages.append(Stage(part, settings, first=number == 0, last=last, device=cpu))
+        self.stages.append(make_stage(recipe.run, self.plan, number, torch.device("cpu")))
         return self.stages[-1]
 
     async def _open_text(self) -> Text:

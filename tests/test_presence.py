@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from noloco_node.presence import Presence
 from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.sim.clock import run
+from noloco_node.sim.lines import Latency, Weather
 from noloco_node.sim.network import Hub, MemoryNetwork
 
 RUN = "run"
+WEATHER = Weather(latency=Latency(mean_s=0.05))
 
 
 def record(peer: str, stage: int = 0, **facts: Any) -> PeerRecord:
@@ -39,7 +41,7 @@ def stored(serial: int, record: PeerRecord) -> bytes:
 
 def test_peers_appear_change_and_leave() -> None:
     async def main() -> None:
-        hub = Hub(0.05)
+        hub = Hub(WEATHER)
         _, one = present(hub, "a")
         _, other = present(hub, "b")
         assert peers(await one.claim(record("a", 0))) == [["a"], []]
@@ -70,7 +72,7 @@ def test_peers_appear_change_and_leave() -> None:
 
 def test_a_peer_that_dies_without_a_word_leaves_by_itself() -> None:
     async def main() -> None:
-        hub = Hub(0.05)
+        hub = Hub(WEATHER)
         _, one = present(hub, "a")
         _, other = present(hub, "b")
         await one.claim(record("a", 0))
@@ -107,7 +109,7 @@ class Forgetful:
 @pytest.mark.parametrize("how", ["blind", "fails"])
 def test_one_bad_reading_empties_no_roster(how: str) -> None:
     async def main() -> None:
-        hub = Hub(0.05)
+        hub = Hub(WEATHER)
         network = Forgetful(hub.network("a"))
         one = Presence(network, RUN, 2)
         _, other = present(hub, "b")
@@ -128,7 +130,7 @@ def test_one_bad_reading_empties_no_roster(how: str) -> None:
 
 def test_samples_outlive_their_sources_and_never_shrink() -> None:
     async def main() -> None:
-        hub = Hub(0.05)
+        hub = Hub(WEATHER)
         _, one = present(hub, "a")
         _, other = present(hub, "b")
         await one.claim(record("a", 0, samples=100))
@@ -160,7 +162,7 @@ def test_samples_outlive_their_sources_and_never_shrink() -> None:
 
 def test_only_a_source_counts_as_one() -> None:
     async def main() -> None:
-        hub = Hub(0.05)
+        hub = Hub(WEATHER)
         _, one = present(hub, "a")
         await one.claim(record("a", 1, samples=5))
         assert (await one.peek()).sources == 0
@@ -187,7 +189,7 @@ BAD_RECORDS = {
 @pytest.mark.parametrize("raw", BAD_RECORDS.values(), ids=BAD_RECORDS.keys())
 def test_what_strangers_write_is_checked_and_counted(raw: bytes) -> None:
     async def main() -> None:
-        hub = Hub(0.05)
+        hub = Hub(WEATHER)
         stranger, _ = present(hub, "m")
         _, one = present(hub, "a")
         assert await stranger.publish(f"{RUN}/stage/0", "m", raw, 30.0)
@@ -202,7 +204,7 @@ def test_what_strangers_write_is_checked_and_counted(raw: bytes) -> None:
 @given(st.binary(max_size=60), st.sampled_from(["stage/0", "stage/1", "sources"]))
 def test_random_records_harm_nobody(raw: bytes, key: str) -> None:
     async def main() -> None:
-        hub = Hub(0.05)
+        hub = Hub(WEATHER)
         stranger, _ = present(hub, "m")
         _, one = present(hub, "a")
         await stranger.publish(f"{RUN}/{key}", "m", raw, 30.0)
@@ -215,7 +217,7 @@ def test_random_records_harm_nobody(raw: bytes, key: str) -> None:
 
 def test_a_flood_of_records_is_bounded_and_the_known_stay() -> None:
     async def main() -> None:
-        hub = Hub(0.0)
+        hub = Hub(Weather(latency=Latency(mean_s=0.0)))
         stranger, _ = present(hub, "m")
         _, one = present(hub, "z")
         _, other = present(hub, "y")
@@ -251,7 +253,7 @@ def test_an_update_cannot_change_the_stage() -> None:
 
 def test_a_lost_network_is_counted_and_not_raised() -> None:
     async def main() -> None:
-        hub = Hub(0.05)
+        hub = Hub(WEATHER)
         _, one = present(hub, "a")
         await one.claim(record("a", 0))
         hub.kill("a")
@@ -264,7 +266,7 @@ def test_a_lost_network_is_counted_and_not_raised() -> None:
 
 def test_samples_of_whom_nobody_saw_at_work_do_not_count() -> None:
     async def main() -> None:
-        hub = Hub(0.05)
+        hub = Hub(WEATHER)
         _, one = present(hub, "a")
         await one.claim(record("a", 0, samples=100))
         stranger, _ = present(hub, "stranger")

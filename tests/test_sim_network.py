@@ -9,10 +9,12 @@ import pytest
 
 from noloco_node.port import Conversation, Network
 from noloco_node.sim.clock import run
+from noloco_node.sim.lines import Latency, Weather
 from noloco_node.sim.network import Hub
 from noloco_node.wire import MessageSpec, Schema
 
 LATENCY_S = 0.05
+WEATHER = Weather(latency=Latency(mean_s=LATENCY_S))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ def test_messages_arrive_in_order_after_the_latency() -> None:
                 heard.append(message.number)
                 await conversation.send(message)
 
-        hub = Hub(LATENCY_S)
+        hub = Hub(WEATHER)
         a, b = hub.network("a"), hub.network("b")
         await b.serve("listen", SCHEMA, listen)
         async with a.talk("b", "listen", SCHEMA) as conversation:
@@ -97,7 +99,7 @@ def test_nothing_can_be_said_after_the_end() -> None:
                 except ConnectionResetError as error:
                     errors.append(str(error))
 
-        hub = Hub(LATENCY_S)
+        hub = Hub(WEATHER)
         a, b = hub.network("a"), hub.network("b")
         await b.serve("listen", SCHEMA, listen)
         async with a.talk("b", "listen", SCHEMA) as conversation:
@@ -112,7 +114,7 @@ def test_nothing_can_be_said_after_the_end() -> None:
 
 def test_who_cannot_be_reached_refuses() -> None:
     async def main() -> None:
-        hub = Hub(LATENCY_S, open_s=20.0)
+        hub = Hub(WEATHER)
         a, b = hub.network("a"), hub.network("b")
         await b.serve("echo", SCHEMA, echo)
         for peer, topic, words in (("nobody", "echo", "cannot be reached"), ("b", "nonsense", "run or version")):
@@ -132,7 +134,7 @@ def test_who_cannot_be_reached_refuses() -> None:
 
 def test_a_killed_peer_breaks_its_conversations_on_both_sides() -> None:
     async def main() -> None:
-        hub, work = Hub(LATENCY_S), Work()
+        hub, work = Hub(WEATHER), Work()
         a, b = hub.network("a"), hub.network("b")
         await b.serve("work", SCHEMA, work)
         asking = asyncio.create_task(ask(a, "b", "work"))
@@ -152,7 +154,7 @@ def test_a_killed_peer_breaks_its_conversations_on_both_sides() -> None:
 
 def test_a_silent_peer_is_given_up_and_one_that_resumes_is_not() -> None:
     async def main() -> None:
-        hub, work = Hub(LATENCY_S, silence_s=6.0), Work()
+        hub, work = Hub(WEATHER), Work()
         a, b = hub.network("a"), hub.network("b")
         await b.serve("work", SCHEMA, work)
         await b.serve("echo", SCHEMA, echo)
@@ -178,7 +180,7 @@ def test_a_silent_peer_is_given_up_and_one_that_resumes_is_not() -> None:
 @pytest.mark.parametrize(("cancelled", "outcome"), [(True, "cancelled"), (False, "done")])
 def test_a_cancelled_caller_cancels_the_work_and_a_polite_one_does_not(cancelled: bool, outcome: str) -> None:
     async def main() -> None:
-        hub, work = Hub(LATENCY_S), Work(seconds=100)
+        hub, work = Hub(WEATHER), Work(seconds=100)
         a, b = hub.network("a"), hub.network("b")
         await b.serve("work", SCHEMA, work)
 
@@ -205,7 +207,7 @@ def test_a_handler_that_fails_is_reported_and_the_caller_loses() -> None:
         async def fail(conversation: Conversation) -> None:
             raise ValueError("a bug")
 
-        hub = Hub(LATENCY_S)
+        hub = Hub(WEATHER)
         a, b = hub.network("a"), hub.network("b")
         await b.serve("fail", SCHEMA, fail)
         with pytest.raises(ConnectionResetError, match="ValueError"):
@@ -217,7 +219,7 @@ def test_a_handler_that_fails_is_reported_and_the_caller_loses() -> None:
 
 def test_records_expire_and_the_longer_lived_wins() -> None:
     async def main() -> None:
-        hub = Hub(LATENCY_S)
+        hub = Hub(WEATHER)
         a, b = hub.network("a"), hub.network("b")
         assert await a.publish("key", "a", b"long", 30.0)
         assert not await a.publish("key", "a", b"short", 10.0)

@@ -1,11 +1,12 @@
 """What the lines between simulated peers are like: how long a message takes, and how often it does not arrive.
 
-Times are seconds, rates bytes a second. Everything here is data and one draw; `network` acts on it.
+Times are seconds, rates bytes a second. Everything here is data and its draws; `network` acts on it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -20,15 +21,29 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mean_s: float = 0.02
     std_s: float = 0.0
 
-    def draw(self, rng: Random) -> float:
-        """Return one latency in seconds, never negative."""
-        if self.shape == "constant" or self.std_s == 0.0:
-            return self.mean_s
+    @property
+    def is_constant(self) -> bool:
+        """Whether every draw is the mean."""
+        return self.shape == "constant" or self.std_s == 0.0
+
+    def sampler(self, rng: Random) -> Callable[[], float]:
+        """Return a function that draws one latency in seconds, never negative; what does not change is worked out once.
+
+        A uniform draw that would be negative is 0, so its mean grows where `std_s` > `mean_s` / sqrt(3).
+        """
+        mean_s = self.mean_s
+        if self.is_constant:
+            return lambda: mean_s
         if self.shape == "uniform":
             half = math.sqrt(3.0) * self.std_s
-            return max(0.0, rng.uniform(self.mean_s - half, self.mean_s + half))
-        variance = math.log1p((self.std_s / self.mean_s) ** 2)
-        return rng.lognormvariate(math.log(self.mean_s) - variance / 2, math.sqrt(variance))
+            return lambda: max(0.0, rng.uniform(mean_s - half, mean_s + half))
+        variance = math.log1p((self.std_s / mean_s) ** 2)
+        mu, sigma, gauss, exp = math.log(mean_s) - variance / 2, math.sqrt(variance), rng.gauss, math.exp
+        return lambda: exp(gauss(mu, sigma))
+
+    def draw(self, rng: Random) -> float:
+        """Return one latency in seconds, never negative; for many draws take a `sampler`."""
+        return self.sampler(rng)()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,3 +73,7 @@ class Access:
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
     dials_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.up_bytes_per_s > 0 and self.down_bytes_per_s > 0):
+            raise ValueError("the rates of a line are above 0")

@@ -19,9 +19,11 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import fields
+from random import Random
 from typing import Any, NamedTuple
 
 from noloco_node.port import Handler
+from noloco_node.sim.lines import Weather
 from noloco_node.wire import Schema
 
 
@@ -30,21 +32,25 @@ class _Record(NamedTuple):
     expires_at: float
 
 
+CALM = Weather()
+
+
 class Hub:
     """The world that the peers of one simulation share."""
 
-    def __init__(self, latency_s: float = 0.02, *, silence_s: float = 6.0, open_s: float = 20.0) -> None:
-        self.latency_s, self.silence_s, self.open_s = latency_s, silence_s, open_s
+    def __init__(self, weather: Weather = CALM, *, seed: int = 0) -> None:
+        self.weather = weather
+        self._latencies = Random(f"{seed}|network|latency")
         self.failures: list[tuple[str, Exception]] = []
         """What handlers raised beside a `ConnectionError`, with the peer whose handler it was: bugs, as a rule."""
         self._networks: dict[str, MemoryNetwork] = {}
         self._silent: set[str] = set()
-        self._held: list[tuple[str, str, Callable[[], None]]] = []
+        self._held: list[tuple[str, str, Callable[[], object]]] = []
         self._records: dict[str, dict[str, _Record]] = {}
         self._counts: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        return f"Hub({len(self._networks)} peers, {self.latency_s} s)"
+        return f"Hub({len(self._networks)} peers, {self.weather.latency.mean_s} s)"
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts of conversations, messages, records and losses since the beginning."""
@@ -68,25 +74,25 @@ class Hub:
         for network in list(self._networks.values()):
             for end in list(network._ends):
                 if peer in (end.me, end.peer):
-                    loop.call_later(self.silence_s, end._give_up_if_silent)
+                    loop.call_later(self.weather.silence_s, end._give_up_if_silent)
 
     def resume(self, peer: str) -> None:
         """Reconnect a silenced peer: what was held back arrives now."""
         self._silent.discard(peer)
         held, self._held = self._held, []
         for sender, receiver, arrive in held:
-            self._carry(sender, receiver, arrive)
+            self.carry(sender, receiver, arrive)
 
     def is_cut(self, one: str, other: str) -> bool:
         """Say whether nothing passes between two peers."""
         return one in self._silent or other in self._silent
 
-    def _carry(self, sender: str, receiver: str, arrive: Callable[[], None]) -> None:
+    def carry(self, sender: str, receiver: str, arrive: Callable[[], object], size_bytes: int = 0) -> None:
         """Call `arrive` one latency later, or when both peers are heard again."""
         if self.is_cut(sender, receiver):
             self._held.append((sender, receiver, arrive))
         else:
-            asyncio.get_running_loop().call_later(self.latency_s, arrive)
+            asyncio.get_running_loop().call_later(self.weather.latency.draw(self._latencies), arrive)
 
 
 class MemoryNetwork:
@@ -124,9 +130,9 @@ class MemoryNetwork:
     async def _dial(self, peer: str, topic: str) -> _End:
         hub = self._hub
         if self._alive and hub.is_cut(self._peer, peer):
-            await asyncio.sleep(hub.open_s)
-            raise ConnectionRefusedError(f"{peer} did not answer within {hub.open_s} s")
-        await asyncio.sleep(2 * hub.latency_s)
+            await asyncio.sleep(hub.weather.open_s)
+            raise ConnectionRefusedError(f"{peer} did not answer within {hub.weather.open_s} s")
+        await asyncio.sleep(2 * hub.weather.latency.mean_s)
         other = hub._networks.get(peer)
         if not self._alive or other is None:
             raise ConnectionRefusedError(f"{peer} cannot be reached")
@@ -145,7 +151,7 @@ class MemoryNetwork:
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record; False when this peer is cut off or the stored one lives longer."""
-        await asyncio.sleep(2 * self._hub.latency_s)
+        await asyncio.sleep(2 * self._hub.weather.latency.mean_s)
         if not self._alive or self._hub.is_cut(self._peer, self._peer):
             return False
         records = self._hub._records.setdefault(key, {})
@@ -159,7 +165,7 @@ class MemoryNetwork:
 
     async def read(self, key: str) -> Mapping[str, bytes]:
         """Return the live records under `key`; none when this peer is cut off."""
-        await asyncio.sleep(2 * self._hub.latency_s)
+        await asyncio.sleep(2 * self._hub.weather.latency.mean_s)
         if not self._alive or self._hub.is_cut(self._peer, self._peer):
             return {}
         now = asyncio.get_running_loop().time()
@@ -263,7 +269,7 @@ class _End:
     def _post(self, arrive: Callable[[], None]) -> None:
         """Queue one arrival; the queue keeps the order where two timers of the same instant would not."""
         self._on_its_way.append(arrive)
-        self._hub._carry(self.me, self._peer, lambda: self._on_its_way.popleft()())
+        self._hub.carry(self.me, self._peer, lambda: self._on_its_way.popleft()())
 
     def _deliver(self, message: Any) -> None:
         self._inbox.append(message)
@@ -302,7 +308,7 @@ class _End:
 
     def _give_up_if_silent(self) -> None:
         if self._hub.is_cut(self.me, self._peer) and self in self._ends:
-            self._break(ConnectionAbortedError, f"{self._peer} was silent for {self._hub.silence_s} s")
+            self._break(ConnectionAbortedError, f"{self._peer} was silent for {self._hub.weather.silence_s} s")
 
 
 def _tensor_bytes(message: Any) -> int:

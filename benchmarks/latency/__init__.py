@@ -1,0 +1,1 @@
+"""What the latency of messages and the waiting for one another cost: both claims of the papers, measured."""

@@ -1,0 +1,165 @@
+"""The same inner steps under this project's own rounds: what is left of the waiting, and what it costs in meetings.
+
+Replicas with the inner-step times of `blocking` gossip through the production's `gossip.round.Rounds` over the
+production's port, in virtual time, on lines without latency. An *open* round never stops training: partners are asked
+meanwhile, and who finds none before its next opening defers. The *blocking* form, the paper's, stops both only once a
+partner has accepted: the one that is free waits until the other's inner step has ended, not until its m steps have.
+
+Measured: how long a replica took for its inner steps, over the time that these steps take by themselves (1 is no
+waiting at all), and which share of its openings met a partner. The paper's pairs meet every time, for they wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from gossip.messages import Accepted, Declined, Offer, Received, Weights
+from gossip.nesterov import Outer, OuterState, Tensors
+from gossip.port import Candidate, Event, Origin, Settings, Surroundings
+from gossip.round import Rounds
+from latency.blocking import MU, SIGMA, STILL, step_seconds
+from noloco_node.port import Conversation, Network
+from noloco_node.sim import clock
+from noloco_node.sim.network import Hub
+from noloco_node.wire import MessageSpec, Schema, TensorSpec
+
+T = TypeVar("T")
+TOPIC = "gossip"
+WIDTH = 4
+MEAN_STEP_S = math.exp(MU + SIGMA**2 / 2)
+_VECTOR = TensorSpec((WIDTH,), "float32")
+SCHEMA = Schema(
+    {
+        Offer: MessageSpec(),
+        Accepted: MessageSpec(),
+        Declined: MessageSpec(),
+        Weights: MessageSpec({"fast": (_VECTOR,), "slow": (), "probe": _VECTOR}),
+        Received: MessageSpec(),
+    }
+)
+
+
+class Form(NamedTuple):
+    """One setting: `outer_steps` times `inner_steps` inner steps of each replica."""
+
+    replicas: int
+    inner_steps: int
+    outer_steps: int
+    blocking: bool
+    seed: int
+
+
+class Found(NamedTuple):
+    """Means over the replicas. `overhead`: time taken over the time of the inner steps alone."""
+
+    overhead: float
+    met: float
+    deferred: float
+    solo: float
+    openings: float
+
+
+class Trainee:
+    """A replica: a vector of weights that rolls towards its own optimum, one inner step after the other."""
+
+    def __init__(self, network: Network, form: Form, number: int, here: dict[str, Trainee]) -> None:
+        self._network, self._here, self._form = network, here, form
+        self._weights = torch.full((WIDTH,), 20.0)
+        self._optimum = 10.0 + number % 3
+        self._steps_s = step_seconds(form.seed, number, form.inner_steps * form.outer_steps).tolist()
+        self._at_work = asyncio.Lock()
+        self.took_s = 0.0
+        settings = Settings(
+            seed=form.seed,
+            outer=Outer(alpha=0.5, beta=0.7, gamma=0.7),
+            inner_steps_per_round=form.inner_steps,
+            overlap_steps=0 if form.blocking else min(8, form.inner_steps),
+            blocking=form.blocking,
+        )
+        origin = Origin(OuterState((self._weights.clone(),), (torch.zeros(WIDTH),)))
+        around = Surroundings(compute=_at_once, partners=self._partners, converse=self._converse, record=_forget)
+        self.rounds = Rounds(network.peer_id, settings, origin, self, around)
+
+    def __repr__(self) -> str:
+        return f"<Trainee {self._network.peer_id}: {self.rounds!r}>"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the virtual seconds that its inner steps took, waiting included and alone, and its rounds' counts."""
+        return {"took_s": self.took_s, "steps_s": sum(self._steps_s)} | self.rounds.statistics()
+
+    async def snapshot(self) -> Tensors:
+        """Return a copy of the weights."""
+        return (self._weights.clone(),)
+
+    async def correct(self, correction: Tensors) -> None:
+        """Add a correction to the weights."""
+        self._weights = self._weights + correction[0]
+
+    @asynccontextmanager
+    async def alone(self, retry_after_s: float) -> AsyncIterator[None]:
+        """Wait for the end of the inner step in hand and begin no other."""
+        async with self._at_work:
+            yield
+
+    def _partners(self) -> tuple[Candidate, ...]:
+        mine = self._network.peer_id
+        return tuple(Candidate(peer, other.rounds.finished) for peer, other in self._here.items() if peer != mine)
+
+    def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
+        return self._network.talk(peer, TOPIC, SCHEMA)
+
+    async def live(self) -> None:
+        """Train to the end, gossip meanwhile, and leave."""
+        await self._network.serve(TOPIC, SCHEMA, self.rounds.serve)
+        async with asyncio.TaskGroup() as group:
+            gossip = group.create_task(self.rounds.run())
+            await self._train()
+            del self._here[self._network.peer_id]
+            await self.rounds.leave()
+            gossip.cancel()
+
+    async def _train(self) -> None:
+        for number, step_s in enumerate(self._steps_s, 1):
+            async with self._at_work:
+                await asyncio.sleep(step_s)
+                self._weights = self._weights - 0.05 * (self._weights - self._optimum)
+            await self.rounds.between_steps(number, MEAN_STEP_S)
+        self.took_s = asyncio.get_running_loop().time()
+
+
+async def _at_once(function: Callable[..., T], /, *args: object) -> T:
+    return function(*args)
+
+
+def _forget(event: Event) -> None:
+    """Keep no event: the rounds count them."""
+
+
+def measure(form: Form) -> Found:
+    """Let all replicas train and gossip; return what it cost them."""
+    return clock.run(_run(form))
+
+
+async def _run(form: Form) -> Found:
+    hub = Hub(STILL, seed=form.seed)
+    here: dict[str, Trainee] = {}
+    for number in range(form.replicas):
+        peer = f"replica {number:04}"
+        here[peer] = Trainee(hub.network(peer), form, number, here)
+    trainees = list(here.values())
+    async with asyncio.TaskGroup() as group:
+        for trainee in trainees:
+            group.create_task(trainee.live())
+    if hub.failures:
+        raise hub.failures[0][1]
+    rows = [trainee.statistics() for trainee in trainees]
+    met, deferred, solo = (sum(row[name] for row in rows) for name in ("met", "deferred", "solo"))
+    openings = met + deferred + solo
+    overhead = sum(row["took_s"] / row["steps_s"] for row in rows) / len(rows)
+    return Found(overhead, met / openings, deferred / openings, solo / openings, openings / len(rows))

@@ -1,0 +1,128 @@
+"""What may happen to a simulated swarm, and when: one struct a kind, all times in virtual seconds from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+
+class _At(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
+    at_s: float
+
+
+class Join(_At, frozen=True):
+    """A new peer comes. `stage`: the one that it asks for; None lets it choose."""
+
+    peer: str
+    stage: int | None = None
+
+
+class Crash(_At, frozen=True):
+    """A peer's process dies; its disk stays."""
+
+    peer: str
+
+
+class Restart(_At, frozen=True):
+    """A peer that crashed or left comes back, with what is on its disk."""
+
+    peer: str
+
+
+class Leave(_At, frozen=True):
+    """A peer is asked to leave, politely."""
+
+    peer: str
+
+
+class Slow(_At, frozen=True):
+    """From now on a peer's device takes `factor` times as long; 1 is its first speed."""
+
+    peer: str
+    factor: float
+
+
+class Stutter(_At, frozen=True):
+    """From now on the share `share` of a device's jobs takes `pause_s` longer."""
+
+    peer: str
+    share: float
+    pause_s: float
+
+
+class Silence(_At, frozen=True):
+    """Nothing leaves or reaches a peer, as if its host had lost its line; it comes back by itself."""
+
+    peer: str
+    for_s: float
+
+
+class Partition(_At, frozen=True):
+    """Nothing passes between the groups; peers that are in none form one more. It heals by itself."""
+
+    groups: tuple[tuple[str, ...], ...]
+    for_s: float
+
+
+class Storm(_At, frozen=True):
+    """The weather turns bad for a while: shares of messages that are lost, late and doubled."""
+
+    for_s: float
+    loss: float = 0.0
+    late: float = 0.0
+    duplicate: float = 0.0
+
+
+class Line(_At, frozen=True):
+    """From now on a peer has another line; None is without limit."""
+
+    peer: str
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    dials_only: bool = False
+
+
+class Tamper(_At, frozen=True):
+    """The next `count` messages with tensors that a peer sends arrive wrong."""
+
+    peer: str
+    how: Literal["flip", "shape", "not finite", "garbled values"] = "flip"
+    count: int = 1
+
+
+class Disk(_At, frozen=True):
+    """A peer's disk refuses to be written for a while."""
+
+    peer: str
+    for_s: float
+
+
+Fault = Join | Crash | Restart | Leave | Slow | Stutter | Silence | Partition | Storm | Line | Tamper | Disk
+
+
+def ends_s(fault: Fault) -> float:
+    """Return when the world is as it should be again, as far as the fault itself goes."""
+    return fault.at_s + (fault.for_s if isinstance(fault, Silence | Partition | Storm | Disk) else 0.0)
+
+
+def peers_of(fault: Fault) -> tuple[str, ...]:
+    """Return the peers that a fault names."""
+    if isinstance(fault, Partition):
+        return tuple(peer for group in fault.groups for peer in group)
+    return () if isinstance(fault, Storm) else (fault.peer,)
+
+
+def problems(fault: Fault) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a fault that hold what cannot be, each with the reason."""
+    for field in ("at_s", "for_s", "pause_s", "factor", "up_bytes_per_s", "down_bytes_per_s"):
+        value = getattr(fault, field, None)
+        if value is not None and not (value >= 0.0 if field in ("at_s", "for_s", "pause_s") else value > 0.0):
+            yield field, f"{value} is negative" if value < 0.0 else f"{value} is no amount"
+    for field in ("share", "loss", "late", "duplicate"):
+        value = getattr(fault, field, None)
+        if value is not None and not 0.0 <= value < 1.0:
+            yield field, f"{value} is no share: it must be at least 0 and less than 1"
+    if isinstance(fault, Tamper) and fault.count < 1:
+        yield "count", f"{fault.count} messages cannot be tampered with"

@@ -1,0 +1,208 @@
+"""One simulated peer: a production node, the machine under it, and what survives when it dies.
+
+A peer lives several lives. The name, the line and the disk stay; network, device, stage and node are new each time. A
+crash is what the node cannot see coming: its network is gone, its disk takes nothing more, its tasks are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from noloco_node import journal
+from noloco_node.checkpoint import Checkpoint
+from noloco_node.machine import Machine, Text, Voice
+from noloco_node.node import Node, Wishes
+from noloco_node.sim.bowl import VOCABULARY, Numbers
+from noloco_node.sim.device import Stutter, VirtualDevice
+from noloco_node.sim.lines import Access
+from noloco_node.sim.network import Hub
+from noloco_node.sim.setting import Setting
+from noloco_node.sim.stage import PricedStage
+
+KEPT_LINES = 50
+"""Of what a node said, in a life."""
+
+
+class Observer(Protocol):
+    """Hears everything that peers do, in order."""
+
+    def __call__(self, peer: SimulatedPeer, event: journal.Event) -> None:
+        """Take note of an event of a peer's journal."""
+
+
+class Life:
+    """One run of a peer's process. `wrong`: promises that its stage saw broken. `crashed`: it was not asked."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.crashed = number, False
+        self.leave = asyncio.Event()
+        self.wrong: list[str] = []
+        self.said: list[str] = []
+        self.stage: PricedStage | None = None
+        self.node: Node | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is there."""
+        return self.task is not None and not self.task.done() and not self.crashed
+
+
+class SimulatedPeer:
+    """A peer of a world. `asked_stage`: the one that its owner wants; None lets it choose."""
+
+    def __init__(self, name: str, asked_stage: int | None, setting: Setting, hub: Hub, observe: Observer) -> None:
+        self.name, self.asked_stage = name, asked_stage
+        self.access: Access = setting.access()
+        self.slowness, self.stutter = 1.0, Stutter()
+        self.disk: Checkpoint | None = None
+        self.disk_refuses = False
+        self.lives: list[Life] = []
+        self.devices: list[VirtualDevice] = []
+        self._setting, self._hub, self._observe = setting, hub, observe
+
+    def __repr__(self) -> str:
+        state = "not started" if not self.lives else "running" if self.life.running else "gone"
+        return f"SimulatedPeer({self.name}, life {len(self.lives)}, {state})"
+
+    @property
+    def life(self) -> Life:
+        """The present life, or the last."""
+        return self.lives[-1]
+
+    @property
+    def running(self) -> bool:
+        """Whether the peer's process is there."""
+        return bool(self.lives) and self.life.running
+
+    @property
+    def device(self) -> VirtualDevice:
+        """The device of the last life."""
+        return self.devices[-1]
+
+    @property
+    def stage(self) -> int | None:
+        """The stage that the peer serves, or served last; None before it has one."""
+        node = self.life.node if self.lives else None
+        if node is not None and node.replica is not None:
+            return node.replica.post.stage
+        return self.disk.counters.stage if self.disk is not None else self.asked_stage
+
+    def start(self) -> None:
+        """Begin a life; the node goes on from the peer's disk."""
+        if self.running:
+            raise RuntimeError(f"{self.name} is running already")
+        setting, swarm = self._setting, self._setting.scenario.swarm
+        life = Life(len(self.lives))
+        device = VirtualDevice(seed=f"{setting.run.seed}|{self.name}|{life.number}")
+        device.slow_down(self.slowness)
+        device.stutter(self.stutter)
+        self.lives.append(life)
+        self.devices.append(device)
+        node = life.node = Node(
+            setting.recipe,
+            setting.dimensions,
+            self._hub.network(self.name, self.access),
+            self._machine(life, device),
+            Wishes(
+                stage=self.asked_stage,
+                linger_s=3 * swarm.refresh_s,
+                refresh_s=swarm.refresh_s,
+                save_every_s=swarm.save_every_s,
+                deadlines=swarm.impatient,
+            ),
+            Voice(record=self._recorder(life), say=self._speaker(life)),
+        )
+        life.task = asyncio.create_task(node.live(life.leave), name=f"{self.name} life {life.number}")
+        life.task.add_done_callback(lambda _: self._over(life))
+
+    def crash(self) -> None:
+        """Let the process die, with nobody asked and nothing saved."""
+        life = self.life
+        life.crashed = True
+        self._hub.kill(self.name)
+        if life.task is not None:
+            life.task.cancel()
+
+    def ask_to_leave(self) -> None:
+        """Ask the node to leave politely."""
+        self.life.leave.set()
+
+    def slow_down(self, factor: float) -> None:
+        """Change the device's speed, for later lives too."""
+        self.slowness = factor
+        self.device.slow_down(factor)
+
+    def begin_stutter(self, stutter: Stutter) -> None:
+        """Let the device stutter, in later lives too."""
+        self.stutter = stutter
+        self.device.stutter(stutter)
+
+    def weights_digest(self) -> bytes:
+        """Return the SHA-256 of slow weights, momentum, fast weights and counters of the last life."""
+        total = hashlib.sha256(self.name.encode())
+        node, stage = self.life.node, self.life.stage
+        if node is not None and node.replica is not None and stage is not None:
+            state = node.replica.rounds.state
+            for tensor in (*state.slow, *state.momentum, *stage.weights()):
+                total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            total.update(f"{node.replica.rounds.finished} {node.replica.inner_steps}".encode())
+        return total.digest()
+
+    def _machine(self, life: Life, device: VirtualDevice) -> Machine:
+        def build(number: int) -> PricedStage:
+            setting = self._setting
+            life.stage = PricedStage(setting.build(number), setting.prices[number], device.charge, life.wrong.append)
+            return life.stage
+
+        async def load() -> Checkpoint | None:
+            return self.disk
+
+        async def save(checkpoint: Checkpoint) -> str:
+            if self.disk_refuses or life.crashed:
+                raise OSError("No space left on device")
+            self.disk = checkpoint
+            return "the simulated disk"
+
+        return Machine(
+            device=device,
+            build=build,
+            open_text=self._open_text,
+            load=load,
+            save=save,
+            unix_time=asyncio.get_running_loop().time,
+        )
+
+    async def _open_text(self) -> Text:
+        run = self._setting.run
+        if self._setting.scenario.swarm.model == "transformer":
+            from noloco_node.sim.text import BlockText
+
+            return BlockText(run, self.name, self._setting.dimensions.vocabulary)
+        shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length)
+        digest = hashlib.sha256(f"{run.seed}|{self.name}".encode()).digest()
+        return Numbers(shape, int.from_bytes(digest[:3], "big") % VOCABULARY)
+
+    def _recorder(self, life: Life) -> Callable[[journal.Event], None]:
+        def record(event: journal.Event) -> None:
+            if not life.crashed:
+                self._observe(self, event)
+
+        return record
+
+    def _speaker(self, life: Life) -> Callable[[str], None]:
+        def say(line: str) -> None:
+            if len(life.said) < KEPT_LINES:
+                life.said.append(line)
+
+        return say
+
+    def _over(self, life: Life) -> None:
+        """Take the network of a process that ended by itself off the hub."""
+        if not life.crashed:
+            self._hub.kill(self.name)

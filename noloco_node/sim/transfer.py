@@ -1,0 +1,153 @@
+"""Bandwidth: transfers that run at the same time share the lines of the peers at both ends.
+
+A fluid model, as in flow-level network simulators: a transfer from i to j moves at
+
+    rate = min(up_i / transfers that leave i, down_j / transfers that reach j)
+
+bytes a second, until its bytes are through. The rate depends on counts alone, not on what the others can use, so the
+start or the end of a transfer changes only those that share one of its two links, and nothing spreads further. (Max-min
+fairness, which gives the rest of a share that one transfer cannot use to the others, would spread; where every link
+carries transfers of one kind the two agree.) Nothing ever moves faster than a link, and every byte is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class LinkUse(NamedTuple):
+    """What became of one direction of a peer's line: bytes moved, bytes that it could have moved, seconds in use.
+
+    An unlimited line could have moved any number, and is never counted as in use.
+    """
+
+    moved_bytes: float
+    capacity_bytes: float
+    busy_s: float
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the capacity that was used, 0 to 1."""
+        return self.moved_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+
+
+class Link:
+    """One direction of one peer's line."""
+
+    __slots__ = ("_busy_s", "_capacity_bytes", "_changed_s", "_since_s", "flows", "moved_bytes", "rate")
+
+    def __init__(self, rate: float, now_s: float) -> None:
+        self.rate = rate
+        self.moved_bytes = 0.0
+        self.flows: dict[Transfer, None] = {}
+        self._capacity_bytes = self._busy_s = 0.0
+        self._changed_s = self._since_s = now_s
+
+    def __repr__(self) -> str:
+        return f"Link({self.rate:g} bytes/s, {len(self.flows)} transfers)"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the transfers under way, the bytes moved and the rate."""
+        return {"transfers": len(self.flows), "moved_bytes": self.moved_bytes, "rate": self.rate}
+
+    def use(self, now_s: float) -> LinkUse:
+        """Return what was moved since the beginning, transfers under way included."""
+        moved_bytes = self.moved_bytes + sum(flow.unsettled_bytes(now_s) for flow in self.flows)
+        busy_s = self._busy_s + (now_s - self._since_s if self.flows else 0.0)
+        return LinkUse(moved_bytes, self._capacity_bytes + self._could_move(now_s), busy_s)
+
+    def change(self, rate: float, now_s: float) -> None:
+        """Set another rate, for the transfers under way too."""
+        self._capacity_bytes += self._could_move(now_s)
+        self._changed_s, self.rate = now_s, rate
+        for flow in list(self.flows):
+            flow.retime(now_s)
+
+    def add(self, flow: Transfer, now_s: float) -> None:
+        """Let one more transfer share this link."""
+        if not self.flows:
+            self._since_s = now_s
+        self.flows[flow] = None
+
+    def remove(self, flow: Transfer, now_s: float) -> None:
+        """Note that a transfer is over."""
+        del self.flows[flow]
+        if not self.flows:
+            self._busy_s += now_s - self._since_s
+
+    def _could_move(self, now_s: float) -> float:
+        lasted_s = now_s - self._changed_s
+        return self.rate * lasted_s if lasted_s else 0.0
+
+
+class Transfer:
+    """So many bytes on their way through a sender's uplink and a receiver's downlink; calls `done` when through."""
+
+    __slots__ = ("_done", "_down", "_rate", "_settled_s", "_timer", "_up", "remaining_bytes")
+
+    def __init__(self, up: Link, down: Link, size_bytes: float, done: Callable[[], object]) -> None:
+        self._up, self._down, self._done = up, down, done
+        self.remaining_bytes = float(size_bytes)
+        self._rate = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        now_s = self._settled_s = asyncio.get_running_loop().time()
+        up.add(self, now_s)
+        down.add(self, now_s)
+        self._retime_neighbours(now_s)
+
+    def __repr__(self) -> str:
+        return f"Transfer({self.remaining_bytes:.0f} bytes to go at {self._rate:g} bytes/s)"
+
+    def cancel(self) -> None:
+        """Stop: what has not passed never will, and the others get this transfer's share. No more after the end."""
+        now_s = asyncio.get_running_loop().time()
+        self.settle(now_s)
+        self._leave(now_s)
+
+    def unsettled_bytes(self, now_s: float) -> float:
+        """Return what has passed since it was counted last."""
+        lasted_s = now_s - self._settled_s
+        return min(self.remaining_bytes, self._rate * lasted_s) if lasted_s else 0.0
+
+    def settle(self, now_s: float) -> None:
+        """Count what has passed until now."""
+        moved = self.unsettled_bytes(now_s)
+        self._settled_s = now_s
+        self.remaining_bytes -= moved
+        self._up.moved_bytes += moved
+        self._down.moved_bytes += moved
+
+    def retime(self, now_s: float) -> None:
+        """Take the rate that the two links have for this transfer now."""
+        rate = min(self._up.rate / len(self._up.flows), self._down.rate / len(self._down.flows))
+        if rate == self._rate:
+            return
+        self.settle(now_s)
+        self._rate = rate
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(now_s + self.remaining_bytes / rate, self._finish)
+
+    def _finish(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._up.moved_bytes += self.remaining_bytes
+        self._down.moved_bytes += self.remaining_bytes
+        self.remaining_bytes = 0.0
+        self._leave(now_s)
+        self._done()
+
+    def _leave(self, now_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._up.remove(self, now_s)
+        self._down.remove(self, now_s)
+        self._retime_neighbours(now_s)
+
+    def _retime_neighbours(self, now_s: float) -> None:
+        """Retime whoever shares one of the links, this transfer included while it runs."""
+        for flow in list(self._up.flows):
+            flow.retime(now_s)
+        for flow in list(self._down.flows):
+            flow.retime(now_s)
