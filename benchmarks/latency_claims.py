@@ -17,13 +17,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from latency import jobs
 from latency.paper import EXPLAINED, TOLERANCE, Comparison
 from latency.picture import picture
-from latency.survey import OWN_CELLS, TALKED, TALKED_SPREAD, Scale, Survey
+from latency.survey import OWN_CELLS, TALKED_SPREAD, Scale, Survey
 from latency.survey import jobs as work
 
 QUICK = Scale(trials=40, workers_at_most=64, outer_steps=30, long_outer_steps=30, repeats=4, own_replicas_at_most=16)
@@ -70,7 +71,7 @@ def trees(found: Survey) -> str:
 def conversations(found: Survey) -> str:
     """Return the table of real conversations beside bare messages."""
     rows = []
-    for workers in TALKED:
+    for workers in (workers for workers in found.rows("talked") if workers > 2):
         (talked, error), (carried, other) = found.talked_ratio(workers), found.ratio("complete", TALKED_SPREAD, workers)
         errors = abs(talked / carried - 1) / (error**2 + other**2) ** 0.5
         apart = (f"{100 * (talked / carried - 1):+.1f} %", f"{errors:.1f} standard errors")
@@ -127,18 +128,18 @@ def show(found: Survey) -> None:
 def main() -> int:
     """Measure, print, draw; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=Scale().trials, help="of the largest tree; smaller ones get more")
+    trials = f"of the tree of 1024, smaller ones get more; {Scale().trials} by default, {QUICK.trials} with --quick"
+    parser.add_argument("--trials", type=int, help=trials)
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes: few trials, small swarms")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="the picture; with --quick none is drawn unless this is given")
     arguments = parser.parse_args()
-    if arguments.trials < 1 or arguments.processes < 1:
+    if arguments.processes < 1 or (arguments.trials is not None and arguments.trials < 1):
         parser.error("--trials and --processes are at least 1")
     torch.set_num_threads(1)
-    scale = Scale(trials=arguments.trials, seed=arguments.seed)
-    if arguments.quick:
-        scale = QUICK
+    plan = QUICK if arguments.quick else Scale()
+    scale = replace(plan, trials=arguments.trials or plan.trials, seed=arguments.seed)
     begun = time.perf_counter()
     found = survey(scale, arguments.processes)
     show(found)

@@ -39,7 +39,11 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the figures as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    scale = Scale(coordinates=128, share=0.15, slack=3.0, alphas=(0.5,)) if arguments.quick else Scale()
+    scale = (
+        Scale(coordinates=128, share=0.15, slack=3.0, alphas=(0.5,), crowds=(48, 256, 1024))
+        if arguments.quick
+        else Scale()
+    )
     report = Report(scale.slack)
     print(f"production rule, {scale.seeds} seeds, torch {torch.__version__}, one thread; mean (smallest to largest)")
     bends = bending(report, scale)

@@ -20,7 +20,7 @@ where it defers, G where it steps alone.
 
 **Moments.** Replicas are exchangeable, so two matrices say all: S = E z_i z_i^T and K = E z_i z_k^T, i and k distinct.
 After the inner phase (S <- R S R^T + noise, K <- R K R^T, R = diag(1, 1, rho)) the mean of a pair has (S + K)/2 and the
-half difference (S - K)/2, uncorrelated. With N replicas (even) in uniformly random pairs, each pair unmet with chance p:
+half difference (S - K)/2, uncorrelated. With N replicas (even) in uniformly random pairs, each unmet with chance p:
 
     M = G (S + K)/2 G^T,  W = H (S - K)/2 H^T,  B = (1 - p) G + p U
     S <- (1 - p)(M + W) + p U S U^T
@@ -154,7 +154,8 @@ def stationary(law: Law, phase: Phase) -> Moments:
         unit[number] = 1.0
         columns.append(_flat(advance(_shaped(unit), law, silent)))
     source = _flat(advance(_shaped(np.zeros(18)), law, phase))
-    return _shaped(np.linalg.solve(np.eye(18) - np.column_stack(columns), source))
+    left = np.eye(18) - np.column_stack(columns)
+    return _shaped(np.asarray(np.linalg.solve(left, source), dtype=np.float64))
 
 
 def _flat(moments: Moments) -> Matrix:

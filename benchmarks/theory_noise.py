@@ -122,8 +122,8 @@ def _tell_among(report: Report, bends: Sequence[Bend]) -> None:
     report.near("a. exponent while omega lambda m << 1", found[0], 2.0, 0.02)
     report.table(
         f"a. Variance among {REPLICAS} replicas against the inner learning rate omega (alpha 0.5, beta = gamma = 0.7,\n"
-        f"   {STEPS} inner steps a round, sigma 1). Exponents: of omega, from this row to the next. In brackets: smallest\n"
-        "   and largest seed over the mean; a seed draws the same noise at all rates.",
+        f"   {STEPS} inner steps a round, sigma 1). Exponents: of omega, from this row to the next. In brackets:\n"
+        "   smallest and largest seed over the mean; a seed draws the same noise at all rates.",
         ("omega lambda m", "among, measured", "recursion", "off", "exponent", "recursion"),
         rows,
     )

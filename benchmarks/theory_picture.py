@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
 from theory_moments import MANY, Law, contraction, critical_gamma
 from theory_noise import POLICIES, Bend
-from theory_range import Edge
+from theory_range import DRAWN, Edge
 from theory_report import Spread
 
 from noloco_node.demo.plot import COLOURS, DPI, INK, QUIET
@@ -34,7 +34,7 @@ def picture(
     panels = figure.subplots(2, 2)
     figure.subplots_adjust(left=0.075, right=0.975, top=0.885, bottom=0.07, hspace=0.36, wspace=0.2)
     figure.text(0.075, 0.962, "The outer rule against theory", fontsize=14, fontweight="bold", color=INK)
-    subtitle = "points: the production rule on quadratic bowls, bars from the smallest to the largest of 5 seeds; lines: theory"
+    subtitle = "points: the production rule on quadratic bowls, bars from smallest to largest of 5 seeds; lines: theory"
     figure.text(0.075, 0.936, subtitle, fontsize=10, color=QUIET)
     _draw_bends(panels[0][0], bends)
     _draw_decays(panels[0][1], decays)
@@ -74,20 +74,18 @@ def _draw_bends(panel: Axes, bends: Sequence[Bend]) -> None:
     slope = [first.among_expected * (reach / first.reach) ** 2 for reach in reaches]
     panel.plot(reaches[:-3], slope[:-3], color=QUIET, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
     panel.text(reaches[5] * 0.9, slope[5] * 2.0, "slope 2", color=QUIET, fontsize=9, ha="right")
-    panel.text(0.012, first.among_expected * 25, "variance among replicas", color=BLUE, fontsize=9.5, va="top")
-    label = "mean square of their mean\n(in the long run): slope 1"
-    panel.text(0.0012, bends[0].common_stationary * 2.0, label, color=ORANGE, fontsize=9.5, va="bottom")
+    panel.text(0.013, first.among_expected * 45, "variance among replicas", color=BLUE, fontsize=9.5, va="top")
+    label = "mean square of their mean,\nin the long run: slope 1"
+    panel.text(0.0009, bends[0].common_stationary * 8.0, label, color=ORANGE, fontsize=9.5, va="bottom")
     panel.set_xlabel("inner learning rate x curvature x inner steps a round", color=INK)
-    panel.set_title("a. The disagreement grows with the square of the learning rate", **TITLE)
-
-
-TITLE = {"loc": "left", "fontsize": 11, "color": INK, "pad": 8}
+    _title(panel, "a. Disagreement: the square of a small learning rate")
 
 
 def _draw_decays(panel: Axes, decays: dict[float, list[Spread]]) -> None:
     panel.set_yscale("log")
     panel.set_ylim(1e-9, 100)
-    panel.set_xlim(0, 38)
+    panel.set_xlim(0, 41)
+    panel.set_xticks(range(0, 31, 5))
     for alpha, course in decays.items():
         colour, rounds = BY_ALPHA[alpha], range(len(course))
         panel.plot(rounds, [value.mean for value in course], color=colour, linewidth=1.8)
@@ -99,14 +97,14 @@ def _draw_decays(panel: Axes, decays: dict[float, list[Spread]]) -> None:
             alpha=0.25,
             linewidth=0,
         )
-        factor = contraction(Law(alpha=alpha))
-        middle = 18
+        factor, middle = contraction(Law(alpha=alpha)), 20
         line = [course[middle].mean * factor ** (number - middle) for number in rounds]
-        panel.plot(rounds, line, color=colour, linewidth=0.9, linestyle=(0, (4, 3)))
-        label, nudge = f"alpha {alpha:g}: {factor:.3f}", 1.3 if alpha != 0.3 else 0.5
-        panel.text(len(course) - 0.5, course[-1].mean * nudge, label, color=colour, fontsize=9.5, va="center")
+        panel.plot(rounds, line, color=INK, linewidth=0.9, linestyle=(0, (4, 4)), zorder=5)
+        label, nudge = f"alpha {alpha:g}: {factor:.3f}", {0.0: 0.35, 0.3: 2.2}.get(alpha, 1.0)
+        panel.text(len(course) - 0.4, course[-1].mean * nudge, label, color=colour, fontsize=9.5, va="center")
+    panel.text(1, 3e-9, "dashed: the asymptotic factor of many, by the recursion", color=QUIET, fontsize=9)
     panel.set_xlabel("rounds", color=INK)
-    panel.set_title("b. Among 128 it contracts by a known factor (gamma 0.7)", **TITLE)
+    _title(panel, f"b. Among {DRAWN} it changes by a known factor a round (gamma 0.7)")
 
 
 def _draw_growths(panel: Axes, growths: Sequence[tuple[int, Spread, float]]) -> None:
@@ -116,12 +114,12 @@ def _draw_growths(panel: Axes, growths: Sequence[tuple[int, Spread, float]]) -> 
     panel.plot(counts, [theory for _, _, theory in growths], color=ORANGE, linewidth=1.4)
     _points(panel, counts, [found for _, found, _ in growths], RED)
     panel.text(1024, 1.003, "above: diverges", color=QUIET, fontsize=9, ha="right", va="bottom")
-    panel.text(5.2, 1.062, "mean square", color=ORANGE, fontsize=9.5, ha="right")
-    panel.text(9.5, 1.042, "a typical run", color=RED, fontsize=9.5, va="top")
+    panel.text(5.6, 1.078, "mean square", color=ORANGE, fontsize=9.5, ha="right")
+    panel.text(9.5, 1.042, "a long run", color=RED, fontsize=9.5, va="top")
     panel.xaxis.set_major_locator(FixedLocator(counts))
     panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     panel.set_xlabel("replicas", color=INK)
-    panel.set_title("c. alpha 0.9 with gamma 0.7: growth of the variance a round", **TITLE)
+    _title(panel, "c. alpha 0.9 with gamma 0.7: growth of the variance a round")
 
 
 def _draw_edges(panel: Axes, edges: Sequence[Edge]) -> None:
@@ -133,8 +131,18 @@ def _draw_edges(panel: Axes, edges: Sequence[Edge]) -> None:
             mine = [edge for edge in edges if edge.alpha == alpha and (edge.policy == policy or edge.unmet == 0.0)]
             _points(panel, [edge.unmet for edge in mine], [edge.found for edge in mine], colour)
         panel.text(0.01, critical_gamma(Law(alpha=alpha)) + 0.03, f"alpha {alpha:g}", color=INK, fontsize=9.5)
+    for policy, colour in BY_POLICY.items():
+        law = Law(unmet=grid[-1], patience=POLICIES[policy])
+        panel.text(0.61, critical_gamma(law), policy, color=colour, fontsize=9.5, va="center")
+    panel.set_xlim(-0.02, 0.78)
+    panel.set_ylim(0.6, 1.95)
+    panel.set_xticks([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     panel.set_xlabel("chance that a pair is not met", color=INK)
-    panel.set_title("d. Critical gamma: deferral keeps it, solo steps lower it", **TITLE)
+    _title(panel, "d. Critical gamma: deferral keeps it, solo steps lower it")
+
+
+def _title(panel: Axes, text: str) -> None:
+    panel.set_title(text, loc="left", fontsize=11, color=INK, pad=8)
 
 
 def _dress(panel: Axes) -> None:

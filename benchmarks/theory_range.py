@@ -18,8 +18,8 @@ EXPECTED = {0.0: (0.545, 1.00, 0.500), 0.3: (0.553, 0.58, 0.545), 0.5: (0.700, 0
 EXPECTED_DIVERGENCE = 1.0985
 EXPECTED_BY_COUNT = {2: 0.901, 4: 0.976, 8: 1.050, 16: 1.074, 64: 1.092}
 """Typical growth at alpha 0.9, gamma 0.7 by replicas, from an earlier simulation."""
-CROWDS = (128, 256, 1024)
-"""The first pairs by the production matching, the others by random permutations."""
+DRAWN = 128
+"""Replicas in the picture of the decay."""
 ROUNDS_BY_COUNT = {2: 400, 4: 4000, 8: 4000, 16: 2000, 64: 400}
 EXPECTED_CRITICAL = {(0.5, 0.0, "defer"): 1.50, (0.5, 0.5, "solo at once"): 1.19}
 RUN = """name = "diverges"
@@ -56,7 +56,7 @@ def contractions(report: Report, scale: Scale) -> None:
             theory = contraction(law)
             report.near(f"b. recursion at alpha {alpha:g}, gamma {gamma:g}", theory, expected, 0.002)
             cells = []
-            for count in CROWDS:
+            for count in scale.crowds:
                 found = _grown(replace(law, replicas=count), 40, 20, scale)
                 off = report.near(f"b. {count} replicas, alpha {alpha:g}, gamma {gamma:g}", found.mean, expected, 0.015)
                 cells.append(f"{found} {off}")
@@ -66,8 +66,8 @@ def contractions(report: Report, scale: Scale) -> None:
         report.progress(f"b. alpha {alpha:g}; fastest by the recursion: gamma {best:g}, factor {factor:.4f}")
     report.table(
         "b. Factor a round on the variance among replicas, no inner progress; off: from what was expected.\n"
-        "   128 replicas pair by the production matching, 256 and 1024 by random permutations.",
-        ("alpha", "gamma", "expected", "recursion", *(f"{count} replicas" for count in CROWDS)),
+        "   Up to 200 replicas pair by the production matching, more by random permutations.",
+        ("alpha", "gamma", "expected", "recursion", *(f"{count} replicas" for count in scale.crowds)),
         rows,
     )
 
@@ -81,12 +81,12 @@ def divergence(report: Report, scale: Scale) -> list[tuple[int, Spread, float]]:
     law, rows, found = Law(alpha=0.9, gamma=0.7), [], []
     for count, typical in EXPECTED_BY_COUNT.items():
         here = replace(law, replicas=count)
-        measured = _grown(here, scale.rounds(ROUNDS_BY_COUNT[count]), 100, scale, coordinates=16)
+        measured = _grown(here, scale.rounds(ROUNDS_BY_COUNT[count]), scale.rounds(100), scale, coordinates=16)
         off = report.near(f"c. {count} replicas", measured.mean, typical, 0.01)
         found.append((count, measured, contraction(here)))
         rows.append([str(count), f"{typical:.3f}", str(measured), off, f"{contraction(here):.4f}"])
         report.progress(f"c. {count} replicas")
-    for count in CROWDS[1:]:
+    for count in scale.crowds[1:]:
         here = replace(law, replicas=count)
         measured = _grown(here, scale.rounds(200), 60, scale, coordinates=16)
         off = report.near(f"c. {count} replicas", measured.mean, EXPECTED_DIVERGENCE, 0.005)
@@ -109,7 +109,8 @@ def _refused(report: Report) -> None:
         decode_run(RUN, "diverges.toml")
     except Trouble as trouble:
         print(
-            f"\n  A run file with it is refused:\n    {trouble.what}\n    Why: {trouble.why}\n    Try: {trouble.attempt}"
+            f"\n  A run file with it is refused, exit code {trouble.code}:\n"
+            f"    {trouble.what}\n    Why: {trouble.why}\n    Try: {trouble.attempt}"
         )
         report.true("c. the refusal names the field", "outer.gamma" in trouble.what and "0.38" in trouble.why)
     else:
@@ -117,10 +118,10 @@ def _refused(report: Report) -> None:
 
 
 def decays(scale: Scale, rounds: int = 30) -> dict[float, list[Spread]]:
-    """Return by alpha the course of the variance among 128 replicas at gamma 0.7."""
+    """Return by alpha the course of the variance among DRAWN replicas at gamma 0.7."""
     found = {}
     for alpha in (*EXPECTED, 0.9):
-        law = Law(alpha=alpha, replicas=CROWDS[0])
+        law = Law(alpha=alpha, replicas=DRAWN)
         runs = [decay(law, rounds, seed, 64) for seed in range(scale.seeds)]
         found[alpha] = [spread(values) for values in zip(*runs, strict=True)]
     return found
@@ -169,8 +170,8 @@ def _tell_edges(report: Report, found: list[Edge]) -> None:
             ]
         )
     report.table(
-        "d. Critical gamma by bisection, 512 replicas. Closed form: 2 (1 - alpha^2) / (1 + alpha q), q the share of solo "
-        "steps\n   among outer steps.",
+        "d. Critical gamma by bisection, 512 replicas. Closed form: 2 (1 - alpha^2) / (1 + alpha q), q the share of\n"
+        "   solo steps among outer steps.",
         ("alpha", "unmet", "the unmet", "q", "expected", "measured", "closed form", "off"),
         rows,
     )

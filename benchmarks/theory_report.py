@@ -20,6 +20,8 @@ class Scale:
     slack: float = 1.0
     alphas: tuple[float, ...] = (0.3, 0.5, 0.7)
     """For which the critical gamma is sought."""
+    crowds: tuple[int, ...] = (128, 256, 1024)
+    """Replicas by which many are represented; the first pair by the production matching, the others at random."""
 
     def rounds(self, full: int) -> int:
         """Return how many rounds to run where a full run takes `full`."""

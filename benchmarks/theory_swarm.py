@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -69,7 +70,7 @@ class Swarm:
         return {**counts, "variance_among": self.variance_among()}
 
     def scatter(self) -> None:
-        """Draw slow weights apart, N(0, 1) with a mean of zero over replicas; no momentum, fast weights equal to slow."""
+        """Draw slow weights apart, N(0, 1) with mean zero over replicas; no momentum, fast weights equal to slow."""
         self.slow.normal_(generator=self._noise)
         self.slow -= self.slow.mean(0)
         self.momentum.zero_()
@@ -101,15 +102,17 @@ class Swarm:
             self._streak = torch.where(unmet & ~alone, self._streak + 1, 0)
             self.solo += int(alone.sum())
             self.deferred += int((unmet & ~alone).sum())
-            kept = (self.slow, self.momentum, self.fast)
+            slow, momentum, fast = self._chosen(unmet, (self.slow, self.momentum, self.fast), (slow, momentum, fast))
             if alone.any():
                 solo = step_alone(state, (self.fast,), self._outer)
                 after = (solo.state.slow[0], solo.state.momentum[0], self.fast + solo.correction[0])
-                kept = tuple(torch.where(alone[:, None], b, a) for a, b in zip(kept, after, strict=True))
-            slow, momentum, fast = (
-                torch.where(unmet[:, None], a, b) for a, b in zip(kept, (slow, momentum, fast), strict=True)
-            )
+                slow, momentum, fast = self._chosen(alone, after, (slow, momentum, fast))
         self.slow, self.momentum, self.fast = slow, momentum, fast
+
+    @staticmethod
+    def _chosen(rows: Tensor, then: tuple[Tensor, ...], otherwise: tuple[Tensor, ...]) -> Iterator[Tensor]:
+        """Yield each tensor of `then` in these rows, and of `otherwise` in the others."""
+        return (torch.where(rows[:, None], a, b) for a, b in zip(then, otherwise, strict=True))
 
     def variance_among(self, fast: bool = False) -> float:
         """Return the variance among replicas of slow (or fast) weights, the mean over coordinates."""

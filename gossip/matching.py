@@ -109,7 +109,7 @@ def _score(seed: int, round: int, low: str, high: str) -> bytes:
 def preferences(me: str, replicas: Collection[str], seed: int, round: int) -> tuple[str, ...]:
     """Return the others in the order in which to ask them: first the greedy partner, if any, then in hash order."""
     others = {peer for peer in replicas if peer != me}
-    order = sorted(others, key=lambda peer: _score(seed, round, min(me, peer), max(me, peer)))
+    order = sorted(others, key=lambda peer: _score(seed, round, *((me, peer) if me < peer else (peer, me))))
     if len(others) >= GREEDY_AT_MOST:
         return tuple(order)
     first = partners_of_round(others | {me}, seed, round).get(me)
@@ -129,5 +129,7 @@ def heal(own_round: int, seen_rounds: Iterable[int], roster_rounds: Collection[i
     `roster_rounds` includes the own one. Never goes back.
     """
     highest = max((own_round, *seen_rounds, *roster_rounds))
+    if highest == own_round:
+        return own_round
     ceiling = (median_low(roster_rounds) if roster_rounds else own_round) + bound
     return max(own_round, min(highest, ceiling))

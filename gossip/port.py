@@ -6,7 +6,7 @@ a journal) and `Settings`; it gets events back. Nothing of the pipeline, the net
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -40,10 +40,14 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What the rounds are handed. `partners` leaves ourselves out; `record` takes events in order and does not wait."""
+    """What the rounds are handed.
+
+    `partners` leaves ourselves out, and returns the very same tuple until the roster is another one. `record` takes
+    events in order and does not wait.
+    """
 
     compute: Compute
-    partners: Callable[[], Sequence[Candidate]]
+    partners: Callable[[], tuple[Candidate, ...]]
     converse: Callable[[str], AbstractAsyncContextManager[Conversation]]
     record: Callable[[Event], None]
 

@@ -26,16 +26,18 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from gossip.cadence import Cadence
 from gossip.exchange import Conversation, conclude, gap, size_bytes, swap
-from gossip.matching import Standing, answer, preferences
+from gossip.matching import Standing, answer
 from gossip.messages import Accepted, Declined, Implausible, Offer
 from gossip.nesterov import OuterState, Stepped
+from gossip.others import Others
 from gossip.outer import OuterOptimiser, Snapshot, to_the_end
 from gossip.port import Deferred, Lost, Origin, OuterStep, Replica, Settings, Surroundings
-from gossip.prospects import SLACK_S, Prospects
+from gossip.prospects import ASKED_AT_MOST, SLACK_S, Prospects
 
 POLL_S = 1.0
 """How often the last round looks whether anybody is left."""
@@ -72,6 +74,7 @@ class Rounds:
         self._settings = settings
         self._replica = replica
         self._around = surroundings
+        self._others = Others(me, settings.seed, surroundings.partners)
         self._optimiser = OuterOptimiser(settings, origin.state, replica, surroundings.compute)
         self._cadence = Cadence(settings.inner_steps_per_round, origin.rounds, origin.inner_steps)
         self._rng = random.Random(f"{settings.seed}|jitter|{me}")
@@ -208,7 +211,7 @@ class Rounds:
 
     async def _tend(self) -> None:
         """Look after an open round that nobody has accepted yet."""
-        if self._prospects.nobody_left(self._peers()):
+        if self._prospects.nobody_left(self._others.peers):
             await self._step_alone()
         elif self._cadence.due:
             if self._cadence.deferred_in_a_row < self._settings.deferrals_before_solo:
@@ -231,9 +234,9 @@ class Rounds:
         return await self._optimiser.snapshot(self._cadence.inner_steps)
 
     async def _open_round(self, *, last: bool = False) -> None:
-        self._cadence.open(self._listed(), last=last)
+        self._cadence.open(self._others.rounds, last=last)
         self._prospects.clear()
-        if not self._around.partners():
+        if not self._others.peers:
             await self._step_alone()
             return
         if not self._settings.blocking:
@@ -270,12 +273,11 @@ class Rounds:
         """Return whom to ask now; or nobody and how long to wait (None: until something changes)."""
         if not self._open or self._engagement is not None:
             return None, None
-        order = self._preferences()
-        good_enough = [peer for place, peer in enumerate(order) if not self._hopes_s(place, len(order))]
-        return self._prospects.next(good_enough, _now())
-
-    def _preferences(self) -> tuple[str, ...]:
-        return preferences(self._me, self._peers(), self._settings.seed, self._cadence.round)
+        order = self._others.order(self._cadence.round)
+        places = range(min(len(order), ASKED_AT_MOST))
+        # Whoever is preferred less is hoped against for longer: the good enough are the first ones.
+        good_enough = list(takewhile(lambda place: not self._hopes_s(place, len(order)), places))
+        return self._prospects.next(order[: len(good_enough)], _now())
 
     def _hopes_s(self, place: int, count: int) -> float:
         return self._cadence.hopes_s(place, count, self._settings.patience.sleep_s)
@@ -296,7 +298,7 @@ class Rounds:
                 if isinstance(reply, Declined):
                     self._counts["declined"] += 1
                     if self._open:
-                        self._cadence.adopt(reply.round, self._listed())
+                        self._cadence.adopt(reply.round, self._others.rounds)
                     self._prospects.declined(peer, reply, _now())
                 elif not isinstance(reply, Accepted):
                     raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
@@ -312,7 +314,7 @@ class Rounds:
             self._asking = None
 
     def _standing(self, sender: str) -> Standing:
-        order = self._preferences() if self._open else ()
+        order = self._others.order(self._cadence.round) if self._open else ()
         place = order.index(sender) if sender in order else len(order)
         return Standing(
             me=self._me,
@@ -325,22 +327,16 @@ class Rounds:
             ready_in_s=self._cadence.ready_in_s(self._settings.patience.sleep_s),
         )
 
-    def _peers(self) -> list[str]:
-        return [candidate.peer for candidate in self._around.partners()]
-
-    def _listed(self) -> list[int]:
-        return [candidate.round for candidate in self._around.partners()]
-
     def _hopeful(self) -> bool:
         if not self._open:
             return False
-        return self._engagement is not None or not self._prospects.nobody_left(self._peers())
+        return self._engagement is not None or not self._prospects.nobody_left(self._others.peers)
 
     # Meeting.
 
     def _engage(self, peer: str, their_round: int) -> _Engagement:
         """Bind ourselves, open and free, to one partner."""
-        self._cadence.adopt(their_round, self._listed())
+        self._cadence.adopt(their_round, self._others.rounds)
         self._engagement = _Engagement(peer, _now())
         return self._engagement
 

@@ -41,10 +41,11 @@ OPENING = 2.0
 """Latencies that pass before a call's first message leaves: its stream is opened, a round trip."""
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 """Its multiples, less their whole parts, lie evenly between 0 and 1."""
-_WARM_UP_WINDOWS = 2
-_LEAST_WINDOWS, _MOST_WINDOWS = 4, 100
-_HOPS = 20_000
-"""Microbatches times stages of one forecast, about: half a second."""
+HOPS = 30_000
+"""Microbatches times stages of one forecast, about; half a second."""
+_LEAST_WINDOWS, _MOST_WINDOWS = 6, 120
+"""Of a forecast; a third of them, or the first two dozen, warm up."""
+_WARM_UP = 24
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,10 +261,11 @@ class _Model:
             self._admit(replica.stage, replica.next_queued())
 
 
-def efficiency(shape: Shape) -> float:
+def efficiency(shape: Shape, hops: int = HOPS) -> float:
     """Return the work done over what the weakest stage could do if it never waited, 0 to 1, once the pipeline is full.
 
-    Deterministic. Raises ValueError for a shape without stages, work or replicas.
+    Deterministic. `hops`: microbatches times stages to spend on it, about; fewer are faster and less sure. Raises
+    ValueError for a shape without stages, work or replicas.
     """
     times = [time for replicas in shape.passes for time in replicas]
     counts = [len(replicas) for replicas in shape.passes]
@@ -273,10 +275,10 @@ def efficiency(shape: Shape) -> float:
         raise ValueError(f"{shape} is no pipeline: a message cannot arrive before it was sent")
     shape = msgspec.structs.replace(shape, window=min(shape.window, WINDOW))
     window = shape.window * max(counts)
-    windows = max(_LEAST_WINDOWS, min(_MOST_WINDOWS, _HOPS // (window * len(counts))))
+    windows = max(_LEAST_WINDOWS, min(_MOST_WINDOWS, hops // (window * len(counts))))
     model = _Model(shape)
-    begun = model.run(_WARM_UP_WINDOWS * window)
+    begun = model.run(min(_WARM_UP, windows // 3) * window)
     # Passes at all stages, not microbatches that are done: those come in bursts, these do not.
     before = model.passes
-    elapsed = model.run((_WARM_UP_WINDOWS + windows) * window) - begun
+    elapsed = model.run(windows * window) - begun
     return min(1.0, (model.passes - before) / (3 * len(counts)) / elapsed / shape.capacity)

@@ -131,6 +131,7 @@ class Node:
 
     def _become_replica(self, start: Start) -> Replica:
         self._resumed = start.counted
+        self._presence.focus((start.number, start.number + 1))
         post = Post(
             run=self._run,
             run_id=self._recipe.digest,

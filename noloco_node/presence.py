@@ -2,7 +2,8 @@
 
 Each peer has one record, under the key of its stage and its own id as the subkey. It expires after `lifetime_s` unless
 it is published again, which happens every `refresh_s`: a peer that dies without a word leaves the roster by itself. In
-the same rhythm all stages are read. Decisions only ever look at the last snapshot; they never wait for the DHT.
+the same rhythm the stages are read: all of them by whoever looks for a place, by a peer at work those that it has to do
+with (`focus`). Decisions only ever look at the last snapshot; they never wait for the DHT.
 
 The DHT is written by strangers and read over lossy paths, so a record counts only if it is small, decodes strictly,
 names the peer and the stage that it is filed under and holds possible numbers; a record that one reading misses stays
@@ -22,8 +23,11 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -31,13 +35,14 @@ from noloco_node.port import Network
 from noloco_node.roster import PeerRecord, Roster, State
 
 _RECORD_BYTES = 4096
+_SOURCE_BYTES = 64
 _MOST_RECORDS = 4096
 _SOURCE_LIFETIME_S = 600.0
 _LARGEST_COUNT = 2**53
 
 
 class _Published(msgspec.Struct, frozen=True, array_like=True):
-    """A record as it is stored: `serial` makes each publication differ, so that readers can tell news from an echo."""
+    """A record as it is stored: `serial` makes each publication differ, so that readers tell news from an echo."""
 
     serial: int
     record: PeerRecord
@@ -69,6 +74,7 @@ class Presence:
         self._own: PeerRecord | None = None
         self._serial = 0
         self._seen: tuple[dict[str, _Sighting], ...] = tuple({} for _ in range(stages))
+        self._watched = tuple(range(stages))
         self._sources: dict[str, _Source] = {}
         self._worked: set[str] = {network.peer_id}
         """Peers that may speak of samples: those seen at work, and those whom our first reading found."""
@@ -95,6 +101,10 @@ class Presence:
         await self._change.wait()
         return self._roster
 
+    def focus(self, stages: Collection[int]) -> None:
+        """Read only these stages from now on, beside the sources and their stage; the others count as empty."""
+        self._watched = tuple(number for number in range(len(self._seen)) if number in stages or number == 0)
+
     def update(self, record: PeerRecord) -> None:
         """Replace our record; it is published in the usual rhythm, or soon if its state is another one."""
         if self._own is None or record.stage != self._own.stage:
@@ -120,10 +130,11 @@ class Presence:
             await self._publish(msgspec.structs.replace(last, state=State.LEAVING))
 
     async def peek(self) -> Roster:
-        """Read all records now and return the new roster."""
+        """Read all records that we watch now and return the new roster."""
         async with self._reading:
-            readings: list[Mapping[str, bytes] | None] = [None] * (len(self._seen) + 1)
-            keys = [self._stage_key(number) for number in range(len(self._seen))] + [self._sources_key]
+            watched = self._watched
+            keys = [*map(self._stage_key, watched), self._sources_key]
+            readings: list[Mapping[str, bytes] | None] = [None] * len(keys)
 
             async def read(place: int) -> None:
                 try:
@@ -136,7 +147,7 @@ class Presence:
                     group.create_task(read(place))
             self.complete = all(reading is not None for reading in readings)
             now = asyncio.get_running_loop().time()
-            for stage, found in enumerate(readings[:-1]):
+            for stage, found in zip(watched, readings, strict=False):
                 self._take_records(stage, found or {}, now)
             self._take_sources(readings[-1])
             self._show(now)
@@ -194,12 +205,12 @@ class Presence:
     def _take_records(self, stage: int, found: Mapping[str, bytes], now: float) -> None:
         """Note what one reading of a stage says, and forget peers of whom nothing new was heard for a lifetime."""
         seen = self._seen[stage]
-        for peer in sorted(found, key=lambda peer: (peer not in seen, peer))[:_MOST_RECORDS]:
-            raw = found[peer]
-            if peer in seen and seen[peer].raw == raw:
+        for peer in _at_most(found, seen):
+            raw, known = found[peer], seen.get(peer)
+            if known is not None and known.raw == raw:
                 continue
-            record = _decode_record(raw, peer, stage)
-            if record is None:
+            record = _decode_record(raw)
+            if record is None or record.peer != peer or record.stage != stage:
                 self._counts["records.garbled"] += 1
             else:
                 seen[peer] = _Sighting(record, raw, now)
@@ -210,14 +221,14 @@ class Presence:
     def _take_sources(self, found: Mapping[str, bytes] | None) -> None:
         if found is None:
             return
-        sources = self._seen[0].values()
-        self._worked |= {s.record.peer for s in sources if s.record.state in (State.TRAINING, State.FINISHED)}
+        working = (State.TRAINING, State.FINISHED)
+        self._worked.update([peer for peer, sighting in self._seen[0].items() if sighting.record.state in working])
         if not self._looked:
             # They may have left before we came.
             self._looked = True
-            self._worked |= set(sorted(found)[:_MOST_RECORDS])
-        for peer in sorted(found, key=lambda peer: (peer not in self._sources, peer))[:_MOST_RECORDS]:
-            source = _decode_source(found[peer])
+            self._worked.update(_at_most(found, {}))
+        for peer in _at_most(found, self._sources):
+            source = _decode_source(found[peer]) if len(found[peer]) <= _SOURCE_BYTES else None
             if source is None:
                 self._counts["records.garbled"] += 1
                 continue
@@ -231,11 +242,13 @@ class Presence:
         own, me = self._own, self._network.peer_id
         stages = []
         for number, seen in enumerate(self._seen):
-            records = {peer: sighting.record for peer, sighting in seen.items() if peer != me}
+            if number not in self._watched:
+                seen.clear()
+            records = [sighting.record for peer, sighting in seen.items() if peer != me]
             if own is not None and own.stage == number:
-                records[me] = own
-            present = [record for record in records.values() if record.state is not State.LEAVING]
-            stages.append(tuple(sorted(present, key=lambda record: record.peer)))
+                records.append(own)
+            present = [record for record in records if record.state is not State.LEAVING]
+            stages.append(tuple(sorted(present, key=attrgetter("peer"))))
         finished = {peer for peer, source in self._sources.items() if source.finished}
         at_work = {record.peer for record in stages[0] if record.state is State.TRAINING} - finished
         before = self._roster
@@ -252,15 +265,29 @@ class Presence:
             self._change = asyncio.Event()
 
 
+def _at_most(found: Mapping[str, bytes], known: Mapping[str, Any]) -> Iterable[str]:
+    """Return the peers of a reading; of too many the known first, so that a flood drives nobody out."""
+    if len(found) <= _MOST_RECORDS:
+        return found
+    return sorted(found, key=lambda peer: (peer not in known, peer))[:_MOST_RECORDS]
+
+
 def _joined(known: _Source | None, news: _Source) -> _Source:
     """Return the most that was ever said of a source."""
-    if known is None:
+    if known is None or (news.samples >= known.samples and news.finished >= known.finished):
         return news
     return _Source(max(known.samples, news.samples), known.finished or news.finished)
 
 
-def _decode_record(raw: bytes, peer: str, stage: int) -> PeerRecord | None:
-    """Return the record if it is what `peer` may say of itself at `stage`."""
+_decoded: WeakValueDictionary[bytes, PeerRecord] = WeakValueDictionary()
+"""Records that somebody holds, by their bytes: the many peers of a simulation share one of each."""
+
+
+def _decode_record(raw: bytes) -> PeerRecord | None:
+    """Return the record if it is one that a peer may publish; whether under this name is for the caller to see."""
+    known = _decoded.get(raw)
+    if known is not None:
+        return known
     if len(raw) > _RECORD_BYTES:
         return None
     try:
@@ -270,18 +297,19 @@ def _decode_record(raw: bytes, peer: str, stage: int) -> PeerRecord | None:
     numbers = (record.claimed_at, record.device_s, record.tokens_per_s, record.loss or 0.0, record.gap or 0.0)
     counts = (record.round, record.inner_steps, record.samples)
     possible = (
-        (record.peer, record.stage) == (peer, stage)
-        and all(map(math.isfinite, numbers))
+        all(map(math.isfinite, numbers))
         and min(record.claimed_at, record.device_s, record.tokens_per_s) >= 0.0
         and 0.0 <= record.progress <= 1.0
         and all(0 <= count <= _LARGEST_COUNT for count in counts)
     )
-    return record if possible else None
-
-
-def _decode_source(raw: bytes) -> _Source | None:
-    if len(raw) > _RECORD_BYTES:
+    if not possible:
         return None
+    _decoded[raw] = record
+    return record
+
+
+@lru_cache(maxsize=_MOST_RECORDS)
+def _decode_source(raw: bytes) -> _Source | None:
     try:
         source = msgspec.msgpack.decode(raw, type=_Source)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -24,7 +24,7 @@ class State(StrEnum):
     LEAVING = "leaving"
 
 
-class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
+class PeerRecord(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     """What a peer says of itself. Nobody else vouches for it: readers bound what they believe."""
 
     peer: str

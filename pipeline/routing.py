@@ -54,7 +54,7 @@ class Bag(NamedTuple):
 
     entries: tuple[str, ...] = ()
     credit: Mapping[str, float] = MappingProxyType({})
-    hops: tuple[Hop, ...] = ()
+    hops: tuple[Hop, ...] | None = None
 
 
 def next_hop(bag: Bag, hops: Sequence[Hop], avoid: Collection[str], rng: Random) -> tuple[str | None, Bag]:
@@ -64,13 +64,14 @@ def next_hop(bag: Bag, hops: Sequence[Hop], avoid: Collection[str], rng: Random)
     forfeited. A peer that is no longer among `hops` is dropped; one that the bag does not know gets an entry at once.
     A draw for the same tuple of hops as the last, with nobody to avoid, does not look at each of them.
     """
-    before, bag = bag, _reconcile(bag, tuple(hops))
+    hops = tuple(hops)
+    before, bag = bag, _reconcile(bag, hops)
     avoided = bag.credit.keys() & avoid
     if len(avoided) == len(bag.credit):
         return None, before
     places = _places(bag, avoided)
     if not places:
-        bag = _refill(bag, rng)
+        bag = _refill(bag, hops, rng)
         places = _places(bag, avoided)
     if not places:
         # This bag owes none of them anything: the busy or slow ones have to be asked out of turn.
@@ -110,8 +111,8 @@ def _reconcile(bag: Bag, hops: tuple[Hop, ...]) -> Bag:
     return Bag(entries, credit | dict.fromkeys(newcomers, 0.0), hops)
 
 
-def _refill(bag: Bag, rng: Random) -> Bag:
-    due = {peer: quota + bag.credit[peer] for peer, quota in quotas(bag.hops).items()}
+def _refill(bag: Bag, hops: tuple[Hop, ...], rng: Random) -> Bag:
+    due = {peer: quota + bag.credit[peer] for peer, quota in quotas(hops).items()}
     entries = {peer: max(0, math.floor(owed + 1e-9)) for peer, owed in due.items()}
     by_remainder = list(due)
     rng.shuffle(by_remainder)
@@ -119,7 +120,7 @@ def _refill(bag: Bag, rng: Random) -> Bag:
     for peer in by_remainder[: max(0, len(due) - sum(entries.values()))]:
         entries[peer] += 1
     credit = {peer: min(1.0, max(-1.0, owed - entries[peer])) for peer, owed in due.items()}
-    return Bag(tuple(peer for peer, count in entries.items() for _ in range(count)), credit, bag.hops)
+    return Bag(tuple(peer for peer, count in entries.items() for _ in range(count)), credit, hops)
 
 
 def _device_times(hops: Sequence[Hop]) -> dict[str, float]:

@@ -277,3 +277,21 @@ def test_samples_of_whom_nobody_saw_at_work_do_not_count() -> None:
         assert (roster.run_samples, roster.sources, roster.sources_finished) == (100, 1, 0)
 
     run(main())
+
+
+def test_a_peer_at_work_reads_only_the_stages_that_it_has_to_do_with() -> None:
+    async def main() -> None:
+        hub = Hub(WEATHER)
+        one = Presence(hub.network("a"), RUN, 4)
+        for stage, name in enumerate("bcde"):
+            await Presence(hub.network(name), RUN, 4).claim(record(name, stage, samples=10))
+        assert peers(await one.claim(record("a", 2))) == [["b"], ["c"], ["a", "d"], ["e"]]
+        one.focus((2, 3))
+        roster = await one.peek()
+        assert peers(roster) == [["b"], [], ["a", "d"], ["e"]]
+        assert one.complete
+        assert (roster.run_samples, roster.sources) == (10, 1), "the sources count for everybody"
+        one.focus(range(4))
+        assert peers(await one.peek()) == [["b"], ["c"], ["a", "d"], ["e"]]
+
+    run(main())

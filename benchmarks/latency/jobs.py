@@ -32,7 +32,7 @@ class Job:
 def run(jobs: Sequence[Job], processes: int) -> list[Any]:
     """Return the results in the order of the jobs; show progress on stderr."""
     results: list[Any] = [None] * len(jobs)
-    report = _Report(sum(job.cost for job in jobs))
+    report = _Report(len(jobs), sum(job.cost for job in jobs))
     with report:
         for number, result in _completed(jobs, processes):
             results[number] = result
@@ -62,8 +62,8 @@ def _completed(jobs: Sequence[Job], processes: int) -> Iterator[tuple[int, Any]]
 class _Report:
     """Progress in words or as a bar."""
 
-    def __init__(self, total: float) -> None:
-        self._total, self._done = total, 0.0
+    def __init__(self, jobs: int, total: float) -> None:
+        self._jobs, self._total, self._done = jobs, total, 0.0
         self._begun = self._said = time.perf_counter()
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"))
         self._bar = Progress(*columns, TimeRemainingColumn()) if sys.stderr.isatty() else None
@@ -75,6 +75,8 @@ class _Report:
     def __enter__(self) -> None:
         if self._bar is not None:
             self._bar.start()
+        else:
+            print(f"{self._jobs} pieces of work, the longest first", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

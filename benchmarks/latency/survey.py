@@ -80,6 +80,8 @@ def _batches(shape: Shape, workers: int, spread: float, trials: int, seed: int) 
 
 def _conversations(scale: Scale) -> Iterator[tuple[Place, Job]]:
     for workers in (2, *TALKED):
+        if workers > scale.workers_at_most:
+            continue
         trials = 4 * scale.trials // isqrt(workers)
         batch = Trials("complete", workers, TALKED_SPREAD, trials, scale.seed)
         cost = 15 * trials * tree.messages("complete", workers)

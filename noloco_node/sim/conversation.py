@@ -20,22 +20,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from noloco_node.sim.way import Parcel, Way
+from noloco_node.sim.way import Parting, Way
 from noloco_node.wire import Schema, Violation
 
 if TYPE_CHECKING:
-    from noloco_node.sim.network import MemoryNetwork
-
-
-class Parting(NamedTuple):
-    """What ends a conversation: `kind` None is the polite end."""
-
-    kind: type[ConnectionError] | None
-    text: str
-
+    from noloco_node.sim.memory import MemoryNetwork
 
 _ENDED = Parting(None, "")
 
@@ -48,33 +39,20 @@ class Traffic:
     def __init__(self) -> None:
         self.sent_bytes = self.received_bytes = 0
 
+    def __repr__(self) -> str:
+        return f"Traffic({self.sent_bytes} bytes sent, {self.received_bytes} received)"
+
 
 class End:
     """One end of a conversation; implements `port.Conversation`."""
 
+    # fmt: off
     __slots__ = (
-        "_arrive",
-        "_broken",
-        "_hub",
-        "_inbox",
-        "_incoming",
-        "_left",
-        "_network",
-        "_peer",
-        "_peer_ended",
-        "_silence",
-        "_their_traffic",
-        "_traffic",
-        "_waiter",
-        "_way",
-        "flying",
-        "me",
-        "schema",
-        "started",
-        "task",
-        "their_schema",
-        "topic",
+        "_broken", "_hub", "_inbox", "_incoming", "_left", "_network", "_peer", "_peer_ended", "_silence", "_started",
+        "_task", "_their_line", "_their_traffic", "_traffic", "_waiter", "_way", "arrive", "flying", "me", "schema",
+        "their_schema", "topic",
     )
+    # fmt: on
 
     def __init__(self, network: MemoryNetwork, peer: str, topic: str, schema: Schema) -> None:
         self._network, self._hub = network, network.hub
@@ -83,18 +61,18 @@ class End:
         self.flying: deque[Any] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._broken: tuple[type[ConnectionError], str] | None = None
-        self._peer_ended = self._left = self.started = False
+        self._peer_ended = self._left = self._started = False
         self._way: Way | None = None
         self._silence: asyncio.TimerHandle | None = None
-        self.task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"End({self.me} with {self._peer} about {self.topic})"
 
     def join(self, other: End) -> None:
         """Connect with the other end; both must be told."""
-        self._incoming, self._arrive = other.flying, other.land
-        self.their_schema = other.schema
+        self._incoming, self.arrive = other.flying, other._land
+        self.their_schema, self._their_line = other.schema, other._network.line
         self._traffic = self._network.traffic(self.topic)
         self._their_traffic = other._network.traffic(self.topic)
         self._network.ends[self] = None
@@ -106,7 +84,7 @@ class End:
         return self._peer
 
     async def send(self, message: Any) -> None:
-        """Hand one message over; see the module for when this suspends."""
+        """Hand one message over; the module says when this suspends."""
         self._check()
         hub = self._hub
         size = hub.size_bytes(message, self.topic)
@@ -115,17 +93,19 @@ class End:
         if hub.easy and self._way is None:
             self._their_traffic.received_bytes += size
             self._network.line.up.moved_bytes += size
+            self._their_line.down.moved_bytes += size
             self.flying.append(message)
-            asyncio.get_running_loop().call_later(hub.latency_s, self._arrive)
+            asyncio.get_running_loop().call_later(hub.latency_s, self.arrive)
             return
-        sent = self._slow_way().send(message, size)
+        sent = self._the_way().send(message, size)
         if sent is not None:
             try:
                 await sent
             except asyncio.CancelledError:
-                self._break_off("a message was cut short by its sender")
+                self.break_off("a message was cut short by its sender")
                 raise
-            self._check()
+            if self._broken is not None or self._left:
+                self._check()
 
     async def receive(self) -> Any:
         """Return the next message."""
@@ -139,3 +119,168 @@ class End:
             finally:
                 self._waiter = None
         return self._inbox.popleft()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            kind, text = self._broken
+            raise kind(text)
+        if self._left:
+            raise ConnectionResetError(f"the conversation with {self._peer} is over")
+        if self._peer_ended:
+            raise ConnectionResetError(f"{self._peer} ended the conversation")
+
+    # How it ends.
+
+    def leave(self) -> None:
+        """End politely: say END behind all that was sent."""
+        if not self.is_over:
+            self._left = True
+            self._inbox.clear()
+            self._close()
+            self._post(_ENDED)
+
+    def fail(self, sentence: str) -> None:
+        """End with an error that the other side gets to read."""
+        if not self.is_over:
+            self._left = True
+            self._close()
+            self._post(Parting(ConnectionResetError, f"{self.me} ended with an error: {sentence}"))
+
+    def break_off(self, why: str) -> None:
+        """Break the stream: what has not left yet never will."""
+        if not self.is_over:
+            self._broken = (ConnectionResetError, why)
+            self._close()
+            self._cut_short()
+            self._post(Parting(ConnectionResetError, f"the stream with {self.me} broke"))
+
+    def break_(self, kind: type[ConnectionError], text: str) -> None:
+        """Note that the stream broke. A handler is cancelled, unless its caller has ended politely."""
+        if self.is_over:
+            self._cut_short()
+        elif not self._peer_ended:
+            self._broken = (kind, text)
+            self._hub.note_break(kind)
+            self._close()
+            self._cut_short()
+            self.stop()
+
+    def die(self) -> None:
+        """Break with everything, also where END waits for the line: this peer is no more."""
+        if self.is_over:
+            self._cut_short()
+            self._post(Parting(ConnectionResetError, f"the stream with {self.me} broke"))
+        else:
+            self.break_off("this peer was killed")
+        self.stop()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can be sent or received any more at this end."""
+        return self._left or self._broken is not None
+
+    def _close(self) -> None:
+        """Leave the books of those that are open."""
+        self._network.ends.pop(self, None)
+        self.note_cut(False)
+        self._wake()
+
+    def _cut_short(self) -> None:
+        if self._way is not None:
+            self._way.drop()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # The handler that answers at this end.
+
+    def begin(self, task: asyncio.Task[None]) -> None:
+        """Note whom to cancel when the stream breaks."""
+        self._task = task
+
+    def note_started(self) -> None:
+        """Note that the handler runs, and so will see its cancellation."""
+        self._started = True
+
+    def note_finished(self) -> None:
+        """Note that nobody is to be cancelled any more."""
+        self._task = None
+
+    def stop(self) -> None:
+        """Cancel the handler."""
+        if self._task is not None:
+            self._task.cancel()
+            if not self._started:
+                # A task that is cancelled before its first step never runs a line: it cannot sign itself off.
+                self._task = None
+                self._network.answering.pop(self, None)
+
+    # Under way.
+
+    def note_cut(self, cut: bool) -> None:
+        """Count the silence from now on, if nothing passes any more; stop counting if it does."""
+        if cut and self._silence is None:
+            loop = asyncio.get_running_loop()
+            self._silence = loop.call_later(self._hub.weather.silence_s, self._give_up, self._hub.weather.silence_s)
+        elif not cut and self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+
+    def note_arrival(self, size_bytes: int) -> None:
+        """Count bytes that are sure to arrive."""
+        self._their_traffic.received_bytes += size_bytes
+
+    def note_idle(self) -> None:
+        """Note that all that was posted is in flight."""
+        self._network.lingering.pop(self, None)
+
+    def _give_up(self, silence_s: float) -> None:
+        self._silence = None
+        self.break_(ConnectionAbortedError, f"{self._peer} was silent for {silence_s:g} s")
+
+    def _the_way(self) -> Way:
+        if self._way is None:
+            self._way = Way(self._hub, self, self._network.line.up, self._their_line.down)
+        return self._way
+
+    def _post(self, parting: Parting) -> None:
+        if self._hub.easy and self._way is None:
+            self.flying.append(parting)
+            asyncio.get_running_loop().call_later(self._hub.latency_s, self.arrive)
+        else:
+            way = self._the_way()
+            way.post(parting)
+            way.note_left()
+            if not way.is_idle:
+                self._network.lingering[self] = None
+        if self._peer_ended:
+            self.arrive = _nowhere
+
+    def _land(self) -> None:
+        """Take what arrives next."""
+        content = self._incoming.popleft()
+        if content.__class__ is Parting:
+            self._part(content)
+        elif not self._left and self._broken is None:
+            self._inbox.append(content)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+
+    def _part(self, parting: Parting) -> None:
+        if parting.kind is None:
+            self._peer_ended = True
+            self._wake()
+            if self._left:
+                # Both are done: undo the ring of references, or every conversation is work for the garbage collector.
+                self.arrive = _nowhere
+        elif parting.kind is Violation and not self.is_over and not self._peer_ended:
+            self._network.note_violation(self._peer)
+            self.break_(Violation, parting.text)
+            self._post(Parting(ConnectionResetError, f"{self.me} ended with an error: {parting.text}"))
+        else:
+            self.break_(parting.kind, parting.text)
+
+
+def _nowhere() -> None:
+    """Take what arrives after both have left."""

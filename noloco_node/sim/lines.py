@@ -46,6 +46,9 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.sampler(rng)()
 
 
+_STEADY = Latency()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weather:
     """What all lines have in common.
@@ -56,7 +59,7 @@ class Weather:
     which a peer that says nothing is given up. `open_s`: how long a dial into the dark takes to fail.
     """
 
-    latency: Latency = Latency()
+    latency: Latency = _STEADY
     loss: float = 0.0
     late: float = 0.0
     late_s: float = 2.0

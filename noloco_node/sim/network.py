@@ -1,318 +1,309 @@
-"""A network in memory and in virtual time: whole messages, a constant latency, and the same losses as the real one.
+"""A network in memory and in virtual time: whole messages, lines of any quality, and the same losses as the real one.
 
 A `Hub` is the world. `hub.network(peer)` is one peer's `port.Network`. Messages pass unserialised (both ends then share
-their tensors: treat them as read-only), in order, after `latency_s`. What can go wrong with a peer is said to the hub:
+their tensors: treat them as read-only), in order within a conversation. How long that takes and what can go wrong is in
+`hub.weather` and each peer's `Access` (see `lines`, `transfer`, `way`). What happens to a peer is said to the hub:
 
 - `kill(peer)`: its streams break at the others one latency later, new ones are refused, its records expire by
-  themselves;
+  themselves. Afterwards `network(peer)` makes a new one, as after a restart;
 - `silence(peer)`: nothing leaves or reaches it, as with a host that lost its power or a process that is stopped.
-  Whoever talks with it gives it up after `silence_s`; `resume(peer)` delivers what was held back to those that did not.
+  Whoever talks with it gives it up after `silence_s`; `resume(peer)` delivers what was held back to those that did not;
+- `partition(groups)`: the same between peers of different groups, and each group has a DHT of its own; `heal()`;
+- `tamper(peer, how)`: its next messages arrive wrong (see `tamper`).
+
+Only these accuse anybody: the beats of a real network are not simulated, but it is as if they were sent, so who thinks
+for long is never given up for it. Nor is there flow control: production asks and answers, and never has more than two
+messages of a conversation under way.
 
 Conversations end as `port.Network.talk` says: an orderly end lets the other's handler finish, a break cancels it.
+
+To the bit: every draw comes from a generator of its purpose, in the order of events, and nothing here depends on hashes
+or addresses.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import fields
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-from noloco_node.port import Handler
-from noloco_node.sim.lines import Weather
-from noloco_node.wire import Schema
+from noloco_node.sim.lines import Access, Weather
+from noloco_node.sim.memory import MemoryNetwork
+from noloco_node.sim.records import Records
+from noloco_node.sim.tamper import Tampering, tensors_of
+from noloco_node.sim.transfer import Line, Link, LinkUse, Transfer
+from noloco_node.sim.way import Way
 
-
-class _Record(NamedTuple):
-    value: bytes
-    expires_at: float
-
+__all__ = ["CALM", "HEAD_BYTES", "Hub", "LinkUse", "MemoryNetwork", "Tampering", "message_bytes"]
 
 CALM = Weather()
+HEAD_BYTES = 100
+"""About what a message takes on the line beside its tensors."""
+_ELSEWHERE = -1
+"""The side of the peers that no group of a partition names."""
+
+
+def message_bytes(message: object, topic: str) -> int:
+    """Return the bytes of a message's tensors as they are in memory, and of a header."""
+    return HEAD_BYTES + sum(tensor.nbytes for tensor in tensors_of(message))
+
+
+class _Held(NamedTuple):
+    """A delivery that waits for two peers to be heard again, and since when."""
+
+    since_s: float
+    sender: str
+    receiver: str
+    arrive: Callable[[], object]
+    size_bytes: int
 
 
 class Hub:
-    """The world that the peers of one simulation share."""
+    """The world that the peers of one simulation share.
 
-    def __init__(self, weather: Weather = CALM, *, seed: int = 0) -> None:
-        self.weather = weather
-        self._latencies = Random(f"{seed}|network|latency")
+    `size_bytes(message, topic)` says what a message takes on the line.
+    """
+
+    def __init__(
+        self, weather: Weather = CALM, *, seed: int = 0, size_bytes: Callable[[Any, str], int] = message_bytes
+    ) -> None:
         self.failures: list[tuple[str, Exception]] = []
         """What handlers raised beside a `ConnectionError`, with the peer whose handler it was: bugs, as a rule."""
+        self.size_bytes = size_bytes
+        self.counts: Counter[str] = Counter()
+        self.messages: Counter[type] = Counter()
+        self.records = Records()
+        self.fates, self.spoils = Random(f"{seed}|network|fate"), Random(f"{seed}|network|tamper")
+        self.lags, self._latencies = Random(f"{seed}|network|lag"), Random(f"{seed}|network|latency")
+        self.holding: dict[Way, None] = {}
         self._networks: dict[str, MemoryNetwork] = {}
-        self._silent: set[str] = set()
-        self._held: list[tuple[str, str, Callable[[], object]]] = []
-        self._records: dict[str, dict[str, _Record]] = {}
-        self._counts: Counter[str] = Counter()
+        self._lines: dict[str, Line] = {}
+        self._accesses: dict[str, Access] = {}
+        self._limited: dict[str, None] = {}
+        self._silent: dict[str, None] = {}
+        self._sides: dict[str, int] | None = None
+        self._held: deque[_Held] = deque()
+        self._tamperings: dict[str, deque[Tampering]] = {}
+        self._bygone_bytes: Counter[str] = Counter()
+        self.cut = False
+        self.weather = weather
 
     def __repr__(self) -> str:
-        return f"Hub({len(self._networks)} peers, {self.weather.latency.mean_s} s)"
+        return f"Hub({len(self._networks)} peers, {self._weather.latency.mean_s} s)"
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts of conversations, messages, records and losses since the beginning."""
-        return dict(self._counts)
+        """Return counts of conversations, messages, records, losses and bytes by topic since the beginning."""
+        counts = self._bygone_bytes + Counter()
+        for network in self._networks.values():
+            counts.update(network.sent_bytes())
+        for kind, count in self.messages.items():
+            counts[f"messages.{kind.__name__}"] += count
+        sizes = {"held": len(self._held) + len(self.holding), "failures": len(self.failures)}
+        return {**self.counts, **counts, **self.records.statistics(), **sizes}
 
-    def network(self, peer: str) -> MemoryNetwork:
-        """Return the network of a new peer."""
+    # The lines.
+
+    @property
+    def weather(self) -> Weather:
+        """What all lines have in common; another may be set at any moment."""
+        return self._weather
+
+    @weather.setter
+    def weather(self, weather: Weather) -> None:
+        self._weather = weather
+        self.draw_latency = weather.latency.sampler(self._latencies)
+        self.latency_s = weather.latency.mean_s
+        """Of every message while it is `easy`."""
+        self._look_around()
+
+    def set_access(self, peer: str, access: Access) -> None:
+        """Give a peer another line; transfers under way take the new rates at once."""
+        now_s = asyncio.get_running_loop().time()
+        line = self.line(peer)
+        self._accesses[peer] = access
+        line.up.change(access.up_bytes_per_s, now_s)
+        line.down.change(access.down_bytes_per_s, now_s)
+        if min(line.up.rate, line.down.rate) < math.inf:
+            self._limited[peer] = None
+        else:
+            self._limited.pop(peer, None)
+        self._look_around()
+
+    def dials_only(self, peer: str) -> bool:
+        """Say whether nobody can open a stream to a peer."""
+        access = self._accesses.get(peer)
+        return access is not None and access.dials_only
+
+    def line(self, peer: str) -> Line:
+        """Return a peer's line; it outlives the peer's restarts."""
+        line = self._lines.get(peer)
+        if line is None:
+            now_s = asyncio.get_running_loop().time()
+            line = self._lines[peer] = Line(Link(math.inf, now_s), Link(math.inf, now_s))
+        return line
+
+    def link_use(self, peer: str) -> tuple[LinkUse, LinkUse]:
+        """Return the use of a peer's uplink and of its downlink since it came."""
+        now_s = asyncio.get_running_loop().time()
+        line = self.line(peer)
+        return line.up.use(now_s), line.down.use(now_s)
+
+    def carry(self, sender: str, receiver: str, arrive: Callable[[], object], size_bytes: int = 0) -> None:
+        """Call `arrive` when something of `size_bytes` that leaves `sender` now has reached `receiver`.
+
+        Takes a transfer where a line has a bandwidth, a latency, and perhaps `late_s`. Nothing is lost or doubled, and
+        one delivery may overtake another. While nothing passes between the two it is held back, for `silence_s` at
+        most; then it is dropped.
+        """
+        if self.easy:
+            asyncio.get_running_loop().call_later(self.latency_s, arrive)
+            return
+        if self.cut and self.is_cut(sender, receiver):
+            now_s = asyncio.get_running_loop().time()
+            self._held.append(_Held(now_s, sender, receiver, arrive, size_bytes))
+            self._drop_stale(now_s)
+            return
+        if size_bytes and self._limited:
+            up, down = self.line(sender).up, self.line(receiver).down
+            if min(up.rate, down.rate) < math.inf:
+                Transfer(up, down, size_bytes, partial(self._launch, arrive))
+                return
+        self._launch(arrive)
+
+    def _launch(self, arrive: Callable[[], object]) -> None:
+        asyncio.get_running_loop().call_later(self._delay_s(), arrive)
+
+    def _delay_s(self) -> float:
+        """Draw how long one thing is on its way, its size aside."""
+        weather = self._weather
+        if weather.late and self.fates.random() < weather.late:
+            self.counts["messages.late"] += 1
+            return self.draw_latency() + weather.late_s
+        return self.draw_latency()
+
+    def round_trip_s(self) -> float:
+        """Draw the time of a question and its answer."""
+        return 2 * self.latency_s if self.easy else self._delay_s() + self.draw_latency()
+
+    # The peers, and what happens to them.
+
+    def network(self, peer: str, access: Access | None = None) -> MemoryNetwork:
+        """Return the network of a new peer, or of one that starts again after it was killed.
+
+        Without `access` its line is what it was, at first unlimited.
+        """
         if peer in self._networks:
             raise ValueError(f"there is a peer {peer} already")
-        self._networks[peer] = MemoryNetwork(self, peer)
-        return self._networks[peer]
+        network = self._networks[peer] = MemoryNetwork(self, peer)
+        if access is not None:
+            self.set_access(peer, access)
+        return network
+
+    def open_calls(self, peer: str) -> int:
+        """Return how many conversations a peer has open, its own and others'; 0 for one that is not there."""
+        network = self._networks.get(peer)
+        return 0 if network is None else len(network.ends)
 
     def kill(self, peer: str) -> None:
         """Let a peer vanish so that others notice at once."""
-        self._networks.pop(peer)._die()
+        network = self._networks.pop(peer)
+        self._bygone_bytes.update(network.sent_bytes())
+        network.die()
 
     def silence(self, peer: str) -> None:
         """Cut a peer off so that others notice only by its silence, and it theirs."""
-        self._silent.add(peer)
-        loop = asyncio.get_running_loop()
-        for network in list(self._networks.values()):
-            for end in list(network._ends):
-                if peer in (end.me, end.peer):
-                    loop.call_later(self.weather.silence_s, end._give_up_if_silent)
+        self._silent[peer] = None
+        self._redraw()
 
     def resume(self, peer: str) -> None:
         """Reconnect a silenced peer: what was held back arrives now."""
-        self._silent.discard(peer)
-        held, self._held = self._held, []
-        for sender, receiver, arrive in held:
-            self.carry(sender, receiver, arrive)
+        self._silent.pop(peer, None)
+        self._redraw()
+
+    def partition(self, groups: Sequence[Collection[str]]) -> None:
+        """Let nothing pass between peers of different groups; peers that no group names are one more group.
+
+        Each group's readers of the DHT find what was published before and what is published in their own group. Takes
+        the place of a partition that lasts: what was published in it is known to all from now on.
+        """
+        sides: dict[str, int] = {}
+        for number, group in enumerate(groups):
+            for peer in group:
+                if sides.setdefault(peer, number) != number:
+                    raise ValueError(f"{peer} is in two groups")
+        self._sides = sides
+        self.records.unite()
+        self._redraw()
+
+    def heal(self) -> None:
+        """End the partition: what was held back arrives now, and all records are known to all."""
+        self._sides = None
+        self.records.unite()
+        self._redraw()
+
+    def tamper(self, peer: str, how: Tampering, count: int = 1) -> None:
+        """Let the next `count` messages with tensors that a peer sends arrive wrong."""
+        self._tamperings.setdefault(peer, deque()).extend([how] * count)
+        self._look_around()
+
+    def next_tampering(self, peer: str, message: Any) -> Tampering | None:
+        """Take what is to be wrong with this message that a peer sends, if anything."""
+        waiting = self._tamperings.get(peer)
+        if waiting is None or not any(tensor.numel() for tensor in tensors_of(message)):
+            return None
+        how = waiting.popleft()
+        if not waiting:
+            del self._tamperings[peer]
+            self._look_around()
+        return how
 
     def is_cut(self, one: str, other: str) -> bool:
         """Say whether nothing passes between two peers."""
-        return one in self._silent or other in self._silent
+        return one in self._silent or other in self._silent or self.side(one) != self.side(other)
 
-    def carry(self, sender: str, receiver: str, arrive: Callable[[], object], size_bytes: int = 0) -> None:
-        """Call `arrive` one latency later, or when both peers are heard again."""
-        if self.is_cut(sender, receiver):
-            self._held.append((sender, receiver, arrive))
-        else:
-            asyncio.get_running_loop().call_later(self.weather.latency.draw(self._latencies), arrive)
+    def side(self, peer: str) -> int | None:
+        """Return on which side of the partition a peer is; None when there is no partition."""
+        return None if self._sides is None else self._sides.get(peer, _ELSEWHERE)
 
+    def note_break(self, kind: type[ConnectionError]) -> None:
+        """Count one end of a conversation that broke."""
+        given_up = kind is ConnectionAbortedError
+        self.counts["conversations.given_up" if given_up else "conversations.broken"] += 1
+        self.counts[f"lost.{kind.__name__}"] += 1
 
-class MemoryNetwork:
-    """One peer's view of a `Hub`; implements `port.Network`."""
+    def peer(self, name: str) -> MemoryNetwork | None:
+        """Return the network of a peer that is alive."""
+        return self._networks.get(name)
 
-    def __init__(self, hub: Hub, peer: str) -> None:
-        self._hub, self._peer, self._alive = hub, peer, True
-        self._topics: dict[str, Handler] = {}
-        self._ends: set[_End] = set()
-        self._bytes: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+    def _look_around(self) -> None:
+        """Note whether messages may go straight to the event loop, all with one latency."""
+        weather = self._weather
+        troubled = weather.loss or weather.late or weather.duplicate
+        cares = troubled or self.cut or self._limited or self._tamperings
+        self.easy = weather.latency.is_constant and not cares
 
-    def __repr__(self) -> str:
-        return f"MemoryNetwork({self._peer}, {len(self._ends)} conversations)"
+    def _redraw(self) -> None:
+        """Tell all conversations whether they are cut now, and deliver what no longer is."""
+        self.cut = bool(self._silent) or self._sides is not None
+        self._look_around()
+        for network in self._networks.values():
+            for end in network.ends:
+                end.note_cut(self.cut and self.is_cut(end.me, end.peer))
+        for way in list(self.holding):
+            way.release()
+        self._drop_stale(asyncio.get_running_loop().time())
+        held, self._held = self._held, deque()
+        for since_s, sender, receiver, arrive, size_bytes in held:
+            if self.is_cut(sender, receiver):
+                self._held.append(_Held(since_s, sender, receiver, arrive, size_bytes))
+            else:
+                self.carry(sender, receiver, arrive, size_bytes)
 
-    @property
-    def peer_id(self) -> str:
-        return self._peer
-
-    async def addresses(self) -> tuple[str, ...]:
-        """Return no address: whoever knows a peer's id can reach it here."""
-        return ()
-
-    @asynccontextmanager
-    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[_End]:
-        """Open a conversation; ConnectionRefusedError when the peer is gone, silent, or does not serve `topic`."""
-        mine = await self._dial(peer, topic)
-        polite = False
-        try:
-            yield mine
-            polite = True
-        finally:
-            mine._leave(polite)
-
-    async def _dial(self, peer: str, topic: str) -> _End:
-        hub = self._hub
-        if self._alive and hub.is_cut(self._peer, peer):
-            await asyncio.sleep(hub.weather.open_s)
-            raise ConnectionRefusedError(f"{peer} did not answer within {hub.weather.open_s} s")
-        await asyncio.sleep(2 * hub.weather.latency.mean_s)
-        other = hub._networks.get(peer)
-        if not self._alive or other is None:
-            raise ConnectionRefusedError(f"{peer} cannot be reached")
-        if topic not in other._topics:
-            raise ConnectionRefusedError(f"{peer} does not serve {topic}: another run or version")
-        mine, theirs = _End(hub, self._peer, peer), _End(hub, peer, self._peer)
-        mine._join(theirs, self._ends, functools.partial(self._count, other, topic))
-        theirs._join(mine, other._ends, functools.partial(other._count, self, topic))
-        other._answer(theirs, other._topics[topic])
-        hub._counts[f"conversations.{topic}"] += 1
-        return mine
-
-    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer conversations about `topic`, one task each."""
-        self._topics[topic] = handler
-
-    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """Store a record; False when this peer is cut off or the stored one lives longer."""
-        await asyncio.sleep(2 * self._hub.weather.latency.mean_s)
-        if not self._alive or self._hub.is_cut(self._peer, self._peer):
-            return False
-        records = self._hub._records.setdefault(key, {})
-        expires_at = asyncio.get_running_loop().time() + lifetime_s
-        known = records.get(subkey)
-        if known is not None and known.expires_at > expires_at:
-            return False
-        records[subkey] = _Record(value, expires_at)
-        self._hub._counts["published"] += 1
-        return True
-
-    async def read(self, key: str) -> Mapping[str, bytes]:
-        """Return the live records under `key`; none when this peer is cut off."""
-        await asyncio.sleep(2 * self._hub.weather.latency.mean_s)
-        if not self._alive or self._hub.is_cut(self._peer, self._peer):
-            return {}
-        now = asyncio.get_running_loop().time()
-        records = self._hub._records.get(key, {})
-        for subkey in [subkey for subkey, record in records.items() if record.expires_at <= now]:
-            del records[subkey]
-        return {subkey: record.value for subkey, record in records.items()}
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the bytes of tensors sent and received, by topic."""
-        return dict(self._bytes)
-
-    def _count(self, other: MemoryNetwork, topic: str, message: Any) -> None:
-        size = _tensor_bytes(message)
-        self._bytes[f"bytes.sent.{topic}"] += size
-        other._bytes[f"bytes.received.{topic}"] += size
-
-    def _answer(self, end: _End, handler: Handler) -> None:
-        task = asyncio.get_running_loop().create_task(
-            self._handle(end, handler), name=f"{self._peer} answers {end.peer}"
-        )
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        end._cancel = task.cancel
-
-    async def _handle(self, end: _End, handler: Handler) -> None:
-        sentence = None
-        try:
-            await handler(end)
-        except ConnectionError as error:
-            sentence = str(error)
-        except Exception as error:  # the border: a bug of a handler must not end the simulation unseen
-            self._hub.failures.append((self._peer, error))
-            sentence = f"{type(error).__name__}: {error}"
-        finally:
-            end._cancel = None
-        if sentence is None:
-            end._leave(True)
-        else:
-            end._fail(sentence)
-
-    def _die(self) -> None:
-        self._alive = False
-        for end in list(self._ends):
-            end._leave(False)
-            end._break(ConnectionResetError, "this peer was killed")
-        for task in list(self._tasks):
-            task.cancel()
-
-
-class _End:
-    """One end of a conversation; implements `port.Conversation`."""
-
-    def __init__(self, hub: Hub, me: str, peer: str) -> None:
-        self._hub, self.me, self._peer = hub, me, peer
-        self._inbox: deque[Any] = deque()
-        self._on_its_way: deque[Callable[[], None]] = deque()
-        self._news = asyncio.Event()
-        self._broken: tuple[type[ConnectionError], str] | None = None
-        self._peer_ended = self._left = False
-        self._cancel: Callable[[], bool] | None = None
-
-    def __repr__(self) -> str:
-        return f"_End({self.me} with {self._peer})"
-
-    @property
-    def peer(self) -> str:
-        return self._peer
-
-    async def send(self, message: Any) -> None:
-        """Hand one message over; it arrives one latency later."""
-        await asyncio.sleep(0)
-        self._check()
-        if self._peer_ended:
-            raise ConnectionResetError(f"{self._peer} ended the conversation")
-        self._hub._counts[f"messages.{type(message).__name__}"] += 1
-        self._count(message)
-        self._post(lambda: self._other._deliver(message))
-
-    async def receive(self) -> Any:
-        """Return the next message."""
-        while not self._inbox:
-            self._check()
-            if self._peer_ended:
-                raise ConnectionResetError(f"{self._peer} ended the conversation")
-            self._news.clear()
-            await self._news.wait()
-        return self._inbox.popleft()
-
-    def _join(self, other: _End, ends: set[_End], count: Callable[[Any], None]) -> None:
-        self._other, self._ends, self._count = other, ends, count
-        ends.add(self)
-
-    def _check(self) -> None:
-        if self._broken is not None:
-            kind, text = self._broken
-            raise kind(text)
-        if self._left:
-            raise ConnectionResetError(f"the conversation with {self._peer} is over")
-
-    def _post(self, arrive: Callable[[], None]) -> None:
-        """Queue one arrival; the queue keeps the order where two timers of the same instant would not."""
-        self._on_its_way.append(arrive)
-        self._hub.carry(self.me, self._peer, lambda: self._on_its_way.popleft()())
-
-    def _deliver(self, message: Any) -> None:
-        self._inbox.append(message)
-        self._news.set()
-
-    def _leave(self, polite: bool) -> None:
-        """Stop using this end: say END, or break the stream."""
-        if self._left or self._broken is not None:
-            self._ends.discard(self)
-            return
-        self._left = True
-        self._ends.discard(self)
-        if polite:
-            self._post(self._other._note_end)
-        else:
-            self._broken = (ConnectionResetError, "this end was left")
-            self._post(lambda: self._other._break(ConnectionResetError, f"the stream with {self.me} broke"))
-
-    def _fail(self, sentence: str) -> None:
-        self._left = True
-        self._ends.discard(self)
-        self._post(lambda: self._other._break(ConnectionResetError, f"{self.me} ended with an error: {sentence}"))
-
-    def _note_end(self) -> None:
-        self._peer_ended = True
-        self._news.set()
-
-    def _break(self, kind: type[ConnectionError], text: str) -> None:
-        if self._broken is None and not self._peer_ended:
-            self._broken = (kind, text)
-            self._hub._counts[f"lost.{kind.__name__}"] += 1
-            self._news.set()
-            if self._cancel is not None:
-                self._cancel()
-        self._ends.discard(self)
-
-    def _give_up_if_silent(self) -> None:
-        if self._hub.is_cut(self.me, self._peer) and self in self._ends:
-            self._break(ConnectionAbortedError, f"{self._peer} was silent for {self._hub.weather.silence_s} s")
-
-
-def _tensor_bytes(message: Any) -> int:
-    """Return the bytes of all tensors in the fields of a message."""
-    values = [getattr(message, field.name) for field in fields(message)]
-    tensors = [tensor for value in values for tensor in (value if isinstance(value, tuple) else (value,))]
-    return sum(getattr(tensor, "nbytes", 0) for tensor in tensors)
+    def _drop_stale(self, now_s: float) -> None:
+        """Forget what was held back for longer than anybody is patient."""
+        while self._held and now_s - self._held[0].since_s > self._weather.silence_s:
+            self._held.popleft()

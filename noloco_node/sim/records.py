@@ -1,4 +1,4 @@
-"""The DHT of the simulation: records that expire, readings that lag behind, and two truths while the network is divided.
+"""The DHT of the simulation: records that expire, readings that lag, and two truths while the network is divided.
 
 A record keeps a short history, for three reasons. A reading may show the world as it was some seconds ago. During a
 partition a reader finds only what was published on its own side, and what everybody knew before. And afterwards both

@@ -227,7 +227,7 @@ def planned(stages: int, replicas: int) -> list[str]:
 
 
 def _unknown(complaint: str) -> str | None:
-    found = re.search(r"unknown field `(.*)`", complaint, re.DOTALL)
+    found = re.search(r"unknown field `(.*?)`( - at |$)", complaint, re.DOTALL)
     return found[1] if found else None
 
 

@@ -38,7 +38,7 @@ _MOST_FLIPS = 4
 
 @cache
 def tensor_fields(kind: type) -> tuple[str, ...]:
-    """Return the names of the fields of a message class whose annotations mention `Tensor`, as the schema reads them."""
+    """Return the names of the fields whose annotations mention `Tensor`, as the schema reads them."""
     return tuple(field.name for field in dataclasses.fields(kind) if "Tensor" in str(field.type))
 
 
@@ -131,7 +131,9 @@ def _schema_of(message: Any) -> Schema:
     layouts: dict[str, Any] = {}
     for name in tensor_fields(message.__class__):
         value = getattr(message, name)
-        layouts[name] = tuple(map(_spec, value)) if isinstance(value, tuple) else value if value is None else _spec(value)
+        layouts[name] = (
+            tuple(map(_spec, value)) if isinstance(value, tuple) else value if value is None else _spec(value)
+        )
     return Schema({message.__class__: MessageSpec(layouts)})
 
 

@@ -82,6 +82,13 @@ class Link:
         return self.rate * lasted_s if lasted_s else 0.0
 
 
+class Line(NamedTuple):
+    """What connects one peer with the world."""
+
+    up: Link
+    down: Link
+
+
 class Transfer:
     """So many bytes on their way through a sender's uplink and a receiver's downlink; calls `done` when through."""
 
