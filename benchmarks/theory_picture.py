@@ -76,7 +76,7 @@ def _draw_bends(panel: Axes, bends: Sequence[Bend]) -> None:
     panel.text(reaches[5] * 0.9, slope[5] * 2.0, "slope 2", color=QUIET, fontsize=9, ha="right")
     panel.text(0.013, first.among_expected * 45, "variance among replicas", color=BLUE, fontsize=9.5, va="top")
     label = "mean square of their mean,\nin the long run: slope 1"
-    panel.text(0.0009, bends[0].common_stationary * 8.0, label, color=ORANGE, fontsize=9.5, va="bottom")
+    panel.text(0.3, bends[5].common_stationary * 0.3, label, color=ORANGE, fontsize=9.5, va="top")
     panel.set_xlabel("inner learning rate x curvature x inner steps a round", color=INK)
     _title(panel, "a. Disagreement: the square of a small learning rate")
 
@@ -102,9 +102,9 @@ def _draw_decays(panel: Axes, decays: dict[float, list[Spread]]) -> None:
         panel.plot(rounds, line, color=INK, linewidth=0.9, linestyle=(0, (4, 4)), zorder=5)
         label, nudge = f"alpha {alpha:g}: {factor:.3f}", {0.0: 0.35, 0.3: 2.2}.get(alpha, 1.0)
         panel.text(len(course) - 0.4, course[-1].mean * nudge, label, color=colour, fontsize=9.5, va="center")
-    panel.text(1, 3e-9, "dashed: the asymptotic factor of many, by the recursion", color=QUIET, fontsize=9)
+    panel.text(1, 3e-9, "dashed: the factor of the recursion", color=QUIET, fontsize=9)
     panel.set_xlabel("rounds", color=INK)
-    _title(panel, f"b. Among {DRAWN} it changes by a known factor a round (gamma 0.7)")
+    _title(panel, f"b. Variance among {DRAWN} replicas at gamma 0.7, by round")
 
 
 def _draw_growths(panel: Axes, growths: Sequence[tuple[int, Spread, float]]) -> None:
@@ -114,7 +114,8 @@ def _draw_growths(panel: Axes, growths: Sequence[tuple[int, Spread, float]]) -> 
     panel.plot(counts, [theory for _, _, theory in growths], color=ORANGE, linewidth=1.4)
     _points(panel, counts, [found for _, found, _ in growths], RED)
     panel.text(1024, 1.003, "above: diverges", color=QUIET, fontsize=9, ha="right", va="bottom")
-    panel.text(5.6, 1.078, "mean square", color=ORANGE, fontsize=9.5, ha="right")
+    panel.text(5.2, 1.098, "mean square", color=ORANGE, fontsize=9.5)
+    panel.set_ylim(0.89, 1.12)
     panel.text(9.5, 1.042, "a long run", color=RED, fontsize=9.5, va="top")
     panel.xaxis.set_major_locator(FixedLocator(counts))
     panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -128,8 +129,10 @@ def _draw_edges(panel: Axes, edges: Sequence[Edge]) -> None:
         for policy, colour in BY_POLICY.items():
             law = Law(alpha=alpha, replicas=MANY, patience=POLICIES[policy])
             panel.plot(grid, [critical_gamma(replace(law, unmet=unmet)) for unmet in grid], color=colour, linewidth=1.2)
-            mine = [edge for edge in edges if edge.alpha == alpha and (edge.policy == policy or edge.unmet == 0.0)]
+            mine = [edge for edge in edges if edge.alpha == alpha and edge.policy == policy and edge.unmet > 0.0]
             _points(panel, [edge.unmet for edge in mine], [edge.found for edge in mine], colour)
+        met = [edge.found for edge in edges if edge.alpha == alpha and edge.unmet == 0.0]
+        _points(panel, [0.0] * len(met), met, INK)
         panel.text(0.01, critical_gamma(Law(alpha=alpha)) + 0.03, f"alpha {alpha:g}", color=INK, fontsize=9.5)
     for policy, colour in BY_POLICY.items():
         law = Law(unmet=grid[-1], patience=POLICIES[policy])

@@ -22,6 +22,7 @@ DRAWN = 128
 """Replicas in the picture of the decay."""
 ROUNDS_BY_COUNT = {2: 400, 4: 4000, 8: 4000, 16: 2000, 64: 400}
 EXPECTED_CRITICAL = {(0.5, 0.0, "defer"): 1.50, (0.5, 0.5, "solo at once"): 1.19}
+"""By alpha, chance and policy; 1.19 is from an earlier simulation, the closed form gives 1.20."""
 RUN = """name = "diverges"
 [model]
 architecture = "llama"

@@ -54,7 +54,7 @@ def test_an_empty_scenario_is_a_swarm() -> None:
             SMALL
             + "[[fault]]\nat_s = 1\nkind = 'crash'\npeer = 's0r0'\n"
             + "[[fault]]\nat_s = -2.0\nkind = 'leave'\npeer = 's0r0'\n",
-            "swarm.toml, line 8: fault[1].at_s",
+            "swarm.toml, line 9: fault[1].at_s",
             "negative",
         ),
         (
