@@ -70,6 +70,10 @@ async def swap(conversation: Conversation, mine: Weights, compute: Compute) -> W
             both.create_task(conversation.send(mine))
             receiving = both.create_task(conversation.receive())
     except ExceptionGroup as failures:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # A task group that fails in the moment in which it is cancelled raises the failure alone.
+            raise asyncio.CancelledError from failures
         _raise_loss(failures)
     theirs = receiving.result()
     if not isinstance(theirs, Weights):

@@ -1,4 +1,4 @@
-"""The other replicas of our stage as the roster has them: who they are, their rounds, and in which order we prefer them.
+"""The other replicas of our stage as the roster has them: their names, their rounds, and in which order we prefer them.
 
 Asked at every offer, and computed anew only when the roster or the round is another one: an order of preference costs a
 hash for each replica (`matching`), and a stage may have hundreds. Rosters come as tuples, so the same one is known by

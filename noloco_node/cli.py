@@ -220,6 +220,49 @@ def demo(
     _run(demonstrate(DemoConfig(stages=stages, replicas=replicas, minutes=minutes, home=home, seed=seed)))
 
 
+@app.command()
+def simulate(
+    scenario: Annotated[
+        Path | None, typer.Argument(metavar="SCENARIO.toml", help="A scenario; without one the flags make it.")
+    ] = None,
+    peers: Annotated[
+        int | None,
+        typer.Option(min=1, max=20_000, help="Peers in all: stages times replicas.", show_default="2 a stage"),
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, max=1000, help="Stages of the model.", show_default="2")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Gossip rounds of each replica.", show_default="20")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of all that is drawn.", show_default="0")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory for picture and report.", show_default="noloco-simulation"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text; no files without --out.")
+    ] = False,
+    explore: Annotated[
+        int | None,
+        typer.Option(metavar="K", min=1, help="Run K random fault schedules and check what must always hold."),
+    ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Write every event; with --seed alone, replay that schedule of --explore."),
+    ] = False,
+) -> None:
+    """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
+    from noloco_node.sim.command import Flags, Wanted, repeat, search, simulate_scenario
+
+    flags = Flags(peers, stages, rounds, seed)
+    if explore is not None:
+        raise typer.Exit(search(scenario, flags, explore, typer.echo))
+    if trace and scenario is None and seed is not None and not flags.of_the_swarm:
+        raise typer.Exit(repeat(seed, typer.echo))
+    try:
+        simulate_scenario(scenario, flags, Wanted(out, as_json, trace), typer.echo)
+    except KeyboardInterrupt:  # typer would leave without a word
+        typer.echo("noloco-node: interrupted, nothing was written", err=True)
+        raise typer.Exit(Exit.INTERRUPTED) from None
+
+
 def _default_home(kind: str) -> Path:
     return Path.home() / ".noloco" / kind
 

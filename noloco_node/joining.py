@@ -22,7 +22,7 @@ from noloco_node.errors import Exit, Trouble
 from noloco_node.machine import Machine, Stage, Voice
 from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe
-from noloco_node.replica import Beginning, copied, fresh, restored
+from noloco_node.replica import SLOWEST_BYTES_PER_S, Beginning, copied, fresh, restored
 from noloco_node.roster import PeerRecord, State
 from noloco_node.topics import STATE, state_schema, topic
 from pipeline.placement import Claim, choose_stage, yields
@@ -36,13 +36,14 @@ SETTLE_S = 1.0
 """Between a claim and its second reading: time for a claim made at the same moment to be seen."""
 COPY_AGAIN_S = 10.0
 """Before all donors are asked again, when none gave its state."""
-SLOWEST_BYTES_PER_S = 2**20
-"""A donor whose line is slower than this is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Newcomer:
-    """A peer that is about to take part. `wish`: the stage that its owner asked for."""
+    """A peer that is about to take part. `wish`: the stage that its owner asked for.
+
+    `slowest_bytes_per_s`: a donor whose line is slower is given up.
+    """
 
     recipe: Recipe
     network: Network
@@ -50,6 +51,7 @@ class Newcomer:
     machine: Machine
     voice: Voice
     wish: int | None = None
+    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
 
     @property
     def me(self) -> str:
@@ -160,9 +162,9 @@ async def _beginning(newcomer: Newcomer, number: int, stage: Stage, saved: Check
     return await device.run(fresh, stage)
 
 
-def copying_s(weight_bytes: int) -> float:
+def copying_s(weight_bytes: int, slowest_bytes_per_s: float) -> float:
     """Return how long a whole state may take: weights, momentum and two moments over the slowest line."""
-    return 60.0 + 4 * weight_bytes / SLOWEST_BYTES_PER_S
+    return 60.0 + 4 * weight_bytes / slowest_bytes_per_s
 
 
 async def _copy(newcomer: Newcomer, number: int, stage: Stage, donors: tuple[str, ...]) -> ReplicaState | None:
@@ -170,9 +172,8 @@ async def _copy(newcomer: Newcomer, number: int, stage: Stage, donors: tuple[str
 
     like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
     schema = state_schema(stage.shapes)
-    wanted = catch_up.Wanted(
-        parts=Parts.ALL, like=like, optimiser_like=like + like, deadline_s=copying_s(sum(t.nbytes for t in like))
-    )
+    deadline_s = copying_s(sum(tensor.nbytes for tensor in like), newcomer.slowest_bytes_per_s)
+    wanted = catch_up.Wanted(parts=Parts.ALL, like=like, optimiser_like=like + like, deadline_s=deadline_s)
     try:
         return await catch_up.catch_up(
             donors,

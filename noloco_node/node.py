@@ -28,7 +28,7 @@ from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA as RUN_SCHEMA
 from noloco_node.recipe import TOPIC as RUN_TOPIC
 from noloco_node.recipe import Recipe
-from noloco_node.replica import Post, Replica, World
+from noloco_node.replica import SLOWEST_BYTES_PER_S, Post, Replica, World
 from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.source import Source
 from noloco_node.topics import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
@@ -52,13 +52,17 @@ STATE_TURNS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """What the owner of this peer asked for. `deadlines`: False waits for ever on exchanges, which only tests want."""
+    """What the owner of this peer asked for. `deadlines`: False waits for ever on exchanges, which only tests want.
+
+    `slowest_bytes_per_s`: of a line that weights may travel on; deadlines follow from it.
+    """
 
     stage: int | None = None
     linger_s: float = 600.0
     refresh_s: float = 10.0
     save_every_s: float = 300.0
     deadlines: bool = True
+    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
 
 
 class Node:
@@ -105,6 +109,7 @@ class Node:
                 machine=self._machine,
                 voice=self._voice,
                 wish=self._wishes.stage,
+                slowest_bytes_per_s=self._wishes.slowest_bytes_per_s,
             )
             start = await _unless(leave, join(newcomer))
             if start is not None:
@@ -138,6 +143,7 @@ class Node:
             stage=start.number,
             peer=self._me,
             deadlines=self._wishes.deadlines,
+            slowest_bytes_per_s=self._wishes.slowest_bytes_per_s,
         )
         world = World(
             network=self._network,
@@ -164,7 +170,7 @@ class Node:
 
         number = replica.post.stage
         shapes = tuple(self._plan.shapes[number].values())
-        patience_s = copying_s(4 * sum(map(prod, shapes)))
+        patience_s = copying_s(4 * sum(map(prod, shapes)), self._wishes.slowest_bytes_per_s)
         if number > 0:
             schema = microbatch_schema(self._run, self._plan.width)
             handler = self._watched(MICROBATCH, replica.serve_microbatch)

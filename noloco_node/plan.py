@@ -4,7 +4,7 @@ Parameters and bytes are exact, as the wire and the optimiser have them. Work is
 matrices and of attention. The memory of activations is an estimate: what autograd keeps of a layer in Llama and GPT-2
 models was measured at 10 to 12 numbers a token for each unit of the model's width and 4 for each of the
 feed-forward's; as many microbatches as a window holds may wait for their gradients at once, except at the last stage.
-The efficiency is `forecast`'s, for three lengths of a hop, since the network is not known here.
+The efficiency, and what would raise it, is `outlook`'s.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import msgspec
 
 from noloco_node.config import RunConfig
 from noloco_node.errors import Exit, Trouble
-from noloco_node.forecast import Shape, efficiency
+from noloco_node.outlook import BUSY, Remedy, in_words, predict, remedies
 from noloco_node.runfile import content_hashes, load_run, run_digest
 
-HOPS = (0.0, 1.0, 3.0)
-"""Lengths of a hop to forecast for, in forward passes of the slowest stage."""
 PROBE_BYTES = 4 * 4096
 """The sample of slow weights that goes with an exchange."""
 _LAYER_FLOATS_PER_WIDTH = 11
 _LAYER_FLOATS_PER_FEED_FORWARD = 4
 _LOGIT_COPIES = 3
 _UNEVEN = 1.3
+_DEEP, _IDLE = 4, 0.7
+"""More stages than this, and less of their time at work, are cause for a warning."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +71,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     parameters: int
     stages: tuple[StagePlan, ...]
+    replicas: int
+    """Planned, of each stage."""
     hop_down_bytes: int
     """A microbatch on its way to the next stage: activations and targets."""
     hop_up_bytes: int
@@ -82,7 +84,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     """That a replica opens, when as many peers come as planned."""
     efficiency: tuple[float, ...]
-    """Share of its time for which the slowest stage works, for each of `HOPS`."""
+    """Share of its time for which the slowest stage works, for each of `outlook.MESSAGES`."""
+    remedies: tuple[Remedy, ...]
+    """Other windows that would make it busier."""
     warnings: tuple[str, ...]
 
 
@@ -118,18 +122,22 @@ def plan(run: RunConfig) -> Plan:
         for cut, cost in zip(cuts, costs, strict=True)
     )
     hop, targets = _hop_bytes(run, config.hidden_size)
+    shares = tuple(stage.work for stage in stages)
+    efficiency = predict(run.pipeline, shares)
     return Plan(
         name=run.name,
         run_id=run_digest(run, content_hashes(run)),
         parameters=sum(stage.parameters for stage in stages),
         stages=stages,
+        replicas=run.pipeline.replicas,
         hop_down_bytes=hop + targets if len(stages) > 1 else 0,
         hop_up_bytes=hop if len(stages) > 1 else 0,
         tokens=run.budget_samples * run.pipeline.sequence_length,
         tokens_per_step=run.samples_per_step * run.pipeline.sequence_length,
         rounds=run.inner.steps // run.outer.inner_steps_per_round,
-        efficiency=_forecast(run, stages),
-        warnings=tuple(_warnings(run, stages)),
+        efficiency=efficiency,
+        remedies=remedies(run.pipeline, shares) if efficiency[1] < BUSY else (),
+        warnings=tuple(_warnings(run, stages, efficiency[1])),
     )
 
 
@@ -171,20 +179,15 @@ def _hop_bytes(run: RunConfig, width: int) -> tuple[int, int]:
     return tokens * width * (2 if run.pipeline.wire_dtype == "bfloat16" else 4), tokens * 8
 
 
-def _forecast(run: RunConfig, stages: tuple[StagePlan, ...]) -> tuple[float, ...]:
-    slowest = max(stage.work for stage in stages)
-    work = tuple(stage.work / slowest for stage in stages)
-    window, replicas = run.pipeline.microbatches_per_step, run.pipeline.replicas
-    return tuple(efficiency(Shape(work, window, replicas, latency)) for latency in HOPS)
-
-
-def _warnings(run: RunConfig, stages: tuple[StagePlan, ...]) -> list[str]:
+def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) -> list[str]:
+    """Name costly choices. `efficiency`: where a message takes as long as a forward pass of the slowest stage."""
     found = []
     count, window = len(stages), run.pipeline.microbatches_per_step
-    if count > 4 and run.pipeline.windows_in_flight == 1:
+    if count > _DEEP and efficiency < _IDLE:
         found.append(
-            f"{count} stages with one window in flight: each inner step waits until the whole pipeline has run dry. "
-            "Beyond four stages that costs much; fewer stages, or more microbatches_per_step, help."
+            f"{count} stages with one window in flight: each inner step waits until the whole pipeline has run dry, "
+            f"and the slowest stage works {efficiency:.0%} of the time where a message takes as long as its forward "
+            "pass. Fewer stages, or more microbatches_per_step, help."
         )
     if count > 1 and window < 2 * count:
         found.append(
@@ -221,11 +224,9 @@ def describe(plan: Plan) -> list[str]:
         f"{plan.rounds} rounds a replica.",
     ]
     if len(plan.stages) > 1:
-        nothing, one, three = plan.efficiency
         lines += [
             f"A microbatch's hop: {_bytes(plan.hop_down_bytes)} down, {_bytes(plan.hop_up_bytes)} back.",
-            f"The slowest stage works at most {nothing:.0%} of the time; {one:.0%} if a hop takes as long as its "
-            f"forward pass, {three:.0%} if three times as long.",
+            *in_words(plan.efficiency, plan.remedies, plan.replicas),
         ]
     return lines + [f"Warning: {warning}" for warning in plan.warnings]
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from noloco_node.port import Conversation, Network
     from noloco_node.wire import Schema
 
-SLOWEST_EXCHANGE_BYTES_PER_S = 2**20
-"""A partner whose line is slower than this is given up; deadlines of an exchange follow from it."""
+SLOWEST_BYTES_PER_S = 2**20
+"""Of a line that is still good enough, if nobody says otherwise."""
 DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
 IDLE_S = 5.0
@@ -52,6 +52,7 @@ class Post:
     """A replica's place in the run. `stage`: number of its stage. `run_id`: the run's digest.
 
     `deadlines`: False bounds neither a meeting nor its answer in time, so that a wait that never ends is seen.
+    `slowest_bytes_per_s`: a partner whose line is slower is given up; deadlines of an exchange follow from it.
     """
 
     run: RunConfig
@@ -59,6 +60,7 @@ class Post:
     stage: int
     peer: str
     deadlines: bool = True
+    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
 
     @property
     def last(self) -> bool:
@@ -165,7 +167,8 @@ class Replica:
         return self.downstream is not None and 0 < self.gate.in_flight <= self.downstream.statistics()["waiting"]
 
     async def discard(self) -> int:
-        """Forget the gradients of the partial window; return how many microbatches it held."""
+        """Forget the gradients of the partial window, and what is in flight; return how many microbatches it held."""
+        self.worker.abandon()
         await self._device.run(self._stage.discard)
         return self.gate.succeeded
 
@@ -180,7 +183,8 @@ class Replica:
             raise ConnectionAbortedError(f"{conversation.peer} sent no microbatch") from silence
         if not isinstance(microbatch, Microbatch):
             raise Violation(f"expected a microbatch, got {type(microbatch).__name__}")
-        if int(microbatch.targets.min()) < 0 or int(microbatch.targets.max()) >= self._world.vocabulary:
+        least, greatest = microbatch.targets.aminmax()
+        if int(least) < 0 or int(greatest) >= self._world.vocabulary:
             raise Violation(f"targets outside the vocabulary of {self._world.vocabulary}")
         reply = await self.worker.process(microbatch, conversation.peer)
         try:
@@ -345,7 +349,7 @@ def round_settings(post: Post, weight_bytes: int) -> Settings:
     """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves."""
     run, outer = post.run, post.run.outer
     sets = 1 if outer.gamma == outer.beta else 2
-    patience = Patience(exchange_s=60.0 + 2 * sets * weight_bytes / SLOWEST_EXCHANGE_BYTES_PER_S)
+    patience = Patience(exchange_s=60.0 + 2 * sets * weight_bytes / post.slowest_bytes_per_s)
     return Settings(
         seed=run.seed,
         outer=Outer(outer.alpha, outer.beta, outer.gamma),

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, get_args, get_type_hints
 
 import msgspec
@@ -80,8 +81,7 @@ class Schema:
         if len(self._rules) != len(messages):
             raise ValueError("two messages of one schema share a name")
         self.header_bytes = max(spec.header_bytes for spec in messages.values())
-        headers = tuple(rule.header for rule in self._rules.values())
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Union[headers])  # noqa: UP007
+        self._decoder = _decoder(tuple(rule.header for rule in self._rules.values()))
 
     def __repr__(self) -> str:
         return f"Schema({', '.join(self._rules)})"
@@ -185,24 +185,39 @@ class _Rule(NamedTuple):
     header_bytes: int
 
 
+class _Parts(NamedTuple):
+    """What follows from a message's class alone."""
+
+    tensors: tuple[str, ...]
+    scalars: Any
+    header: Any
+
+
 def _rule(kind: type, spec: MessageSpec) -> _Rule:
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} is not a dataclass")
     if not 0 < spec.header_bytes <= LONG_HEADER_BYTES:
         raise ValueError(f"{kind.__name__}: header_bytes is {spec.header_bytes}, at most {LONG_HEADER_BYTES} allowed")
-    hints = get_type_hints(kind, localns={"Tensor": _TensorMark})
-    names = [field.name for field in dataclass_fields(kind)]
-    tensors = [name for name in names if _mentions_tensor(hints[name])]
-    if set(tensors) != set(spec.tensors):
+    parts = _parts(kind)
+    if set(parts.tensors) != set(spec.tensors):
         raise ValueError(
-            f"{kind.__name__} has the tensors {_listing(tensors)}, the schema says {_listing(spec.tensors)}"
+            f"{kind.__name__} has the tensors {_listing(parts.tensors)}, the schema says {_listing(spec.tensors)}"
         )
     layouts: dict[str, tuple[Layout, ...]] = {}
-    for name in tensors:
+    for name in parts.tensors:
         layout = spec.tensors[name]
         layouts[name] = layout.layouts if isinstance(layout, Either) else (layout,)
+    return _Rule(kind, parts.scalars, parts.header, layouts, spec.header_bytes)
+
+
+@lru_cache(maxsize=64)
+def _parts(kind: type) -> _Parts:
+    """Take a message's class apart: once, for the peers of a simulation make thousands of equal schemas."""
+    hints = get_type_hints(kind, localns={"Tensor": _TensorMark})
+    names = [field.name for field in dataclass_fields(kind)]
+    tensors = tuple(name for name in names if _mentions_tensor(hints[name]))
     scalars = msgspec.defstruct(
-        kind.__name__, [(name, hints[name]) for name in names if name not in layouts], forbid_unknown_fields=True
+        kind.__name__, [(name, hints[name]) for name in names if name not in tensors], forbid_unknown_fields=True
     )
     header = msgspec.defstruct(
         kind.__name__,
@@ -211,7 +226,12 @@ def _rule(kind: type, spec: MessageSpec) -> _Rule:
         tag_field="message",
         tag=kind.__name__,
     )
-    return _Rule(kind, scalars, header, layouts, spec.header_bytes)
+    return _Parts(tensors, scalars, header)
+
+
+@lru_cache(maxsize=64)
+def _decoder(headers: tuple[Any, ...]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(Union[headers])  # noqa: UP007
 
 
 def _mentions_tensor(hint: Any) -> bool:

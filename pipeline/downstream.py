@@ -10,7 +10,7 @@ What a replica answers, and what follows:
   violation), becomes a suspect; a stream that broke accuses nobody. Suspects are asked when there is nobody else, after
   a pause that doubles with each loss;
 - `Refused(NO_ROUTE)`: another replica, which may know another way, and one attempt less;
-- `Refused(EXPIRED)`, or our own clock says so: nobody wants the reply any more. Up it goes, and nobody is accused.
+- `Refused(EXPIRED)`: nobody wants the reply any more. Up it goes, and nobody is accused.
 
 With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`.
 """
@@ -131,21 +131,19 @@ class Downstream:
         return self._suspects.active(_now_s())
 
     async def ask(self, microbatch: Microbatch, deadline_s: float) -> Reply:
-        """Return a replica's gradient of a microbatch; Refused when there is no way or no time left.
+        """Return a replica's gradient of a microbatch; Refused when there is no way or a replica found no time left.
 
-        `deadline_s`: loop seconds; what is left of it travels as the budget of each call.
+        `deadline_s`: loop seconds; what is left of it travels as the budget of each call. To end the search then is for
+        the caller, who has other work under the same deadline (`within`).
         """
         search = _Search(deadline_s=deadline_s)
-        try:
-            while search.losses < self._limits.attempts and not self._given_up(search):
-                peer = self._choose(search)
-                reply = None if peer is None else await self._ask_one(peer, microbatch, search)
-                if reply is not None:
-                    return reply
-                if peer is None:
-                    await self._pause(search)
-        except Expired:
-            return Refused(reason=Reason.EXPIRED)
+        while search.losses < self._limits.attempts and not self._given_up(search):
+            peer = self._choose(search)
+            reply = None if peer is None else await self._ask_one(peer, microbatch, search)
+            if reply is not None:
+                return reply
+            if peer is None:
+                await self._pause(search)
         return Refused(reason=Reason.NO_ROUTE, retry_after_s=NO_ROUTE_REST_S)
 
     def statistics(self) -> dict[str, int | float]:
@@ -180,7 +178,7 @@ class Downstream:
         self._count_call(peer, succeeded=0)
         sent = replace(microbatch, budget_s=max(0.0, search.deadline_s - _now_s()))
         try:
-            reply = await within(search.deadline_s, self._ways.call(peer, sent))
+            reply = await self._ways.call(peer, sent)
             if isinstance(reply, Gradient):
                 _check(reply, microbatch)
         except ConnectionError as error:
@@ -246,7 +244,7 @@ class Downstream:
         # Jitter, so that all who were refused together do not come back together; never early.
         sleep_s = max(SHORTEST_SLEEP_S, pause_s) * self._rng.uniform(1.0, 1.25)
         try:
-            await within(search.deadline_s, asyncio.sleep(sleep_s))
+            await asyncio.sleep(sleep_s)
         finally:
             del self._waits[search]
 

@@ -117,13 +117,13 @@ class Gate:
 
         A wait that is cancelled leaves no trace. Those who wait are refused as well when the gate is shut or closed.
         """
+        slot = self.enter_at_once(sender)
+        if slot is not None:
+            return slot
         refusal = self._refusal(sender)
         if refusal is not None:
             self._counts[f"refused_{refusal.reason.name.lower()}"] += 1
             return refusal
-        if self._room() > 0:
-            # Whoever queues has been let in as soon as there was room: nobody is overtaken here.
-            return self._admit(sender)
         place: Place = asyncio.get_running_loop().create_future()
         self._queue.setdefault(sender, deque()).append(place)
         try:
@@ -136,6 +136,14 @@ class Gate:
             else:
                 self._forget(sender, place)
             raise
+
+    def enter_at_once(self, sender: str) -> Slot | None:
+        """Take a place if there is room; None where `enter` would have to wait or would be refused."""
+        if self._room() <= 0:
+            return None
+        # Whoever queues has been let in as soon as there was room: nobody is overtaken here.
+        self._hear(sender)
+        return self._admit(sender)
 
     async def full(self) -> tuple[Outcome, ...] | None:
         """Wait until the window is complete and nothing is in flight; return what it is made of: the step is ours.
@@ -221,18 +229,20 @@ class Gate:
         if self._shut_until_s is not None:
             left_s = self._shut_until_s - asyncio.get_running_loop().time()
             return Refused(reason=Reason.GOSSIPING, retry_after_s=max(0.0, left_s))
+        self._hear(sender)
         heard, before = self._heard
-        if len(heard) < self.queue_limit:
-            # With as many senders as places a share is one place; counting further would change nothing.
-            heard.add(sender)
-        if self._room() > 0:
-            return None
         queued = self.queued
         share = fair_share(self.queue_limit, len(heard | before))
         if queued < self.queue_limit and len(self._queue.get(sender, ())) < share:
             return None
         pace_s = self._pace_s or UNKNOWN_PACE_S
         return Refused(reason=Reason.FULL, retry_after_s=min(LONGEST_RETRY_S, pace_s * max(1.0, queued / 2)))
+
+    def _hear(self, sender: str) -> None:
+        heard, _ = self._heard
+        if len(heard) < self.queue_limit:
+            # With as many senders as places a share is one place; counting further would change nothing.
+            heard.add(sender)
 
     def _admit(self, sender: str) -> Slot:
         self.in_flight += 1

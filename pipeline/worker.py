@@ -102,6 +102,7 @@ class Worker:
         self._stage, self._gate, self._compute = stage, gate, compute
         self._downstream, self._budget_s = downstream, budget_s
         self._counts: Counter[str] = Counter()
+        self._abandoned = False
         self.device_s = 0.0
         """Device seconds a microbatch, a moving average; 0 until one has succeeded."""
 
@@ -113,7 +114,9 @@ class Worker:
         reply: Reply = Refused(reason=Reason.EXPIRED)
         if budget_s > 0.0:
             try:
-                slot = await within(deadline_s, self._gate.enter(sender))
+                slot: Slot | Refused | None = self._gate.enter_at_once(sender)
+                if slot is None:
+                    slot = await within(deadline_s, self._gate.enter(sender))
                 if isinstance(slot, Refused):
                     return slot
                 with slot:
@@ -123,6 +126,10 @@ class Worker:
         if isinstance(reply, Refused):
             self._counts[reply.reason.name.lower()] += 1
         return reply
+
+    def abandon(self) -> None:
+        """Begin no backward pass any more: the weights will change under the graphs that still wait for a reply."""
+        self._abandoned = True
 
     def reply_lost(self) -> None:
         """Count a gradient that could not be delivered: its sample counts here, and again wherever it is retried."""
@@ -142,10 +149,11 @@ class Worker:
             whole = _Work(clock, lambda: stage.loss(microbatch.hidden, microbatch.targets))
             return await self._finish(whole, lambda reply: self._succeeded(slot, microbatch, reply, whole.seconds))
         ahead = _Work(clock, lambda: stage.forward(microbatch.hidden))
-        forward = await within(deadline_s, self._compute.run(ahead))
-        reply = await self._downstream.ask(replace(microbatch, hidden=forward.output), deadline_s)
+        forward, reply = await within(deadline_s, self._ask_below(self._downstream, microbatch, ahead, deadline_s))
         if isinstance(reply, Refused):
             return reply
+        if self._abandoned:
+            return Refused(reason=Reason.LEAVING)
         assert reply.hidden is not None, "Downstream lets no other gradient through"
         below, gradient = reply, reply.hidden
         back = _Work(clock, lambda: forward.backward(gradient))
@@ -153,6 +161,13 @@ class Worker:
             back, lambda _: self._succeeded(slot, microbatch, below, ahead.seconds + back.seconds)
         )
         return Gradient(hidden=hidden, loss=below.loss, tokens=below.tokens)
+
+    async def _ask_below(
+        self, downstream: Downstream, microbatch: Microbatch, ahead: _Work[Forward], deadline_s: float
+    ) -> tuple[Forward, Reply]:
+        """Run forward and have the later stages do their part; the caller watches the deadline over both."""
+        forward = await self._compute.run(ahead)
+        return forward, await downstream.ask(replace(microbatch, hidden=forward.output), deadline_s)
 
     async def _finish(self, work: _Work[T], succeeded: Callable[[T], None]) -> T:
         """Run a backward and report that it is complete, also when we are cancelled meanwhile."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from noloco_node.sim.clock import run
-from pipeline.downstream import MOST_HOPS_COUNTED, Downstream, HopTotals, Limits, Ways
+from pipeline.downstream import MOST_HOPS_COUNTED, Downstream, Expired, HopTotals, Limits, Ways, within
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.routing import Hop
 
@@ -49,7 +49,11 @@ class Peers:
         return answer
 
     async def ask(self, budget_s: float = 100.0) -> Reply:
-        return await self.downstream.ask(MICROBATCH, asyncio.get_running_loop().time() + budget_s)
+        deadline_s = asyncio.get_running_loop().time() + budget_s
+        try:
+            return await within(deadline_s, self.downstream.ask(MICROBATCH, deadline_s))
+        except Expired:
+            return Refused(reason=Reason.EXPIRED)
 
     @property
     def called(self) -> list[str]:

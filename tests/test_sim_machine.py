@@ -46,6 +46,30 @@ def test_a_hang_names_the_innermost_place_of_every_task() -> None:
         run(main())
 
 
+def test_timers_of_one_moment_come_in_the_order_in_which_they_were_set() -> None:
+    async def main() -> list[int]:
+        loop, seen = asyncio.get_running_loop(), list[int]()
+        for number in range(50):
+            loop.call_at(3.0, seen.append, number)
+        await asyncio.sleep(3.0)
+        return seen
+
+    assert run(main()) == list(range(50))
+
+
+def test_deadlines_that_were_met_do_not_pile_up() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, clock.VirtualLoop)
+        for _ in range(5000):
+            async with asyncio.timeout(1e6):
+                await asyncio.sleep(0.001)
+        assert loop.statistics()["timers"] <= 2 * clock.MANY_TIMERS
+        assert now() == pytest.approx(5.0)
+
+    run(main())
+
+
 ORDERS = """
 import asyncio
 from noloco_node.sim.clock import run
@@ -236,7 +260,7 @@ def test_a_bowl_descends_to_its_centre() -> None:
 
 def test_the_noise_of_a_bowl_has_its_variance_and_no_mean() -> None:
     stage = Bowl(0)
-    centres = torch.stack([stage._centre(torch.full((1, 1, 1), float(number))) for number in range(4000)])
+    centres = torch.tensor([stage._centre(torch.full((1, 1, 1), float(number))) for number in range(4000)])
     torch.testing.assert_close(centres.std(0), torch.full((bowl.SIZE,), bowl.NOISE), rtol=0.1, atol=0.0)
     assert centres.mean(0).abs().max() < 0.05
     correlations = torch.corrcoef(centres.T) - torch.eye(bowl.SIZE)

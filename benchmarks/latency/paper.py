@@ -1,9 +1,9 @@
 """The figures to be reproduced, and what counts as reproduced.
 
-The papers print pictures and a formula, few numbers: the ratio log2(n) without spread, "about 20 %" of blocking at 1024
-replicas with 100 inner steps. The other figures were derived beforehand by simulating the papers' description with
-plain random numbers, 2000 trials or 100 outer steps each; they fit the printed pictures. So they carry an error of
-their own: where the spread is 2.5, about 2 % for four replicas and 1 % for 1024.
+The paper prints pictures and a formula, few numbers: the ratio log2(n) without spread, "about 20 %" of blocking at
+1024 replicas with 100 inner steps. The other figures were derived beforehand, by simulating its description with plain
+random numbers; they fit the printed axes. So they carry an error of their own: 2000 trials at a spread of 2.5, say,
+leave about 2 % for four replicas and 1 % for 1024.
 """
 
 from __future__ import annotations

@@ -61,14 +61,19 @@ class _Pass:
 
 
 class Bowl:
-    """One stage (`noloco_node.machine.Stage`)."""
+    """One stage (`noloco_node.machine.Stage`).
+
+    What a microbatch asks for is computed on Python's floats: for eight numbers a call of torch costs more than the
+    arithmetic. The weights that others see are float32, and the sums here are never less exact.
+    """
 
     def __init__(self, number: int) -> None:
         self._weights = torch.full((SIZE,), START)
-        self._gradient = torch.zeros(SIZE)
-        self._curvature = torch.logspace(math.log10(FLATTEST), 0.0, SIZE)
+        self._values = [START] * SIZE
+        self._gradient = [0.0] * SIZE
+        self._curvature = [FLATTEST ** (1.0 - place / (SIZE - 1)) for place in range(SIZE)]
         # Frequencies that no two coordinates or stages share: their sines look like noise of one number.
-        self._frequencies = torch.arange(1, SIZE + 1) * (7.0 + math.sqrt(2.0) * (number + 1))
+        self._frequencies = [place * (7.0 + math.sqrt(2.0) * (number + 1)) for place in range(1, SIZE + 1)]
         self._steps = self._skipped = self._passes = 0
 
     def __repr__(self) -> str:
@@ -86,33 +91,39 @@ class Bowl:
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
         """Take the last stage's whole work at once."""
         passed = self.forward(hidden)
-        away = self._weights - self._centre(passed.output)
-        loss = float(0.5 * (self._curvature * away * away).sum())
-        self._collect(passed.output)
+        away = self._collect(passed.output)
+        loss = 0.5 * sum(curvature * each * each for curvature, each in zip(self._curvature, away, strict=True))
         return Gradient(hidden=torch.zeros_like(passed.output), loss=loss, tokens=targets.numel())
 
-    def _centre(self, output: Tensor) -> Tensor:
-        return NOISE * math.sqrt(2.0) * torch.sin(self._frequencies * output[0, 0, 0])
+    def _centre(self, output: Tensor) -> list[float]:
+        number, scale = float(output.numpy()[0, 0, 0]), NOISE * math.sqrt(2.0)
+        if not math.isfinite(number):
+            return [math.nan] * SIZE
+        return [scale * math.sin(frequency * number) for frequency in self._frequencies]
 
-    def _collect(self, output: Tensor) -> None:
-        self._gradient += self._curvature * (self._weights - self._centre(output))
+    def _collect(self, output: Tensor) -> list[float]:
+        """Add a microbatch's slope to the gradient; return how far its centre is."""
+        away = [value - centre for value, centre in zip(self._values, self._centre(output), strict=True)]
+        terms = zip(self._gradient, self._curvature, away, strict=True)
+        self._gradient = [sum_so_far + curvature * each for sum_so_far, curvature, each in terms]
         self._passes += 1
+        return away
 
     def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
         """Take one SGD step on the mean slope; a slope that is not finite is thrown away."""
-        slope = self._gradient / microbatches
-        norm = float(torch.linalg.vector_norm(slope))
+        slope = [each / microbatches if microbatches else math.nan for each in self._gradient]
+        norm = math.hypot(*slope)
         self.discard()
         if not math.isfinite(norm):
             self._skipped += 1
             return StepReport(norm, False)
-        self._weights = self._weights - learning_rate * slope
+        self._put(torch.tensor([value - learning_rate * each for value, each in zip(self._values, slope, strict=True)]))
         self._steps += 1
         return StepReport(norm, True)
 
     def discard(self) -> None:
         """Forget the slopes collected so far."""
-        self._gradient = torch.zeros(SIZE)
+        self._gradient = [0.0] * SIZE
 
     def weights(self) -> tuple[Tensor, ...]:
         """Return the weights; they are replaced, never changed, so that no copy is needed."""
@@ -120,11 +131,15 @@ class Bowl:
 
     def set_weights(self, weights: Sequence[Tensor], /) -> None:
         """Replace the weights."""
-        (self._weights,) = weights
+        (only,) = weights
+        self._put(only)
 
     def correct(self, delta: Sequence[Tensor], /) -> None:
         """Add to the weights."""
-        self._weights = self._weights + delta[0]
+        self._put(self._weights + delta[0])
+
+    def _put(self, weights: Tensor) -> None:
+        self._weights, self._values = weights, weights.tolist()
 
     def optimiser_state(self) -> OptimiserState:
         """Return the moments, which SGD does not use."""

@@ -1,8 +1,8 @@
 """A virtual event loop: time jumps to the next timer, and a hang is an exception.
 
-The loop is asyncio's own, over a selector that never waits: where a real one would sleep until the next timer, this
-one moves the clock there. When nothing is ready and no timer is set, no event can ever come: `Deadlock` names the
-tasks that wait, and where. Nothing that runs here may touch sockets or threads.
+Where asyncio's own loop would sleep until the next timer, this one moves the clock there. When nothing is ready and no
+timer is set, no event can ever come: `Deadlock` names the tasks that wait, and where. Nothing that runs here may touch
+sockets or threads.
 
 A run is the same to the bit every time, in any process. asyncio keeps tasks in sets (a task group cancels its tasks in
 the set's order), and a set's order follows the hashes of its members, by default their addresses; so tasks here are
@@ -12,45 +12,23 @@ numbered, and hash to their number.
 from __future__ import annotations
 
 import asyncio
+import gc
+import heapq
 import itertools
-import selectors
-from collections.abc import Coroutine, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+MANY_TIMERS = 200
+SELDOM = (100_000, 50, 100)
+"""Thresholds of the garbage collector's generations: a thousand peers cost it a third of the time by default."""
+
 
 class Deadlock(RuntimeError):
     """Every task waits and no timer is set."""
-
-
-class _JumpingSelector(selectors.BaseSelector):
-    """Registers what asyncio asks it to, reports nothing, and moves the clock instead of waiting."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._keys: dict[int, selectors.SelectorKey] = {}
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        key = selectors.SelectorKey(fileobj, number, events, data)
-        self._keys[number] = key
-        return key
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._keys.pop(fileobj if isinstance(fileobj, int) else fileobj.fileno())
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            waiting = sorted(f"{task.get_name()}: {waits_at(task)}" for task in asyncio.all_tasks(self.loop))
-            raise Deadlock("no timer is set and these tasks wait:\n  " + "\n  ".join(waiting))
-        self.now_s += max(0.0, timeout)
-        return []
-
-    loop: asyncio.AbstractEventLoop | None = None
 
 
 def waits_at(task: asyncio.Task[Any]) -> str:
@@ -85,21 +63,143 @@ def _numbered(loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T], con
     return _NumberedTask(coro, loop=loop, context=context)
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop whose `time()` starts at 0 and moves only when every task waits."""
+class _Entry:
+    """A callback that is due, or will be: all that tasks and timeouts ask of asyncio's `Handle` and `TimerHandle`."""
+
+    __slots__ = ("args", "callback", "context", "is_cancelled", "loop", "when_s")
+
+    def __init__(
+        self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None, when_s: float
+    ) -> None:
+        self.callback, self.args, self.when_s = callback, args, when_s
+        self.context = copy_context() if context is None else context
+        self.is_cancelled = False
+        self.loop: VirtualLoop | None = None
+        """The loop in whose heap of timers it is."""
+
+    def __repr__(self) -> str:
+        return f"<_Entry at {self.when_s} s: {self.callback}>"
+
+    def cancel(self) -> None:
+        """Forget the callback, and what it holds, at once; its place in the loop's queue stays for a while."""
+        self.is_cancelled, self.callback, self.args = True, _nothing, ()
+        if self.loop is not None:
+            self.loop._idle_timers += 1
+            self.loop = None
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self.when_s
+
+
+def _nothing() -> None:
+    """Take the place of a callback that was cancelled."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An asyncio loop whose `time()` starts at 0 and moves only when every task waits.
+
+    Tasks, futures, task groups and timeouts are asyncio's. The heart of the loop is ours, for a simulation of a
+    thousand peers spends a good part of its time there: nothing is polled, timers are compared as tuples, and two of
+    the same moment come in the order in which they were set. `_run_once`, `_ready`, `_stopping` and `_write_to_self`
+    are private names of `BaseEventLoop`, which other loops build on too, and have been there since Python 3.5.
+    """
+
+    _ready: deque[_Entry]
+    _stopping: bool
 
     def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
-        self._jumping.loop = self
-        self._clock_resolution = 1e-9
+        super().__init__()
+        self._now_s = 0.0
+        self._timers: list[tuple[float, int, _Entry]] = []
+        self._idle_timers = 0
+        """Timers that were cancelled and still lie in the heap."""
+        self._numbers = itertools.count()
         self.set_task_factory(_numbered)  # type: ignore[arg-type] # typeshed knows no context there
 
+    def __repr__(self) -> str:
+        return f"<VirtualLoop at {self._now_s} s: {len(self._ready)} ready, {len(self._timers)} timers>"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the virtual time and what is pending, cancelled timers included."""
+        return {"now_s": self._now_s, "ready": len(self._ready), "timers": len(self._timers)}
+
     def time(self) -> float:
-        return self._jumping.now_s
+        return self._now_s
+
+    def jump(self, seconds: float) -> None:
+        """Let the clock alone move on, as on a machine that was asleep."""
+        self._now_s += seconds
+
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
+        entry = _Entry(callback, args, context, self._now_s)
+        self._ready.append(entry)
+        return entry
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        entry = _Entry(callback, args, context, when)
+        entry.loop = self
+        heapq.heappush(self._timers, (when, next(self._numbers), entry))
+        return entry
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def _run_once(self) -> None:
+        """Run what is ready now; where nothing is, go to the next moment for which something is set."""
+        ready, timers = self._ready, self._timers
+        if 2 * self._idle_timers > len(timers) + MANY_TIMERS:
+            # Deadlines lie far ahead and are rarely met: without this they would fill the memory.
+            timers[:] = [timer for timer in timers if not timer[2].is_cancelled]
+            heapq.heapify(timers)
+            self._idle_timers = 0
+        while timers and timers[0][2].is_cancelled:
+            heapq.heappop(timers)
+            self._idle_timers -= 1
+        if not ready and not self._stopping:
+            if not timers:
+                waiting = sorted(f"{task.get_name()}: {waits_at(task)}" for task in asyncio.all_tasks(self))
+                raise Deadlock("no timer is set and these tasks wait:\n  " + "\n  ".join(waiting))
+            self._now_s = max(self._now_s, timers[0][0])
+        while timers and timers[0][0] <= self._now_s:
+            entry = heapq.heappop(timers)[2]
+            self._idle_timers -= entry.is_cancelled
+            entry.loop = None
+            ready.append(entry)
+        # What these make ready has its turn after them, as in asyncio's own loop.
+        for _ in range(len(ready)):
+            entry = ready.popleft()
+            try:
+                entry.context.run(entry.callback, *entry.args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # as asyncio does with what a callback raises
+                self.call_exception_handler({"message": f"exception in {entry!r}", "exception": error})
+
+    def _write_to_self(self) -> None:
+        """Wake the loop up from its sleep, which it never takes: part of `call_soon_threadsafe`."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end in virtual time; raise `Deadlock` if it can never end."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
+    """Run `main` to its end in virtual time; raise `Deadlock` if it can never end.
+
+    Cyclic garbage is rare in a simulation and its objects are many, so that they are looked through less often.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*SELDOM)
+    try:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(main)
+    finally:
+        gc.set_threshold(*thresholds)

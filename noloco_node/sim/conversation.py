@@ -12,14 +12,13 @@ both ends, one latency later. A duplicate is what a misbehaving relay or peer se
 once. On a line with a bandwidth it returns when the transfer is through, and a sender who is cancelled before breaks
 the stream: half a frame is out.
 
-In fair weather an end posts straight to the event loop. All else (cuts, shared bandwidth, a draw of each message's
-fate) is `Way`'s, which is made when first needed.
+A message that nothing special happens to is put in flight at once: one timer. All else (cuts, shared bandwidth, what
+befalls the few) is `Way`'s, which is made when first needed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from noloco_node.sim.way import Parting, Way
@@ -48,17 +47,18 @@ class End:
 
     # fmt: off
     __slots__ = (
-        "_broken", "_hub", "_inbox", "_incoming", "_left", "_network", "_peer", "_peer_ended", "_silence", "_started",
-        "_task", "_their_line", "_their_traffic", "_traffic", "_waiter", "_way", "arrive", "flying", "me", "schema",
-        "their_schema", "topic",
+        "_arrival_s", "_broken", "_flown_s", "_hub", "_inbox", "_incoming", "_left", "_network", "_peer", "_peer_ended",
+        "_silence", "_started", "_task", "_their_line", "_their_traffic", "_traffic", "_waiter", "_way", "arrive",
+        "flying", "me", "schema", "their_schema", "topic",
     )
     # fmt: on
 
     def __init__(self, network: MemoryNetwork, peer: str, topic: str, schema: Schema) -> None:
         self._network, self._hub = network, network.hub
         self.me, self._peer, self.topic, self.schema = network.peer_id, peer, topic, schema
-        self._inbox: deque[Any] = deque()
-        self.flying: deque[Any] = deque()
+        self._inbox: list[Any] = []
+        self.flying: list[Any] = []
+        self._flown_s = self._arrival_s = -1.0
         self._waiter: asyncio.Future[None] | None = None
         self._broken: tuple[type[ConnectionError], str] | None = None
         self._peer_ended = self._left = self._started = False
@@ -90,21 +90,20 @@ class End:
         size = hub.size_bytes(message, self.topic)
         hub.messages[message.__class__] += 1
         self._traffic.sent_bytes += size
-        if hub.easy and self._way is None:
-            self._their_traffic.received_bytes += size
+        fate = hub.fates.random() if hub.strange else 1.0
+        if fate >= hub.strange and self._is_free():
             self._network.line.up.moved_bytes += size
             self._their_line.down.moved_bytes += size
-            self.flying.append(message)
-            asyncio.get_running_loop().call_later(hub.latency_s, self.arrive)
+            self.fly(message, size)
             return
-        sent = self._the_way().send(message, size)
+        sent = self._the_way().send(message, size, fate)
         if sent is not None:
             try:
                 await sent
             except asyncio.CancelledError:
                 self.break_off("a message was cut short by its sender")
                 raise
-            if self._broken is not None or self._left:
+            if self.is_over:
                 self._check()
 
     async def receive(self) -> Any:
@@ -118,7 +117,7 @@ class End:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._inbox.popleft()
+        return self._inbox.pop(0)
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -132,16 +131,20 @@ class End:
     # How it ends.
 
     def leave(self) -> None:
-        """End politely: say END behind all that was sent."""
-        if not self.is_over:
+        """End politely: say END behind all that was sent; who leaves in the middle of a message breaks the stream."""
+        if self._is_sending():
+            self.break_off("the conversation was left while a message was being sent")
+        elif not self.is_over:
             self._left = True
             self._inbox.clear()
             self._close()
             self._post(_ENDED)
 
     def fail(self, sentence: str) -> None:
-        """End with an error that the other side gets to read."""
-        if not self.is_over:
+        """End with an error that the other side gets to read, unless a message is being sent."""
+        if self._is_sending():
+            self.break_off(sentence)
+        elif not self.is_over:
             self._left = True
             self._close()
             self._post(Parting(ConnectionResetError, f"{self.me} ended with an error: {sentence}"))
@@ -187,7 +190,7 @@ class End:
 
     def _cut_short(self) -> None:
         if self._way is not None:
-            self._way.drop()
+            self._way.cut_short()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -227,9 +230,17 @@ class End:
             self._silence.cancel()
             self._silence = None
 
-    def note_arrival(self, size_bytes: int) -> None:
-        """Count bytes that are sure to arrive."""
+    def fly(self, content: Any, size_bytes: int = 0, late_s: float = 0.0) -> None:
+        """Put a message, or a parting of no bytes, in flight: from now on it is sure to arrive."""
+        loop = asyncio.get_running_loop()
+        now_s = self._flown_s = loop.time()
+        arrival_s = now_s + self._hub.draw_latency() + late_s
+        if arrival_s < self._arrival_s:
+            arrival_s = self._arrival_s
+        self._arrival_s = arrival_s
         self._their_traffic.received_bytes += size_bytes
+        self.flying.append(content)
+        loop.call_at(arrival_s, self.arrive)
 
     def note_idle(self) -> None:
         """Note that all that was posted is in flight."""
@@ -244,26 +255,48 @@ class End:
             self._way = Way(self._hub, self, self._network.line.up, self._their_line.down)
         return self._way
 
+    def _is_sending(self) -> bool:
+        return self._way is not None and self._way.is_sending
+
+    def _is_free(self) -> bool:
+        """Say whether the next message can be put in flight at once."""
+        return self._hub.free and (self._way is None or self._way.is_idle)
+
     def _post(self, parting: Parting) -> None:
-        if self._hub.easy and self._way is None:
-            self.flying.append(parting)
-            asyncio.get_running_loop().call_later(self._hub.latency_s, self.arrive)
-        else:
+        """Tell the other end, unless it has left already."""
+        if self._peer_ended:
+            self._cut_short()
+            self.arrive = _nowhere
+        elif not self._is_free():
             way = self._the_way()
             way.post(parting)
             way.note_left()
             if not way.is_idle:
                 self._network.lingering[self] = None
-        if self._peer_ended:
-            self.arrive = _nowhere
+        elif parting.kind is None and self._is_setting_out():
+            # END travels with the message that set out at this very moment, as the last bytes of a packet would.
+            self.flying[-1] = Parting(None, "", self.flying[-1])
+        else:
+            self.fly(parting)
+
+    def _is_setting_out(self) -> bool:
+        """Say whether the last thing in flight is a message that was sent at this very moment."""
+        now_s = asyncio.get_running_loop().time()
+        return self._flown_s == now_s and bool(self.flying) and self.flying[-1].__class__ is not Parting
 
     def _land(self) -> None:
         """Take what arrives next."""
-        content = self._incoming.popleft()
+        content = self._incoming.pop(0)
         if content.__class__ is Parting:
+            if content.message is not None:
+                self._take(content.message)
             self._part(content)
-        elif not self._left and self._broken is None:
-            self._inbox.append(content)
+        else:
+            self._take(content)
+
+    def _take(self, message: Any) -> None:
+        if not self._left and self._broken is None:
+            self._inbox.append(message)
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
 

@@ -47,6 +47,11 @@ class VirtualDevice:
         self._busy = False
         self._charged_s = 0.0
 
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way."""
+        return self._busy
+
     def slow_down(self, factor: float) -> None:
         """Let every job take `factor` times what it would on a device of speed 1, from now on."""
         self._slowness = factor

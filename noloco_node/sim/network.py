@@ -116,8 +116,7 @@ class Hub:
     def weather(self, weather: Weather) -> None:
         self._weather = weather
         self.draw_latency = weather.latency.sampler(self._latencies)
-        self.latency_s = weather.latency.mean_s
-        """Of every message while it is `easy`."""
+        self._latency_s = weather.latency.mean_s
         self._look_around()
 
     def set_access(self, peer: str, access: Access) -> None:
@@ -160,7 +159,7 @@ class Hub:
         most; then it is dropped.
         """
         if self.easy:
-            asyncio.get_running_loop().call_later(self.latency_s, arrive)
+            asyncio.get_running_loop().call_later(self._latency_s, arrive)
             return
         if self.cut and self.is_cut(sender, receiver):
             now_s = asyncio.get_running_loop().time()
@@ -175,19 +174,19 @@ class Hub:
         self._launch(arrive)
 
     def _launch(self, arrive: Callable[[], object]) -> None:
-        asyncio.get_running_loop().call_later(self._delay_s(), arrive)
+        asyncio.get_running_loop().call_later(self._delay_s("messages"), arrive)
 
-    def _delay_s(self) -> float:
-        """Draw how long one thing is on its way, its size aside."""
+    def _delay_s(self, what: str) -> float:
+        """Draw how long one of `what` is on its way, its size aside."""
         weather = self._weather
         if weather.late and self.fates.random() < weather.late:
-            self.counts["messages.late"] += 1
+            self.counts[f"{what}.late"] += 1
             return self.draw_latency() + weather.late_s
         return self.draw_latency()
 
     def round_trip_s(self) -> float:
-        """Draw the time of a question and its answer."""
-        return 2 * self.latency_s if self.easy else self._delay_s() + self.draw_latency()
+        """Draw the time of a dial, or of a question to the DHT, and its answer."""
+        return 2 * self._latency_s if self.easy else self._delay_s("dials") + self.draw_latency()
 
     # The peers, and what happens to them.
 
@@ -280,11 +279,14 @@ class Hub:
         return self._networks.get(name)
 
     def _look_around(self) -> None:
-        """Note whether messages may go straight to the event loop, all with one latency."""
+        """Note what need not be asked of every message."""
         weather = self._weather
-        troubled = weather.loss or weather.late or weather.duplicate
-        cares = troubled or self.cut or self._limited or self._tamperings
-        self.easy = weather.latency.is_constant and not cares
+        self.free = not (self.cut or self._limited or self._tamperings)
+        """Whether nothing keeps any message from being put in flight at once."""
+        self.easy = self.free and weather.latency.is_constant and not weather.late
+        """Whether besides everything takes the same time."""
+        self.strange = 1 - (1 - weather.loss) * (1 - weather.late) * (1 - weather.duplicate)
+        """Share of messages that are lost, late or doubled."""
 
     def _redraw(self) -> None:
         """Tell all conversations whether they are cut now, and deliver what no longer is."""

@@ -115,6 +115,7 @@ class SimulatedPeer:
                 refresh_s=swarm.refresh_s,
                 save_every_s=swarm.save_every_s,
                 deadlines=swarm.impatient,
+                slowest_bytes_per_s=setting.slowest_bytes_per_s,
             ),
             Voice(record=self._recorder(life), say=self._speaker(life)),
         )

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
+from gossip.exchange import PROBE
 from gossip.messages import ReplicaState, Weights
 from noloco_node.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
 from noloco_node.errors import Exit, Trouble
 from noloco_node.recipe import Recipe
+from noloco_node.replica import SLOWEST_BYTES_PER_S
 from noloco_node.runfile import load_run, validate
-from noloco_node.sim.bowl import Bowl, bowl_plan
+from noloco_node.sim.bowl import SIZE, Bowl, bowl_plan
 from noloco_node.sim.lines import Access, Weather
 from noloco_node.sim.scenario import MOST_PEERS, Scenario, SwarmConfig, planned
 from noloco_node.sim.stage import Prices
@@ -49,6 +51,10 @@ class Setting(NamedTuple):
     size_bytes: Callable[[object, str], int]
     weather: Weather
     microbatch_tokens: int
+    parameters: int = 0
+    """Of the run file's whole model; 0 where there is none."""
+    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
+    """By which nodes reckon their deadlines: from the weights in their hands, and a bowl's are small."""
 
     @property
     def run(self) -> RunConfig:
@@ -121,6 +127,8 @@ def work_out(scenario: Scenario) -> Setting:
         size_bytes=_sizes(scenario, start, plan),
         weather=_weather(scenario),
         microbatch_tokens=start.pipeline.microbatch_size * start.pipeline.sequence_length,
+        parameters=0 if plan is None else sum(math.prod(shape) for part in plan.shapes for shape in part.values()),
+        slowest_bytes_per_s=SLOWEST_BYTES_PER_S * (1.0 if transformer else 4 * SIZE / _weights_bytes(scenario, plan)),
     )
 
 
@@ -190,6 +198,7 @@ def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: Blueprin
 def _sizes(scenario: Scenario, start: RunConfig, plan: Blueprint | None) -> Callable[[object, str], int]:
     """Return what messages weigh, by kind and topic: as the run file's would, or as the scenario says."""
     network = scenario.network
+    sets = 1 if start.outer.gamma == start.outer.beta else 2
     weights: dict[str, int] = {}
     microbatch, targets = network.microbatch_bytes, 0
     if plan is not None:
@@ -197,19 +206,26 @@ def _sizes(scenario: Scenario, start: RunConfig, plan: Blueprint | None) -> Call
         microbatch, targets = tokens * plan.width * (2 if start.pipeline.wire_dtype == "bfloat16" else 4), 8 * tokens
         for number, shapes in enumerate(plan.shapes):
             total = 4 * sum(math.prod(shape) for shape in shapes.values())
-            weights |= {f"{GOSSIP}/{number}": total, f"{STATE}/{number}": total}
-    sets = 1 if start.outer.gamma == start.outer.beta else 2
+            probe = min(4 * PROBE, total)
+            weights |= {f"{GOSSIP}/{number}": sets * total + probe, f"{STATE}/{number}": WEIGHT_SETS * total}
 
     def size_bytes(message: object, topic: str) -> int:
         if isinstance(message, Microbatch | Gradient):
             return FRAME_BYTES + microbatch + (targets if isinstance(message, Microbatch) else 0)
         if isinstance(message, Weights):
-            return FRAME_BYTES + sets * weights.get(topic, network.weights_bytes)
+            return FRAME_BYTES + weights.get(topic, sets * network.weights_bytes)
         if isinstance(message, ReplicaState):
-            return FRAME_BYTES + WEIGHT_SETS * weights.get(topic, network.weights_bytes)
+            return FRAME_BYTES + weights.get(topic, WEIGHT_SETS * network.weights_bytes)
         return FRAME_BYTES
 
     return size_bytes
+
+
+def _weights_bytes(scenario: Scenario, plan: Blueprint | None) -> int:
+    """Return what the weights of the largest stage stand for."""
+    if plan is None:
+        return scenario.network.weights_bytes
+    return max(4 * sum(math.prod(shape) for shape in shapes.values()) for shapes in plan.shapes)
 
 
 def _weather(scenario: Scenario) -> Weather:

@@ -2,7 +2,6 @@
 
 Each message meets its fate when it is sent: lost, late, doubled, tampered with, or nothing. Then the line: a stream is
 one flow, so its messages are transferred one after the other, each sharing the links of both peers with other streams.
-Then the latency, and never before the message ahead.
 
 While nothing passes between the two peers, what is due to leave is held back. It leaves when they are heard again, and
 is dropped when its stream breaks, or after `silence_s` if the stream has been left: nothing grows behind a peer that
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from noloco_node.sim.tamper import spoil
@@ -26,10 +24,11 @@ if TYPE_CHECKING:
 
 
 class Parting(NamedTuple):
-    """What ends a conversation: `kind` None is the polite end."""
+    """What ends a conversation: `kind` None is the polite end. `message`: one that it travels with, and behind."""
 
     kind: type[ConnectionError] | None
     text: str
+    message: Any = None
 
 
 class _Parcel(NamedTuple):
@@ -44,16 +43,15 @@ class _Parcel(NamedTuple):
 class Way:
     """What one end of a conversation has yet to put in flight."""
 
-    __slots__ = ("_down", "_end", "_held", "_hub", "_last_s", "_moving", "_patience", "_transfer", "_up", "_waiting")
+    __slots__ = ("_down", "_end", "_held", "_hub", "_moving", "_patience", "_transfer", "_up", "_waiting")
 
     def __init__(self, hub: Hub, end: End, up: Link, down: Link) -> None:
         self._hub, self._end, self._up, self._down = hub, end, up, down
-        self._waiting: deque[_Parcel] = deque()
-        self._held: deque[_Parcel] = deque()
+        self._waiting: list[_Parcel] = []
+        self._held: list[_Parcel] = []
         self._moving: _Parcel | None = None
         self._transfer: Transfer | None = None
         self._patience: asyncio.TimerHandle | None = None
-        self._last_s = 0.0
 
     def __repr__(self) -> str:
         return f"Way({self._end!r}: {len(self._waiting)} wait, {len(self._held)} held back)"
@@ -67,34 +65,57 @@ class Way:
         """Whether all that was posted is in flight."""
         return self._transfer is None and not self._held
 
-    def send(self, message: Any, size_bytes: int) -> asyncio.Future[None] | None:
-        """Send one message to its fate; return what is done when it has left the line, or None when it has."""
-        hub, end, weather = self._hub, self._end, self._hub.weather
-        if weather.loss and hub.fates.random() < weather.loss:
-            hub.counts["messages.lost"] += 1
-            self.post(Parting(ConnectionResetError, f"the stream with {end.me} broke: a message was lost"))
-            words = f"the stream with {end.peer} broke: a message was lost"
-            asyncio.get_running_loop().call_later(hub.draw_latency(), end.break_, ConnectionResetError, words)
+    @property
+    def is_sending(self) -> bool:
+        """Whether somebody waits for a message to leave."""
+        parcels = (self._moving, *self._waiting) if self._moving is not None else ()
+        return any(parcel.sent is not None and not parcel.sent.done() for parcel in parcels)
+
+    def send(self, message: Any, size_bytes: int, fate: float) -> asyncio.Future[None] | None:
+        """Send one message to its fate, 0 to 1: lost, late, doubled or nothing (see `Hub.strange`).
+
+        Returns what is done when it has left the line, or None when it has.
+        """
+        hub, weather = self._hub, self._hub.weather
+        if fate < weather.loss:
+            self._lose()
             return None
-        how = hub.next_tampering(end.me, message)
-        if how is not None:
-            hub.counts["messages.tampered"] += 1
-            try:
-                message = spoil(message, how, end.schema, end.their_schema, hub.spoils)
-            except Violation as violation:
-                message = Parting(Violation, str(violation))
-        late_s = 0.0
-        if weather.late and hub.fates.random() < weather.late:
+        # What is left of the draw is as good as a new one.
+        fate = (fate - weather.loss) / (1 - weather.loss)
+        is_late = fate < weather.late
+        if is_late:
             hub.counts["messages.late"] += 1
-            late_s = weather.late_s
-        if weather.duplicate and hub.fates.random() < weather.duplicate:
+            fate = hub.fates.random() if weather.duplicate else 1.0
+        else:
+            fate = (fate - weather.late) / (1 - weather.late) if weather.late < 1 else 1.0
+        late_s = weather.late_s if is_late else 0.0
+        message = self._spoil(message)
+        if fate < weather.duplicate:
             hub.counts["messages.duplicated"] += 1
             self._take(_Parcel(message, size_bytes, late_s))
-        sent = None
-        if size_bytes and self._is_limited():
-            sent = asyncio.get_running_loop().create_future()
+        sent = asyncio.get_running_loop().create_future() if size_bytes and self._is_limited() else None
         self._take(_Parcel(message, size_bytes, late_s, sent))
         return None if sent is None or sent.done() else sent
+
+    def _lose(self) -> None:
+        """Lose a message, and its stream with it: both ends see that a latency later."""
+        hub, end = self._hub, self._end
+        hub.counts["messages.lost"] += 1
+        self.post(Parting(ConnectionResetError, f"the stream with {end.me} broke: a message was lost"))
+        words = f"the stream with {end.peer} broke: a message was lost"
+        asyncio.get_running_loop().call_later(hub.draw_latency(), end.break_, ConnectionResetError, words)
+
+    def _spoil(self, message: Any) -> Any:
+        """Return what the other end decodes of a message, if it is to be tampered with."""
+        hub, end = self._hub, self._end
+        how = hub.next_tampering(end.me, message)
+        if how is None:
+            return message
+        hub.counts["messages.tampered"] += 1
+        try:
+            return spoil(message, how, end.schema, end.their_schema, hub.spoils)
+        except Violation as violation:
+            return Parting(Violation, str(violation))
 
     def post(self, parting: Parting) -> None:
         """Send the end of the conversation behind all that was sent."""
@@ -103,14 +124,21 @@ class Way:
     def release(self) -> None:
         """Let go of what was held back, if the two peers are heard again."""
         if self._held and not self._hub.is_cut(self._end.me, self._end.peer):
-            held, self._held = self._held, deque()
+            held, self._held = self._held, []
             self._stop_holding()
             for parcel in held:
                 self._take(parcel)
             self._settle()
 
+    def cut_short(self) -> None:
+        """Forget all messages that are not in flight, for the stream broke; the break itself still has to be told."""
+        breaks = [parcel for parcel in (*self._held, *self._waiting) if _is_break(parcel)]
+        self.drop()
+        for parcel in breaks:
+            self._take(parcel)
+
     def drop(self) -> None:
-        """Forget all that is not in flight: its stream broke."""
+        """Forget all that is not in flight."""
         if self._transfer is not None:
             self._transfer.cancel()
         parcels = [*self._held, *([self._moving] if self._moving else []), *self._waiting]
@@ -148,17 +176,11 @@ class Way:
         self._fly(self._moving)
         self._transfer = self._moving = None
         while self._waiting and self._transfer is None:
-            self._set_out(self._waiting.popleft())
+            self._set_out(self._waiting.pop(0))
         self._settle()
 
     def _fly(self, parcel: _Parcel) -> None:
-        loop = asyncio.get_running_loop()
-        arrival_s = loop.time() + self._hub.draw_latency() + parcel.late_s
-        self._last_s = max(self._last_s, arrival_s)
-        if parcel.size_bytes:
-            self._end.note_arrival(parcel.size_bytes)
-        self._end.flying.append(parcel.content)
-        loop.call_at(self._last_s, self._end.arrive)
+        self._end.fly(parcel.content, parcel.size_bytes, parcel.late_s)
         _note_sent(parcel)
 
     def _hold(self, parcel: _Parcel) -> None:
@@ -183,6 +205,11 @@ class Way:
     def _settle(self) -> None:
         if self.is_idle:
             self._end.note_idle()
+
+
+def _is_break(parcel: _Parcel) -> bool:
+    content = parcel.content
+    return content.__class__ is Parting and content.kind is not None and content.kind is not Violation
 
 
 def _note_sent(parcel: _Parcel) -> None:

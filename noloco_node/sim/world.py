@@ -4,7 +4,7 @@ All planned peers start together; faults come at their times. The run is over wh
 when the token budget is used up, or because it was asked to once `duration_s` had passed. Whoever does not end within
 `GRACE_S` of that waits for ever: `Stuck` says who, and where.
 
-Observers hear every journal event and look at the world once a `LOOK_S`; they may raise to end it.
+Observers hear every journal event and look at the world every `LOOK_S` or so; they may raise to end it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Protocol, TypeVar
 
 from noloco_node import journal
+from noloco_node.errors import Trouble
 from noloco_node.sim import clock, faults
 from noloco_node.sim.device import Stutter
 from noloco_node.sim.faults import Fault
@@ -44,7 +46,7 @@ class Watcher(Protocol):
         """Take note of a fault, which has just happened."""
 
     def look(self) -> None:
-        """Look at the world; called once a second of virtual time."""
+        """Look at the world; called about once a second of virtual time."""
 
 
 class World:
@@ -131,7 +133,8 @@ class World:
             return
         done, _ = await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            if not task.cancelled():
+            # A node that ends with a message to its owner is a process that ended.
+            if not task.cancelled() and not isinstance(task.exception(), Trouble):
                 task.result()
 
     def _tasks(self) -> list[asyncio.Task[None]]:
@@ -146,8 +149,10 @@ class World:
         )
 
     async def _look(self) -> None:
+        rng = Random(f"{self.setting.scenario.seed}|looks")
         while True:
-            await asyncio.sleep(LOOK_S)
+            # Not a beat: what happens in a rhythm of its own would be seen at the same point of it each time.
+            await asyncio.sleep(LOOK_S * rng.uniform(0.5, 1.5))
             for watcher in self.watchers:
                 watcher.look()
 

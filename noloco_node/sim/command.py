@@ -1,0 +1,255 @@
+"""What `noloco-node simulate` does: put the scenario together, run it, print and write what came of it.
+
+Flags override the file; without a file they are the scenario. Results are written at the end and whole, and only to a
+directory that was looked at before the work began: so who interrupts finds nothing half done, and who simulates for an
+hour does not learn then that there was no place for the picture.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from msgspec import structs
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.runfile import load_run
+from noloco_node.sim.clock import Deadlock
+from noloco_node.sim.meter import Meter
+from noloco_node.sim.report import Report, make_report
+from noloco_node.sim.scenario import Scenario, load_scenario, problems
+from noloco_node.sim.setting import Setting, base, work_out
+from noloco_node.sim.tally import Tally
+from noloco_node.sim.trace import Trace
+from noloco_node.sim.wording import lines
+from noloco_node.sim.world import Stuck, Watcher, World, simulate
+
+DEFAULT_OUT = Path("noloco-simulation")
+Say = Callable[[str], None]
+
+
+class Flags(NamedTuple):
+    """What the command line says about the swarm; None leaves it to the scenario. `peers`: stages times replicas."""
+
+    peers: int | None = None
+    stages: int | None = None
+    rounds: int | None = None
+    seed: int | None = None
+
+    @property
+    def of_the_swarm(self) -> bool:
+        """Whether any flag but the seed was given."""
+        return any(value is not None for value in self[:3])
+
+
+class Wanted(NamedTuple):
+    """What is to be left behind, and said. `out`: None takes the default, or with `as_json` nothing is written."""
+
+    out: Path | None = None
+    as_json: bool = False
+    trace: bool = False
+
+    @property
+    def directory(self) -> Path | None:
+        """Where files go; None where none are written."""
+        if self.out is not None:
+            return self.out.expanduser()
+        return DEFAULT_OUT if self.trace or not self.as_json else None
+
+
+def simulate_scenario(path: Path | None, flags: Flags, wanted: Wanted, say: Say) -> None:
+    """Simulate a scenario; `say` prints what the command returns. Raises `Trouble`."""
+    setting = complete(put_together(path, flags), path)
+    directory = wanted.directory
+    if directory is not None:
+        _look_at(directory)
+    report = _simulate(setting, directory if wanted.trace else None)
+    if directory is not None:
+        _write(directory, report)
+    if wanted.as_json:
+        say(msgspec.json.encode(report).decode())
+        return
+    say("\n".join(lines(report)))
+    say(f"\nIn {directory}: swarm.png, report.txt, report.json{', events.jsonl' if wanted.trace else ''}")
+
+
+def search(path: Path | None, flags: Flags, count: int, say: Say) -> int:
+    """Run `count` random fault schedules from the seed on; return the exit code."""
+    if path is not None or flags.of_the_swarm:
+        raise Trouble(
+            "--explore makes its own swarms.",
+            why="it draws a small swarm and its faults from each seed",
+            attempt=f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
+            code=Exit.USAGE,
+        )
+    from noloco_node.sim.explore import explore
+
+    torch.set_num_threads(1)
+    return explore(count, flags.seed or 0, say)
+
+
+def repeat(seed: int, say: Say) -> int:
+    """Replay the random fault schedule of a seed with all its events; return the exit code."""
+    from noloco_node.sim.explore import replay
+
+    torch.set_num_threads(1)
+    return replay(seed, True, say)
+
+
+# The scenario.
+
+
+def put_together(path: Path | None, flags: Flags) -> Scenario:
+    """Return the file's scenario with the flags' changes; raise `Trouble` where they cannot be."""
+    scenario = Scenario() if path is None else load_scenario(path)
+    swarm = scenario.swarm
+    if swarm.run is not None and not Path(swarm.run).is_file():
+        raise Trouble(
+            f"{path}: swarm.run names a run file that is not there.",
+            why=f"there is no file {swarm.run}",
+            attempt="correct the path, which is relative to the scenario; `noloco-node init` writes a run file",
+            code=Exit.CONFIG,
+        )
+    if flags.seed is not None:
+        scenario = structs.replace(scenario, seed=flags.seed)
+    if flags.stages is not None:
+        swarm = structs.replace(swarm, stages=flags.stages)
+    if flags.rounds is not None:
+        swarm = structs.replace(swarm, rounds=flags.rounds)
+    if flags.peers is not None:
+        stages = swarm.stages
+        if stages is None:
+            stages = (base(False) if swarm.run is None else load_run(Path(swarm.run))).pipeline.stages
+        swarm = structs.replace(swarm, stages=stages, replicas=_replicas(flags.peers, stages))
+    return structs.replace(scenario, swarm=swarm)
+
+
+def _replicas(peers: int, stages: int) -> int:
+    if peers % stages == 0:
+        return peers // stages
+    near = [count for count in (peers - peers % stages, peers - peers % stages + stages) if count]
+    raise Trouble(
+        f"{peers} peers cannot be shared out over {stages} stages.",
+        why="all stages of a simulated swarm have equally many replicas",
+        attempt=" or ".join(f"--peers {count}" for count in near),
+        code=Exit.USAGE,
+    )
+
+
+def complete(scenario: Scenario, path: Path | None) -> Setting:
+    """Work a scenario out, and look at its faults again now that it is known who takes part."""
+    setting = work_out(scenario)
+    pipeline = setting.run.pipeline
+    swarm = structs.replace(scenario.swarm, stages=pipeline.stages, replicas=pipeline.replicas)
+    for problem in problems(structs.replace(scenario, swarm=swarm)):
+        raise Trouble(
+            f"{path or 'the flags'}: {problem.field} is refused.",
+            why=problem.why,
+            attempt=problem.attempt,
+            code=Exit.CONFIG,
+        )
+    return setting
+
+
+# The work.
+
+
+def _simulate(setting: Setting, trace: Path | None) -> Report:
+    torch.set_num_threads(1)  # threads would cost more than they give, and the sums would depend on their number
+    begun_s = time.perf_counter()
+    with ExitStack() as stack:
+        meter = stack.enter_context(Meter())
+        tallies: list[Tally] = []
+        traces: list[Trace] = []
+        if trace is not None:
+            stack.callback(_unmake, trace)
+            _make(trace)
+            traces.append(stack.enter_context(Trace(trace / "events.jsonl")))
+
+        def watch(world: World) -> list[Watcher]:
+            tallies.append(Tally(world))
+            return [*tallies, meter.watch(world), *(each.watch(world) for each in traces)]
+
+        try:
+            report = simulate(setting, watch, lambda world: make_report(world, tallies[0]))
+        except (Stuck, Deadlock, BaseExceptionGroup) as error:
+            raise _plainly(error, setting) from error
+    return structs.replace(report, real_s=time.perf_counter() - begun_s)
+
+
+def _plainly(error: BaseException, setting: Setting) -> BaseException:
+    """Return what ended a simulation in words, where there are any."""
+    for each in _leaves(error):
+        if isinstance(each, Trouble):
+            return each
+        if isinstance(each, Stuck | Deadlock):
+            return Trouble(
+                f"{setting.scenario.name} (seed {setting.scenario.seed}) came to a standstill.",
+                why=str(each),
+                attempt="report it with the scenario: nobody should ever wait for ever",
+                code=Exit.BUG,
+            )
+    return error
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
+
+
+# The files.
+
+
+def _look_at(directory: Path) -> None:
+    """Raise `Trouble` where a directory could not be made, or written to."""
+    there = directory.absolute()
+    while not there.exists():
+        there = there.parent
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return
+    raise _refused(directory, f"{there} is {'not writable' if there.is_dir() else 'no directory'}")
+
+
+def _write(directory: Path, report: Report) -> None:
+    from noloco_node.demo.place import write_whole
+    from noloco_node.sim.plot import picture
+
+    files = {
+        "swarm.png": picture(report),
+        "report.txt": "\n".join([*lines(report), ""]).encode(),
+        "report.json": msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n",
+    }
+    _make(directory)
+    for name, content in files.items():
+        try:
+            write_whole(directory / name, content)
+        except Trouble as trouble:
+            raise _refused(directory / name, trouble.why) from trouble
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(directory, error.strerror or str(error)) from error
+
+
+def _unmake(directory: Path) -> None:
+    """Remove a directory that has remained empty."""
+    with suppress(OSError):
+        directory.rmdir()
+
+
+def _refused(path: Path, why: str) -> Trouble:
+    return Trouble(
+        f"cannot write {path}", why=why, attempt="free some space, or give another with --out", code=Exit.STORAGE
+    )

@@ -1,0 +1,163 @@
+"""Many random schedules, each a whole swarm in virtual time, and what to do with one that breaks an invariant.
+
+A seed means a scenario (`schedule_draw`), and a scenario a run that is the same to the bit each time. So a violation is
+its seed: it can be replayed with every event, and shortened (`shrink`) to the few faults that it needs.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from noloco_node import journal
+from noloco_node.sim import clock
+from noloco_node.sim.faults import Fault
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.scenario import Scenario
+from noloco_node.sim.scenario_text import scenario_text
+from noloco_node.sim.schedule_draw import draw
+from noloco_node.sim.setting import work_out
+from noloco_node.sim.shrink import shrink
+from noloco_node.sim.watch import Broken, Watch
+from noloco_node.sim.world import Stuck, World
+
+LINE_EVERY_S = 10.0
+Say = Callable[[str], None]
+
+
+class Verdict(NamedTuple):
+    """What became of a run. `broken`: the invariant that did not hold. `counts`: of the watch."""
+
+    scenario: Scenario
+    broken: Broken | None
+    counts: dict[str, int | float]
+    digest: str
+
+
+class Trace:
+    """Says every journal event and fault, with the virtual time; a `world.Watcher`."""
+
+    def __init__(self, world: World, say: Say) -> None:
+        self._world, self._say = world, say
+
+    def __repr__(self) -> str:
+        return f"Trace({self._world!r})"
+
+    def hear(self, peer: SimulatedPeer, event: journal.Event) -> None:
+        """Say an event, but for the totals."""
+        if not isinstance(event, journal.Hops | journal.Traffic):
+            self._line(peer.name, {key: value for key, value in msgspec.to_builtins(event).items() if key != "at"})
+
+    def struck(self, fault: Fault) -> None:
+        """Say a fault."""
+        self._line("*", {name: value for name, value in msgspec.to_builtins(fault).items() if name != "at_s"})
+
+    def look(self) -> None:
+        """Nothing is to be seen from outside."""
+
+    def _line(self, who: str, told: dict[str, object]) -> None:
+        what = told.pop("event", None) or told.pop("kind")
+        said = [
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in told.items()
+        ]
+        rest = ", ".join(said)
+        self._say(f"{self._world.now_s:9.3f}  {who:5} {what}: {rest}")
+
+
+def examine(scenario: Scenario, say: Say | None = None) -> Verdict:
+    """Run a scenario under all invariants; `say` is told every event."""
+    seen: list[tuple[World, Watch]] = []
+    setting = work_out(scenario)
+
+    async def main() -> None:
+        world = World(setting)
+        watch = Watch(world)
+        seen.append((world, watch))
+        world.watchers += [Trace(world, say), watch] if say is not None else [watch]
+        await world.run()
+        await watch.end()
+
+    broken = None
+    try:
+        clock.run(main())
+    except (Exception, BaseExceptionGroup) as error:  # whatever ends a run is what we are looking for
+        if not seen:
+            raise
+        broken = _as_broken(error, seen[0][1])
+    world, watch = seen[0]
+    return Verdict(scenario, broken, watch.statistics(), world.digest())
+
+
+def _as_broken(error: BaseException, watch: Watch) -> Broken:
+    inner = error
+    while isinstance(inner, BaseExceptionGroup):
+        known = inner.subgroup(Broken) or inner
+        inner = known.exceptions[0]
+    if isinstance(inner, Broken):
+        return inner
+    looked_s = float(watch.statistics()["virtual_s"])
+    if isinstance(inner, Stuck | clock.Deadlock):
+        return Broken("wait", looked_s, str(inner))
+    return Broken("failure", looked_s, "".join(traceback.format_exception(inner)))
+
+
+def explore(count: int, first_seed: int, say: Say) -> int:
+    """Run `count` random schedules; return 0 if all invariants held, 1 otherwise.
+
+    A violation is said with all that it takes to see it again. Says how far it is about every ten seconds of real time.
+    """
+    begun_s = said_s = time.monotonic()
+    found = 0
+    for done, seed in enumerate(range(first_seed, first_seed + count), start=1):
+        verdict = examine(draw(seed))
+        if verdict.broken is not None:
+            found += 1
+            report(verdict, say)
+        now_s = time.monotonic()
+        if now_s - said_s >= LINE_EVERY_S or done == count:
+            said_s = now_s
+            rate = done / max(1e-9, now_s - begun_s)
+            say(
+                f"{done} of {count} seeds, {found} violations, {rate:.1f} a second, {(count - done) / rate:.0f} s to go"
+            )
+    return 1 if found else 0
+
+
+def report(verdict: Verdict, say: Say) -> None:
+    """Say what is wrong with a run, and a shorter schedule that shows it."""
+    assert verdict.broken is not None
+    kind = verdict.broken.kind
+    say(f"seed {verdict.scenario.seed} breaks an invariant.\n{verdict.broken}")
+    shorter = shrink(verdict.scenario, lambda scenario: _breaks(scenario, kind))
+    say(f"A shorter schedule that breaks the same one ({len(shorter.fault)} of {len(verdict.scenario.fault)} faults):")
+    say(scenario_text(shorter))
+    say(f"Replay: noloco-node simulate --seed {verdict.scenario.seed} --trace")
+
+
+def _breaks(scenario: Scenario, kind: str) -> bool:
+    broken = examine(scenario).broken
+    return broken is not None and broken.kind == kind
+
+
+def replay(seed: int, trace: bool, say: Say) -> int:
+    """Run the schedule of one seed again; return 0 if all invariants held, 1 otherwise. `trace`: say every event."""
+    scenario = draw(seed)
+    say(scenario_text(scenario))
+    verdict = examine(scenario, say if trace else None)
+    told = ", ".join(f"{name} {value:g}" for name, value in verdict.counts.items())
+    say(f"{told}\ndigest {verdict.digest}")
+    say("all invariants held" if verdict.broken is None else str(verdict.broken))
+    return 0 if verdict.broken is None else 1
+
+
+def totals(verdicts: Iterable[Verdict]) -> dict[str, float]:
+    """Return the sums of what the watches of many runs counted."""
+    found: dict[str, float] = {}
+    for verdict in verdicts:
+        for name, value in verdict.counts.items():
+            found[name] = found.get(name, 0) + value
+    return found

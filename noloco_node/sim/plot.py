@@ -1,0 +1,223 @@
+"""swarm.png: a simulation at a glance: speed, work and gap over virtual time, and what the time went by with.
+
+Made from the report alone. Faults are marked where they happened, in all panels that show time. Everything is labelled
+where it is drawn, in colours that the colour-blind tell apart (`noloco_node.demo.plot`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from io import BytesIO
+from itertools import pairwise
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
+
+from noloco_node.demo.plot import COLOURS, DPI, INK, LABEL_POINTS, QUIET, Labelled, spread
+from noloco_node.demo.summary import SAME, readable_seconds
+from noloco_node.sim.bottleneck import bottleneck
+from noloco_node.sim.report import COMPUTING, UNSEEN, Happened, Report
+from noloco_node.sim.tally import Cause
+from noloco_node.sim.wording import rate_words
+
+CAUSES = {
+    COMPUTING: "#0072B2",
+    Cause.MICROBATCHES: "#56B4E9",
+    Cause.REPLIES: "#E69F00",
+    Cause.WINDOW: "#F0E442",
+    Cause.ROOM: "#D55E00",
+    Cause.ROUTE: "#CC79A7",
+    Cause.GOSSIP: "#009E73",
+    Cause.JOINING: "#bdbdbd",
+    Cause.ENDING: "#dedede",
+    UNSEEN: "#f4f4f4",
+}
+MOST_LABELLED = 8
+"""Stages that get a line each; of more, the lowest, the mean and the highest are drawn."""
+MOST_BARS = 24
+MOST_TICKS = 9
+NEAR = 0.06
+"""Part of the width within which faults share a label."""
+WRAP = 118
+FAULT = "#D55E00"
+
+
+def picture(report: Report) -> bytes:
+    """Return the picture as a PNG."""
+    bars = 0.4 + 0.28 * min(len(report.stages), MOST_BARS)
+    height = 7.2 + bars
+    figure = Figure(figsize=(11, height), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    sides = {"left": 0.085, "right": 0.87}
+    over_time = figure.add_gridspec(3, 1, **sides, top=1 - 1.15 / height, bottom=(bars + 1.2) / height, hspace=0.2)
+    speed = figure.add_subplot(over_time[0])
+    devices, gap = (figure.add_subplot(over_time[row], sharex=speed) for row in (1, 2))
+    below = figure.add_gridspec(1, 1, **sides, top=(bars + 0.3) / height, bottom=0.3 / height)
+    waits = figure.add_subplot(below[0])
+    for panel in (speed, devices):
+        panel.tick_params(labelbottom=False)
+    figure.text(0.085, 1 - 0.35 / height, _heading(report), fontsize=14, fontweight="bold", color=INK)
+    figure.text(
+        0.085, 1 - 0.45 / height, _wrapped(bottleneck(report)), fontsize=9.5, color=QUIET, va="top", linespacing=1.3
+    )
+    _draw_speed(speed, report)
+    _draw_stages(devices, report, [moment.devices for moment in report.course], 1.02)
+    devices.yaxis.set_major_formatter(PercentFormatter(1.0))
+    devices.set_ylabel("devices busy", color=INK)
+    _draw_gap(gap, report)
+    for panel in (speed, devices, gap):
+        _dress(panel)
+        _mark_faults(panel, report, named=panel is speed)
+        panel.set_xlim(0, report.course[-1].until_s)
+        panel.xaxis.set_major_locator(MultipleLocator(_tick_s(report.course[-1].until_s)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: readable_seconds(seconds)))
+    figure.align_ylabels([speed, devices, gap])
+    gap.set_xlabel("virtual time", color=INK, labelpad=1)
+    _draw_waits(waits, report)
+    png = BytesIO()
+    figure.savefig(png, format="png")
+    return png.getvalue()
+
+
+def _heading(report: Report) -> str:
+    return (
+        f"{report.scenario.name}: {len(report.stages)} stages of {report.replicas} replicas, "
+        f"{rate_words(report.tokens_per_s)} tokens/s"
+    )
+
+
+def _tick_s(length_s: float) -> float:
+    """Return the distance of ticks on a time axis: one that a clock would have."""
+    clock = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 4 * 3600, 12 * 3600)
+    return next((each for each in clock if length_s / each <= MOST_TICKS), length_s / MOST_TICKS)
+
+
+def _wrapped(text: str) -> str:
+    """Break a sentence into two lines, where it is longer than one."""
+    text = re.sub(r"(?<=\d) s\b", "\u00a0s", text)
+    if len(text) <= WRAP:
+        return text
+    place = text.rfind(" ", 0, WRAP)
+    return f"{text[:place]}\n{text[place + 1 :]}"
+
+
+def _draw_speed(panel: Axes, report: Report) -> None:
+    edges = [0.0, *(moment.until_s for moment in report.course)]
+    panel.stairs([moment.tokens_per_s for moment in report.course], edges, color=INK, linewidth=1.4)
+    panel.axhline(report.tokens_per_s, color=QUIET, linewidth=1.0, linestyle=(0, (4, 3)), zorder=0)
+    panel.set_ylim(bottom=0)
+    panel.yaxis.set_major_formatter(EngFormatter(sep=""))
+    panel.yaxis.set_major_locator(MaxNLocator(4))
+    panel.set_ylabel("tokens/s", color=INK)
+    _label(panel, [Labelled(report.tokens_per_s, f"mean {rate_words(report.tokens_per_s)}", QUIET)])
+
+
+def _draw_stages(panel: Axes, report: Report, rows: Sequence[tuple[float | None, ...]], top: float | None) -> None:
+    """Draw one line a stage; of many stages the lowest, the mean and the highest."""
+    labels = []
+    for name, colour, values in _curves(len(report.stages), rows):
+        points = [(at_s, value) for at_s, value in zip(_middles(report), values, strict=True) if value is not None]
+        if points:
+            panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.5, solid_capstyle="round")
+            labels.append(Labelled(median(value for _, value in points), name, colour))
+    panel.set_ylim(0, top)
+    _label(panel, labels)
+
+
+def _curves(stages: int, rows: Sequence[tuple[float | None, ...]]) -> list[tuple[str, str, list[float | None]]]:
+    if stages <= MOST_LABELLED:
+        colours = (*COLOURS, INK, QUIET)
+        return [(f"stage {number}", colours[number], [row[number] for row in rows]) for number in range(stages)]
+    known = [[value for value in row if value is not None] for row in rows]
+    return [
+        ("highest stage", COLOURS[1], [max(values, default=None) for values in known]),
+        ("mean of stages", INK, [sum(values) / len(values) if values else None for values in known]),
+        ("lowest stage", COLOURS[0], [min(values, default=None) for values in known]),
+    ]
+
+
+def _middles(report: Report) -> list[float]:
+    ends = [0.0, *(moment.until_s for moment in report.course)]
+    return [(then + now) / 2 for then, now in pairwise(ends)]
+
+
+def _draw_gap(panel: Axes, report: Report) -> None:
+    panel.set_ylabel("gap", color=INK)
+    found = [value for moment in report.course for value in moment.gap if value is not None]
+    if max(found, default=0.0) < SAME:
+        remark = "zero: after each round the replicas of a stage held the same slow weights" if found else "no round"
+        panel.text(0.5, 0.5, remark, transform=panel.transAxes, ha="center", va="center", color=QUIET, fontsize=9)
+        panel.set_yticks([])
+        return
+    _draw_stages(panel, report, [moment.gap for moment in report.course], None)
+    panel.yaxis.set_major_locator(MaxNLocator(4))
+
+
+def _draw_waits(panel: Axes, report: Report) -> None:
+    """Draw the time of each stage as a bar, and name the colours above, in the bars' own order."""
+    stages = list(reversed(report.stages))
+    left = [0.0] * len(stages)
+    shown = [cause for cause in CAUSES if any(stage.time.get(cause, 0.0) > 0.002 for stage in stages)]
+    for cause in shown:
+        shares = [stage.time.get(cause, 0.0) for stage in stages]
+        panel.barh(range(len(stages)), shares, left=left, color=CAUSES[cause], height=0.72, edgecolor="white")
+        for number, share in enumerate(shares):
+            if share >= 0.04 and len(stages) <= MOST_BARS:
+                ink = "white" if cause in (COMPUTING, Cause.ROOM, Cause.GOSSIP) else INK
+                middle = left[number] + share / 2
+                panel.text(middle, number, f"{share:.0%}", ha="center", va="center", fontsize=8, color=ink)
+        left = [before + share for before, share in zip(left, shares, strict=True)]
+    panel.set_yticks(range(len(stages)), [f"stage {stage.stage}" for stage in stages])
+    panel.set_xlim(0, 1)
+    panel.set_ylim(-0.5, len(stages) - 0.5)
+    panel.xaxis.set_major_formatter(PercentFormatter(1.0))
+    panel.tick_params(colors=QUIET, labelsize=9, length=0)
+    for spine in panel.spines.values():
+        spine.set_visible(False)
+    place = 0.0
+    for cause in shown:
+        for right, text, colour in ((0.0, "■", CAUSES[cause]), (0.016, str(cause), INK)):
+            panel.text(place + right, 1.03, text, transform=panel.transAxes, va="bottom", fontsize=9, color=colour)
+        place += 0.036 + 0.0082 * len(cause)
+
+
+def _mark_faults(panel: Axes, report: Report, *, named: bool) -> None:
+    """Draw a line at each fault; name the first of those that are close together, and count the others."""
+    across, length_s = panel.get_xaxis_transform(), report.course[-1].until_s
+    groups: list[list[Happened]] = []
+    for each in report.happened:
+        panel.axvline(each.at_s, color=FAULT, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
+        if groups and each.at_s - groups[-1][0].at_s < NEAR * length_s:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    for group in groups if named else []:
+        first = group[0]
+        name = f"{type(first.fault).__name__.lower()} {getattr(first.fault, 'peer', '')}".strip()
+        more = f" +{len(group) - 1}" if len(group) > 1 else ""
+        panel.text(first.at_s, 1.03, name + more, transform=across, color=FAULT, fontsize=7.5, rotation=15)
+
+
+def _label(panel: Axes, labels: Sequence[Labelled]) -> None:
+    """Write each label beside its height, as near to it as the others allow."""
+    to_axes = panel.transData + panel.transAxes.inverted()
+    bottom, top = panel.get_ylim()
+    ordered = sorted(labels)
+    wanted = [float(to_axes.transform((0, min(max(label.height, bottom), top)))[1]) for label in ordered]
+    line = LABEL_POINTS / (panel.bbox.height / DPI * 72)
+    for label, height in zip(ordered, spread(wanted, line), strict=True):
+        panel.text(1.015, height, label.text, transform=panel.transAxes, color=label.colour, fontsize=9, va="center")
+
+
+def _dress(panel: Axes) -> None:
+    panel.grid(axis="y", color="#ececec", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.tick_params(colors=QUIET, labelsize=9, which="both", length=3)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        panel.spines[side].set_color("#c8c8c8")

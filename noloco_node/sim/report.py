@@ -1,0 +1,270 @@
+"""The figures of a simulation: one struct, which is the JSON, and from which the text and the pictures are made.
+
+Everything in it follows from the scenario, to the bit, but for `real_s`. Shares of time are of the time for which a
+peer's training lasted: from the start of its process to the end of its last round, or to its crash.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from noloco_node import __version__
+from noloco_node.sim.course import Moment, course_of, training_s
+from noloco_node.sim.faults import Fault
+from noloco_node.sim.scenario import Scenario
+from noloco_node.sim.setting import Setting
+from noloco_node.sim.tally import Cause, Stint, Tally
+from noloco_node.sim.world import World
+from pipeline.messages import Gradient, Microbatch
+
+COMPUTING, UNSEEN = "computing", "unseen"
+ENDS = 0.1
+"""Share of the run whose mean is the loss at the start, and at the end."""
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure of several peers."""
+
+    mean: float
+    least: float
+    most: float
+
+
+class StageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage.
+
+    `time`: shares of the peers' time, at work and by what they waited for; they add up to 1. `devices`: share of time
+    at work, over the peers. `up`, `down`: shares of the lines' capacity, None where they are without limit.
+    """
+
+    stage: int
+    peers: int
+    forward_s: float
+    devices: Spread
+    up: Spread | None
+    down: Spread | None
+    time: dict[str, float]
+    inner_steps: int
+    met: int
+    deferred: int
+    solo: int
+    gap_first: float | None
+    gap_last: float | None
+    sent_bytes: int
+    received_bytes: int
+
+    @property
+    def training(self) -> float:
+        """Share of the time in which the peers trained: joining and ending aside."""
+        return 1.0 - self.time.get(Cause.JOINING, 0.0) - self.time.get(Cause.ENDING, 0.0)
+
+    @property
+    def work(self) -> float:
+        """Share of the training time at work."""
+        return min(1.0, self.time[COMPUTING] / self.training) if self.training > 0.0 else 0.0
+
+
+class Happened(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault that happened."""
+
+    at_s: float
+    fault: Fault
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole simulation.
+
+    `virtual_s`: until the last step; `training_s`: from the first replica's start to the last gradient at a source,
+    over which `tokens_per_s` is. `retried`: calls after which another replica was asked, by reason. `given_up`:
+    microbatches that their source had to begin again. `discarded`: of windows that no step used. `sent_bytes`: by
+    purpose; `microbatch_bytes`: forward (activations) and backward (gradients).
+    """
+
+    version: str
+    digest: str
+    scenario: Scenario
+    parameters: int
+    replicas: int
+    window: int
+    microbatch_tokens: int
+    virtual_s: float
+    training_s: float
+    real_s: float = 0.0
+    tokens: int
+    microbatches: int
+    tokens_per_s: float
+    loss_first: float | None
+    loss_last: float | None
+    stages: tuple[StageReport, ...]
+    retried: dict[str, int]
+    given_up: dict[str, int]
+    counted_twice: int
+    discarded: int
+    true_suspects: int
+    false_suspects: int
+    exchanges_lost: int
+    sent_bytes: dict[str, int]
+    microbatch_bytes: dict[str, int]
+    network: dict[str, int]
+    happened: tuple[Happened, ...]
+    course: tuple[Moment, ...]
+
+
+def make_report(world: World, tally: Tally) -> Report:
+    """Sum up a world that has come to its end; to be called within its loop."""
+    tally.close()
+    setting, run, hub = world.setting, world.setting.run, world.hub.statistics()
+    # What comes after the last step is no part of the course; its last row says what became of all.
+    rows = [row for row in tally.rows if row.at_s < world.ended_s]
+    rows.append(tally.rows[-1]._replace(at_s=world.ended_s or tally.rows[-1].at_s))
+    course, lasted_s = course_of(rows, setting), training_s(rows, world.ended_s)
+    totals = _totals(tally)
+    microbatches = tally.microbatches()
+    tokens = microbatches * setting.microbatch_tokens
+    losses = [moment.loss for moment in course if moment.loss is not None]
+    several = max(1, round(ENDS * len(losses)))
+    return Report(
+        version=__version__,
+        digest=world.digest(),
+        scenario=setting.scenario,
+        parameters=setting.parameters,
+        replicas=run.pipeline.replicas,
+        window=run.pipeline.microbatches_per_step,
+        microbatch_tokens=setting.microbatch_tokens,
+        virtual_s=world.ended_s,
+        training_s=lasted_s,
+        tokens=tokens,
+        microbatches=microbatches,
+        tokens_per_s=tokens / lasted_s if lasted_s else 0.0,
+        loss_first=_mean(losses[:several]),
+        loss_last=_mean(losses[-several:]),
+        stages=tuple(_stage(number, world, tally, course) for number in range(run.pipeline.stages)),
+        retried=_nonzero(totals, "downstream.lost_", "downstream.refused_"),
+        given_up={reason: totals[f"source.{reason}"] for reason in ("expired", "no_route")},
+        counted_twice=totals["worker.counted_twice"],
+        discarded=tally.sums.discarded,
+        true_suspects=tally.true_suspects,
+        false_suspects=tally.false_suspects,
+        exchanges_lost=totals["rounds.lost"],
+        sent_bytes=_purposes(hub),
+        microbatch_bytes=_directions(setting, hub),
+        network=_network(hub),
+        happened=tuple(Happened(at_s=struck.at_s, fault=struck.fault) for struck in tally.struck_faults),
+        course=course,
+    )
+
+
+def _totals(tally: Tally) -> Counter[str]:
+    """Return the replicas' counters, summed over all lives."""
+    totals: Counter[str] = Counter()
+    for stint in tally.placed():
+        if stint.replica is not None:
+            found = stint.replica.statistics()
+            totals.update({name: int(value) for name, value in found.items() if isinstance(value, int)})
+            if stint.stage == 0:
+                totals.update({f"source.{name}": int(found[f"worker.{name}"]) for name in ("expired", "no_route")})
+    return totals
+
+
+def _nonzero(totals: Counter[str], *prefixes: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for prefix in prefixes:
+        word = prefix.rpartition(".")[2]
+        found |= {
+            f"{word}{name.removeprefix(prefix)}": count
+            for name, count in sorted(totals.items())
+            if name.startswith(prefix) and count
+        }
+    return found
+
+
+def _stage(number: int, world: World, tally: Tally, course: Sequence[Moment]) -> StageReport:
+    stints = [stint for stint in tally.placed() if stint.stage == number]
+    devices = _devices(stints)
+    counts = [stint.replica.rounds.statistics() for stint in stints if stint.replica is not None]
+    gaps = [moment.gap[number] for moment in course if moment.gap[number] is not None]
+    traffic = [stint.traffic for stint in stints if stint.traffic is not None]
+    up, down = _lines(stints)
+    return StageReport(
+        stage=number,
+        peers=len({stint.peer.name for stint in stints}),
+        forward_s=world.setting.prices[number].forward_s,
+        devices=devices,
+        up=up,
+        down=down,
+        time=_time(devices.mean, tally.causes[number]),
+        inner_steps=tally.sums.inner_steps[number],
+        met=sum(int(count["met"]) for count in counts),
+        deferred=sum(int(count["deferred"]) for count in counts),
+        solo=sum(int(count["solo"]) for count in counts),
+        gap_first=gaps[0] if gaps else None,
+        gap_last=gaps[-1] if gaps else None,
+        sent_bytes=sum(sum(each.sent.values()) for each in traffic),
+        received_bytes=sum(sum(each.received.values()) for each in traffic),
+    )
+
+
+def _devices(stints: Sequence[Stint]) -> Spread:
+    """Return the share of time at work: the mean over all time, the extremes over peers."""
+    worked_s: dict[str, float] = {}
+    alive_s: dict[str, float] = {}
+    for stint in stints:
+        name = stint.peer.name
+        worked_s[name] = worked_s.get(name, 0.0) + stint.busy_s
+        alive_s[name] = alive_s.get(name, 0.0) + stint.alive_s(0.0)
+    shares = [worked_s[name] / alive_s[name] for name in alive_s if alive_s[name] > 0.0]
+    total_s = sum(alive_s.values())
+    mean = sum(worked_s.values()) / total_s if total_s else 0.0
+    return Spread(mean=mean, least=min(shares, default=0.0), most=max(shares, default=0.0))
+
+
+def _time(work: float, causes: Counter[Cause]) -> dict[str, float]:
+    """Divide the time: what is not work, as the looks found it."""
+    looks = sum(causes.values())
+    if not looks:
+        return {COMPUTING: work, UNSEEN: 1.0 - work}
+    return {COMPUTING: work} | {str(cause): (1.0 - work) * causes[cause] / looks for cause in Cause if causes[cause]}
+
+
+def _lines(stints: Sequence[Stint]) -> tuple[Spread | None, Spread | None]:
+    """Return how full uplinks and downlinks were, each peer's by the end of its last life."""
+    last = {stint.peer.name: stint.lines for stint in stints}
+    up, down = (
+        [lines[side].utilisation for lines in last.values() if lines and lines[side].capacity_bytes < math.inf]
+        for side in (0, 1)
+    )
+    return _spread(up), _spread(down)
+
+
+def _spread(shares: Sequence[float]) -> Spread | None:
+    return Spread(mean=sum(shares) / len(shares), least=min(shares), most=max(shares)) if shares else None
+
+
+def _purposes(hub: dict[str, int | float]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for name, value in hub.items():
+        if name.startswith("bytes."):
+            found[name.removeprefix("bytes.").partition("/")[0]] += int(value)
+    return dict(sorted(found.items()))
+
+
+def _directions(setting: Setting, hub: dict[str, int | float]) -> dict[str, int]:
+    forward, backward = Microbatch.__new__(Microbatch), Gradient(hidden=None, loss=0.0, tokens=1)
+    return {
+        "forward": int(hub.get("messages.Microbatch", 0)) * setting.size_bytes(forward, "microbatch/1"),
+        "backward": int(hub.get("messages.Gradient", 0)) * setting.size_bytes(backward, "microbatch/1"),
+    }
+
+
+def _network(hub: dict[str, int | float]) -> dict[str, int]:
+    """Return the network's other counts."""
+    words = ("conversations.", "dials.", "records.", "messages.")
+    return {name: int(hub[name]) for name in sorted(hub) if name.startswith(words)}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,297 @@
+"""What a simulation is seen to do: counted as it happens, without the nodes' knowing.
+
+Most figures are totals that nodes keep anyway and that `report` reads at the end. What is not kept anywhere is counted
+here: what devices wait for, who is suspected and rightly so, and how all of it went over time.
+
+**Waiting.** About once a virtual second every peer is looked at, and a device that has nothing to do is counted under
+one `Cause`, the first that holds. The causes are exclusive and complete: with the time at work they make a whole.
+Moments are drawn at random and times at work are exact, so that it is only the division of idle time that is sampled.
+
+**Suspicions.** The world knows what a node can only guess: a suspicion is true if its peer was gone, silent, cut off,
+could not be dialled or tampered with its messages, then or within `RECENT_S`, for a dial into the dark takes long.
+
+**Time.** Rows hold running totals, so that leaving out every second one, when there are too many, loses no count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from noloco_node import journal
+from noloco_node.replica import Replica
+from noloco_node.roster import State
+from noloco_node.sim import faults
+from noloco_node.sim.device import VirtualDevice
+from noloco_node.sim.faults import Fault
+from noloco_node.sim.peer import Life, SimulatedPeer
+from noloco_node.sim.transfer import LinkUse
+from noloco_node.sim.world import World
+
+RECENT_S = 30.0
+SEEN_AT_ONCE = 1024
+"""Peers whose waiting is looked at in one look; of more, each look sees some."""
+MOST_ROWS = 4096
+
+
+class Cause(StrEnum):
+    """What a device waits for. Order counts: the first that holds."""
+
+    JOINING = "joining"
+    """The peer looks for a place, or copies the weights of another."""
+    ENDING = "ending"
+    """The run's tokens are used up, or the peer is on its way out."""
+    GOSSIP = "gossip"
+    """A blocking round drains and exchanges, or the pause between two steps lasts."""
+    ROUTE = "no route"
+    """No replica of the next stage can be reached; or the source pauses before it tries again."""
+    ROOM = "room at the next stage"
+    """Replicas of the next stage refused for now."""
+    WINDOW = "end of the window"
+    """More microbatches wait at the gate, but the window is complete but for those that are further down."""
+    REPLIES = "replies"
+    """All microbatches of the window are further down, and no more are at the gate."""
+    MICROBATCHES = "microbatches"
+    """The window has room, and the stage before sends nothing."""
+
+
+class Struck(NamedTuple):
+    """A fault as it happened."""
+
+    at_s: float
+    fault: Fault
+
+
+class Row(NamedTuple):
+    """Running totals at a moment; those in tuples by stage."""
+
+    at_s: float
+    microbatches: int
+    busy_s: tuple[float, ...]
+    alive_s: tuple[float, ...]
+    gap: tuple[float, ...]
+    gaps: tuple[int, ...]
+    loss: float
+    losses: int
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Stint:
+    """One life of a peer, until its training was over. `lines`: use of its uplink and downlink by then."""
+
+    peer: SimulatedPeer
+    life: Life
+    device: VirtualDevice
+    stage: int | None
+    begun_s: float
+    ended_s: float | None = None
+    busy_s: float = 0.0
+    lines: tuple[LinkUse, LinkUse] | None = None
+    suspects: frozenset[str] = frozenset()
+    traffic: journal.Traffic | None = None
+
+    def worked_s(self) -> float:
+        """Return the seconds that the device was at work so far."""
+        return self.device.busy_s if self.ended_s is None else self.busy_s
+
+    def alive_s(self, now_s: float) -> float:
+        """Return how long the peer has been there."""
+        return (now_s if self.ended_s is None else self.ended_s) - self.begun_s
+
+    @property
+    def replica(self) -> Replica | None:
+        """What trains in this life."""
+        return self.life.node.replica if self.life.node is not None else None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sums:
+    """Sums by stage that only events tell."""
+
+    gap: list[float]
+    gaps: list[int]
+    loss: float = 0.0
+    losses: int = 0
+    inner_steps: Counter[int] = field(default_factory=Counter)
+    discarded: int = 0
+
+
+class Tally:
+    """Watches one world (`world.Watcher`)."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._stages = world.setting.run.pipeline.stages
+        self.stints: dict[tuple[str, int], Stint] = {}
+        self.struck_faults: list[Struck] = []
+        self.causes: tuple[Counter[Cause], ...] = tuple(Counter() for _ in range(self._stages))
+        self.true_suspects = self.false_suspects = 0
+        self.sums = _Sums(gap=[0.0] * self._stages, gaps=[0] * self._stages)
+        self.rows: list[Row] = []
+        self._stride, self._looks = 1, 0
+        self._budget = world.setting.run.budget_samples // world.setting.run.pipeline.microbatch_size
+        self._bad_until_s: dict[str, float] = {}
+        self._cut_until_s, self._sides = 0.0, dict[str, int]()
+
+    def __repr__(self) -> str:
+        return f"Tally({len(self.stints)} lives, {self._looks} looks, {len(self.rows)} rows)"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how much has been seen."""
+        return {"lives": len(self.stints), "looks": self._looks, "rows": len(self.rows)}
+
+    # What the world tells.
+
+    def hear(self, peer: SimulatedPeer, event: journal.Event) -> None:
+        """Count what only events tell."""
+        match event:
+            case journal.StateChanged(state=State.JOINING):
+                self.stints[peer.name, peer.life.number] = Stint(
+                    peer=peer, life=peer.life, device=peer.device, stage=peer.stage, begun_s=self._world.now_s
+                )
+            case journal.Started():
+                self._stint(peer).stage = event.stage
+            case journal.InnerStep():
+                self._note_step(self._stint(peer).stage or 0, event)
+            case journal.OuterStep() if event.gap is not None:
+                stage = self._stint(peer).stage or 0
+                self.sums.gap[stage] += event.gap
+                self.sums.gaps[stage] += 1
+            case journal.Traffic():
+                self._stint(peer).traffic = event
+            case journal.Finished():
+                self.sums.discarded += event.discarded
+                self._end(self._stint(peer))
+            case _:
+                pass
+
+    def _note_step(self, stage: int, event: journal.InnerStep) -> None:
+        self.sums.inner_steps[stage] += 1
+        if stage == self._stages - 1 and event.loss is not None:
+            self.sums.loss += event.loss
+            self.sums.losses += 1
+
+    def struck(self, fault: Fault) -> None:
+        """Note a fault, and whom it puts under a suspicion that is true."""
+        now_s = self._world.now_s
+        self.struck_faults.append(Struck(now_s, fault))
+        match fault:
+            case faults.Crash() | faults.Leave() | faults.Restart() | faults.Tamper():
+                self._bad_until_s[fault.peer] = now_s + RECENT_S
+            case faults.Silence():
+                self._bad_until_s[fault.peer] = faults.ends_s(fault) + RECENT_S
+            case faults.Partition():
+                self._cut_until_s = faults.ends_s(fault) + RECENT_S
+                self._sides = {peer: number for number, group in enumerate(fault.groups) for peer in group}
+            case _:
+                pass
+        if isinstance(fault, faults.Crash) and fault.peer in self._world.peers:
+            self._end(self._stint(self._world.peers[fault.peer]))
+
+    def look(self) -> None:
+        """Look at what everybody does, and write a row."""
+        for stint in self.stints.values():
+            if stint.ended_s is None and not stint.life.running:
+                self._end(stint)
+        over = self.microbatches() >= self._budget
+        step = len(self.stints) // SEEN_AT_ONCE + 1
+        for stint in list(self.stints.values())[self._looks % step :: step]:
+            if stint.ended_s is None and stint.stage is not None:
+                self._see(stint, over)
+        if self._looks % self._stride == 0:
+            self.rows.append(self.row())
+            if len(self.rows) > MOST_ROWS:
+                self.rows, self._stride = self.rows[::2], 2 * self._stride
+        self._looks += 1
+
+    def _see(self, stint: Stint, over: bool) -> None:
+        assert stint.stage is not None
+        if not stint.device.busy:
+            self.causes[stint.stage][waits_for(stint, over)] += 1
+        if stint.replica is None or stint.replica.downstream is None:
+            return
+        suspects = stint.replica.downstream.suspects
+        if suspects != stint.suspects:
+            rightly = [self._is_bad(stint.peer.name, peer) for peer in suspects - stint.suspects]
+            self.true_suspects += sum(rightly)
+            self.false_suspects += len(rightly) - sum(rightly)
+            stint.suspects = suspects
+
+    # What follows.
+
+    def close(self) -> None:
+        """Write the last row; end what has not ended."""
+        for stint in self.stints.values():
+            if stint.ended_s is None:
+                self._end(stint)
+        self.rows.append(self.row())
+
+    def microbatches(self) -> int:
+        """Return the microbatches whose gradient came back where they were drawn."""
+        return sum(
+            int(stint.replica.worker.statistics()["succeeded"])
+            for stint in self.stints.values()
+            if stint.stage == 0 and stint.replica is not None
+        )
+
+    def row(self) -> Row:
+        """Return the totals of this moment."""
+        now_s, busy_s, alive_s = self._world.now_s, [0.0] * self._stages, [0.0] * self._stages
+        for stint in self.placed():
+            busy_s[stint.stage or 0] += stint.worked_s()
+            alive_s[stint.stage or 0] += stint.alive_s(now_s)
+        sums = self.sums
+        return Row(
+            at_s=now_s,
+            microbatches=self.microbatches(),
+            busy_s=tuple(busy_s),
+            alive_s=tuple(alive_s),
+            gap=tuple(sums.gap),
+            gaps=tuple(sums.gaps),
+            loss=sums.loss,
+            losses=sums.losses,
+        )
+
+    def placed(self) -> Iterator[Stint]:
+        """Yield the lives that had a stage."""
+        return (stint for stint in self.stints.values() if stint.stage is not None)
+
+    def _stint(self, peer: SimulatedPeer) -> Stint:
+        return self.stints[peer.name, peer.life.number]
+
+    def _end(self, stint: Stint) -> None:
+        if stint.ended_s is None:
+            stint.ended_s = self._world.now_s
+            stint.busy_s = min(stint.device.busy_s, stint.ended_s - stint.begun_s)
+            stint.lines = self._world.hub.link_use(stint.peer.name)
+
+    def _is_bad(self, me: str, name: str) -> bool:
+        """Say whether a suspicion of `me` against a peer is true."""
+        peer, now_s = self._world.peers[name], self._world.now_s
+        if not peer.running or peer.life.node is None or peer.life.node.replica is None or peer.access.dials_only:
+            return True
+        if now_s < self._bad_until_s.get(name, 0.0) or self._world.hub.is_cut(me, name):
+            return True
+        return now_s < self._cut_until_s and self._sides.get(me) != self._sides.get(name)
+
+
+def waits_for(stint: Stint, over: bool) -> Cause:
+    """Return what an idle device waits for. `over`: the run's tokens are used up."""
+    replica = stint.replica
+    if replica is None:
+        return Cause.JOINING
+    gate, downstream = replica.gate, replica.downstream
+    if (over and not gate.in_flight) or stint.life.leave.is_set():
+        return Cause.ENDING
+    if gate.succeeded == gate.window or (replica.post.run.outer.blocking and replica.rounds.statistics()["engaged"]):
+        return Cause.GOSSIP
+    wait = downstream.waiting if downstream is not None else None
+    if wait is not None:
+        return Cause.ROOM if wait.what.startswith("room") else Cause.ROUTE
+    if gate.succeeded + gate.in_flight == gate.window:
+        return Cause.WINDOW if gate.queued else Cause.REPLIES
+    # A source fills its window at once; where it does not it was refused, and pauses.
+    return Cause.ROUTE if stint.stage == 0 else Cause.MICROBATCHES

@@ -1,0 +1,212 @@
+"""Random schedules keep the invariants, and the invariants can fail: five bugs put in on purpose are each found."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+import gossip.outer
+from gossip.exchange import Conversation
+from gossip.nesterov import Outer, OuterState, Stepped, Tensors
+from gossip.round import Rounds
+from noloco_node.presence import Presence
+from noloco_node.replica import Replica
+from noloco_node.sim import faults
+from noloco_node.sim.explore import Verdict, examine, explore, replay
+from noloco_node.sim.scenario import Scenario, decode_scenario
+from noloco_node.sim.scenario_text import scenario_text
+from noloco_node.sim.schedule_draw import draw
+from noloco_node.sim.setting import work_out
+from noloco_node.sim.shrink import shrink
+from pipeline.gate import Slot
+
+SEEDS = 50
+FEW = 6
+"""Seeds within which a bug must be found."""
+
+
+def first_broken(prepare: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> Verdict:
+    for seed in range(FEW):
+        verdict = examine(prepare(draw(seed)))
+        if verdict.broken is not None:
+            return verdict
+    raise AssertionError(f"not found within {FEW} seeds")
+
+
+def blocking(scenario: Scenario) -> Scenario:
+    return structs.replace(scenario, swarm=structs.replace(scenario.swarm, blocking=True))
+
+
+def patient(scenario: Scenario) -> Scenario:
+    return structs.replace(scenario, swarm=structs.replace(scenario.swarm, impatient=False))
+
+
+# What must hold does.
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 10))
+def test_random_schedules_keep_the_invariants(first: int) -> None:
+    verdicts = [examine(draw(seed)) for seed in range(first, first + 10)]
+    assert [str(verdict.broken) for verdict in verdicts if verdict.broken is not None] == []
+    assert sum(verdict.counts["compared"] for verdict in verdicts) > 100, "and rounds were met, or nothing was seen"
+
+
+def test_every_kind_of_fault_is_drawn() -> None:
+    drawn = {type(fault) for seed in range(SEEDS) for fault in draw(seed).fault}
+    assert drawn == set(faults.Fault.__args__)
+
+
+@given(seed=st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_a_drawn_schedule_is_a_scenario_that_a_file_can_hold(seed: int) -> None:
+    scenario = draw(seed)
+    text = scenario_text(scenario)
+    assert decode_scenario(text, "drawn") == scenario
+    assert work_out(scenario).peers
+
+
+def test_a_seed_means_the_same_run_in_every_process() -> None:
+    program = "from noloco_node.sim.explore import replay; import sys; sys.exit(replay(3, True, print))"
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert "outer_step" in told[0]
+    assert "all invariants held" in told[0]
+
+
+# What must not hold is found.
+
+
+def test_a_slot_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slot, "give_back", lambda slot: None)
+    broken = first_broken().broken
+    assert broken is not None
+    assert broken.kind in ("slot", "wait")
+
+
+def test_an_answer_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody asked while its round is closed answers when it opens the next one."""
+    answered = Rounds.serve
+
+    async def serve(self: Rounds, conversation: Conversation) -> None:
+        while not self.statistics()["open"]:
+            await self._changed.wait()
+        await answered(self, conversation)
+
+    monkeypatch.setattr(Rounds, "serve", serve)
+    broken = first_broken(patient).broken
+    assert broken is not None
+    assert broken.kind == "wait"
+    assert "waited for an answer" in broken.sentence
+
+
+def test_a_gate_shut_while_waiting_for_a_partner_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocking form, but shut from the opening of the round: the partner's window needs what stands before it."""
+    ran = Rounds.run
+
+    def waits(rounds: Rounds) -> bool:
+        statistics = rounds.statistics()
+        return bool(statistics["open"] and not statistics["engaged"])
+
+    async def run(self: Rounds) -> None:
+        async def hold_shut() -> None:
+            assert isinstance(self._replica, Replica)
+            while True:
+                await self._changed.wait()
+                if waits(self):
+                    async with self._replica.gate.alone(1.0, math.inf):
+                        await self._wait_while(lambda: waits(self), math.inf)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(hold_shut())
+            await ran(self)
+
+    monkeypatch.setattr(Rounds, "run", run)
+    broken = first_broken(blocking).broken
+    assert broken is not None
+    assert broken.kind == "wait"
+    assert "has begun a window and not ended it" in broken.sentence or "inner step" in broken.sentence
+
+
+def test_a_momentum_that_is_not_carried_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_pair = gossip.outer.step_pair
+
+    def forgetful(state: OuterState, own: Tensors, other: Tensors, slow: Tensors | None, outer: Outer) -> Stepped:
+        return step_pair(state._replace(momentum=tuple(m * 0 for m in state.momentum)), own, other, slow, outer)
+
+    monkeypatch.setattr(gossip.outer, "step_pair", forgetful)
+    broken = first_broken().broken
+    assert broken is not None
+    assert broken.kind == "pair"
+
+
+def test_a_roster_that_never_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = Presence._take_records
+
+    def never_forget(self: Presence, stage: int, found: Mapping[str, bytes], now: float) -> None:
+        before = dict(self._seen[stage])
+        taken(self, stage, found, now)
+        for peer, sighting in before.items():
+            self._seen[stage].setdefault(peer, sighting)
+
+    monkeypatch.setattr(Presence, "_take_records", never_forget)
+    broken = first_broken().broken
+    assert broken is not None
+    assert broken.kind == "roster"
+
+
+# What is found is said.
+
+
+def test_a_violation_is_reported_with_a_shorter_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip.outer, "step_pair", lambda *arguments: _ALONE(*arguments[:2], arguments[-1]))
+    said: list[str] = []
+    assert explore(1, 1, said.append) == 1
+    assert "breaks an invariant" in said[0]
+    assert "pair, at" in said[0] or "rule, at" in said[0]
+    shorter = decode_scenario(next(text for text in said if "[swarm]" in text), "reported")
+    assert len(shorter.fault) == 0, "it takes no fault at all to see this one"
+    assert any("--seed 1 --trace" in line for line in said)
+    assert said[-1].startswith("1 of 1 seeds, 1 violations")
+
+
+_ALONE = gossip.outer.step_alone
+
+
+def test_shrinking_keeps_what_matters() -> None:
+    drawn = (draw(seed) for seed in range(100))
+    scenario, crash = next(
+        (scenario, fault)
+        for scenario in drawn
+        for fault in scenario.fault
+        if len(scenario.fault) > 8 and isinstance(fault, faults.Crash) and scenario.network.loss
+    )
+    shorter = shrink(scenario, lambda candidate: crash in candidate.fault)
+    assert shorter.fault == (crash,)
+    assert shorter.network.loss == 0.0
+
+
+def test_a_replay_says_what_happened() -> None:
+    said: list[str] = []
+    assert replay(3, False, said.append) == 0
+    assert decode_scenario(said[0], "replayed") == draw(3)
+    assert said[-1] == "all invariants held"
+    assert not any("outer_step" in line for line in said)
