@@ -341,7 +341,7 @@ def test_two_by_two_take_as_many_inner_steps(two_by_two: Pair) -> None:
     # What is not heard of in time differs by when the refreshes fall.
     assert totals[0] == pytest.approx(totals[1], rel=0.1)
     for real, simulated in each(two_by_two):
-        # Of two real processes the faster one, or the one that came first, does more; simulated devices are equally fast.
+        # Of two real processes the faster one, or the one that came first, does more; simulated ones are equally fast.
         assert len(real.of(InnerStep)) == pytest.approx(len(simulated.of(InnerStep)), rel=0.35)
 
 

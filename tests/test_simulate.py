@@ -162,6 +162,16 @@ def test_nobody_is_innocent_who_was_gone() -> None:
     assert report.false_suspects > 0
 
 
+def test_deadlines_are_those_of_the_weights_that_a_bowl_stands_for() -> None:
+    """A gigabyte takes 80 s on these lines: an exchange must not be given up after a bowl's minute."""
+    report = simulated(
+        "[swarm]\nstages = 1\nreplicas = 2\nrounds = 2\ninner_steps_per_round = 200\n"
+        "[network]\nup_mbit_per_s = 100.0\nweights_bytes = 1000000000\n"
+    )
+    assert report.stages[0].met >= 2
+    assert report.sent_bytes["gossip"] >= 2 * 10**9
+
+
 def test_looking_on_changes_nothing(calm: Report) -> None:
     assert simulate(work_out(decode_scenario(SMALL, "x")), lambda _: [], World.digest) == calm.digest
 

@@ -124,7 +124,7 @@ class Watch:
                 self._check_finite(record)
             case journal.Finished() if record is not None:
                 record.training = False
-                self._quiet_s = now_s
+                self._quiet_s = max(self._quiet_s, now_s)
                 self._finished = self._finished or event.why == "the run is over"
 
     def _note_state(self, peer: SimulatedPeer, state: State, now_s: float) -> None:
@@ -132,7 +132,7 @@ class Watch:
         if self._states.get(peer.name) == known:
             return
         self._states[peer.name] = known
-        self._quiet_s = now_s
+        self._quiet_s = max(self._quiet_s, now_s)
         if state is State.TRAINING:
             self._lives[peer.name] = begin_record(peer, self._kept_steps, now_s)
 
