@@ -23,7 +23,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
-from typing import NoReturn, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,17 +65,7 @@ async def swap(conversation: Conversation, mine: Weights, compute: Compute) -> W
 
     Raises Implausible where they cannot be right, another `ConnectionError` where they do not come.
     """
-    try:
-        async with asyncio.TaskGroup() as both:
-            both.create_task(conversation.send(mine))
-            receiving = both.create_task(conversation.receive())
-    except ExceptionGroup as failures:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            # A task group that fails in the moment in which it is cancelled raises the failure alone.
-            raise asyncio.CancelledError from failures
-        _raise_loss(failures)
-    theirs = receiving.result()
+    theirs = await _send_and_receive(conversation, mine)
     if not isinstance(theirs, Weights):
         raise ConnectionAbortedError(f"expected weights, got {type(theirs).__name__}")
     check_like(theirs.fast, mine.fast, "fast weights")
@@ -85,15 +75,25 @@ async def swap(conversation: Conversation, mine: Weights, compute: Compute) -> W
     return theirs
 
 
-def _raise_loss(failures: ExceptionGroup[Exception]) -> NoReturn:
-    """Raise the first loss of a task group by itself; anything that is no loss is a bug and stays a group."""
-    losses, others = failures.split(ConnectionError)
-    if losses is None or others is not None:
-        raise failures
-    loss: Exception = losses
-    while isinstance(loss, ExceptionGroup):
-        loss = loss.exceptions[0]
-    raise loss
+async def _send_and_receive(conversation: Conversation, mine: Weights) -> object:
+    """Do both at the same time; return what came, or raise what failed: a bug rather than a loss.
+
+    Not a task group: one that fails in the moment in which it is cancelled raises the failure and forgets the
+    cancellation (Python 3.11, 3.12), and whoever outlives a loss would live on.
+    """
+    sending = asyncio.create_task(conversation.send(mine))
+    receiving = asyncio.create_task(conversation.receive())
+    both = (sending, receiving)
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.wait(both)
+    failures = [failure for task in both if not task.cancelled() and (failure := task.exception()) is not None]
+    for failure in sorted(failures, key=lambda failure: isinstance(failure, ConnectionError)):
+        raise failure
+    return receiving.result()
 
 
 async def conclude(conversation: Conversation, commit: Callable[[], Awaitable[None]], *, asked: bool) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from random import Random
 from typing import Protocol, TypeVar
 
@@ -59,6 +60,9 @@ class World:
         self.watchers: list[Watcher] = []
         self.ended_s = 0.0
         """When the last planned work was done; the time for which nodes serve their weights is not counted."""
+        self._at_work: dict[str, asyncio.Task[None]] = {}
+        self._ended: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
         slowness = setting.scenario.devices.slowness
         devices = setting.scenario.devices
         for number, name in enumerate(setting.peers):
@@ -94,7 +98,7 @@ class World:
     async def run(self) -> None:
         """Let everything happen; raise `Stuck`, what a node raised, or what a watcher raised."""
         for peer in list(self.peers.values()):
-            peer.start()
+            self._begin(peer)
         async with asyncio.TaskGroup() as group:
             chores = [
                 group.create_task(self._look(), name="watchers"),
@@ -108,37 +112,48 @@ class World:
         """Wait until every process has ended and no fault is left that starts one."""
         starts = [f.at_s for f in self.setting.scenario.fault if isinstance(f, faults.Join | faults.Restart)]
         last_start_s, duration_s = max(starts, default=-1.0), self.setting.scenario.swarm.duration_s
-        while self._tasks() or last_start_s >= self.now_s:
+        while self._at_work or last_start_s >= self.now_s:
             if self.now_s >= duration_s:
                 await self._send_home()
                 return
-            await self._any_end(duration_s)
+            await self._news(duration_s)
 
     async def _send_home(self) -> None:
         """Ask everybody to leave, and see that they do."""
-        for peer in self.peers.values():
-            if peer.running:
-                peer.ask_to_leave()
+        for name in list(self._at_work):
+            self.peers[name].ask_to_leave()
         limit_s = self.now_s + GRACE_S
-        while self._tasks():
+        while self._at_work:
             if self.now_s >= limit_s:
                 raise Stuck("asked to leave, and still there:\n  " + "\n  ".join(self.waits()))
-            await self._any_end(limit_s)
+            await self._news(limit_s)
 
-    async def _any_end(self, limit_s: float) -> None:
-        """Wait until a process ends, for a moment where there is none, and until `limit_s` at most."""
-        tasks, left_s = self._tasks(), limit_s - self.now_s
-        if not tasks:
-            await asyncio.sleep(min(LOOK_S, left_s))
-            return
-        done, _ = await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+    async def _news(self, limit_s: float) -> None:
+        """Wait until a process has ended, for a moment where there is none, and until `limit_s` at most."""
+        wait_s = limit_s - self.now_s if self._at_work else min(LOOK_S, limit_s - self.now_s)
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
+        ended, self._ended = self._ended, []
+        for task in ended:
             # A node that ends with a message to its owner is a process that ended.
             if not task.cancelled() and not isinstance(task.exception(), Trouble):
                 task.result()
 
-    def _tasks(self) -> list[asyncio.Task[None]]:
-        return [peer.life.task for peer in self.peers.values() if peer.running and peer.life.task is not None]
+    def _begin(self, peer: SimulatedPeer) -> None:
+        """Begin a life of a peer, and take note of its end."""
+        peer.start()
+        task = peer.life.task
+        assert task is not None
+        self._at_work[peer.name] = task
+        task.add_done_callback(lambda task: self._over(peer, task))
+
+    def _over(self, peer: SimulatedPeer, task: asyncio.Task[None]) -> None:
+        if self._at_work.get(peer.name) is task:
+            del self._at_work[peer.name]
+            self._ended.append(task)
+            self._changed.set()
 
     def waits(self) -> list[str]:
         """Say of every task where it waits."""
@@ -195,11 +210,13 @@ class World:
         peer = self.peers.get(getattr(fault, "peer", ""))
         match fault:
             case faults.Join():
-                (peer or self._add(fault.peer, fault.stage)).start()
+                self._begin(peer or self._add(fault.peer, fault.stage))
             case faults.Restart() if peer is not None and not peer.running:
-                peer.start()
+                self._begin(peer)
             case faults.Crash() if peer is not None and peer.running:
+                del self._at_work[peer.name]
                 peer.crash()
+                self._changed.set()
             case faults.Leave() if peer is not None and peer.running:
                 peer.ask_to_leave()
             case faults.Slow() if peer is not None:
