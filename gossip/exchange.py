@@ -90,7 +90,7 @@ async def _send_and_receive(conversation: Conversation, mine: Weights) -> object
         for task in both:
             task.cancel()
         await asyncio.wait(both)
-    failures = [failure for task in both if not task.cancelled() and (failure := task.exception()) is not None]
+        failures = [failure for task in both if not task.cancelled() and (failure := task.exception()) is not None]
     for failure in sorted(failures, key=lambda failure: isinstance(failure, ConnectionError)):
         raise failure
     return receiving.result()

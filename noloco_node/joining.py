@@ -165,9 +165,7 @@ async def _beginning(newcomer: Newcomer, number: int, stage: Stage, saved: Check
         say(f"going on from our own checkpoint of inner step {saved.counters.inner_steps}")
         return await device.run(restored, stage, saved)
     if begun:
-        say(
-            f"the run has begun, and no replica of stage {number} can be reached: starting it from the run's first weights"
-        )
+        say(f"the run has begun, and no replica of stage {number} can be reached: taking the run's first weights")
     return await device.run(fresh, stage)
 
 

@@ -148,6 +148,28 @@ def test_a_bug_is_not_taken_for_a_loss() -> None:
     run(main())
 
 
+def test_a_cancellation_in_the_moment_of_a_loss_is_not_forgotten() -> None:
+    class Cut(Line):
+        async def send(self, message: Any) -> None:
+            await asyncio.sleep(1.0)
+            raise ConnectionResetError("cut")
+
+        async def receive(self) -> Any:
+            await asyncio.sleep(100.0)
+
+    async def main() -> None:
+        async def trade() -> None:
+            with pytest.raises(ConnectionResetError):
+                await swap(Cut("a", "b", 1.0, honest), weights(), at_once)
+
+        trading = asyncio.create_task(trade())
+        asyncio.get_running_loop().call_later(1.0, trading.cancel)
+        await asyncio.wait({trading})
+        assert trading.cancelled()
+
+    run(main())
+
+
 # Receipts.
 
 

@@ -92,6 +92,40 @@ def test_a_seed_means_the_same_run_in_every_process() -> None:
     assert "all invariants held" in told[0]
 
 
+# What exploring found, in schedules made for it.
+
+UNREACHABLE_DONOR = """
+[swarm]
+stages = 2
+replicas = 2
+rounds = 8
+refresh_s = 2.0
+duration_s = 3000.0
+[devices]
+forward_s = 0.3
+[[fault]]
+kind = "line"
+peer = "s1r1"
+dials_only = true
+at_s = 20.0
+[[fault]]
+kind = "crash"
+peer = "s1r0"
+at_s = 40.0
+[[fault]]
+kind = "restart"
+peer = "s1r0"
+at_s = 41.0
+"""
+
+
+def test_a_stage_does_not_stand_still_for_a_donor_that_nobody_can_dial() -> None:
+    """s1r1 goes on saying that it lives, and is of no use to anybody: s1r0 comes back without it, in the end."""
+    verdict = examine(decode_scenario(UNREACHABLE_DONOR, "here"))
+    assert verdict.broken is None
+    assert 41.0 + 120.0 < verdict.counts["virtual_s"] < 1000.0
+
+
 # What must not hold is found.
 
 

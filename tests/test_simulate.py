@@ -134,7 +134,8 @@ def test_a_slow_stage_is_the_bottleneck(stage: int) -> None:
     [
         ("[network]\nlatency = {mean_s = 0.5}\n", "too small for the latency"),
         (
-            "inner_steps_per_round = 2\nmicrobatches_per_step = 16\n[network]\nup_mbit_per_s = 20.0\n[devices]\nforward_s = 0.01\n",
+            "inner_steps_per_round = 2\nmicrobatches_per_step = 16\n"
+            "[network]\nup_mbit_per_s = 20.0\n[devices]\nforward_s = 0.01\n",
             "uplinks of stage 1",
         ),
         ("[network]\nup_mbit_per_s = 60.0\nweights_bytes = 1000\n[devices]\nforward_s = 0.02\n", "too slow for the"),
@@ -287,6 +288,8 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert put_together(file, Flags(seed=0)).seed == 0
     assert put_together(file, Flags(peers=6)).swarm.replicas == 3
     assert put_together(None, Flags()) == Scenario()
+    # Bowls need no layers, so that there may be any number of them.
+    assert len(complete(put_together(None, Flags(peers=24, stages=12)), None).peers) == 24
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from noloco_node.libp2p.stream import Patience, Stream
 from noloco_node.libp2p.switchboard import Capacity, Switchboard
 from noloco_node.port import Conversation, Handler
 from noloco_node.sim.clock import run
-from noloco_node.wire import MessageSpec, Schema, TensorSpec
+from noloco_node.wire import MessageSpec, Schema, TensorSpec, Violation
 
 PATIENCE = Patience()
 BIG = 250_000
@@ -399,6 +399,27 @@ def test_a_stranger_to_the_schema_is_a_violation_on_both_sides() -> None:
         assert line.b.statistics()["violations.a"] == 1
 
     scene(work, play)
+
+
+def test_a_handler_that_waits_for_a_message_learns_that_it_was_a_violation() -> None:
+    ended: list[str] = []
+
+    async def listen(stream: Any) -> None:
+        try:
+            await stream.receive()
+        except Violation as violation:
+            ended.append(str(violation))
+            await asyncio.sleep(1)
+            ended.append("not cancelled")
+
+    async def play(line: Line) -> None:
+        line.call()
+        line.pipes[0].write(b"\x01\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x00\xc1")
+        await asyncio.sleep(5)
+        assert len(ended) == 1
+        assert "does not decode" in ended[0]
+
+    scene(listen, play)
 
 
 def test_a_topic_that_nobody_serves_breaks_the_stream() -> None:

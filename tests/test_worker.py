@@ -342,6 +342,24 @@ def test_a_backward_that_completes_after_its_caller_is_gone_counts_here() -> Non
     run(main())
 
 
+def test_a_microbatch_that_is_abandoned_runs_no_backward_on_other_weights() -> None:
+    """A node that ends has waited long enough for it, and its last round moves the weights."""
+
+    async def main() -> None:
+        swarm = Swarm([1, 1], window=1)
+        first = swarm.peers["0.0"]
+        swarm.latency_s = 30.0
+        call = asyncio.create_task(first.worker.process(MICROBATCH, "0.0"))
+        await asyncio.sleep(40.0)
+        first.worker.abandon()
+        first.weights.step()
+        assert await call == Refused(reason=Reason.LEAVING)
+        assert (first.weights.backwards, swarm.peers["1.0"].weights.backwards) == (0, 1)
+        first.assert_idle()
+
+    run(main())
+
+
 def test_a_refusal_at_the_gate_is_passed_on_as_it_is() -> None:
     async def main() -> None:
         peer = Swarm([1], window=1).peers["0.0"]

@@ -127,7 +127,12 @@ class Switchboard:
             logger.warning("%s violated the protocol: %s", stream.peer, error)
             if stream.peer in self._violations or len(self._violations) < _MOST_OFFENDERS:
                 self._violations[stream.peer] += 1
-        if task is not None and not stream.peer_ended:
+        if task is None or stream.peer_ended:
+            return
+        if isinstance(error, Violation):
+            # A handler that waits for that very message is told what it was, one moment before it is cancelled.
+            asyncio.get_running_loop().call_soon(task.cancel)
+        else:
             task.cancel()
 
     def close(self) -> None:

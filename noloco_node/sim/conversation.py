@@ -166,7 +166,11 @@ class End:
             self._hub.note_break(kind)
             self._close()
             self._cut_short()
-            self.stop()
+            if kind is Violation:
+                # As in `libp2p.switchboard`: a handler that waits for that very message learns what it was.
+                asyncio.get_running_loop().call_soon(self.stop)
+            else:
+                self.stop()
 
     def die(self) -> None:
         """Break with everything, also where END waits for the line: this peer is no more."""

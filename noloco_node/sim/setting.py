@@ -76,13 +76,13 @@ class Setting(NamedTuple):
         )
 
 
-def base(transformer: bool) -> RunConfig:
-    """Return the run that a scenario without a run file begins from."""
+def base(transformer: bool, stages: int | None = None) -> RunConfig:
+    """Return the run that a scenario without a run file begins from, with a layer for each of `stages` at least."""
     sizes = {
         "vocab_size": 384,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": max(4, stages or 0),
         "num_attention_heads": 2,
         "max_position_embeddings": 64,
     }
@@ -102,7 +102,7 @@ def base(transformer: bool) -> RunConfig:
 def work_out(scenario: Scenario) -> Setting:
     """Work a scenario out; raise `Trouble` where its run file is wrong, or does not go with the rest."""
     swarm, transformer = scenario.swarm, scenario.swarm.model == "transformer"
-    start = base(transformer) if swarm.run is None else load_run(Path(swarm.run))
+    start = base(transformer, swarm.stages) if swarm.run is None else load_run(Path(swarm.run))
     run = _run(start, swarm, scenario.seed)
     validate(run, f"the scenario {scenario.name}")
     if run.pipeline.stages * run.pipeline.replicas > MOST_PEERS:

@@ -196,13 +196,13 @@ class Tally:
         for stint in self.stints.values():
             if stint.ended_s is None and not stint.life.running:
                 self._end(stint)
-        over = self.microbatches() >= self._budget
+        done = self.microbatches()
         step = len(self.stints) // SEEN_AT_ONCE + 1
         for stint in list(self.stints.values())[self._looks % step :: step]:
             if stint.ended_s is None and stint.stage is not None:
-                self._see(stint, over)
+                self._see(stint, done >= self._budget)
         if self._looks % self._stride == 0:
-            self.rows.append(self.row())
+            self.rows.append(self._row(done))
             if len(self.rows) > MOST_ROWS:
                 self.rows, self._stride = self.rows[::2], 2 * self._stride
         self._looks += 1
@@ -227,7 +227,7 @@ class Tally:
         for stint in self.stints.values():
             if stint.ended_s is None:
                 self._end(stint)
-        self.rows.append(self.row())
+        self.rows.append(self._row(self.microbatches()))
 
     def microbatches(self) -> int:
         """Return the microbatches whose gradient came back where they were drawn."""
@@ -237,7 +237,7 @@ class Tally:
             if stint.stage == 0 and stint.replica is not None
         )
 
-    def row(self) -> Row:
+    def _row(self, microbatches: int) -> Row:
         """Return the totals of this moment."""
         now_s, busy_s, alive_s = self._world.now_s, [0.0] * self._stages, [0.0] * self._stages
         for stint in self.placed():
@@ -246,7 +246,7 @@ class Tally:
         sums = self.sums
         return Row(
             at_s=now_s,
-            microbatches=self.microbatches(),
+            microbatches=microbatches,
             busy_s=tuple(busy_s),
             alive_s=tuple(alive_s),
             gap=tuple(sums.gap),

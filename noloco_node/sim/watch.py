@@ -35,8 +35,8 @@ from noloco_node.topics import GOSSIP
 
 LIFETIME_S = 30.0
 """Of a record in the roster (`Presence`)."""
-STANDSTILL_S = 90.0
-"""Without an inner step anywhere: a newcomer's patience with ghosts, and a suspicion, lie within."""
+STANDSTILL_S = 200.0
+"""Without an inner step anywhere: a newcomer's patience with donors that none can reach lies within (`joining`)."""
 ENDED_S = 200.0
 """After a node has found the run over, until all have: the records that say so live longer."""
 ANSWER_S = 6.0
