@@ -62,6 +62,7 @@ def table(verdicts: list[Verdict], real_s: float, processes: int) -> None:
     kinds = ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(struck.items()))
     print(f"seeds              {len(verdicts)}")
     print(f"violations         {sum(verdict.broken is not None for verdict in verdicts)}")
+    print(f"excused            {sums['excused']:.0f} did not end: a newcomer waits for donors nobody can dial")
     print(f"virtual hours      {sums['virtual_s'] / 3600:.1f}")
     print(f"faults             {sum(struck.values()):.0f}: {kinds}")
     print(f"inner steps        {sums['inner_steps']:.0f}")

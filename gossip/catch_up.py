@@ -54,11 +54,9 @@ async def catch_up(
 ) -> ReplicaState:
     """Copy the state of the first donor that gives it; ask the busy ones again, up to `passes` times in all.
 
-    Raises a `ConnectionError`, naming each donor's cause, where none gives it: ConnectionRefusedError where none could
-    even be reached, ConnectionAbortedError where one might give it later.
+    Raises ConnectionRefusedError, naming each donor's cause, where none gives it.
     """
     causes: dict[str, str] = {}
-    reached = False
     remaining = tuple(order)
     for attempt in range(passes):
         busy: dict[str, float] = {}
@@ -68,12 +66,9 @@ async def catch_up(
                     reply = await fetch(conversation, wanted, compute)
             except ConnectionError as loss:
                 causes[peer] = str(loss)
-                reached = reached or not isinstance(loss, ConnectionRefusedError)
             except TimeoutError:
                 causes[peer] = f"no complete reply within {wanted.deadline_s:g} s"
-                reached = True
             else:
-                reached = True
                 if isinstance(reply, ReplicaState):
                     return reply
                 causes[peer] = "busy"
@@ -84,8 +79,7 @@ async def catch_up(
         if attempt + 1 < passes:
             await asyncio.sleep(min(busy.values()))
     told = "; ".join(f"{peer}: {cause}" for peer, cause in causes.items())
-    why = f"no replica gave its state ({told or 'there is none to ask'})"
-    raise ConnectionAbortedError(why) if reached else ConnectionRefusedError(why)
+    raise ConnectionRefusedError(f"no replica gave its state ({told or 'there is none to ask'})")
 
 
 def _bounded_wait(retry_after_s: float) -> float:

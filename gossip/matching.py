@@ -33,11 +33,12 @@ from statistics import median_low
 from gossip.messages import Accepted, Declined, DeclineReason, Offer
 
 GREEDY_AT_MOST = 200
-"""Replicas of a stage up to which the whole greedy matching is computed (19 900 hashes)."""
+"""Replicas of a stage up to which the whole greedy matching is computed (19 900 pairs)."""
 PICKY_SHARE = 0.5
 """Share of the time between two openings after which anybody will do."""
 ROUND_BOUND = 4
 """Rounds beyond the roster's median that a replica lets itself be told."""
+_MASK = 2**64 - 1
 SOON_S = 0.25
 """When to ask again somebody who is only waiting for an answer."""
 
@@ -94,7 +95,8 @@ def partners_of_round(replicas: Collection[str], seed: int, round: int) -> Mappi
 @lru_cache(maxsize=32)
 def _greedy(replicas: tuple[str, ...], seed: int, round: int) -> Mapping[str, str]:
     partner: dict[str, str] = {}
-    for low, high in sorted(combinations(replicas, 2), key=lambda pair: _score(seed, round, *pair)):
+    ticket = {peer: _ticket(seed, round, peer) for peer in replicas}
+    for low, high in sorted(combinations(replicas, 2), key=lambda pair: _score(ticket[pair[0]], ticket[pair[1]])):
         if low not in partner and high not in partner:
             partner[low], partner[high] = high, low
             if len(partner) >= len(replicas) - 1:
@@ -102,14 +104,25 @@ def _greedy(replicas: tuple[str, ...], seed: int, round: int) -> Mapping[str, st
     return partner
 
 
-def _score(seed: int, round: int, low: str, high: str) -> bytes:
-    return hashlib.sha256(f"{seed}|match|{round}|{low}|{high}".encode()).digest()
+@lru_cache(maxsize=2**16)
+def _ticket(seed: int, round: int, peer: str) -> int:
+    """Draw a replica's 64-bit number of one round."""
+    return int.from_bytes(hashlib.sha256(f"{seed}|match|{round}|{peer}".encode()).digest()[:8], "big")
+
+
+def _score(one: int, other: int) -> int:
+    """Hash a pair of tickets, the same for both; a cryptographic hash for each pair would cost four times as much."""
+    mixed = one ^ other
+    mixed = (mixed ^ mixed >> 33) * 0xFF51AFD7ED558CCD & _MASK
+    mixed = (mixed ^ mixed >> 33) * 0xC4CEB9FE1A85EC53 & _MASK
+    return mixed ^ mixed >> 33
 
 
 def preferences(me: str, replicas: Collection[str], seed: int, round: int) -> tuple[str, ...]:
     """Return the others in the order in which to ask them: first the greedy partner, if any, then in hash order."""
     others = {peer for peer in replicas if peer != me}
-    order = sorted(others, key=lambda peer: _score(seed, round, *((me, peer) if me < peer else (peer, me))))
+    mine = _ticket(seed, round, me)
+    order = sorted(others, key=lambda peer: _score(mine, _ticket(seed, round, peer)))
     if len(others) >= GREEDY_AT_MOST:
         return tuple(order)
     first = partners_of_round(others | {me}, seed, round).get(me)

@@ -173,14 +173,12 @@ class Rounds:
             raise ConnectionAbortedError(f"{peer} was silent") from silence
 
     async def last_round(self, deadline_s: float) -> None:
-        """End the gossip: open a round now, meet a partner if one is there within `deadline_s`, else step alone.
+        """End the gossip: open a round now, meet a partner if one is found within `deadline_s`, else step alone.
 
         Called in a pause that lasts, with `run` still running. Offers are declined from then on. Where the slow weights
         hold all inner steps already, there is nothing to bring: a round more would be momentum alone.
         """
-        until_s = _now() + deadline_s
-        await self._wait_while(lambda: self._engagement is not None, until_s)
-        self._engagement = None
+        await self._meeting_over()
         async with self._pause:
             if self._settled is not None:
                 await self._apply(self._settled)
@@ -188,13 +186,19 @@ class Rounds:
                 self._leaving, self._open, self._snapshot = True, False, None
                 return
             await self._open_round(last=True)
-        await self._wait_while(self._hopeful, until_s)
-        self._leaving, self._engagement = True, None
+        await self._wait_while(self._hopeful, _now() + deadline_s)
+        await self._meeting_over()
+        self._leaving = True
         async with self._pause:
             if self._settled is not None:
                 await self._apply(self._settled)
             elif self._open:
                 await self._step_alone()
+
+    async def _meeting_over(self) -> None:
+        """Wait for the meeting under way, if there is one, for as long as meetings may take; then give it up."""
+        await self._wait_while(lambda: self._engagement is not None, _now() + self._settings.patience.exchange_s)
+        self._engagement = None
 
     async def leave(self) -> None:
         """Take part in no further round; what has been agreed and is complete is still applied.

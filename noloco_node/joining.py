@@ -36,9 +36,6 @@ SETTLE_S = 1.0
 """Between a claim and its second reading: time for a claim made at the same moment to be seen."""
 COPY_AGAIN_S = 10.0
 """Before all donors are asked again, when none gave its state."""
-UNREACHED = 12
-"""How often in a row no donor may be reached at all before they count as dead: replicas that others cannot dial keep
-their records alive, and a stage that waits for them alone stands still for ever."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,24 +137,20 @@ def _claims(presence: Presence) -> list[Claim]:
 async def _beginning(newcomer: Newcomer, number: int, stage: Stage, saved: Checkpoint | None) -> Beginning:
     """Decide where our weights come from, and put them into the stage."""
     device, say = newcomer.machine.device, newcomer.voice.say
-    unreached = 0
     while True:
         roster = newcomer.presence.roster
         living = [r.peer for r in roster.stage(number) if r.state in (State.TRAINING, State.FINISHED)]
         donors = catch_up.donors(newcomer.me, living, newcomer.recipe.run.seed)
         begun = any(record.round > 0 for records in roster.stages for record in records)
         progress = median_low([r.progress for r in roster.stage(number) if r.peer in donors]) if donors else 0.0
-        if not (donors and begun) or unreached >= UNREACHED:
+        if not (donors and begun):
             break
         say(f"copying stage {number} from one of {len(donors)} replicas")
         newcomer.voice.record(journal.StateChanged(state=State.CATCHING_UP))
-        try:
-            state = await _copy(newcomer, number, stage, donors)
+        state = await _copy(newcomer, number, stage, donors)
+        if state is not None:
             # The stage's word on how far the run is, not one donor's.
             return replace(await device.run(copied, stage, state), progress=progress)
-        except ConnectionError as error:
-            say(f"could not copy the state: {error}")
-            unreached = unreached + 1 if isinstance(error, ConnectionRefusedError) else 0
         # Older weights, or the first ones, would be averaged into those of the living: rather wait.
         await asyncio.sleep(COPY_AGAIN_S)
         await newcomer.presence.peek()
@@ -165,7 +158,7 @@ async def _beginning(newcomer: Newcomer, number: int, stage: Stage, saved: Check
         say(f"going on from our own checkpoint of inner step {saved.counters.inner_steps}")
         return await device.run(restored, stage, saved)
     if begun:
-        say(f"the run has begun, and no replica of stage {number} can be reached: taking the run's first weights")
+        say(f"the run has begun, and no replica of stage {number} lives: starting it from the run's first weights")
     return await device.run(fresh, stage)
 
 
@@ -174,16 +167,20 @@ def copying_s(weight_bytes: int, slowest_bytes_per_s: float) -> float:
     return 60.0 + 4 * weight_bytes / slowest_bytes_per_s
 
 
-async def _copy(newcomer: Newcomer, number: int, stage: Stage, donors: tuple[str, ...]) -> ReplicaState:
+async def _copy(newcomer: Newcomer, number: int, stage: Stage, donors: tuple[str, ...]) -> ReplicaState | None:
     import torch
 
     like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
     schema = state_schema(stage.shapes)
     deadline_s = copying_s(sum(tensor.nbytes for tensor in like), newcomer.slowest_bytes_per_s)
     wanted = catch_up.Wanted(parts=Parts.ALL, like=like, optimiser_like=like + like, deadline_s=deadline_s)
-    return await catch_up.catch_up(
-        donors,
-        lambda peer: newcomer.network.talk(peer, topic(STATE, number), schema),
-        wanted,
-        newcomer.machine.device.run,
-    )
+    try:
+        return await catch_up.catch_up(
+            donors,
+            lambda peer: newcomer.network.talk(peer, topic(STATE, number), schema),
+            wanted,
+            newcomer.machine.device.run,
+        )
+    except ConnectionError as error:
+        newcomer.voice.say(f"could not copy the state: {error}")
+        return None

@@ -117,10 +117,8 @@ def test_dead_silent_and_confused_donors_cost_only_their_deadline() -> None:
 def test_nobody_gives_and_the_causes_are_named() -> None:
     world = World(tamper=lambda sender, receiver, message: SWALLOW if receiver == "silent" else message)
     world.answerers["silent"] = donor()
-    with pytest.raises(ConnectionAbortedError, match=r"dead is not there.*no complete reply within 30 s"):
+    with pytest.raises(ConnectionRefusedError, match=r"dead is not there.*no complete reply within 30 s"):
         copied(world, ["dead", "silent"])
-    with pytest.raises(ConnectionRefusedError, match="dead is not there"):
-        copied(world, ["dead"])
     with pytest.raises(ConnectionRefusedError, match="none to ask"):
         copied(world, [])
 
@@ -167,7 +165,7 @@ def test_always_busy_is_given_up_after_a_bounded_time() -> None:
     world.answerers["donor"] = busy
 
     async def main() -> float:
-        with pytest.raises(ConnectionAbortedError, match="busy"):
+        with pytest.raises(ConnectionRefusedError, match="busy"):
             await catch_up(["donor"], world.conversing("new"), wanted(Parts.ALL), at_once)
         return asyncio.get_running_loop().time()
 

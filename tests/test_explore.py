@@ -92,7 +92,7 @@ def test_a_seed_means_the_same_run_in_every_process() -> None:
     assert "all invariants held" in told[0]
 
 
-# What exploring found, in schedules made for it.
+# What exploring found, and production does on purpose.
 
 UNREACHABLE_DONOR = """
 [swarm]
@@ -100,7 +100,7 @@ stages = 2
 replicas = 2
 rounds = 8
 refresh_s = 2.0
-duration_s = 3000.0
+duration_s = 400.0
 [devices]
 forward_s = 0.3
 [[fault]]
@@ -119,11 +119,11 @@ at_s = 41.0
 """
 
 
-def test_a_stage_does_not_stand_still_for_a_donor_that_nobody_can_dial() -> None:
-    """s1r1 goes on saying that it lives, and is of no use to anybody: s1r0 comes back without it, in the end."""
+def test_a_newcomer_that_waits_for_a_donor_that_nobody_can_dial_is_excused_and_counted() -> None:
+    """s1r1 goes on saying that it lives, and s1r0 rather waits for its weights than bring older ones."""
     verdict = examine(decode_scenario(UNREACHABLE_DONOR, "here"))
     assert verdict.broken is None
-    assert 41.0 + 120.0 < verdict.counts["virtual_s"] < 1000.0
+    assert verdict.counts["excused"] == 1
 
 
 # What must not hold is found.

@@ -15,6 +15,7 @@ import asyncio
 import gc
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
@@ -168,7 +169,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             heapq.heappop(timers)
             self._idle_timers -= 1
         if not ready and not self._stopping:
-            if not timers:
+            if not timers or timers[0][0] == math.inf:
                 waiting = sorted(f"{task.get_name()}: {waits_at(task)}" for task in asyncio.all_tasks(self))
                 raise Deadlock("no timer is set and these tasks wait:\n  " + "\n  ".join(waiting))
             self._now_s = max(self._now_s, timers[0][0])

@@ -18,7 +18,6 @@ look, for an exception in the middle of a node's work would be that node's.
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections import Counter
 
 import torch
@@ -27,16 +26,17 @@ from noloco_node import journal
 from noloco_node.errors import Exit, Trouble
 from noloco_node.roster import State
 from noloco_node.sim import clock, faults
+from noloco_node.sim.broken import Broken, told
 from noloco_node.sim.faults import Fault
 from noloco_node.sim.peer import Life, SimulatedPeer
 from noloco_node.sim.watch_rounds import Delays, LifeRecord, RoundsWatch, begin_record, fast_of
-from noloco_node.sim.world import World
+from noloco_node.sim.world import LOOK_S, World
 from noloco_node.topics import GOSSIP
 
 LIFETIME_S = 30.0
 """Of a record in the roster (`Presence`)."""
-STANDSTILL_S = 200.0
-"""Without an inner step anywhere: a newcomer's patience with donors that none can reach lies within (`joining`)."""
+STANDSTILL_S = 90.0
+"""Without an inner step anywhere: a newcomer's patience with ghosts, and a suspicion, lie within."""
 ENDED_S = 200.0
 """After a node has found the run over, until all have: the records that say so live longer."""
 ANSWER_S = 6.0
@@ -44,18 +44,6 @@ ANSWER_S = 6.0
 SETTLED_S = 60.0
 """After the end, before what is left counts as left for ever."""
 SPARE_CALLS = 8
-
-
-class Broken(AssertionError):
-    """An invariant does not hold. `kind`: which; `at_s`: virtual seconds."""
-
-    def __init__(self, kind: str, at_s: float, sentence: str) -> None:
-        super().__init__(f"{kind}, at {at_s:.2f} s: {sentence}")
-        self.kind, self.at_s, self.sentence = kind, at_s, sentence
-
-    def __reduce__(self) -> tuple[type[Broken], tuple[str, float, str]]:
-        """Let a process tell another; an exception would be made anew from its text alone."""
-        return type(self), (self.kind, self.at_s, self.sentence)
 
 
 class Watch:
@@ -90,9 +78,11 @@ class Watch:
         return f"Watch({self._steps} inner steps, {sum(self._struck.values())} faults, {self._rounds!r})"
 
     def statistics(self) -> dict[str, int | float]:
-        """Return virtual seconds, inner steps, rounds, and faults by kind."""
+        """Return virtual seconds, inner steps, rounds, faults by kind, and whether it was excused from ending."""
         struck = {f"struck.{kind}": count for kind, count in self._struck.items()}
-        return {"virtual_s": self._looked_s, "inner_steps": self._steps, **self._rounds.statistics(), **struck}
+        late = self._looked_s >= self._world.setting.scenario.swarm.duration_s - 2 * LOOK_S
+        seen = {"virtual_s": self._looked_s, "inner_steps": self._steps, "excused": int(late and not self._finished)}
+        return {**seen, **self._rounds.statistics(), **struck}
 
     def _complain(self, kind: str, sentence: str) -> None:
         if self._broken is None:
@@ -172,7 +162,7 @@ class Watch:
 
     def _check_lives(self) -> None:
         for name, error in self._world.hub.failures:
-            self._complain("failure", f"{name} failed to answer: {_told(error)}")
+            self._complain("failure", f"{name} failed to answer: {told(error)}")
         for peer in self._world.peers.values():
             for life in peer.lives:
                 if life.wrong:
@@ -186,7 +176,7 @@ class Watch:
         error = task.exception()
         refused = isinstance(error, Trouble) and error.code is Exit.STORAGE and peer.name in self._disks
         if error is not None and not refused:
-            self._complain("failure", f"{peer.name} ended with an error: {_told(error)}")
+            self._complain("failure", f"{peer.name} ended with an error: {told(error)}")
 
     def _check_talks(self) -> None:
         """Complain of gossip that lasts between two who are not engaged: somebody waits for an answer."""
@@ -263,7 +253,7 @@ class Watch:
             if idle_s > STANDSTILL_S + 8 * window_s and self._holds_some(record):
                 sentence = f"{record.name} has begun a window and not ended it for {idle_s:.0f} s"
                 self._complain("wait", f"{sentence}:\n  " + self._waits())
-        if now_s >= setting.scenario.swarm.duration_s - 2.0:
+        if now_s >= setting.scenario.swarm.duration_s - 2 * LOOK_S:
             self._complain("wait", f"the run does not end by itself within {now_s:.0f} s:\n  " + self._waits())
 
     def _holds_some(self, record: LifeRecord) -> bool:
@@ -274,13 +264,22 @@ class Watch:
         return self._world.now_s >= self._world.setting.scenario.swarm.duration_s
 
     def _possible(self) -> bool:
-        """Say whether every stage has a replica that others can call."""
+        """Say whether every stage has a replica that others can call, or a newcomer that will be one.
+
+        A newcomer copies a living replica or waits (`joining`): where nobody can dial the only ones, it waits on
+        purpose, and the run with it. Such runs are counted as `excused`.
+        """
         found: dict[int, None] = {}
-        for name in self._running:
-            peer = self._world.peers[name]
-            if peer.stage is not None and (peer.stage == 0 or not self._world.hub.dials_only(name)):
-                found[peer.stage] = None
-        return len(found) == self._world.setting.run.pipeline.stages
+        training = {record.name for record in self._training()}
+        peers = [self._world.peers[name] for name in self._running]
+        hidden = {peer.name for peer in peers if self._world.hub.dials_only(peer.name)}
+        unreachable = {peer.stage for peer in peers if peer.name in training & hidden}
+        for peer in peers:
+            if peer.stage == 0 or (
+                peer.name not in hidden and (peer.name in training or peer.stage not in unreachable)
+            ):
+                found[peer.stage if peer.stage is not None else -1] = None
+        return all(stage in found for stage in range(self._world.setting.run.pipeline.stages))
 
     def _waits(self) -> str:
         return "\n  ".join(self._world.waits())
@@ -306,8 +305,8 @@ class Watch:
             self._check_samples(record)
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if left:
-            told = "\n  ".join(sorted(f"{task.get_name()}: {clock.waits_at(task)}" for task in left))
-            self._complain("slot", f"all lives are over, and these tasks are left:\n  {told}")
+            places = "\n  ".join(sorted(f"{task.get_name()}: {clock.waits_at(task)}" for task in left))
+            self._complain("slot", f"all lives are over, and these tasks are left:\n  {places}")
         self._raise()
 
     def _check_rest(self, peer: SimulatedPeer, life: Life) -> None:
@@ -330,12 +329,3 @@ class Watch:
         # The window of the last step may not have been opened again.
         if succeeded != used and succeeded != used - replica.gate.succeeded:
             self._complain("batch", f"{record.name}: {succeeded} microbatches succeeded and {used} are accounted for")
-
-
-def _told(error: BaseException) -> str:
-    inner = error
-    while isinstance(inner, BaseExceptionGroup):
-        inner = inner.exceptions[0]
-    frames = traceback.extract_tb(inner.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{type(inner).__name__}: {inner}{where}"
