@@ -2,7 +2,8 @@
 
 **The hint.** All pairs of a stage's replicas are ordered by a hash of (seed, round, pair) and taken greedily: whoever
 sees the same roster sees the same pairs, with no message, and a roster that differs by one replica changes few of them
-(rendezvous hashing applied to pairs). Beyond `GREEDY_AT_MOST` replicas the quadratic list costs more than it saves:
+(rendezvous hashing applied to pairs). Of an odd number one sits out, each in turn: left to chance, one of three may be
+idle in seven rounds of ten. Beyond `GREEDY_AT_MOST` replicas the quadratic list costs more than it saves:
 there each follows its own preferences. One's own preferences are the same hashes. The hash of a pair is the same for
 both, so preferences cannot form a cycle (a likes b best, who likes c best, who likes a best): some pair always agrees.
 
@@ -95,19 +96,29 @@ def partners_of_round(replicas: Collection[str], seed: int, round: int) -> Mappi
 @lru_cache(maxsize=32)
 def _greedy(replicas: tuple[str, ...], seed: int, round: int) -> Mapping[str, str]:
     partner: dict[str, str] = {}
-    ticket = {peer: _ticket(seed, round, peer) for peer in replicas}
-    for low, high in sorted(combinations(replicas, 2), key=lambda pair: _score(ticket[pair[0]], ticket[pair[1]])):
+    paired = _without_idle(replicas, seed, round)
+    ticket = {peer: _ticket(f"{seed}|match|{round}", peer) for peer in paired}
+    for low, high in sorted(combinations(paired, 2), key=lambda pair: _score(ticket[pair[0]], ticket[pair[1]])):
         if low not in partner and high not in partner:
             partner[low], partner[high] = high, low
-            if len(partner) >= len(replicas) - 1:
+            if len(partner) == len(paired):
                 break
     return partner
 
 
+def _without_idle(replicas: tuple[str, ...], seed: int, round: int) -> tuple[str, ...]:
+    """Leave out one of an odd number: each in turn, in an order that is drawn anew for every cycle of turns."""
+    if len(replicas) % 2 == 0:
+        return replicas
+    cycle, turn = divmod(round, len(replicas))
+    idle = sorted(replicas, key=lambda peer: _ticket(f"{seed}|idle|{cycle}", peer))[turn]
+    return tuple(peer for peer in replicas if peer != idle)
+
+
 @lru_cache(maxsize=2**16)
-def _ticket(seed: int, round: int, peer: str) -> int:
-    """Draw a replica's 64-bit number of one round."""
-    return int.from_bytes(hashlib.sha256(f"{seed}|match|{round}|{peer}".encode()).digest()[:8], "big")
+def _ticket(salt: str, peer: str) -> int:
+    """Draw a replica's 64-bit number for one purpose."""
+    return int.from_bytes(hashlib.sha256(f"{salt}|{peer}".encode()).digest()[:8], "big")
 
 
 def _score(one: int, other: int) -> int:
@@ -121,8 +132,9 @@ def _score(one: int, other: int) -> int:
 def preferences(me: str, replicas: Collection[str], seed: int, round: int) -> tuple[str, ...]:
     """Return the others in the order in which to ask them: first the greedy partner, if any, then in hash order."""
     others = {peer for peer in replicas if peer != me}
-    mine = _ticket(seed, round, me)
-    order = sorted(others, key=lambda peer: _score(mine, _ticket(seed, round, peer)))
+    salt = f"{seed}|match|{round}"
+    mine = _ticket(salt, me)
+    order = sorted(others, key=lambda peer: _score(mine, _ticket(salt, peer)))
     if len(others) >= GREEDY_AT_MOST:
         return tuple(order)
     first = partners_of_round(others | {me}, seed, round).get(me)

@@ -45,7 +45,7 @@ def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: Setti
             Toy(world, f"p{number:02}", settings, step_s=1.0 + 0.07 * (number % 7), optimum=10.0 + number % 5)
             for number in range(count)
         ]
-        await live(toys, {toy.name: int(240 / toy.step_s) for toy in toys})
+        await live(toys, {toy.name: int(300 / toy.step_s) for toy in toys})
         return toys
 
     toys = run(main())
@@ -668,7 +668,7 @@ def test_an_exchange_that_is_not_over_by_the_deadline_is_given_up(settings: Sett
         await asyncio.sleep(300.0)
 
     async def main() -> list[Toy]:
-        toys = swarm(World(latency_s=8.0), 2, replace(settings, patience=Patience(answer_s=100.0)))
+        toys = swarm(World(latency_s=8.0), 2, replace(settings, patience=Patience(answer_s=100.0, exchange_s=10.0)))
         await live(toys, 10, end)
         return toys
 
