@@ -3,8 +3,8 @@
     python benchmarks/explore.py [--count 1000] [--first 0] [--processes 2]
 
 A schedule is a swarm of three stages and three replicas in virtual time, with every kind of fault (see
-`noloco_node/sim/schedule_draw.py`); the invariants are in `noloco_node/sim/watch.py`. Exit code 1 if one is broken:
-the seed, the violation, and a shorter schedule are printed.
+`noloco_node/sim/explore/draw.py`); the invariants are in `noloco_node/sim/explore/watch.py`.
+Exit code 1 if one is broken: the seed, the violation, and a shorter schedule are printed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 
 import torch
 
-from noloco_node.sim.explore import Verdict, examine, report, totals
-from noloco_node.sim.schedule_draw import draw
+from noloco_node.sim.explore.draw import draw
+from noloco_node.sim.explore.search import Verdict, examine, report, totals
 
 LINE_EVERY_S = 10.0
 

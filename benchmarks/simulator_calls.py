@@ -22,9 +22,9 @@ from typing import Any
 
 from noloco_node.port import Conversation
 from noloco_node.sim.clock import run
-from noloco_node.sim.lines import Access, Latency, Weather
-from noloco_node.sim.network import Hub
-from noloco_node.sim.records import Records
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.lines import Access, Latency, Weather
+from noloco_node.sim.network.records import Records
 from noloco_node.wire import MessageSpec, Schema
 
 MESSAGE_BYTES = 10_000

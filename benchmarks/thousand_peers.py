@@ -2,7 +2,7 @@
 
     python benchmarks/thousand_peers.py                                   # 4 stages x 256, 20 rounds, 1 % loss, twice
     python benchmarks/thousand_peers.py --stages 10 --replicas 1000 --rounds 2 --once
-    python benchmarks/thousand_peers.py --replicas 64 --where             # where a call's time goes, by part of the code
+    python benchmarks/thousand_peers.py --replicas 64 --where             # where a call's time goes
 
 Every peer is a whole production node: routing, windows, gossip, presence. Replaced are event loop, network, device and
 the model (bowls). Each run is a process of its own, with another PYTHONHASHSEED; the digest is the SHA-256 over slow
@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve()
 PARTS = {
     "pipeline": "/pipeline/",
     "gossip": "/gossip/",
-    "simulated network": "/noloco_node/sim/(conversation|memory|network|way|transfer|records|tamper|lines)",
+    "simulated network": "/noloco_node/sim/network/",
     "virtual loop": "/noloco_node/sim/clock",
     "simulated device, bowl": "/noloco_node/sim/",
     "presence, roster": "/noloco_node/(presence|roster)",
@@ -186,12 +186,9 @@ def main() -> int:
             f"{run['peers']} peers: {run['seconds']} s ({run['cpu_s']} s of CPU), {run['peak_mib']} MiB at most, "
             f"{run['calls']:,} calls, {per_call:.0f} microseconds each with everything else"
         )
-        print(
-            f"  {run['inner_steps']:,} inner steps; rounds met {run['met']:,}, deferred {run['deferred']:,}, solo {run['solo']:,}"
-        )
-        print(
-            f"  {run['virtual_s']:,} virtual seconds; {run['messages_lost']:,} messages lost; digest {run['digest'][:16]}"
-        )
+        rounds = f"rounds met {run['met']:,}, deferred {run['deferred']:,}, solo {run['solo']:,}"
+        print(f"  {run['virtual_s']:,} virtual seconds, {run['inner_steps']:,} inner steps; {rounds}")
+        print(f"  {run['messages_lost']:,} messages lost; digest {run['digest'][:16]}")
     same = len({run["digest"] for run in runs}) == 1
     if len(runs) > 1:
         print("The two digests are " + ("the same." if same else "DIFFERENT."))

@@ -249,7 +249,7 @@ def simulate(
     ] = False,
 ) -> None:
     """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
-    from noloco_node.sim.command import Flags, Wanted, repeat, search, simulate_scenario
+    from noloco_node.sim.report.command import Flags, Wanted, repeat, search, simulate_scenario
 
     flags = Flags(peers, stages, rounds, seed)
     if explore is not None:

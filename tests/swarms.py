@@ -18,7 +18,7 @@ from noloco_node.machine import Machine, Voice
 from noloco_node.node import Node, Wishes
 from noloco_node.recipe import Recipe
 from noloco_node.sim.device import VirtualDevice
-from noloco_node.sim.network import Hub
+from noloco_node.sim.network.hub import Hub
 from pipeline.stage import Stage
 
 

@@ -45,8 +45,8 @@ from noloco_node.journal import (
 )
 from noloco_node.roster import State
 from noloco_node.sim import clock
-from noloco_node.sim.lines import Latency
-from noloco_node.sim.network import Hub
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.lines import Latency
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import DevicesConfig, NetworkConfig, Scenario, SwarmConfig
 from noloco_node.sim.setting import work_out

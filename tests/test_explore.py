@@ -21,12 +21,12 @@ from gossip.round import Rounds
 from noloco_node.presence import Presence
 from noloco_node.replica import Replica
 from noloco_node.sim import faults
-from noloco_node.sim.explore import Verdict, examine, explore, replay
+from noloco_node.sim.explore.draw import draw
+from noloco_node.sim.explore.search import Verdict, examine, explore, replay
+from noloco_node.sim.explore.shrink import shrink
 from noloco_node.sim.scenario import Scenario, decode_scenario
 from noloco_node.sim.scenario_text import scenario_text
-from noloco_node.sim.schedule_draw import draw
 from noloco_node.sim.setting import work_out
-from noloco_node.sim.shrink import shrink
 from pipeline.gate import Slot
 
 SEEDS = 50
@@ -75,7 +75,7 @@ def test_a_drawn_schedule_is_a_scenario_that_a_file_can_hold(seed: int) -> None:
 
 
 def test_a_seed_means_the_same_run_in_every_process() -> None:
-    program = "from noloco_node.sim.explore import replay; import sys; sys.exit(replay(3, True, print))"
+    program = "from noloco_node.sim.explore.search import replay; import sys; sys.exit(replay(3, True, print))"
     told = [
         subprocess.run(
             [sys.executable, "-c", program],

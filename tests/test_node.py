@@ -14,7 +14,7 @@ from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe
 from noloco_node.roster import PeerRecord, State
 from noloco_node.sim.clock import run
-from noloco_node.sim.network import Hub, MemoryNetwork
+from noloco_node.sim.network.hub import Hub, MemoryNetwork
 from noloco_node.topics import MICROBATCH, microbatch_schema, topic
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from noloco_node.presence import Presence
 from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.sim.clock import run
-from noloco_node.sim.lines import Latency, Weather
-from noloco_node.sim.network import Hub, MemoryNetwork
+from noloco_node.sim.network.hub import Hub, MemoryNetwork
+from noloco_node.sim.network.lines import Latency, Weather
 
 RUN = "run"
 WEATHER = Weather(latency=Latency(mean_s=0.05))

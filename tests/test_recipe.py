@@ -12,7 +12,7 @@ from noloco_node.errors import Exit, Trouble
 from noloco_node.port import Conversation
 from noloco_node.recipe import CLOCK_ERROR_S, SCHEMA, TOPIC, Recipe, RunFile, check_clock, fetch
 from noloco_node.sim.clock import run
-from noloco_node.sim.network import Hub
+from noloco_node.sim.network.hub import Hub
 
 OURS, OTHER = recipe(steps=20), recipe(steps=21)
 

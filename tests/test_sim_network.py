@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from noloco_node.port import Conversation, Network
 from noloco_node.sim.clock import run
-from noloco_node.sim.lines import Access, Latency, Weather
-from noloco_node.sim.network import Hub
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.lines import Access, Latency, Weather
 from noloco_node.wire import MessageSpec, Schema
 
 LATENCY_S = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.sim.records import Records
+from noloco_node.sim.network.records import Records
 
 LIFETIME_S = 30.0
 steps = st.lists(

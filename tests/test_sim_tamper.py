@@ -14,8 +14,8 @@ from torch import Tensor
 
 from noloco_node.port import Conversation
 from noloco_node.sim.clock import run
-from noloco_node.sim.network import Hub, Tampering
-from noloco_node.sim.tamper import GARBLING, spoil, tensors_of
+from noloco_node.sim.network.hub import Hub, Tampering
+from noloco_node.sim.network.tamper import GARBLING, spoil, tensors_of
 from noloco_node.wire import MessageSpec, Schema, TensorSpec, Violation
 
 

@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 
 from noloco_node.cli import app
 from noloco_node.errors import Exit, Trouble
-from noloco_node.sim.bottleneck import bottleneck
-from noloco_node.sim.command import Flags, Wanted, complete, put_together, simulate_scenario
-from noloco_node.sim.course import MOMENTS
-from noloco_node.sim.meter import done_share, progress_line
-from noloco_node.sim.plot import picture
-from noloco_node.sim.report import COMPUTING, Report, make_report
+from noloco_node.sim.report.bottleneck import bottleneck
+from noloco_node.sim.report.command import Flags, Wanted, complete, put_together, simulate_scenario
+from noloco_node.sim.report.course import MOMENTS
+from noloco_node.sim.report.figures import COMPUTING, Report, make_report
+from noloco_node.sim.report.meter import done_share, progress_line
+from noloco_node.sim.report.plot import picture
+from noloco_node.sim.report.tally import Tally
+from noloco_node.sim.report.wording import heading, lines
 from noloco_node.sim.scenario import Scenario, decode_scenario, load_scenario
 from noloco_node.sim.setting import work_out
-from noloco_node.sim.tally import Tally
-from noloco_node.sim.wording import heading, lines
 from noloco_node.sim.world import World, simulate
 
 SCENARIOS = Path(__file__).resolve().parent.parent / "docs" / "scenarios"

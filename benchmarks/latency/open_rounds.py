@@ -26,7 +26,7 @@ from gossip.round import Rounds
 from latency.blocking import MU, SIGMA, STILL, step_seconds
 from noloco_node.port import Conversation, Network
 from noloco_node.sim import clock
-from noloco_node.sim.network import Hub
+from noloco_node.sim.network.hub import Hub
 from noloco_node.wire import MessageSpec, Schema, TensorSpec
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from noloco_node.machine import Machine, Text, Voice
 from noloco_node.node import Node, Wishes
 from noloco_node.sim.bowl import VOCABULARY, Numbers
 from noloco_node.sim.device import Stutter, VirtualDevice
-from noloco_node.sim.lines import Access
-from noloco_node.sim.network import Hub
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.lines import Access
 from noloco_node.sim.setting import Setting
 from noloco_node.sim.stage import PricedStage
 

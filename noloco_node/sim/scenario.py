@@ -23,7 +23,7 @@ from noloco_node.errors import Exit, Trouble
 from noloco_node.misfit import misfit, short
 from noloco_node.sim import faults
 from noloco_node.sim.faults import Fault, Join
-from noloco_node.sim.lines import Latency
+from noloco_node.sim.network.lines import Latency
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -17,7 +17,7 @@ from noloco_node.recipe import Recipe
 from noloco_node.replica import SLOWEST_BYTES_PER_S
 from noloco_node.runfile import load_run, validate
 from noloco_node.sim.bowl import SIZE, Bowl, bowl_plan
-from noloco_node.sim.lines import Access, Weather
+from noloco_node.sim.network.lines import Access, Weather
 from noloco_node.sim.scenario import MOST_PEERS, Scenario, SwarmConfig, planned
 from noloco_node.sim.stage import Prices
 from noloco_node.topics import GOSSIP, STATE

@@ -20,8 +20,8 @@ from noloco_node.recipe import Recipe
 from noloco_node.sim.bowl import Bowl, Numbers, bowl_plan
 from noloco_node.sim.clock import run
 from noloco_node.sim.device import VirtualDevice
-from noloco_node.sim.lines import Latency, Weather
-from noloco_node.sim.network import Hub
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.lines import Latency, Weather
 from noloco_node.sim.stage import PricedStage, Prices
 
 REFRESH_S = 2.0

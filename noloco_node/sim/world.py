@@ -22,8 +22,8 @@ from noloco_node.errors import Trouble
 from noloco_node.sim import clock, faults
 from noloco_node.sim.device import Stutter
 from noloco_node.sim.faults import Fault
-from noloco_node.sim.lines import Access, Weather
-from noloco_node.sim.network import Hub, Tampering
+from noloco_node.sim.network.hub import Hub, Tampering
+from noloco_node.sim.network.lines import Access, Weather
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.setting import Setting
 

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import structs
 
 from noloco_node.sim.faults import Fault
-from noloco_node.sim.lines import Latency
+from noloco_node.sim.network.lines import Latency
 from noloco_node.sim.scenario import DevicesConfig, NetworkConfig, Scenario
 
 MOST_RUNS = 80

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import msgspec
 
 from noloco_node import __version__
-from noloco_node.sim.course import Moment, course_of, training_s
 from noloco_node.sim.faults import Fault
+from noloco_node.sim.report.course import Moment, course_of, training_s
+from noloco_node.sim.report.tally import Cause, Stint, Tally
 from noloco_node.sim.scenario import Scenario
 from noloco_node.sim.setting import Setting
-from noloco_node.sim.tally import Cause, Stint, Tally
 from noloco_node.sim.world import World
 from pipeline.messages import Gradient, Microbatch
 

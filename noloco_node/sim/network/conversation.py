@@ -21,11 +21,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from noloco_node.sim.way import Parting, Way
+from noloco_node.sim.network.way import Parting, Way
 from noloco_node.wire import Schema, Violation
 
 if TYPE_CHECKING:
-    from noloco_node.sim.memory import MemoryNetwork
+    from noloco_node.sim.network.memory import MemoryNetwork
 
 _ENDED = Parting(None, "")
 

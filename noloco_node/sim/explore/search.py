@@ -15,15 +15,15 @@ import msgspec
 
 from noloco_node import journal
 from noloco_node.sim import clock
-from noloco_node.sim.broken import Broken
+from noloco_node.sim.explore.broken import Broken
+from noloco_node.sim.explore.draw import draw
+from noloco_node.sim.explore.shrink import shrink
+from noloco_node.sim.explore.watch import Watch
 from noloco_node.sim.faults import Fault
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import Scenario
 from noloco_node.sim.scenario_text import scenario_text
-from noloco_node.sim.schedule_draw import draw
 from noloco_node.sim.setting import work_out
-from noloco_node.sim.shrink import shrink
-from noloco_node.sim.watch import Watch
 from noloco_node.sim.world import Stuck, World
 
 LINE_EVERY_S = 10.0

@@ -26,10 +26,10 @@ from noloco_node import journal
 from noloco_node.errors import Exit, Trouble
 from noloco_node.roster import State
 from noloco_node.sim import clock, faults
-from noloco_node.sim.broken import Broken, told
+from noloco_node.sim.explore.broken import Broken, told
+from noloco_node.sim.explore.watch_rounds import Delays, LifeRecord, RoundsWatch, begin_record, fast_of
 from noloco_node.sim.faults import Fault
 from noloco_node.sim.peer import Life, SimulatedPeer
-from noloco_node.sim.watch_rounds import Delays, LifeRecord, RoundsWatch, begin_record, fast_of
 from noloco_node.sim.world import LOOK_S, World
 from noloco_node.topics import GOSSIP
 

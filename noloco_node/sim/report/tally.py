@@ -27,8 +27,8 @@ from noloco_node.roster import State
 from noloco_node.sim import faults
 from noloco_node.sim.device import VirtualDevice
 from noloco_node.sim.faults import Fault
+from noloco_node.sim.network.transfer import LinkUse
 from noloco_node.sim.peer import Life, SimulatedPeer
-from noloco_node.sim.transfer import LinkUse
 from noloco_node.sim.world import World
 
 RECENT_S = 30.0

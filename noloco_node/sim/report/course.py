@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import msgspec
 
+from noloco_node.sim.report.tally import Row
 from noloco_node.sim.setting import Setting
-from noloco_node.sim.tally import Row
 
 MOMENTS = 60
 """Pieces, at most."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from noloco_node.demo.summary import readable_bytes, readable_seconds
-from noloco_node.sim.bottleneck import bottleneck
 from noloco_node.sim.faults import Fault
-from noloco_node.sim.report import COMPUTING, Report, Spread, StageReport
-from noloco_node.sim.tally import Cause
+from noloco_node.sim.report.bottleneck import bottleneck
+from noloco_node.sim.report.figures import COMPUTING, Report, Spread, StageReport
+from noloco_node.sim.report.tally import Cause
 
 COLUMNS = {
     COMPUTING: "computing",

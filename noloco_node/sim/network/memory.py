@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from noloco_node.port import Handler
-from noloco_node.sim.conversation import End, Traffic
+from noloco_node.sim.network.conversation import End, Traffic
 from noloco_node.wire import Schema
 
 if TYPE_CHECKING:
-    from noloco_node.sim.network import Hub
+    from noloco_node.sim.network.hub import Hub
 
 
 class MemoryNetwork:

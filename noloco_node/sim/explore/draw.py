@@ -18,7 +18,7 @@ from msgspec import structs
 
 from noloco_node.sim import faults
 from noloco_node.sim.faults import Fault
-from noloco_node.sim.lines import Latency
+from noloco_node.sim.network.lines import Latency
 from noloco_node.sim.scenario import DevicesConfig, NetworkConfig, Scenario, SwarmConfig, peer_name, planned
 
 STAGES = REPLICAS = 3

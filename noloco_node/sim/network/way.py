@@ -14,13 +14,13 @@ import asyncio
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from noloco_node.sim.tamper import spoil
-from noloco_node.sim.transfer import Link, Transfer
+from noloco_node.sim.network.tamper import spoil
+from noloco_node.sim.network.transfer import Link, Transfer
 from noloco_node.wire import Violation
 
 if TYPE_CHECKING:
-    from noloco_node.sim.conversation import End
-    from noloco_node.sim.network import Hub
+    from noloco_node.sim.network.conversation import End
+    from noloco_node.sim.network.hub import Hub
 
 
 class Parting(NamedTuple):

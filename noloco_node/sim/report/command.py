@@ -21,13 +21,13 @@ from msgspec import structs
 from noloco_node.errors import Exit, Trouble
 from noloco_node.runfile import load_run
 from noloco_node.sim.clock import Deadlock
-from noloco_node.sim.meter import Meter
-from noloco_node.sim.report import Report, make_report
+from noloco_node.sim.report.figures import Report, make_report
+from noloco_node.sim.report.meter import Meter
+from noloco_node.sim.report.tally import Tally
+from noloco_node.sim.report.trace import Trace
+from noloco_node.sim.report.wording import lines
 from noloco_node.sim.scenario import Scenario, load_scenario, problems
 from noloco_node.sim.setting import Setting, base, work_out
-from noloco_node.sim.tally import Tally
-from noloco_node.sim.trace import Trace
-from noloco_node.sim.wording import lines
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
 
 DEFAULT_OUT = Path("noloco-simulation")
@@ -88,7 +88,7 @@ def search(path: Path | None, flags: Flags, count: int, say: Say) -> int:
             attempt=f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
             code=Exit.USAGE,
         )
-    from noloco_node.sim.explore import explore
+    from noloco_node.sim.explore.search import explore
 
     torch.set_num_threads(1)
     return explore(count, flags.seed or 0, say)
@@ -96,7 +96,7 @@ def search(path: Path | None, flags: Flags, count: int, say: Say) -> int:
 
 def repeat(seed: int, say: Say) -> int:
     """Replay the random fault schedule of a seed with all its events; return the exit code."""
-    from noloco_node.sim.explore import replay
+    from noloco_node.sim.explore.search import replay
 
     torch.set_num_threads(1)
     return replay(seed, True, say)
@@ -221,7 +221,7 @@ def _look_at(directory: Path) -> None:
 
 def _write(directory: Path, report: Report) -> None:
     from noloco_node.demo.place import write_whole
-    from noloco_node.sim.plot import picture
+    from noloco_node.sim.report.plot import picture
 
     files = {
         "swarm.png": picture(report),

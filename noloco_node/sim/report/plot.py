@@ -19,10 +19,10 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, Multiple
 
 from noloco_node.demo.plot import COLOURS, DPI, INK, LABEL_POINTS, QUIET, Labelled, spread
 from noloco_node.demo.summary import SAME, readable_seconds
-from noloco_node.sim.bottleneck import bottleneck
-from noloco_node.sim.report import COMPUTING, UNSEEN, Happened, Report
-from noloco_node.sim.tally import Cause
-from noloco_node.sim.wording import rate_words
+from noloco_node.sim.report.bottleneck import bottleneck
+from noloco_node.sim.report.figures import COMPUTING, UNSEEN, Happened, Report
+from noloco_node.sim.report.tally import Cause
+from noloco_node.sim.report.wording import rate_words
 
 CAUSES = {
     COMPUTING: "#0072B2",
