@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from noloco_node import __version__
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, Trouble, trouble_of
 
 T = TypeVar("T")
 
@@ -285,18 +285,13 @@ def main() -> None:
         typer.echo(f"noloco-node: {trouble}", err=True)
         sys.exit(trouble.code)
     except BaseExceptionGroup as group:
-        troubles, rest = group.split(Trouble)
-        if troubles is None or rest is not None:
+        held = trouble_of(group)
+        if held is None:
             raise
-        typer.echo(f"noloco-node: {_first(troubles)}", err=True)
-        sys.exit(_first(troubles).code)
+        typer.echo(f"noloco-node: {held}", err=True)
+        sys.exit(held.code)
     except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `departure`
         typer.echo("noloco-node: interrupted", err=True)
         sys.exit(Exit.INTERRUPTED)
     finally:
         gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone
-
-
-def _first(group: BaseExceptionGroup[Trouble]) -> Trouble:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -42,3 +42,11 @@ class Trouble(Exception):
 
     def __str__(self) -> str:
         return f"{self.what}\n  why: {self.why}\n  try: {self.attempt}"
+
+
+def trouble_of(error: BaseException | None) -> Trouble | None:
+    """Return the message to a person that an exception is, or holds where a task group raised nothing else."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [trouble_of(each) for each in error.exceptions]
+        return found[0] if all(found) else None
+    return error if isinstance(error, Trouble) else None

@@ -99,6 +99,7 @@ class Node:
     async def live(self, leave: asyncio.Event) -> None:
         """Join the run, train until it ends or `leave` is set, serve the weights for a while, and withdraw."""
         self._addresses = (await self._network.addresses())[:MOST_ADDRESSES]
+        unsaved = False
         async with self._running(self._presence.run()):
             await self._network.serve(RUN_TOPIC, RUN_SCHEMA, self._recipe.serve)
             self._voice.record(journal.StateChanged(state=State.JOINING))
@@ -124,15 +125,15 @@ class Node:
                         raise
                     saved = await self._save(replica)
                 await self._linger(leave, over)
-                if not saved and not over:
-                    await self._presence.withdraw()
-                    raise Trouble(
-                        "The weights of this replica could not be saved.",
-                        why="the disk refused; the lines above say how",
-                        attempt="free some space; the swarm goes on without this replica's last minutes",
-                        code=Exit.STORAGE,
-                    )
+                unsaved = not saved and not over
             await self._presence.withdraw()
+        if unsaved:
+            raise Trouble(
+                "The weights of this replica could not be saved.",
+                why="the disk refused; the lines above say how",
+                attempt="free some space; the swarm goes on without this replica's last minutes",
+                code=Exit.STORAGE,
+            )
 
     def _become_replica(self, start: Start) -> Replica:
         self._resumed = start.counted

@@ -18,7 +18,7 @@ from random import Random
 from typing import Protocol, TypeVar
 
 from noloco_node import journal
-from noloco_node.errors import Trouble
+from noloco_node.errors import trouble_of
 from noloco_node.sim import clock, faults
 from noloco_node.sim.device import Stutter
 from noloco_node.sim.faults import Fault
@@ -138,7 +138,7 @@ class World:
         ended, self._ended = self._ended, []
         for task in ended:
             # A node that ends with a message to its owner is a process that ended.
-            if not task.cancelled() and not isinstance(task.exception(), Trouble):
+            if not task.cancelled() and trouble_of(task.exception()) is None:
                 task.result()
 
     def _begin(self, peer: SimulatedPeer) -> None:

@@ -23,7 +23,7 @@ from collections import Counter
 import torch
 
 from noloco_node import journal
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, trouble_of
 from noloco_node.roster import State
 from noloco_node.sim import clock, faults
 from noloco_node.sim.explore.broken import Broken, told
@@ -174,7 +174,8 @@ class Watch:
         if task is None or not task.done() or task.cancelled():
             return
         error = task.exception()
-        refused = isinstance(error, Trouble) and error.code is Exit.STORAGE and peer.name in self._disks
+        trouble = trouble_of(error)
+        refused = trouble is not None and trouble.code is Exit.STORAGE and peer.name in self._disks
         if error is not None and not refused:
             self._complain("failure", f"{peer.name} ended with an error: {told(error)}")
 

@@ -3,7 +3,8 @@
 With gamma = beta the outer rule is m' = alpha m + beta (phi - mean theta). So the mean that a side applied follows from
 its own state before and after the step, mean theta = phi + (alpha m - m') / beta, and needs no look at the exchange:
 
-- the two sides of a meeting must have applied the same mean;
+- the two sides of a meeting must have applied the same mean (two sides are of one meeting if they saw the same gap: the
+  numbers of their rounds may differ, since healing is bounded by each side's own roster);
 - the mean of a solo round is one's own fast weights;
 - phi' = phi - m' always.
 
@@ -22,6 +23,7 @@ that it takes, unless the median itself is behind: then it is within k / (ROUND_
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,6 +41,12 @@ from noloco_node.sim.peer import SimulatedPeer
 
 TOLERANCE = 1e-3
 """Of a recovered mean, relative to the largest number that it was recovered from: float32, divided by beta."""
+
+
+NO_GAP = 1e-6
+"""A gap that tells no meeting from another: of two replicas alone, by arithmetic."""
+MOST_UNMATCHED = 16
+"""Of two lives."""
 
 
 class Complain(Protocol):
@@ -87,10 +95,11 @@ class Delays(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class _Side:
-    """One side of a meeting: who, when, and the mean that it applied."""
+    """One side of a meeting: who, in which round, the gap that it saw, and the mean that it applied."""
 
     name: str
-    at_s: float
+    round: int
+    gap: float
     mean: Tensor
     scale: float
 
@@ -109,7 +118,8 @@ class RoundsWatch:
     met: int = 0
     solo: int = 0
     compared: int = 0
-    _meetings: dict[tuple[tuple[str, int], tuple[str, int], int], _Side] = field(default_factory=dict)
+    _meetings: dict[tuple[tuple[str, int], tuple[str, int]], list[_Side]] = field(default_factory=dict)
+    """Sides that have no other side yet, by the two lives."""
 
     def statistics(self) -> dict[str, int | float]:
         """Return outer steps seen with and without a partner, and meetings whose two sides were compared."""
@@ -132,7 +142,9 @@ class RoundsWatch:
         mean = phi + (self.outer.alpha * m - m_next) / self.outer.beta
         if event.partner is not None:
             self.met += 1
-            self._compare(record, event, _Side(name=record.name, at_s=now_s, mean=mean, scale=scale))
+            self._compare(
+                record, event, _Side(name=record.name, round=event.round, gap=event.gap or 0.0, mean=mean, scale=scale)
+            )
             return
         self.solo += 1
         away = float((mean - before_fast).abs().max())
@@ -160,16 +172,26 @@ class RoundsWatch:
         if partner is None or self.spoilt(record.name) or self.spoilt(event.partner):
             return
         ends = sorted([(record.name, record.life), (partner.name, partner.life)])
-        key = (ends[0], ends[1], event.round)
-        other = self._meetings.pop(key, None)
-        if other is None or other.name == side.name:
-            self._meetings[key] = side
+        unmatched = self._meetings.setdefault((ends[0], ends[1]), [])
+        other = next((each for each in unmatched if _of_one_meeting(each, side)), None)
+        if other is None:
+            # The other side has not applied it yet; or never will, where the last receipt was lost.
+            unmatched.append(side)
+            del unmatched[:-MOST_UNMATCHED]
             return
+        unmatched.remove(other)
         self.compared += 1
         away = float((side.mean - other.mean).abs().max())
         if not away <= TOLERANCE * max(side.scale, other.scale):
             sentence = f"{side.name} and {other.name} met in round {event.round} and applied means that differ"
             self.complain("pair", f"{sentence} by {away:.3g}")
+
+
+def _of_one_meeting(one: _Side, other: _Side) -> bool:
+    """Say whether two sides are of one meeting: both see the same gap, and their numbers differ by what healing may."""
+    if one.name == other.name or not math.isclose(one.gap, other.gap, rel_tol=1e-4, abs_tol=NO_GAP):
+        return False
+    return one.round == other.round if one.gap <= NO_GAP else abs(one.round - other.round) <= ROUND_BOUND
 
 
 def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> LifeRecord:
