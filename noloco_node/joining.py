@@ -9,6 +9,7 @@ that it continues.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import median_low
@@ -42,7 +43,7 @@ COPY_AGAIN_S = 10.0
 class Newcomer:
     """A peer that is about to take part. `wish`: the stage that its owner asked for.
 
-    `slowest_bytes_per_s`: a donor whose line is slower is given up.
+    `slowest_bytes_per_s`: a donor whose line is slower is given up. `deadlines`: False waits for a copy without end.
     """
 
     recipe: Recipe
@@ -52,6 +53,7 @@ class Newcomer:
     voice: Voice
     wish: int | None = None
     slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
+    deadlines: bool = True
 
     @property
     def me(self) -> str:
@@ -172,7 +174,8 @@ async def _copy(newcomer: Newcomer, number: int, stage: Stage, donors: tuple[str
 
     like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
     schema = state_schema(stage.shapes)
-    deadline_s = copying_s(sum(tensor.nbytes for tensor in like), newcomer.slowest_bytes_per_s)
+    weight_bytes = sum(tensor.nbytes for tensor in like)
+    deadline_s = copying_s(weight_bytes, newcomer.slowest_bytes_per_s) if newcomer.deadlines else math.inf
     wanted = catch_up.Wanted(parts=Parts.ALL, like=like, optimiser_like=like + like, deadline_s=deadline_s)
     try:
         return await catch_up.catch_up(

@@ -111,6 +111,7 @@ class Node:
                 voice=self._voice,
                 wish=self._wishes.stage,
                 slowest_bytes_per_s=self._wishes.slowest_bytes_per_s,
+                deadlines=self._wishes.deadlines,
             )
             start = await _unless(leave, join(newcomer))
             if start is not None:
@@ -208,9 +209,8 @@ class Node:
             discarded = await replica.discard()
             if over:
                 self._voice.say("the run is over; one last round")
-                await replica.rounds.last_round(LAST_ROUND_S)
-            else:
-                await replica.rounds.leave()
+                await _unless(leave, replica.rounds.last_round(LAST_ROUND_S))
+            await replica.rounds.leave()
             gossip.cancel()
         self._record_totals()
         self._voice.record(

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from noloco_node.wire import Schema
 
 
+VIOLATION_GRACE_S = 1.0
+"""A handler whose caller violated the protocol is told so where it waits; whoever does not end then is cancelled."""
+
+
 class Conversation(Protocol):
     """One stream between two peers, both of whom may send and receive typed messages, in order."""
 

@@ -222,7 +222,7 @@ class Replica:
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Shut the gate until nothing is in flight."""
-        return self.gate.alone(retry_after_s, DRAIN_S)
+        return self.gate.alone(retry_after_s, DRAIN_S if self.post.deadlines else math.inf)
 
     def _partners(self, roster: Roster) -> tuple[Candidate, ...]:
         records, me = roster.stage(self.post.stage), self.post.peer

@@ -8,6 +8,7 @@ import pytest
 import torch
 from swarms import Peer, recipe, until
 
+from gossip.messages import Weights
 from noloco_node import journal
 from noloco_node.port import Conversation
 from noloco_node.presence import Presence
@@ -15,6 +16,8 @@ from noloco_node.recipe import Recipe
 from noloco_node.roster import PeerRecord, State
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import Hub, MemoryNetwork
+from noloco_node.sim.network.lines import Access
+from noloco_node.sim.network.tamper import Tampering
 from noloco_node.topics import MICROBATCH, microbatch_schema, topic
 
 
@@ -288,3 +291,42 @@ def test_a_replica_saves_every_few_minutes() -> None:
         return peer
 
     run(main())
+
+
+def test_a_polite_leave_is_heard_in_the_last_round() -> None:
+    """The last round may wait for an exchange, and an exchange of large weights for hours."""
+
+    async def main() -> float:
+        hub = Hub(size_bytes=lambda message, topic: 2**30 if isinstance(message, Weights) else 100)
+        what = recipe(stages=1, replicas=2, steps=4, per_round=100)
+        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+        for peer in peers:
+            hub.set_access(peer.name, Access(up_bytes_per_s=2**20))
+        await until(lambda: all("last round" in " ".join(peer.said) for peer in peers))
+        await asyncio.sleep(5.0)
+        begun_s = asyncio.get_running_loop().time()
+        for peer in peers:
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in peers])
+        assert all(peer.saved is not None for peer in peers)
+        return asyncio.get_running_loop().time() - begun_s
+
+    assert run(main()) < 5.0
+
+
+def test_weights_that_violate_the_protocol_are_journalled_by_whoever_gets_them() -> None:
+    async def main() -> list[Peer]:
+        hub, what = Hub(), recipe(stages=1, replicas=2, steps=30, per_round=3)
+        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+        await until(lambda: len(peers[1].of(journal.InnerStep)) >= 2)
+        # Of the messages that a replica of the only stage sends, weights alone hold tensors.
+        hub.tamper("peer-a", Tampering.SHAPE, 4)
+        await asyncio.gather(*[peer.task for peer in peers])
+        return peers
+
+    one, other = run(main())
+    violations = [event for event in other.of(journal.Violation) if event.peer == "peer-a"]
+    assert {event.topic for event in violations} == {"gossip"}
+    assert len(violations) + len([e for e in other.of(journal.Lost) if e.what == "exchange"]) >= 4
+    assert not one.of(journal.Violation)
+    assert other.of(journal.OuterStep)[-1].partner == "peer-a"

@@ -16,7 +16,7 @@ from typing import NoReturn
 import msgspec
 
 from noloco_node.libp2p.stream import Patience, Pulse, Stream, Traffic
-from noloco_node.port import Handler
+from noloco_node.port import VIOLATION_GRACE_S, Handler
 from noloco_node.wire import Schema, Violation
 
 logger = logging.getLogger(__name__)
@@ -130,8 +130,8 @@ class Switchboard:
         if task is None or stream.peer_ended:
             return
         if isinstance(error, Violation):
-            # A handler that waits for that very message is told what it was, one moment before it is cancelled.
-            asyncio.get_running_loop().call_soon(task.cancel)
+            # A handler that waits for that very message is told what it was, a moment before it is cancelled.
+            asyncio.get_running_loop().call_later(VIOLATION_GRACE_S, task.cancel)
         else:
             task.cancel()
 

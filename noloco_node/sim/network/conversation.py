@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from noloco_node.port import VIOLATION_GRACE_S
 from noloco_node.sim.network.way import Parting, Way
 from noloco_node.wire import Schema, Violation
 
@@ -168,7 +169,7 @@ class End:
             self._cut_short()
             if kind is Violation:
                 # As in `libp2p.switchboard`: a handler that waits for that very message learns what it was.
-                asyncio.get_running_loop().call_soon(self.stop)
+                asyncio.get_running_loop().call_later(VIOLATION_GRACE_S, self.stop)
             else:
                 self.stop()
 
