@@ -69,6 +69,10 @@ def table(verdicts: list[Verdict], real_s: float, processes: int) -> None:
     print(
         f"outer steps        {sums['met']:.0f} met, {sums['solo']:.0f} solo; {sums['compared']:.0f} meetings compared"
     )
+    checked = {name.removeprefix("checked."): count for name, count in sums.items() if name.startswith("checked.")}
+    evaluated = ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(checked.items()))
+    print(f"half meetings      {sums['unmatched']:.0f}, each explained by a loss or an end")
+    print(f"evaluated          {evaluated}")
     print(f"real seconds       {real_s:.0f} in {processes} processes")
 
 

@@ -229,7 +229,7 @@ def simulate(
         int | None,
         typer.Option(min=1, max=20_000, help="Peers in all: stages times replicas.", show_default="2 a stage"),
     ] = None,
-    stages: Annotated[int | None, typer.Option(min=1, max=1000, help="Stages of the model.", show_default="2")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, max=256, help="Stages of the model.", show_default="2")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Gossip rounds of each replica.", show_default="20")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of all that is drawn.", show_default="0")] = None,
     out: Annotated[
@@ -252,12 +252,15 @@ def simulate(
     from noloco_node.sim.report.command import Flags, Wanted, repeat, search, simulate_scenario
 
     flags = Flags(peers, stages, rounds, seed)
-    if explore is not None:
-        raise typer.Exit(search(scenario, flags, explore, typer.echo))
-    if trace and scenario is None and seed is not None and not flags.of_the_swarm:
-        raise typer.Exit(repeat(seed, typer.echo))
+    wanted = Wanted(out, as_json, trace)
     try:
-        simulate_scenario(scenario, flags, Wanted(out, as_json, trace), typer.echo)
+        if explore is not None:
+            code = search(scenario, flags, wanted, explore, typer.echo)
+        elif trace and seed is not None and scenario is None and not flags.of_the_swarm:
+            code = repeat(seed, wanted, typer.echo)
+        else:
+            code = simulate_scenario(scenario, flags, wanted, typer.echo)
+        raise typer.Exit(code)
     except KeyboardInterrupt:  # typer would leave without a word
         typer.echo("noloco-node: interrupted, nothing was written", err=True)
         raise typer.Exit(Exit.INTERRUPTED) from None

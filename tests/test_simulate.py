@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from noloco_node.cli import app
 from noloco_node.errors import Exit, Trouble
+from noloco_node.sim.explore.watch import Watch
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.command import Flags, Wanted, complete, put_together, simulate_scenario
 from noloco_node.sim.report.course import MOMENTS
@@ -138,12 +139,42 @@ def test_a_slow_stage_is_the_bottleneck(stage: int) -> None:
             "[network]\nup_mbit_per_s = 20.0\n[devices]\nforward_s = 0.01\n",
             "uplinks of stage 1",
         ),
-        ("[network]\nup_mbit_per_s = 60.0\nweights_bytes = 1000\n[devices]\nforward_s = 0.02\n", "too slow for the"),
+        ("[network]\nup_mbit_per_s = 40.0\nweights_bytes = 1000\n[devices]\nforward_s = 0.02\n", "too slow for the"),
         ("[network]\nlatency = {mean_s = 0.0}\n", "too small for so many stages"),
     ],
 )
 def test_the_sentence_tells_latency_from_lines(text: str, sentence: str) -> None:
     assert sentence in bottleneck(simulated(NINE + text))
+
+
+def test_who_is_dead_is_no_bottleneck_but_out_of_reach() -> None:
+    """A stage that died was busy for all of its short life."""
+    gone = faults(*(f"kind = 'crash'\nat_s = 6.0\npeer = 's1r{replica}'" for replica in (0, 1)))
+    sentence = bottleneck(simulated(SMALL.replace("[swarm]", "[swarm]\nduration_s = 90.0") + gone))
+    assert sentence.startswith("Stage 1 was out of reach"), sentence
+    early = simulated(SMALL.replace("[swarm]", "[swarm]\nduration_s = 60.0") + gone.replace("6.0", "0.0"))
+    assert early.microbatches == 0
+    assert (
+        bottleneck(early) == "Nothing was trained: most peers looked for a replica of the next stage, and reached none."
+    )
+    assert picture(early).startswith(b"\x89PNG")
+
+
+def test_blocking_rounds_are_the_bottleneck_where_they_are() -> None:
+    report = simulated(
+        SMALL.replace("replicas = 2", "replicas = 4")
+        + "blocking = true\ninner_steps_per_round = 1\n[network]\nweights_bytes = 20000000\nup_mbit_per_s = 50.0\n"
+    )
+    assert bottleneck(report).startswith("Blocking rounds are the bottleneck")
+
+
+def test_the_way_of_a_microbatch_explains_the_speed() -> None:
+    """Window by window, a stage works for a window and waits for the way: the sentence's own figures say how long."""
+    text = "[swarm]\nstages = 3\nreplicas = 1\nrounds = 4\nmicrobatches_per_step = 1\n"
+    report = simulated(text + "[network]\nlatency = {mean_s = 1.0}\n")
+    sentence = "0.15 s of work at a stage; the way of one through the others adds 0.3 s of passes, 8 s of latency."
+    assert sentence in bottleneck(report)
+    assert report.training_s / report.microbatches == pytest.approx(0.15 + 0.3 + 8.0, rel=0.06)
 
 
 def test_a_wide_window_keeps_devices_busy() -> None:
@@ -180,7 +211,9 @@ def test_looking_on_changes_nothing(calm: Report) -> None:
 def test_the_text_says_what_matters(calm: Report, troubled: Report) -> None:
     text = "\n".join(lines(troubled))
     assert text.startswith("swarm: a swarm of quadratic bowls, 3 stages of 3 replicas, seed 0.")
-    assert bottleneck(troubled) in text
+    assert bottleneck(troubled) in " ".join(text.split())
+    assert f"{troubled.tokens:,} tokens of {troubled.budget_tokens:,} planned" in text
+    assert "3 of 3 happened" in text
     assert "crash s1r1" in text
     assert troubled.digest in text
     assert "faults" not in "\n".join(lines(calm))
@@ -270,7 +303,7 @@ def test_files_lie_where_they_were_asked_for(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == {"swarm.png", "report.txt", "report.json", "events.jsonl"}
     assert (out / "report.txt").read_text() in text + "\n"
     report = msgspec.json.decode((out / "report.json").read_bytes(), type=Report)
-    assert bottleneck(report) in text
+    assert bottleneck(report) in " ".join(text.split())
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert [event["at"] for event in events] == sorted(event["at"] for event in events)
     assert [event["peer"] for event in events if event["event"] == "fault"] == ["s1r1"]
@@ -300,13 +333,34 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("[swarm]\nreplica = 2\n", ["FILE"], Exit.CONFIG, ["line 2", "did you mean replicas?"]),
         ("[network]\nup_mbit_per_s = -1.0\n", ["FILE"], Exit.CONFIG, ["line 2: network.up_mbit_per_s", "negative"]),
         ("[swarm]\nrun = 'missing.toml'\n", ["FILE"], Exit.CONFIG, ["swarm.run", "missing.toml"]),
-        (faults("kind = 'crash'\nat_s = 1.0\npeer = 's7r0'"), ["FILE"], Exit.CONFIG, ["fault[0].peer", "no peer s7r0"]),
+        (
+            faults("kind = 'crash'\nat_s = 1.0\npeer = 's7r0'"),
+            ["FILE"],
+            Exit.CONFIG,
+            ["line 4: fault[0].peer", "no peer s7r0"],
+        ),
+        ("[swarm]\noverlap_steps = 5\n", ["FILE"], Exit.CONFIG, ["line 2: swarm.overlap_steps", "5 apart"]),
+        (None, ["--seed", "3", "--trace", "--json"], Exit.USAGE, ["without --json or --out", "--peers 4 --seed 3"]),
+        (None, ["--seed", "3", "--trace", "--out", "FILE"], Exit.USAGE, ["without --json or --out"]),
         (
             SMALL + faults("kind = 'crash'\nat_s = 1.0\npeer = 's1r1'"),
             ["FILE", "--peers", "2"],
             Exit.CONFIG,
-            ["fault[0].peer", "no peer s1r1"],
+            ["line 9: fault[0].peer", "no peer s1r1"],
         ),
+        (
+            faults("kind = 'join'\nat_s = 1.0\npeer = 's1r1'"),
+            ["FILE"],
+            Exit.CONFIG,
+            ["line 4: fault[0].peer", "from the start"],
+        ),
+        (
+            SMALL + faults("kind = 'partition'\nat_s = 1.0\nfor_s = 1.0\ngroups = [['s0r0'], ['s1r0', 's0r0']]"),
+            ["FILE"],
+            Exit.CONFIG,
+            ["line 10: fault[0].groups", "s0r0 is in two groups"],
+        ),
+        (None, ["--explore", "3", "--json"], Exit.USAGE, ["--json", "--seed S --trace"]),
         (None, ["--peers", "10", "--stages", "4"], Exit.USAGE, ["--peers 8 or --peers 12"]),
         (None, ["--peers", "2", "--stages", "3"], Exit.USAGE, ["3 stages", "try: --peers 3"]),
         (SMALL, ["FILE", "--out", "FILE"], Exit.STORAGE, ["no directory", "--out"]),
@@ -342,6 +396,26 @@ def test_who_interrupts_finds_nothing_half_done(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         simulate_scenario(None, Flags(rounds=3), Wanted(tmp_path / "out", trace=True), lambda _: None)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["--explore", "2"], ["--seed", "3", "--trace"]], ids=["explore", "replay"])
+def test_who_interrupts_a_search_is_told_so(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watch, "look", lambda _: signal.raise_signal(signal.SIGINT))
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    assert result.exit_code == Exit.INTERRUPTED
+    assert "interrupted" in result.stderr
+
+
+def test_a_swarm_where_all_wait_for_ever_has_its_report_and_code_1(tmp_path: Path) -> None:
+    file, out = tmp_path / "swarm.toml", tmp_path / "out"
+    dead = faults(*(f"kind = 'crash'\nat_s = 5.0\npeer = 's1r{replica}'" for replica in (0, 1)))
+    file.write_text(SMALL.replace("rounds = 3", "rounds = 30").replace("refresh_s = 2.0", "refresh_s = 10.0") + dead)
+    code, text = run(str(file), "--out", str(out))
+    assert code == 1
+    assert "nobody serves stage 1. s0r0, s0r1 waited for ever." in " ".join(text.split())
+    report = msgspec.json.decode((out / "report.json").read_bytes(), type=Report)
+    assert report.standstill is not None
+    assert report.standstill in " ".join(text.split())
 
 
 @pytest.mark.parametrize("name", ["two-sites", "crash-and-restart"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
+
+MOST, TINY = 1e12, 1e-12
+"""Of any time, rate or size in a scenario: what is beyond is a slip, and no number that a clock could add up."""
+MOST_TAMPERED = 10**6
 
 
 class _At(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
@@ -38,7 +43,7 @@ class Leave(_At, frozen=True):
 
 
 class Slow(_At, frozen=True):
-    """From now on a peer's device takes `factor` times as long; 1 is its first speed."""
+    """From now on a peer's device takes `factor` times as long as at first, whatever its first slowness is."""
 
     peer: str
     factor: float
@@ -60,7 +65,10 @@ class Silence(_At, frozen=True):
 
 
 class Partition(_At, frozen=True):
-    """Nothing passes between the groups; peers that are in none form one more. It heals by itself."""
+    """Nothing passes between the groups; peers that are in none form one more. It heals by itself.
+
+    One that begins while another lasts takes its place.
+    """
 
     groups: tuple[tuple[str, ...], ...]
     for_s: float
@@ -102,9 +110,13 @@ class Disk(_At, frozen=True):
 Fault = Join | Crash | Restart | Leave | Slow | Stutter | Silence | Partition | Storm | Line | Tamper | Disk
 
 
+LASTING = Silence | Partition | Storm | Disk
+"""They end by themselves."""
+
+
 def ends_s(fault: Fault) -> float:
     """Return when the world is as it should be again, as far as the fault itself goes."""
-    return fault.at_s + (fault.for_s if isinstance(fault, Silence | Partition | Storm | Disk) else 0.0)
+    return fault.at_s + (fault.for_s if isinstance(fault, LASTING) else 0.0)
 
 
 def peers_of(fault: Fault) -> tuple[str, ...]:
@@ -118,11 +130,17 @@ def problems(fault: Fault) -> Iterator[tuple[str, str]]:
     """Yield the fields of a fault that hold what cannot be, each with the reason."""
     for field in ("at_s", "for_s", "pause_s", "factor", "up_bytes_per_s", "down_bytes_per_s"):
         value = getattr(fault, field, None)
-        if value is not None and not (value >= 0.0 if field in ("at_s", "for_s", "pause_s") else value > 0.0):
-            yield field, f"{value} is negative" if value < 0.0 else f"{value} is no amount"
+        least = 0.0 if field in ("at_s", "for_s", "pause_s") else TINY
+        if value is not None and not least <= value <= MOST:
+            yield field, f"{value} is {'negative' if value < 0.0 else 'no amount'}"
     for field in ("share", "loss", "late", "duplicate"):
         value = getattr(fault, field, None)
         if value is not None and not 0.0 <= value < 1.0:
             yield field, f"{value} is no share: it must be at least 0 and less than 1"
-    if isinstance(fault, Tamper) and fault.count < 1:
+    if isinstance(fault, Partition):
+        groups = [dict.fromkeys(group) for group in fault.groups]
+        for peer, times in Counter(peer for group in groups for peer in group).items():
+            if times > 1:
+                yield "groups", f"{peer} is in two groups"
+    if isinstance(fault, Tamper) and not 1 <= fault.count <= MOST_TAMPERED:
         yield "count", f"{fault.count} messages cannot be tampered with"

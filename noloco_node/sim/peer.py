@@ -59,7 +59,8 @@ class SimulatedPeer:
     def __init__(self, name: str, asked_stage: int | None, setting: Setting, hub: Hub, observe: Observer) -> None:
         self.name, self.asked_stage = name, asked_stage
         self.access: Access = setting.access()
-        self.slowness, self.stutter = 1.0, Stutter()
+        self.first_slowness = self.slowness = 1.0
+        self.stutter = Stutter()
         self.disk: Checkpoint | None = None
         self.disk_refuses = False
         self.lives: list[Life] = []
@@ -79,6 +80,11 @@ class SimulatedPeer:
     def running(self) -> bool:
         """Whether the peer's process is there."""
         return bool(self.lives) and self.life.running
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the process is there, and was asked to leave."""
+        return self.running and self.life.leave.is_set()
 
     @property
     def device(self) -> VirtualDevice:
@@ -135,9 +141,9 @@ class SimulatedPeer:
         self.life.leave.set()
 
     def slow_down(self, factor: float) -> None:
-        """Change the device's speed, for later lives too."""
-        self.slowness = factor
-        self.device.slow_down(factor)
+        """Let the device take `factor` times as long as at first, in later lives too."""
+        self.slowness = self.first_slowness * factor
+        self.device.slow_down(self.slowness)
 
     def begin_stutter(self, stutter: Stutter) -> None:
         """Let the device stutter, in later lives too."""

@@ -10,7 +10,6 @@ Every mistake in the file is one message that names the line and the field.
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in get_args(Fault)
 
 SCENARIO_BYTES = 2**20
 MOST_PEERS = 20_000
+_HEADING = re.compile(r"\s*\[{1,2}([A-Za-z0-9_. -]+)\]{1,2}\s*(?:#.*)?$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -145,7 +145,7 @@ def decode_scenario(text: str, origin: str) -> Scenario:
     kinds = [_fault(found, text, origin, number) for number, found in enumerate(faults_found)]
     scenario = msgspec.structs.replace(scenario, fault=tuple(kinds))
     for problem in problems(scenario):
-        where = _line(text, problem.field, None)
+        where = line_of(text, problem.field)
         raise _trouble(f"{origin}{where}: {short(problem.field)} is refused.", problem.why, problem.attempt)
     return scenario
 
@@ -155,7 +155,7 @@ def _convert(table: object, kind: type[T], text: str, origin: str, section: str)
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
         inside = str(error).partition(" - at ")[2].strip("`").removeprefix("$").removeprefix(".")
-        where = _line(text, f"{section}.{inside}", _unknown(str(error)))
+        where = line_of(text, f"{section}.{inside}", _unknown(str(error)))
         raise misfit(str(error), kind, f"{origin}{where}") from error
 
 
@@ -163,7 +163,7 @@ def _fault(found: object, text: str, origin: str, number: int) -> Fault:
     """Decode one fault as the kind that it says it is."""
     word = found.get("kind") if isinstance(found, dict) else None
     if not isinstance(found, dict) or word not in KINDS:
-        where = _line(text, f"fault[{number}].kind", None)
+        where = line_of(text, f"fault[{number}].kind")
         what = f"{origin}{where}: {'this fault has no kind' if word is None else f'no fault is called {word!r}'}."
         raise _trouble(short(what), "the kind says what happens", f"one of {', '.join(KINDS)}")
     fault: Fault = _convert(found, KINDS[word], text, origin, f"fault[{number}]")
@@ -175,18 +175,35 @@ def problems(scenario: Scenario) -> Iterator[_Problem]:
     for section in ("swarm", "network", "devices"):
         for name, value in msgspec.structs.asdict(getattr(scenario, section)).items():
             yield from _number(f"{section}.{name}", value)
-    if min(scenario.devices.slowness, default=0.0) <= 0.0:
+    slowness = scenario.devices.slowness
+    if not slowness or not all(faults.TINY <= each <= faults.MOST for each in slowness):
         yield _Problem("devices.slowness", "it needs one number or more, all above 0", "for example [1.0, 2.0]")
     latency = scenario.network.latency
-    if not (latency.mean_s >= 0.0 and latency.std_s >= 0.0) or (latency.std_s > 0.0 == latency.mean_s):
-        yield _Problem("network.latency", "a latency cannot be negative", "for example {mean_s = 0.05, std_s = 0.01}")
+    for name in ("mean_s", "std_s"):
+        yield from _number(f"network.latency.{name}", getattr(latency, name))
+    if latency.std_s > 0.0 == latency.mean_s:
+        attempt = "for example {mean_s = 0.05, std_s = 0.01}"
+        yield _Problem("network.latency.std_s", "a latency of 0 cannot vary", attempt)
+    swarm, per_round = scenario.swarm, scenario.swarm.inner_steps_per_round
+    if swarm.overlap_steps is not None and per_round is not None and swarm.overlap_steps >= max(2, per_round):
+        why = f"{swarm.overlap_steps} steps do not fit between two rounds that are {per_round} apart"
+        yield _Problem("swarm.overlap_steps", why, f"less than swarm.inner_steps_per_round, which is {per_round}")
     if scenario.devices.tflops is not None and scenario.swarm.run is None:
         yield _Problem("devices.tflops", "it needs a run file to know the work", "give swarm.run, or devices.forward_s")
     yield from _faults(scenario)
 
 
 _SHARES = ("loss", "late", "duplicate", "dials_only", "stutter_share")
-_MAY_BE_ZERO = ("late_s", "roster_lag_s", "step_s", "overlap_steps", "learning_rate", "stutter_pause_s")
+_MAY_BE_ZERO = (
+    "mean_s",
+    "std_s",
+    "late_s",
+    "roster_lag_s",
+    "step_s",
+    "overlap_steps",
+    "learning_rate",
+    "stutter_pause_s",
+)
 
 
 def _number(field: str, value: object) -> Iterator[_Problem]:
@@ -196,27 +213,33 @@ def _number(field: str, value: object) -> Iterator[_Problem]:
     if name in _SHARES:
         if not 0.0 <= value < 1.0:
             yield _Problem(field, f"{value} is no share", "a number from 0 to less than 1")
-    elif not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
-        yield _Problem(field, f"{value} is {'negative' if value < 0 else 'no amount'}", "a number above 0")
+    elif not (0.0 if name in _MAY_BE_ZERO else faults.TINY) <= value <= faults.MOST:
+        why = f"{short(str(value))} is {'negative' if value < 0 else 'no amount'}"
+        yield _Problem(field, why, f"a number above 0, and {faults.MOST:.0e} at most")
 
 
 def _faults(scenario: Scenario) -> Iterator[_Problem]:
     swarm = scenario.swarm
-    known = None
+    known, first = None, dict[str, None]()
     if swarm.stages is not None and swarm.replicas is not None:
         known = planned(swarm.stages, swarm.replicas)
+        first = dict.fromkeys(known)
         if len(known) > MOST_PEERS:
             yield _Problem("swarm.replicas", f"{len(known)} peers are too many", f"{MOST_PEERS} at most")
         known += [fault.peer for fault in scenario.fault if isinstance(fault, Join)]
     for number, fault in enumerate(scenario.fault):
         for field, why in faults.problems(fault):
             yield _Problem(f"fault[{number}].{field}", why, "see docs/simulator.md for what each kind of fault takes")
+        field = f"fault[{number}].{'groups' if isinstance(fault, faults.Partition) else 'peer'}"
         for peer in faults.peers_of(fault):
             if not _NAME.fullmatch(peer):
-                yield _Problem(f"fault[{number}].peer", f"{short(peer)!r} is no name", "letters, digits, - and _")
+                yield _Problem(field, f"{short(peer)!r} is no name", "letters, digits, - and _")
             elif known is not None and peer not in known:
                 attempt = f"planned peers are {known[0]} to {known[-1]}; others come by a fault of the kind join"
-                yield _Problem(f"fault[{number}].peer", f"there is no peer {short(peer)}", attempt)
+                yield _Problem(field, f"there is no peer {short(peer)}", attempt)
+        if isinstance(fault, Join) and fault.peer in first:
+            attempt = "another name; a fault of the kind restart brings a peer back"
+            yield _Problem(field, f"{fault.peer} is there from the start", attempt)
         if isinstance(fault, Join) and swarm.stages and fault.stage is not None and fault.stage >= swarm.stages:
             yield _Problem(f"fault[{number}].stage", f"there is no stage {fault.stage}", f"0 to {swarm.stages - 1}")
 
@@ -231,7 +254,7 @@ def _unknown(complaint: str) -> str | None:
     return found[1] if found else None
 
 
-def _line(text: str, where: str, key: str | None) -> str:
+def line_of(text: str, where: str, key: str | None = None) -> str:
     """Return ", line N" for a field such as network.loss or fault[2].peer; nothing where the text has no such line.
 
     `key`: a name inside `where`, if that is what is wrong.
@@ -239,27 +262,31 @@ def _line(text: str, where: str, key: str | None) -> str:
     path = [part for part in re.split(r"[.$\[\]]+", where) if part] + ([key] if key else [])
     if not path:
         return ""
-    section, rest = path[0], path[1:]
-    number = int(rest.pop(0)) if rest and rest[0].isdigit() else 0
+    number = int(path.pop(1)) if len(path) > 1 and path[1].isdigit() else 0
     lines = text.splitlines()
-    begin, seen = None, -1
-    for place, line in enumerate(lines):
-        if re.match(rf"\s*\[\[?\s*{re.escape(section)}\s*\]\]?", line):
-            seen += 1
-            if seen == number:
-                begin = place
-    if begin is None:
-        return _among(lines, 0, section)
-    return _among(lines, begin + 1, rest[0]) or f", line {begin + 1}" if rest else f", line {begin + 1}"
+    # The section that says most of the path: [network.latency] before [network].
+    for depth in range(len(path), 0, -1):
+        begins = [place for place, line in enumerate(lines) if _section(line) == path[:depth]]
+        if number < len(begins):
+            begin = begins[number]
+            return _among(lines, begin + 1, path[depth:]) or f", line {begin + 1}"
+    return _among(lines, 0, path)
 
 
-def _among(lines: list[str], begin: int, key: str) -> str:
-    """Return the line that gives `key`, from line number `begin` to the next section."""
-    for place in range(begin, len(lines)):
-        if re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", lines[place]):
-            return f", line {place + 1}"
-        if re.match(r"\s*\[", lines[place]):
-            break
+def _section(line: str) -> list[str] | None:
+    """Return the names in a section's heading; None for any other line."""
+    found = _HEADING.match(line)
+    return [name.strip() for name in found[1].split(".")] if found else None
+
+
+def _among(lines: list[str], begin: int, path: list[str]) -> str:
+    """Return the line that gives most of `path`, from line number `begin` to the next section."""
+    end = next((place for place in range(begin, len(lines)) if _section(lines[place])), len(lines))
+    for depth in range(len(path), 0, -1):
+        dotted = r"\s*\.\s*".join(rf"[\"']?{re.escape(name)}[\"']?" for name in path[:depth])
+        for place in range(begin, end):
+            if re.match(rf"\s*{dotted}\s*[=.]", lines[place]):
+                return f", line {place + 1}"
     return ""
 
 

@@ -1,8 +1,11 @@
 """The world of a simulation: its peers, what happens to them and when, and its end.
 
 All planned peers start together; faults come at their times. The run is over when every process has ended: by itself
-when the token budget is used up, or because it was asked to once `duration_s` had passed. Whoever does not end within
-`GRACE_S` of that waits for ever: `Stuck` says who, and where.
+when the token budget is used up, or because it was asked to once `duration_s` had passed, or once nobody could take a
+step any more (`standstill`). Whoever does not end within `GRACE_S` of that waits for ever: `Stuck` says who, and where.
+
+A fault for which there is nothing to happen to (the crash of a peer that is gone) does not happen, and watchers do not
+hear of it. A peer that is restarted while it still leaves comes back when it has left.
 
 Observers hear every journal event and look at the world every `LOOK_S` or so; they may raise to end it.
 """
@@ -11,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from random import Random
@@ -19,11 +21,12 @@ from typing import Protocol, TypeVar
 
 from noloco_node import journal
 from noloco_node.errors import trouble_of
-from noloco_node.sim import clock, faults
+from noloco_node.sim import clock, faults, standstill
+from noloco_node.sim.conditions import Conditions
 from noloco_node.sim.device import Stutter
 from noloco_node.sim.faults import Fault
-from noloco_node.sim.network.hub import Hub, Tampering
-from noloco_node.sim.network.lines import Access, Weather
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.lines import Access
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.setting import Setting
 
@@ -44,7 +47,7 @@ class Watcher(Protocol):
         """Take note of an event of a peer's journal."""
 
     def struck(self, fault: Fault) -> None:
-        """Take note of a fault, which has just happened."""
+        """Take note of a fault that has just happened, or of a restart that will when its peer has left."""
 
     def look(self) -> None:
         """Look at the world; called about once a second of virtual time."""
@@ -60,15 +63,20 @@ class World:
         self.watchers: list[Watcher] = []
         self.ended_s = 0.0
         """When the last planned work was done; the time for which nodes serve their weights is not counted."""
+        self.standstill: str | None = None
+        """Why nobody could take a step any more, where the world ended for that."""
         self._at_work: dict[str, asyncio.Task[None]] = {}
+        self._returning: dict[str, None] = {}
+        self._sent_home = False
         self._ended: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
+        self._conditions = Conditions(self.hub, self.peers, setting.weather)
         slowness = setting.scenario.devices.slowness
         devices = setting.scenario.devices
         for number, name in enumerate(setting.peers):
             stage, replica = divmod(number, setting.run.pipeline.replicas)
             peer = self._add(name, stage)
-            peer.slowness = slowness[replica % len(slowness)]
+            peer.first_slowness = peer.slowness = slowness[replica % len(slowness)]
             peer.stutter = Stutter(devices.stutter_share, devices.stutter_pause_s)
         self._make_unreachable(setting.scenario.network.dials_only)
 
@@ -110,16 +118,24 @@ class World:
 
     async def _work(self) -> None:
         """Wait until every process has ended and no fault is left that starts one."""
-        starts = [f.at_s for f in self.setting.scenario.fault if isinstance(f, faults.Join | faults.Restart)]
-        last_start_s, duration_s = max(starts, default=-1.0), self.setting.scenario.swarm.duration_s
-        while self._at_work or last_start_s >= self.now_s:
-            if self.now_s >= duration_s:
+        scenario = self.setting.scenario
+        duration_s, patience_s = scenario.swarm.duration_s, standstill.patience_s(self.setting)
+        starts = [fault.at_s for fault in scenario.fault if isinstance(fault, faults.Join | faults.Restart)]
+        last_start_s = max(starts, default=-1.0)
+        last_fault_s = max((faults.ends_s(fault) for fault in scenario.fault), default=0.0)
+        while self._at_work or self._returning or last_start_s >= self.now_s:
+            still_s = max(self.ended_s, last_fault_s) + patience_s
+            if self.now_s >= min(duration_s, still_s):
+                if still_s < duration_s:
+                    self.standstill = standstill.sentence(self.peers, self.setting.run.pipeline.stages, self.ended_s)
                 await self._send_home()
                 return
-            await self._news(duration_s)
+            await self._news(min(duration_s, still_s))
 
     async def _send_home(self) -> None:
-        """Ask everybody to leave, and see that they do."""
+        """Ask everybody to leave, and see that they do; nobody comes any more."""
+        self._sent_home = True
+        self._returning.clear()
         for name in list(self._at_work):
             self.peers[name].ask_to_leave()
         limit_s = self.now_s + GRACE_S
@@ -154,6 +170,9 @@ class World:
             del self._at_work[peer.name]
             self._ended.append(task)
             self._changed.set()
+            if not task.cancelled():
+                # Otherwise the whole world is being put away, and nobody would end a new life.
+                self._bring_back(peer)
 
     def waits(self) -> list[str]:
         """Say of every task where it waits."""
@@ -199,80 +218,51 @@ class World:
         async with asyncio.TaskGroup() as lasting:
             for _, fault in ordered:
                 await asyncio.sleep(max(0.0, fault.at_s - self.now_s))
-                after = self._apply(fault)
+                if not self._happens(fault):
+                    continue
                 for watcher in self.watchers:
                     watcher.struck(fault)
-                if after is not None:
-                    lasting.create_task(_later(faults.ends_s(fault) - fault.at_s, after))
+                if isinstance(fault, faults.LASTING):
+                    lasting.create_task(self._end_later(fault))
 
-    def _apply(self, fault: Fault) -> Callable[[], None] | None:
-        """Let a fault happen; return what ends it, if it ends by itself."""
+    async def _end_later(self, fault: Fault) -> None:
+        await asyncio.sleep(max(0.0, faults.ends_s(fault) - self.now_s))
+        self._conditions.end(fault)
+
+    def _happens(self, fault: Fault) -> bool:
+        """Let a fault happen; return whether it did: a peer that is gone cannot crash again."""
         peer = self.peers.get(getattr(fault, "peer", ""))
         match fault:
-            case faults.Join():
+            case faults.Join() | faults.Restart() if self._sent_home:
+                return False
+            case faults.Join() if peer is None or not peer.running:
                 self._begin(peer or self._add(fault.peer, fault.stage))
             case faults.Restart() if peer is not None and not peer.running:
                 self._begin(peer)
+            case faults.Restart() if peer is not None and peer.leaving:
+                self._returning[peer.name] = None
             case faults.Crash() if peer is not None and peer.running:
-                del self._at_work[peer.name]
-                peer.crash()
-                self._changed.set()
-            case faults.Leave() if peer is not None and peer.running:
+                self._crash(peer)
+            case faults.Leave() if peer is not None and peer.running and not peer.leaving:
                 peer.ask_to_leave()
-            case faults.Slow() if peer is not None:
-                peer.slow_down(fault.factor)
-            case faults.Stutter() if peer is not None:
-                peer.begin_stutter(Stutter(fault.share, fault.pause_s))
-            case faults.Line() if peer is not None:
-                peer.access = _access(fault)
-                if peer.running:
-                    self.hub.set_access(peer.name, peer.access)
-            case faults.Tamper() if peer is not None and peer.running:
-                self.hub.tamper(peer.name, Tampering(fault.how), fault.count)
-            case faults.Silence():
-                self.hub.silence(fault.peer)
-                return lambda: self.hub.resume(fault.peer)
-            case faults.Partition():
-                self.hub.partition(fault.groups)
-                return self.hub.heal
-            case faults.Storm():
-                self.hub.weather = _stormy(self.setting.weather, fault)
-                return self._calm
-            case faults.Disk() if peer is not None:
-                peer.disk_refuses = True
-                return lambda: setattr(peer, "disk_refuses", False)
+            case faults.Join() | faults.Restart() | faults.Crash() | faults.Leave():
+                return False
             case _:
-                pass  # a peer that is gone cannot crash again: random schedules ask for such things
-        return None
+                return self._conditions.begin(fault)
+        return True
 
-    def _calm(self) -> None:
-        self.hub.weather = self.setting.weather
+    def _crash(self, peer: SimulatedPeer) -> None:
+        del self._at_work[peer.name]
+        peer.crash()
+        self._changed.set()
+        # Not before watchers have heard of the crash of the life that is over.
+        asyncio.get_running_loop().call_soon(self._bring_back, peer)
 
-
-async def _later(seconds: float, act: Callable[[], None]) -> None:
-    await asyncio.sleep(seconds)
-    act()
-
-
-def _access(fault: faults.Line) -> Access:
-    return Access(
-        up_bytes_per_s=fault.up_bytes_per_s or math.inf,
-        down_bytes_per_s=fault.down_bytes_per_s or math.inf,
-        dials_only=fault.dials_only,
-    )
-
-
-def _stormy(weather: Weather, storm: faults.Storm) -> Weather:
-    return Weather(
-        latency=weather.latency,
-        loss=max(weather.loss, storm.loss),
-        late=max(weather.late, storm.late),
-        late_s=weather.late_s,
-        duplicate=max(weather.duplicate, storm.duplicate),
-        roster_lag_s=weather.roster_lag_s,
-        silence_s=weather.silence_s,
-        open_s=weather.open_s,
-    )
+    def _bring_back(self, peer: SimulatedPeer) -> None:
+        """Begin the life of a peer that was to be restarted as soon as it had left."""
+        if peer.name in self._returning and not peer.running:
+            del self._returning[peer.name]
+            self._begin(peer)
 
 
 def simulate(setting: Setting, watch: Callable[[World], Sequence[Watcher]], finish: Callable[[World], T]) -> T:

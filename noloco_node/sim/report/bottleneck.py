@@ -3,13 +3,14 @@
 The first of these that holds:
 
 1. nothing was trained;
-2. lines are nearly full, and fuller than any devices are busy; or half full, and far more so;
-3. devices are nearly always busy: those of one stage, or all of them alike; or one stage stands out far above the rest;
-4. else no device and no line is the limit but the order of things: what idle devices waited for most says which.
+2. a stage was out of reach for half of the time: who died looks busy, for as long as it lived;
+3. lines are nearly full, and fuller than any devices are busy; or half full, and far more so, outside blocking rounds;
+4. devices are nearly always busy: those of one stage, or all of them alike; or one stage stands out far above the rest;
+5. else no device and no line is the limit but the order of things: what idle devices waited for most says which.
 
 The waits of a pipeline (for microbatches, replies, the end of a window) have one cause in common: a window's worth of
 work does not cover the way that a microbatch goes. Whether latency makes that way long, or transfers, or the passes of
-the other stages, follows from the prices.
+the other stages, follows from the prices. All shares are of the time of training: joining and ending aside.
 """
 
 from __future__ import annotations
@@ -25,6 +26,18 @@ NEARLY_FULL, HALF_FULL = 0.75, 0.5
 ALIKE = 0.85
 """Stages whose devices are at least so busy, measured by the busiest, count as equally busy."""
 STANDS_OUT = 1.5
+TRIPS = 4
+"""Latencies that a call from stage to stage costs: three until it has arrived, for its stream is opened first."""
+WHILE = {
+    Cause.JOINING: "looked for a place or copied weights",
+    Cause.ENDING: "were leaving",
+    Cause.GOSSIP: "stood still in blocking rounds",
+    Cause.ROUTE: "looked for a replica of the next stage, and reached none",
+    Cause.ROOM: "were refused by the next stage",
+    Cause.WINDOW: "waited for the end of a window",
+    Cause.REPLIES: "waited for replies",
+    Cause.MICROBATCHES: "waited for microbatches",
+}
 PIPELINE = (Cause.MICROBATCHES, Cause.REPLIES, Cause.WINDOW)
 
 
@@ -32,9 +45,12 @@ def bottleneck(report: Report) -> str:
     """Return the sentence."""
     waits = _waits(report)
     if not report.microbatches:
-        return f"Nothing was trained: the time went by with {_most(waits) or 'nothing'}."
+        worst = _most(waits)
+        return f"Nothing was trained: {'nobody was there' if worst is None else 'most peers ' + WHILE[worst]}."
+    if any(_share(stage, Cause.ROUTE) >= HALF_FULL for stage in report.stages):
+        return _other(report, Cause.ROUTE, waits[Cause.ROUTE])
     busiest = max(report.stages, key=lambda stage: stage.work)
-    line = _line(report, busiest.work)
+    line = _line(report, busiest.work, _most(waits) == Cause.GOSSIP)
     if line:
         return line
     sentence = _devices(report.stages, busiest)
@@ -48,20 +64,22 @@ def bottleneck(report: Report) -> str:
     return _other(report, worst, others[worst])
 
 
-def _waits(report: Report) -> dict[str, float]:
-    """Return the idle time by cause, a mean over the stages."""
-    waits: dict[str, float] = {}
-    for stage in report.stages:
-        for cause in Cause:
-            waits[cause] = waits.get(cause, 0.0) + stage.time.get(cause, 0.0) / len(report.stages)
-    return waits
+def _waits(report: Report) -> dict[Cause, float]:
+    """Return the idle time by cause, a mean over the stages; joining and ending in all the time, others in training."""
+    return {cause: sum(_share(stage, cause) for stage in report.stages) / len(report.stages) for cause in Cause}
 
 
-def _most(waits: Mapping[str, float]) -> str | None:
-    return max(waits, key=lambda cause: waits[cause], default=None)
+def _share(stage: StageReport, cause: Cause) -> float:
+    whole = 1.0 if cause in (Cause.JOINING, Cause.ENDING) else stage.training
+    return min(1.0, stage.time.get(cause, 0.0) / whole) if whole > 0.0 else 0.0
 
 
-def _line(report: Report, work: float) -> str | None:
+def _most(waits: Mapping[Cause, float]) -> Cause | None:
+    return max((cause for cause in waits if waits[cause] > 0.0), key=lambda cause: waits[cause], default=None)
+
+
+def _line(report: Report, work: float, gossip: bool) -> str | None:
+    """Say which lines are the limit. `gossip`: devices waited for blocking rounds most, whatever lines they fill."""
     found: list[tuple[float, int, str]] = []
     for stage in report.stages:
         spreads: tuple[tuple[str, Spread | None], ...] = (("up", stage.up), ("down", stage.down))
@@ -71,11 +89,11 @@ def _line(report: Report, work: float) -> str | None:
             if spread is not None and stage.training > 0.0
         ]
     full, number, side = max(found, default=(0.0, 0, ""))
-    if full < work or (full < NEARLY_FULL and full < max(HALF_FULL, STANDS_OUT * work)):
+    if full < work or (full < NEARLY_FULL and (gossip or full < max(HALF_FULL, STANDS_OUT * work))):
         return None
     return (
-        f"The {side}links of stage {-number} are the bottleneck: they were {full:.0%} full, "
-        f"while no stage's devices were busy for more than {work:.0%} of the time."
+        f"The {side}links of stage {-number} are the bottleneck: they were {full:.0%} full in training, "
+        f"while no stage's devices were busy for more than {work:.0%} of it."
     )
 
 
@@ -84,32 +102,43 @@ def _devices(stages: Sequence[StageReport], busiest: StageReport) -> str | None:
     others = sum(rest) / len(rest) if rest else 0.0
     least = min(rest, default=busiest.work)
     if rest and least >= ALIKE * busiest.work and busiest.work >= NEARLY_FULL:
-        return f"The devices are the limit, of all stages alike: they were busy for {least:.0%} of the time or more."
+        return f"The devices are the limit, of all stages alike: busy for {least:.0%} of the training or more."
     if busiest.work < NEARLY_FULL and (not rest or busiest.work < STANDS_OUT * max(rest)):
         return None
     if not rest:
-        return f"The devices are the limit: they were busy for {busiest.work:.0%} of the time."
+        return f"The devices are the limit: they were busy for {busiest.work:.0%} of the training."
     return (
-        f"Stage {busiest.stage} is the bottleneck: its devices were busy for {busiest.work:.0%} of the time, "
+        f"Stage {busiest.stage} is the bottleneck: its devices were busy for {busiest.work:.0%} of the training, "
         f"those of the other stages for {others:.0%}."
     )
 
 
 def _pipeline(report: Report, busiest: StageReport, share: float) -> str:
     """Say what makes the way of a microbatch longer than its window: latency, transfers or passes."""
-    latency_s = 2 * (len(report.stages) - 1) * report.scenario.network.latency.mean_s
-    transfers_s = _transfers_s(report)
-    passes_s = 3 * (sum(stage.forward_s for stage in report.stages) - busiest.forward_s)
-    window_s = 3 * report.window * busiest.forward_s
-    idle = f"Devices waited for other stages for {share:.0%} of the time"
-    work = f"A window of {report.window} microbatches is {window_s:.3g} s of work at a stage"
-    if transfers_s > max(latency_s, passes_s):
-        return f"The lines are too slow for the windows. {work}, each is in transfer for {transfers_s:.3g} s. {idle}."
-    if latency_s > passes_s:
-        why = f"each is on its way between stages for {latency_s:.3g} s"
-        return f"The windows are too small for the latency. {work}, {why}. {idle}."
-    why = f"each spends {passes_s:.3g} s at other stages"
-    return f"The windows are too small for so many stages. {work}, {why}. {idle}."
+    devices = report.scenario.devices
+    slowness = sum(devices.slowness) / len(devices.slowness)
+    pauses_s = 2 * devices.stutter_share * devices.stutter_pause_s
+    own_s = 3 * busiest.forward_s * slowness + pauses_s
+    others = [stage for stage in report.stages if stage is not busiest]
+    way = {
+        "passes": sum(3 * stage.forward_s * slowness + pauses_s for stage in others),
+        "transfers": _transfers_s(report),
+        "latency": TRIPS * len(others) * report.scenario.network.latency.mean_s,
+    }
+    longest = max(way, key=lambda part: way[part])
+    first = {
+        "passes": "The windows are too small for so many stages.",
+        "transfers": "The lines are too slow for the windows.",
+        "latency": "The windows are too small for the latency.",
+    }[longest]
+    if len(others) == 1 and longest == "passes":
+        first = "The windows are too small."
+    parts = ", ".join(f"{seconds:.3g} s of {part}" for part, seconds in way.items() if seconds >= 0.0005)
+    count = f"A window of {report.window} microbatch{'es' if report.window > 1 else ''}"
+    work = (
+        f"{count} is {report.window * own_s:.3g} s of work at a stage; the way of one through the others adds {parts}"
+    )
+    return f"{first} {work}. Devices waited for other stages for {share:.0%} of the training."
 
 
 def _transfers_s(report: Report) -> float:
@@ -121,20 +150,20 @@ def _transfers_s(report: Report) -> float:
     return (len(report.stages) - 1) * both_bytes / (mbit * MBIT_BYTES)
 
 
-def _other(report: Report, cause: str, share: float) -> str:
-    stage = max(report.stages, key=lambda stage: stage.time.get(cause, 0.0))
+def _other(report: Report, cause: Cause, share: float) -> str:
+    stage = max(report.stages, key=lambda stage: _share(stage, cause))
     match cause:
         case Cause.GOSSIP:
-            return f"Blocking rounds are the bottleneck: devices stood still in them for {share:.0%} of the time."
+            return f"Blocking rounds are the bottleneck: devices stood still in them for {share:.0%} of the training."
         case Cause.ROOM:
             return (
                 f"Stage {stage.stage + 1} is the bottleneck: its replicas refused microbatches, and those of stage "
-                f"{stage.stage} waited for room for {stage.time[cause]:.0%} of their time."
+                f"{stage.stage} waited for room for {_share(stage, cause):.0%} of the training."
             )
         case Cause.ROUTE:
             return (
                 f"Stage {min(stage.stage + 1, len(report.stages) - 1)} was out of reach: replicas of stage "
-                f"{stage.stage} waited for {stage.time[cause]:.0%} of their time for one of it."
+                f"{stage.stage} waited for {_share(stage, cause):.0%} of the training for one of it."
             )
         case Cause.JOINING:
             return f"Joining took longest: {share:.0%} of the peers' time. A longer run would show more."

@@ -26,7 +26,7 @@ from noloco_node.sim.report.meter import Meter
 from noloco_node.sim.report.tally import Tally
 from noloco_node.sim.report.trace import Trace
 from noloco_node.sim.report.wording import lines
-from noloco_node.sim.scenario import Scenario, load_scenario, problems
+from noloco_node.sim.scenario import Scenario, line_of, load_scenario, problems
 from noloco_node.sim.setting import Setting, base, work_out
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
 
@@ -63,8 +63,11 @@ class Wanted(NamedTuple):
         return DEFAULT_OUT if self.trace or not self.as_json else None
 
 
-def simulate_scenario(path: Path | None, flags: Flags, wanted: Wanted, say: Say) -> None:
-    """Simulate a scenario; `say` prints what the command returns. Raises `Trouble`."""
+def simulate_scenario(path: Path | None, flags: Flags, wanted: Wanted, say: Say) -> int:
+    """Simulate a scenario; `say` prints what the command returns. Return the exit code; raises `Trouble`.
+
+    A swarm that came to a standstill has its report, and 1.
+    """
     setting = complete(put_together(path, flags), path)
     directory = wanted.directory
     if directory is not None:
@@ -74,13 +77,21 @@ def simulate_scenario(path: Path | None, flags: Flags, wanted: Wanted, say: Say)
         _write(directory, report)
     if wanted.as_json:
         say(msgspec.json.encode(report).decode())
-        return
-    say("\n".join(lines(report)))
-    say(f"\nIn {directory}: swarm.png, report.txt, report.json{', events.jsonl' if wanted.trace else ''}")
+    else:
+        say("\n".join(lines(report)))
+        say(f"\nIn {directory}: swarm.png, report.txt, report.json{', events.jsonl' if wanted.trace else ''}")
+    return Exit.OK if report.standstill is None else Exit.BUG
 
 
-def search(path: Path | None, flags: Flags, count: int, say: Say) -> int:
+def search(path: Path | None, flags: Flags, wanted: Wanted, count: int, say: Say) -> int:
     """Run `count` random fault schedules from the seed on; return the exit code."""
+    if wanted != Wanted():
+        raise Trouble(
+            "--explore does not go with --json, --out or --trace.",
+            why="it says which seeds break an invariant and leaves no files",
+            attempt=f"noloco-node simulate --explore {count}; then --seed S --trace shows one of its seeds",
+            code=Exit.USAGE,
+        )
     if path is not None or flags.of_the_swarm:
         raise Trouble(
             "--explore makes its own swarms.",
@@ -94,8 +105,15 @@ def search(path: Path | None, flags: Flags, count: int, say: Say) -> int:
     return explore(count, flags.seed or 0, say)
 
 
-def repeat(seed: int, say: Say) -> int:
+def repeat(seed: int, wanted: Wanted, say: Say) -> int:
     """Replay the random fault schedule of a seed with all its events; return the exit code."""
+    if wanted != Wanted(trace=True):
+        raise Trouble(
+            "--seed and --trace alone replay a schedule of --explore, without --json or --out.",
+            why="a replay says its events and leaves no files",
+            attempt=f"leave --json and --out away; or trace a swarm of flags: --peers 4 --seed {seed} --trace",
+            code=Exit.USAGE,
+        )
     from noloco_node.sim.explore.search import replay
 
     torch.set_num_threads(1)
@@ -146,10 +164,16 @@ def complete(scenario: Scenario, path: Path | None) -> Setting:
     """Work a scenario out, and look at its faults again now that it is known who takes part."""
     setting = work_out(scenario)
     pipeline = setting.run.pipeline
-    swarm = structs.replace(scenario.swarm, stages=pipeline.stages, replicas=pipeline.replicas)
+    swarm = structs.replace(
+        scenario.swarm,
+        stages=pipeline.stages,
+        replicas=pipeline.replicas,
+        inner_steps_per_round=setting.run.outer.inner_steps_per_round,
+    )
     for problem in problems(structs.replace(scenario, swarm=swarm)):
+        where = "the flags" if path is None else f"{path}{line_of(path.read_text('utf-8-sig'), problem.field)}"
         raise Trouble(
-            f"{path or 'the flags'}: {problem.field} is refused.",
+            f"{where}: {problem.field} is refused.",
             why=problem.why,
             attempt=problem.attempt,
             code=Exit.CONFIG,

@@ -78,6 +78,7 @@ class Happened(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A whole simulation.
 
+    `budget_tokens`: after which it was to end. Sources learn of each other's by records, and so overshoot it.
     `virtual_s`: until the last step; `training_s`: from the first replica's start to the last gradient at a source,
     over which `tokens_per_s` is. `retried`: calls after which another replica was asked, by reason. `given_up`:
     microbatches that their source had to begin again. `discarded`: of windows that no step used. `sent_bytes`: by
@@ -95,6 +96,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     training_s: float
     real_s: float = 0.0
     tokens: int
+    budget_tokens: int
     microbatches: int
     tokens_per_s: float
     loss_first: float | None
@@ -112,6 +114,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     network: dict[str, int]
     happened: tuple[Happened, ...]
     course: tuple[Moment, ...]
+    standstill: str | None = None
+    """Who waited for ever, where nobody could take a step any more."""
 
 
 def make_report(world: World, tally: Tally) -> Report:
@@ -138,6 +142,7 @@ def make_report(world: World, tally: Tally) -> Report:
         virtual_s=world.ended_s,
         training_s=lasted_s,
         tokens=tokens,
+        budget_tokens=tally.budget * setting.microbatch_tokens,
         microbatches=microbatches,
         tokens_per_s=tokens / lasted_s if lasted_s else 0.0,
         loss_first=_mean(losses[:several]),
@@ -155,6 +160,7 @@ def make_report(world: World, tally: Tally) -> Report:
         network=_network(hub),
         happened=tuple(Happened(at_s=struck.at_s, fault=struck.fault) for struck in tally.struck_faults),
         course=course,
+        standstill=world.standstill,
     )
 
 
@@ -234,7 +240,7 @@ def _lines(stints: Sequence[Stint]) -> tuple[Spread | None, Spread | None]:
     """Return how full uplinks and downlinks were, each peer's by the end of its last life."""
     last = {stint.peer.name: stint.lines for stint in stints}
     up, down = (
-        [lines[side].utilisation for lines in last.values() if lines and lines[side].capacity_bytes < math.inf]
+        [lines[side].utilisation for lines in last.values() if lines and 0.0 < lines[side].capacity_bytes < math.inf]
         for side in (0, 1)
     )
     return _spread(up), _spread(down)

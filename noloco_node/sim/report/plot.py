@@ -7,6 +7,7 @@ where it is drawn, in colours that the colour-blind tell apart (`noloco_node.dem
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from io import BytesIO
 from itertools import pairwise
@@ -22,7 +23,7 @@ from noloco_node.demo.summary import SAME, readable_seconds
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.figures import COMPUTING, UNSEEN, Happened, Report
 from noloco_node.sim.report.tally import Cause
-from noloco_node.sim.report.wording import rate_words
+from noloco_node.sim.report.wording import rate_words, size_words
 
 CAUSES = {
     COMPUTING: "#0072B2",
@@ -49,11 +50,13 @@ FAULT = "#D55E00"
 def picture(report: Report) -> bytes:
     """Return the picture as a PNG."""
     bars = 0.4 + 0.28 * min(len(report.stages), MOST_BARS)
-    height = 7.2 + bars
+    sentence = _wrapped(bottleneck(report))
+    head = 0.98 + 0.17 * sentence.count("\n")
+    height = 6.05 + head + bars
     figure = Figure(figsize=(11, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
     sides = {"left": 0.085, "right": 0.87}
-    over_time = figure.add_gridspec(3, 1, **sides, top=1 - 1.15 / height, bottom=(bars + 1.2) / height, hspace=0.2)
+    over_time = figure.add_gridspec(3, 1, **sides, top=1 - head / height, bottom=(bars + 1.2) / height, hspace=0.2)
     speed = figure.add_subplot(over_time[0])
     devices, gap = (figure.add_subplot(over_time[row], sharex=speed) for row in (1, 2))
     below = figure.add_gridspec(1, 1, **sides, top=(bars + 0.3) / height, bottom=0.3 / height)
@@ -61,9 +64,7 @@ def picture(report: Report) -> bytes:
     for panel in (speed, devices):
         panel.tick_params(labelbottom=False)
     figure.text(0.085, 1 - 0.35 / height, _heading(report), fontsize=14, fontweight="bold", color=INK)
-    figure.text(
-        0.085, 1 - 0.45 / height, _wrapped(bottleneck(report)), fontsize=9.5, color=QUIET, va="top", linespacing=1.3
-    )
+    figure.text(0.085, 1 - 0.45 / height, sentence, fontsize=9.5, color=QUIET, va="top", linespacing=1.3)
     _draw_speed(speed, report)
     _draw_stages(devices, report, [moment.devices for moment in report.course], 1.02)
     devices.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -84,10 +85,7 @@ def picture(report: Report) -> bytes:
 
 
 def _heading(report: Report) -> str:
-    return (
-        f"{report.scenario.name}: {len(report.stages)} stages of {report.replicas} replicas, "
-        f"{rate_words(report.tokens_per_s)} tokens/s"
-    )
+    return f"{report.scenario.name}: {size_words(report)}, {rate_words(report.tokens_per_s)} tokens/s"
 
 
 def _tick_s(length_s: float) -> float:
@@ -97,12 +95,8 @@ def _tick_s(length_s: float) -> float:
 
 
 def _wrapped(text: str) -> str:
-    """Break a sentence into two lines, where it is longer than one."""
-    text = re.sub(r"(?<=\d) s\b", "\u00a0s", text)
-    if len(text) <= WRAP:
-        return text
-    place = text.rfind(" ", 0, WRAP)
-    return f"{text[:place]}\n{text[place + 1 :]}"
+    """Break a text into lines, and no number from its unit."""
+    return "\n".join(textwrap.wrap(re.sub(r"(?<=\d) s\b", "\u00a0s", text), WRAP))
 
 
 def _draw_speed(panel: Axes, report: Report) -> None:
@@ -209,7 +203,10 @@ def _label(panel: Axes, labels: Sequence[Labelled]) -> None:
     ordered = sorted(labels)
     wanted = [float(to_axes.transform((0, min(max(label.height, bottom), top)))[1]) for label in ordered]
     line = LABEL_POINTS / (panel.bbox.height / DPI * 72)
-    for label, height in zip(ordered, spread(wanted, line), strict=True):
+    heights = spread(wanted, line)
+    # Below the axis they would run into the last tick's.
+    lift = max(0.0, -min(heights, default=0.0))
+    for label, height in zip(ordered, (height + lift for height in heights), strict=True):
         panel.text(1.015, height, label.text, transform=panel.transAxes, color=label.colour, fontsize=9, va="center")
 
 

@@ -132,7 +132,7 @@ class Tally:
         self.sums = _Sums(gap=[0.0] * self._stages, gaps=[0] * self._stages)
         self.rows: list[Row] = []
         self._stride, self._looks = 1, 0
-        self._budget = world.setting.run.budget_samples // world.setting.run.pipeline.microbatch_size
+        self.budget = world.setting.run.budget_samples // world.setting.run.pipeline.microbatch_size
         self._bad_until_s: dict[str, float] = {}
         self._cut_until_s, self._sides = 0.0, dict[str, int]()
 
@@ -180,9 +180,9 @@ class Tally:
         self.struck_faults.append(Struck(now_s, fault))
         match fault:
             case faults.Crash() | faults.Leave() | faults.Restart() | faults.Tamper():
-                self._bad_until_s[fault.peer] = now_s + RECENT_S
+                self._suspect(fault.peer, now_s + RECENT_S)
             case faults.Silence():
-                self._bad_until_s[fault.peer] = faults.ends_s(fault) + RECENT_S
+                self._suspect(fault.peer, faults.ends_s(fault) + RECENT_S)
             case faults.Partition():
                 self._cut_until_s = faults.ends_s(fault) + RECENT_S
                 self._sides = {peer: number for number, group in enumerate(fault.groups) for peer in group}
@@ -190,6 +190,9 @@ class Tally:
                 pass
         if isinstance(fault, faults.Crash) and fault.peer in self._world.peers:
             self._end(self._stint(self._world.peers[fault.peer]))
+
+    def _suspect(self, peer: str, until_s: float) -> None:
+        self._bad_until_s[peer] = max(until_s, self._bad_until_s.get(peer, 0.0))
 
     def look(self) -> None:
         """Look at what everybody does, and write a row."""
@@ -200,7 +203,7 @@ class Tally:
         step = len(self.stints) // SEEN_AT_ONCE + 1
         for stint in list(self.stints.values())[self._looks % step :: step]:
             if stint.ended_s is None and stint.stage is not None:
-                self._see(stint, done >= self._budget)
+                self._see(stint, done >= self.budget)
         if self._looks % self._stride == 0:
             self.rows.append(self._row(done))
             if len(self.rows) > MOST_ROWS:
@@ -290,7 +293,9 @@ def waits_for(stint: Stint, over: bool) -> Cause:
         return Cause.GOSSIP
     wait = downstream.waiting if downstream is not None else None
     if wait is not None:
-        return Cause.ROOM if wait.what.startswith("room") else Cause.ROUTE
+        if wait.what.startswith("room"):
+            return Cause.ROOM
+        return Cause.ENDING if over else Cause.ROUTE  # at the end those whom it looks for have left
     if gate.succeeded + gate.in_flight == gate.window:
         return Cause.WINDOW if gate.queued else Cause.REPLIES
     # A source fills its window at once; where it does not it was refused, and pauses.

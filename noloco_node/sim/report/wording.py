@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -24,6 +25,8 @@ COLUMNS = {
     str(Cause.ENDING): "ending",
 }
 MOST_FAULTS = 20
+WIDTH = 100
+"""Columns of the sentence; the tables are about as wide."""
 
 
 def lines(report: Report) -> list[str]:
@@ -31,10 +34,11 @@ def lines(report: Report) -> list[str]:
     return [
         *heading(report),
         "",
-        bottleneck(report),
+        *textwrap.wrap(" ".join(filter(None, (report.standstill, bottleneck(report)))), WIDTH),
         "",
         f"{'speed':<12}{rate_words(report.tokens_per_s)} tokens a virtual second "
-        f"({report.tokens:,} tokens, {report.microbatches:,} microbatches)",
+        f"({report.tokens:,} tokens of {report.budget_tokens:,} planned, "
+        f"in {report.microbatches:,} microbatches of {report.microbatch_tokens:,})",
         f"{'time':<12}{_duration(report.virtual_s)} virtual{_real(report)}",
         f"{'loss':<12}{_change(report.loss_first, report.loss_last)}",
         "",
@@ -56,7 +60,7 @@ def lines(report: Report) -> list[str]:
 def heading(report: Report) -> list[str]:
     """Say what was simulated, and what stood for what."""
     swarm, scenario = report.scenario.swarm, report.scenario
-    sizes = f"{len(report.stages)} stages of {report.replicas} replicas"
+    sizes = size_words(report)
     if not report.parameters:
         return [f"{scenario.name}: a swarm of quadratic bowls, {sizes}, seed {scenario.seed}."]
     text = [f"{scenario.name}: a run of {_count(report.parameters)} parameters in {sizes}, seed {scenario.seed}."]
@@ -64,6 +68,12 @@ def heading(report: Report) -> list[str]:
         return [*text, "The model was really trained; devices and lines were simulated."]
     prices = "what its operations take" if scenario.devices.tflops else f"{scenario.devices.forward_s} s forward"
     return [*text, f"Passes cost {prices}, messages weigh what they would; only the arithmetic is replaced, by bowls."]
+
+
+def size_words(report: Report) -> str:
+    """Return how large the swarm is."""
+    stages, replicas = len(report.stages), report.replicas
+    return f"{stages} stage{'s' * (stages > 1)} of {replicas} replica{'s' * (replicas > 1)}"
 
 
 def _count(number: int) -> str:
@@ -154,9 +164,10 @@ def _bytes(report: Report) -> list[str]:
 
 
 def _faults(report: Report) -> list[str]:
-    if not report.happened:
+    planned = len(report.scenario.fault)
+    if not planned:
         return []
-    text = ["", f"{'faults':<12}{len(report.happened):,} happened"]
+    text = ["", f"{'faults':<12}{len(report.happened):,} of {planned:,} happened before the end"]
     text += [f"  {each.at_s:>8.1f} s   {fault_words(each.fault)}" for each in report.happened[:MOST_FAULTS]]
     more = len(report.happened) - MOST_FAULTS
     return [*text, *([f"  and {more:,} more"] if more > 0 else [])]

@@ -1,0 +1,165 @@
+"""The two sides of every meeting: found, compared, and missed where one of them is not there.
+
+Each side applies its step when its own next pause comes, so the two are heard of at different times. They are of one
+meeting if both saw the same gap: the numbers of their rounds may differ, since healing is bounded by each side's own
+roster. Both must have applied the same mean, and it must be that of the two snapshots.
+
+Of all messages the loss of the last receipt alone leaves one side stepped and the other not. So a side that finds no
+other is looked into when the run is over. The other must have said that it lost this very exchange, each such loss
+explaining one side, or its life must have ended before it could apply the step.
+
+Where a message was tampered with in the meantime, it was believed as far as it was plausible: such means may differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gossip.matching import ROUND_BOUND
+from noloco_node import journal
+from noloco_node.sim.explore.lives import Complain, LifeRecord, Lives, Spoilt
+
+TOLERANCE = 1e-3
+"""As in `watch_rounds`."""
+NO_GAP = 1e-6
+"""A gap that tells no meeting from another: of two replicas alone, by arithmetic."""
+LATE_S = 30.0
+"""After one side has stepped, until the other has, or has given up: a receipt is held back for less."""
+LOST_S = 90.0
+"""After one side has stepped, until the other has given the exchange up, whatever its patience."""
+FEW_STEPS = 3
+"""Inner steps within which a step that is agreed has been applied."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Side:
+    """One side of a meeting: who with whom, in which round, the gap that it saw, the mean that it applied.
+
+    `begun_s`: no later than the exchange began. `stepped_s`: when the step was applied.
+    """
+
+    name: str
+    partner: str
+    round: int
+    gap: float
+    mean: Tensor
+    snapshot: Tensor
+    scale: float
+    begun_s: float
+    stepped_s: float
+
+    @classmethod
+    def of(
+        cls, record: LifeRecord, event: journal.OuterStep, mean: Tensor, snapshot: Tensor, scale: float, now_s: float
+    ) -> Side:
+        """Return the side that a replica has just applied; it was agreed after the last pause but one."""
+        assert event.partner is not None
+        agreed_s = record.stepped_s[-2] if len(record.stepped_s) > 1 else record.began_s
+        return cls(
+            name=record.name,
+            partner=event.partner,
+            round=event.round,
+            gap=event.gap or 0.0,
+            mean=mean,
+            snapshot=snapshot,
+            scale=scale,
+            begun_s=agreed_s - event.seconds,
+            stepped_s=now_s,
+        )
+
+
+@dataclass(slots=True)
+class Meetings:
+    """Finds the other side of each, and checks both."""
+
+    lives: Lives
+    spoilt: Spoilt
+    complain: Complain
+    checked: Counter[str]
+    compared: int = 0
+    unmatched: int = 0
+    _open: dict[tuple[str, str], list[Side]] = field(default_factory=dict)
+    """Sides that have no other side yet, by the two peers."""
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return meetings whose two sides were compared, and sides that had no other in the end."""
+        return {"compared": self.compared, "unmatched": self.unmatched}
+
+    def __repr__(self) -> str:
+        return f"Meetings({self.compared} compared, {sum(map(len, self._open.values()))} half)"
+
+    def hear(self, record: LifeRecord, event: journal.OuterStep, side: Side) -> None:
+        """Compare a side that has just been applied with its other side, if that is there already."""
+        first, second = sorted((record.name, side.partner))
+        waiting = self._open.setdefault((first, second), [])
+        found = [other for other in waiting if _of_one_meeting(other, side)]
+        if not found:
+            waiting.append(side)
+            return
+        other = min(found, key=lambda each: abs(each.round - side.round))
+        waiting.remove(other)
+        if self._is_spoilt(side) or self._is_spoilt(other):
+            return
+        self.compared += 1
+        self.checked["pair"] += 1
+        scale = TOLERANCE * max(side.scale, other.scale)
+        away = float((side.mean - other.mean).abs().max())
+        if not away <= scale:
+            sentence = f"{side.name} and {other.name} met in round {event.round} and applied means that differ"
+            self.complain("pair", f"{sentence} by {away:.3g}")
+        away = float((side.mean - (side.snapshot + other.snapshot) / 2).abs().max())
+        if not away <= scale:
+            sentence = f"{side.name} and {other.name} met in round {event.round} and applied a mean of other weights"
+            self.complain("pair", f"{sentence} than their snapshots: {away:.3g} off")
+
+    def _is_spoilt(self, side: Side) -> bool:
+        return self.spoilt(side.name, side.begun_s) or self.spoilt(side.partner, side.begun_s)
+
+    def end(self) -> None:
+        """Look into the sides that have found no other, once the run is over."""
+        used: set[int] = set()
+        for sides in self._open.values():
+            for side in sides:
+                if self._is_spoilt(side):
+                    continue
+                self.unmatched += 1
+                self.checked["unmatched"] += 1
+                if not self._gave_up(side, used) and not self._ended(side):
+                    sentence = f"{side.name} met {side.partner} in round {side.round} at {side.stepped_s:.2f} s"
+                    self.complain("pair", f"{sentence}, and the other neither stepped nor lost the exchange nor ended")
+
+    def _gave_up(self, side: Side, used: set[int]) -> bool:
+        """Say whether the partner gave up an exchange with us then; each that it gave up explains one side."""
+        for record in self._lives_of(side.partner):
+            for given_up in record.breaks:
+                then = side.begun_s <= given_up.at_s <= side.stepped_s + LOST_S
+                if then and given_up.partner == side.name and id(given_up) not in used:
+                    used.add(id(given_up))
+                    return True
+        return False
+
+    def _ended(self, side: Side) -> bool:
+        """Say whether a life of the partner ended before it can have applied the step."""
+        for record in self._lives_of(side.partner):
+            if record.ended_s is not None and record.ended_s >= side.begun_s:
+                soon = record.ended_s <= side.stepped_s + LATE_S
+                if soon or record.steps_since(side.stepped_s) < FEW_STEPS:
+                    return True
+        return False
+
+    def _lives_of(self, peer: str) -> Iterator[LifeRecord]:
+        return (record for (name, _), record in self.lives.items() if name == peer)
+
+
+def _of_one_meeting(one: Side, other: Side) -> bool:
+    """Say whether two sides are of one meeting: the same gap, numbers that healing may leave, and about one time."""
+    if one.name == other.name or not math.isclose(one.gap, other.gap, rel_tol=1e-4, abs_tol=NO_GAP):
+        return False
+    if max(one.begun_s, other.begun_s) > min(one.stepped_s, other.stepped_s) + LATE_S:
+        return False
+    return abs(one.round - other.round) <= ROUND_BOUND
