@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from gossip import catch_up
 from gossip.messages import Parts, ReplicaState
 from noloco_node import __version__, journal
+from noloco_node.beginning import Beginning, copied, fresh, restored
 from noloco_node.checkpoint import Checkpoint, Counters
 from noloco_node.errors import Exit, Trouble
 from noloco_node.machine import Machine, Stage, Voice
+from noloco_node.post import SLOWEST_BYTES_PER_S
 from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe
-from noloco_node.replica import SLOWEST_BYTES_PER_S, Beginning, copied, fresh, restored
 from noloco_node.roster import PeerRecord, State
 from noloco_node.topics import STATE, state_schema, topic
 from pipeline.placement import Claim, choose_stage, yields

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,13 +24,15 @@ from noloco_node.checkpoint import Counters
 from noloco_node.errors import Exit, Trouble
 from noloco_node.joining import Newcomer, Start, copying_s, join
 from noloco_node.machine import Dimensions, Machine, Text, Voice
+from noloco_node.post import SLOWEST_BYTES_PER_S, Post, World
 from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA as RUN_SCHEMA
 from noloco_node.recipe import TOPIC as RUN_TOPIC
 from noloco_node.recipe import Recipe
-from noloco_node.replica import SLOWEST_BYTES_PER_S, Post, Replica, World
-from noloco_node.roster import PeerRecord, Roster, State
+from noloco_node.replica import Replica
+from noloco_node.roster import Roster, State
 from noloco_node.source import Source
+from noloco_node.telling import Telling
 from noloco_node.topics import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.wire import Violation
 from pipeline.schedule import run_over
@@ -43,7 +45,6 @@ T = TypeVar("T")
 LAST_ROUND_S = 20.0
 DRAIN_S = 10.0
 """How long a leaving node waits for the microbatches in its hands."""
-LINE_EVERY_S = 10.0
 MOST_ADDRESSES = 8
 """Of a machine with very many interfaces; a record has little room."""
 STATE_TURNS = 2
@@ -118,9 +119,12 @@ class Node:
                 replica = self._replica = self._become_replica(start)
                 start = None  # it holds copies of the weights that the replica will have replaced
                 await self._open_doors(replica)
-                async with self._running(self._tell()):
+                telling = Telling(
+                    replica, self._network, self._voice, self._wishes.refresh_s, lambda: self._announce(self._state)
+                )
+                async with self._running(telling.run()):
                     try:
-                        over = await self._train(replica, leave)
+                        over = await self._train(replica, leave, telling)
                     except ExceptionGroup:
                         await self._save(replica)
                         raise
@@ -172,7 +176,8 @@ class Node:
 
         number = replica.post.stage
         shapes = tuple(self._plan.shapes[number].values())
-        patience_s = copying_s(4 * sum(map(prod, shapes)), self._wishes.slowest_bytes_per_s)
+        weight_bytes = 4 * sum(map(prod, shapes))
+        patience_s = copying_s(weight_bytes, self._wishes.slowest_bytes_per_s) if self._wishes.deadlines else inf
         if number > 0:
             schema = microbatch_schema(self._run, self._plan.width)
             handler = self._watched(MICROBATCH, replica.serve_microbatch)
@@ -185,7 +190,7 @@ class Node:
 
     # Training.
 
-    async def _train(self, replica: Replica, leave: asyncio.Event) -> bool:
+    async def _train(self, replica: Replica, leave: asyncio.Event, telling: Telling) -> bool:
         """Train until the run is over (True) or we are asked to leave (False)."""
         self._voice.say(f"training stage {replica.post.stage} from inner step {replica.inner_steps}")
         async with asyncio.TaskGroup() as group:
@@ -212,7 +217,7 @@ class Node:
                 await _unless(leave, replica.rounds.last_round(LAST_ROUND_S))
             await replica.rounds.leave()
             gossip.cancel()
-        self._record_totals()
+        telling.record_totals()
         self._voice.record(
             journal.Finished(
                 why="the run is over" if over else "asked to leave",
@@ -261,43 +266,6 @@ class Node:
             return 1.0
         samples = self._unlisted + roster.run_samples - roster.own_samples + own_samples
         return min(1.0, samples / self._run.budget_samples)
-
-    # Telling.
-
-    async def _tell(self) -> None:
-        """Keep our record, the journal's totals and the person in front of the screen up to date."""
-        said_at, totals_at, waited_for = -LINE_EVERY_S, 0.0, None
-        while True:
-            await asyncio.sleep(min(self._wishes.refresh_s, LINE_EVERY_S) / 2)
-            self._announce(self._state)
-            if asyncio.get_running_loop().time() - totals_at >= self._wishes.refresh_s:
-                totals_at = asyncio.get_running_loop().time()
-                self._record_totals()
-            record = self._replica_or_fail().describe(State.TRAINING)
-            now_s, waits_for = (
-                asyncio.get_running_loop().time(),
-                record.waiting and record.waiting.partition(", for")[0],
-            )
-            if waits_for != waited_for:
-                waited_for = waits_for
-                self._voice.record(journal.StateChanged(state=State.TRAINING, waiting=waits_for))
-            if now_s - said_at >= LINE_EVERY_S:
-                said_at = now_s
-                self._voice.say(progress_line(record))
-
-    def _record_totals(self) -> None:
-        """Journal the totals so far: microbatches by next hop, bytes by purpose."""
-        replica = self._replica_or_fail()
-        if replica.downstream is not None:
-            totals = replica.downstream.hop_totals
-            self._voice.record(journal.Hops(counts={peer: total.succeeded for peer, total in totals.items()}))
-        bytes_by: dict[str, dict[str, int]] = {"bytes.sent.": {}, "bytes.received.": {}}
-        for name, value in self._network.statistics().items():
-            for prefix, counts in bytes_by.items():
-                if name.startswith(prefix):
-                    purpose = name.removeprefix(prefix).partition("/")[0]
-                    counts[purpose] = counts.get(purpose, 0) + int(value)
-        self._voice.record(journal.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
 
     def _watched(self, topic: str, handler: Handler) -> Handler:
         """Journal what a peer sends that no peer may send; the network ends that conversation by itself."""
@@ -372,17 +340,6 @@ class Node:
 
     def __repr__(self) -> str:
         return f"Node({self._me}, {self._replica!r})"
-
-
-def progress_line(record: PeerRecord) -> str:
-    """Say in one line how a peer is doing."""
-    loss = "" if record.loss is None else f", loss {record.loss:.3f}"
-    gap = "" if record.gap is None else f", gap {record.gap:.2g}"
-    waits = "" if record.waiting is None else f"; waiting for {record.waiting}"
-    return (
-        f"step {record.inner_steps}, round {record.round}, progress {record.progress:.1%}{loss}{gap}, "
-        f"{record.tokens_per_s:,.0f} tokens/s{waits}"
-    )
 
 
 async def _unless(leave: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

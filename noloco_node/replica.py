@@ -11,19 +11,19 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from gossip.messages import Parts, ReplicaState
-from gossip.nesterov import Outer, OuterState, Tensors
-from gossip.port import Candidate, Deferred, Event, Lost, Origin, OuterStep, Patience, Settings, Surroundings
+from gossip.nesterov import Tensors
+from gossip.port import Candidate, Deferred, Event, Lost, OuterStep, Surroundings
 from gossip.round import Rounds
 from noloco_node import __version__, journal
+from noloco_node.beginning import Beginning
 from noloco_node.checkpoint import Checkpoint, Counters
-from noloco_node.config import RunConfig
 from noloco_node.machine import Runner, Stage
+from noloco_node.post import Post, World, round_settings
 from noloco_node.roster import Derived, PeerRecord, Roster, State
 from noloco_node.topics import GOSSIP, MICROBATCH, topic
 from noloco_node.wire import Violation
@@ -36,56 +36,12 @@ from pipeline.stage import OptimiserState
 from pipeline.worker import Compute, Worker
 
 if TYPE_CHECKING:
-    from noloco_node.port import Conversation, Network
-    from noloco_node.wire import Schema
+    from noloco_node.port import Conversation
 
-SLOWEST_BYTES_PER_S = 2**20
-"""Of a line that is still good enough, if nobody says otherwise."""
 DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
 IDLE_S = 5.0
 """Shorter waits are not worth a word."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
-    """A replica's place in the run. `stage`: number of its stage. `run_id`: the run's digest.
-
-    `deadlines`: False bounds neither a meeting nor its answer in time, so that a wait that never ends is seen.
-    `slowest_bytes_per_s`: a partner whose line is slower is given up; deadlines of an exchange follow from it.
-    """
-
-    run: RunConfig
-    run_id: str
-    stage: int
-    peer: str
-    deadlines: bool = True
-    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
-
-    @property
-    def last(self) -> bool:
-        """Whether the loss is computed here."""
-        return self.stage == self.run.pipeline.stages - 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class World:
-    """What a replica sees of the swarm. `record` takes journal events. `vocabulary`: of the model, in tokens."""
-
-    network: Network
-    roster: Callable[[], Roster]
-    record: Callable[[journal.Event], None]
-    microbatch_schema: Schema
-    gossip_schema: Schema
-    vocabulary: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Beginning:
-    """Where a replica starts, its stage being there already: the outer state, its counters, the run's progress."""
-
-    origin: Origin
-    progress: float = 0.0
 
 
 class Replica:
@@ -343,52 +299,6 @@ class Replica:
 
     def __repr__(self) -> str:
         return f"Replica(stage {self.post.stage}, step {self.inner_steps}, {self.rounds!r}, {self.gate!r})"
-
-
-def round_settings(post: Post, weight_bytes: int) -> Settings:
-    """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves."""
-    run, outer = post.run, post.run.outer
-    sets = 1 if outer.gamma == outer.beta else 2
-    patience = Patience(exchange_s=60.0 + 2 * sets * weight_bytes / post.slowest_bytes_per_s)
-    return Settings(
-        seed=run.seed,
-        outer=Outer(outer.alpha, outer.beta, outer.gamma),
-        inner_steps_per_round=outer.inner_steps_per_round,
-        overlap_steps=outer.overlap_steps,
-        deferrals_before_solo=outer.deferrals_before_solo,
-        blocking=outer.blocking,
-        patience=patience if post.deadlines else Patience(answer_s=math.inf, exchange_s=math.inf),
-    )
-
-
-def fresh(stage: Stage) -> Beginning:
-    """Return the beginning of a replica that starts from the run's initial weights."""
-    slow = stage.weights()
-    return Beginning(origin=Origin(OuterState(slow, tuple(tensor.new_zeros(tensor.shape) for tensor in slow))))
-
-
-def copied(stage: Stage, state: ReplicaState) -> Beginning:
-    """Put a donor's state into the stage and return the beginning that follows from it."""
-    stage.set_weights(state.slow)
-    if state.optimiser:
-        stage.load_optimiser_state(OptimiserState(state.optimiser_steps, state.optimiser))
-    return Beginning(
-        origin=Origin(OuterState(state.slow, state.momentum), rounds=state.round, inner_steps=state.inner_steps),
-        progress=state.progress,
-    )
-
-
-def restored(stage: Stage, checkpoint: Checkpoint) -> Beginning:
-    """Put a checkpoint into the stage and return the beginning that follows from it."""
-    counters, tensors = checkpoint
-    stage.set_weights(tensors["fast"])
-    stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
-    return Beginning(
-        origin=Origin(
-            OuterState(tensors["slow"], tensors["momentum"]), rounds=counters.round, inner_steps=counters.inner_steps
-        ),
-        progress=counters.progress,
-    )
 
 
 def _finite(value: float | None) -> float | None:

@@ -13,8 +13,8 @@ from gossip.exchange import PROBE
 from gossip.messages import ReplicaState, Weights
 from noloco_node.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
 from noloco_node.errors import Exit, Trouble
+from noloco_node.post import SLOWEST_BYTES_PER_S
 from noloco_node.recipe import Recipe
-from noloco_node.replica import SLOWEST_BYTES_PER_S
 from noloco_node.runfile import load_run, validate
 from noloco_node.sim.bowl import SIZE, Bowl, bowl_plan
 from noloco_node.sim.network.lines import Access, Weather

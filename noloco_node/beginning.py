@@ -1,0 +1,50 @@
+"""Where a replica begins: with the run's first weights, with a donor's state, or with its own checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gossip.messages import ReplicaState
+from gossip.nesterov import OuterState
+from gossip.port import Origin
+from noloco_node.checkpoint import Checkpoint
+from noloco_node.machine import Stage
+from pipeline.stage import OptimiserState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beginning:
+    """Where a replica starts, its stage being there already: the outer state, its counters, the run's progress."""
+
+    origin: Origin
+    progress: float = 0.0
+
+
+def fresh(stage: Stage) -> Beginning:
+    """Return the beginning of a replica that starts from the run's initial weights."""
+    slow = stage.weights()
+    return Beginning(origin=Origin(OuterState(slow, tuple(tensor.new_zeros(tensor.shape) for tensor in slow))))
+
+
+def copied(stage: Stage, state: ReplicaState) -> Beginning:
+    """Put a donor's state into the stage and return the beginning that follows from it."""
+    stage.set_weights(state.slow)
+    if state.optimiser:
+        stage.load_optimiser_state(OptimiserState(state.optimiser_steps, state.optimiser))
+    return Beginning(
+        origin=Origin(OuterState(state.slow, state.momentum), rounds=state.round, inner_steps=state.inner_steps),
+        progress=state.progress,
+    )
+
+
+def restored(stage: Stage, checkpoint: Checkpoint) -> Beginning:
+    """Put a checkpoint into the stage and return the beginning that follows from it."""
+    counters, tensors = checkpoint
+    stage.set_weights(tensors["fast"])
+    stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
+    return Beginning(
+        origin=Origin(
+            OuterState(tensors["slow"], tensors["momentum"]), rounds=counters.round, inner_steps=counters.inner_steps
+        ),
+        progress=counters.progress,
+    )

@@ -1,0 +1,70 @@
+"""A replica's place in the run, and what it sees of the swarm from there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gossip.nesterov import Outer
+from gossip.port import Patience, Settings
+from noloco_node import journal
+from noloco_node.config import RunConfig
+from noloco_node.roster import Roster
+
+if TYPE_CHECKING:
+    from noloco_node.port import Network
+    from noloco_node.wire import Schema
+
+SLOWEST_BYTES_PER_S = 2**20
+"""Of a line that is still good enough, if nobody says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Post:
+    """A replica's place in the run. `stage`: number of its stage. `run_id`: the run's digest.
+
+    `deadlines`: False bounds neither a meeting nor its answer in time, so that a wait that never ends is seen.
+    `slowest_bytes_per_s`: a partner whose line is slower is given up; deadlines of an exchange follow from it.
+    """
+
+    run: RunConfig
+    run_id: str
+    stage: int
+    peer: str
+    deadlines: bool = True
+    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
+
+    @property
+    def last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stage == self.run.pipeline.stages - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """What a replica sees of the swarm. `record` takes journal events. `vocabulary`: of the model, in tokens."""
+
+    network: Network
+    roster: Callable[[], Roster]
+    record: Callable[[journal.Event], None]
+    microbatch_schema: Schema
+    gossip_schema: Schema
+    vocabulary: int
+
+
+def round_settings(post: Post, weight_bytes: int) -> Settings:
+    """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves."""
+    run, outer = post.run, post.run.outer
+    sets = 1 if outer.gamma == outer.beta else 2
+    patience = Patience(exchange_s=60.0 + 2 * sets * weight_bytes / post.slowest_bytes_per_s)
+    return Settings(
+        seed=run.seed,
+        outer=Outer(outer.alpha, outer.beta, outer.gamma),
+        inner_steps_per_round=outer.inner_steps_per_round,
+        overlap_steps=outer.overlap_steps,
+        deferrals_before_solo=outer.deferrals_before_solo,
+        blocking=outer.blocking,
+        patience=patience if post.deadlines else Patience(answer_s=math.inf, exchange_s=math.inf),
+    )

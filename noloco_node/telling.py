@@ -1,0 +1,73 @@
+"""What a node tells while it trains: its record to the swarm, totals to the journal, a line to the person watching."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from noloco_node import journal
+from noloco_node.machine import Voice
+from noloco_node.roster import PeerRecord, State
+
+if TYPE_CHECKING:
+    from noloco_node.port import Network
+    from noloco_node.replica import Replica
+
+LINE_EVERY_S = 10.0
+
+
+class Telling:
+    """Keeps everybody up to date about one replica; `run` beside the training. `announce` renews our record."""
+
+    def __init__(
+        self, replica: Replica, network: Network, voice: Voice, refresh_s: float, announce: Callable[[], None]
+    ) -> None:
+        self._replica, self._network, self._voice = replica, network, voice
+        self._refresh_s, self._announce = refresh_s, announce
+
+    def __repr__(self) -> str:
+        return f"Telling(of {self._replica!r}, every {self._refresh_s} s)"
+
+    async def run(self) -> NoReturn:
+        """Tell until cancelled."""
+        said_at, totals_at, waited_for = -LINE_EVERY_S, 0.0, None
+        while True:
+            await asyncio.sleep(min(self._refresh_s, LINE_EVERY_S) / 2)
+            self._announce()
+            now_s = asyncio.get_running_loop().time()
+            if now_s - totals_at >= self._refresh_s:
+                totals_at = now_s
+                self.record_totals()
+            record = self._replica.describe(State.TRAINING)
+            waits_for = record.waiting and record.waiting.partition(", for")[0]
+            if waits_for != waited_for:
+                waited_for = waits_for
+                self._voice.record(journal.StateChanged(state=State.TRAINING, waiting=waits_for))
+            if now_s - said_at >= LINE_EVERY_S:
+                said_at = now_s
+                self._voice.say(progress_line(record))
+
+    def record_totals(self) -> None:
+        """Journal the totals so far: microbatches by next hop, bytes by purpose."""
+        if self._replica.downstream is not None:
+            totals = self._replica.downstream.hop_totals
+            self._voice.record(journal.Hops(counts={peer: total.succeeded for peer, total in totals.items()}))
+        bytes_by: dict[str, dict[str, int]] = {"bytes.sent.": {}, "bytes.received.": {}}
+        for name, value in self._network.statistics().items():
+            for prefix, counts in bytes_by.items():
+                if name.startswith(prefix):
+                    purpose = name.removeprefix(prefix).partition("/")[0]
+                    counts[purpose] = counts.get(purpose, 0) + int(value)
+        self._voice.record(journal.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
+
+
+def progress_line(record: PeerRecord) -> str:
+    """Say in one line how a peer is doing."""
+    loss = "" if record.loss is None else f", loss {record.loss:.3f}"
+    gap = "" if record.gap is None else f", gap {record.gap:.2g}"
+    waits = "" if record.waiting is None else f"; waiting for {record.waiting}"
+    return (
+        f"step {record.inner_steps}, round {record.round}, progress {record.progress:.1%}{loss}{gap}, "
+        f"{record.tokens_per_s:,.0f} tokens/s{waits}"
+    )
