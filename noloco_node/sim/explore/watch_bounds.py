@@ -1,7 +1,7 @@
 """Everything that grows stays within what windows, replicas and lifetimes allow: queues, conversations, memory, timers.
 
-Each bound says how much there can be at once when all is well, in the worst weather. Only those of calls and timers have
-room to spare, and name it.
+Each bound says how much there can be at once when all is well, in the worst weather. Only those of calls and timers
+have room to spare, and name it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ STEPS_AFTER = 2
 """Inner steps that may follow a request to leave: the one under way, and that of the window that it let begin."""
 OPENINGS_OF_STAGE = 4
 """Rounds that two replicas of a stage may open without any meeting in it."""
-OPENINGS_OF_ONE = 8
+OPENINGS_OF_ONE = 12
 """Rounds that a replica may open without a meeting, while somebody else of its stage opens rounds too."""
 
 
