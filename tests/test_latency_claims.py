@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import latency_claims
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import latency_claims
 from latency import blocking, open_rounds, talking, tree
 from latency.jobs import Job, run
 from latency.paper import BLOCKING, EXPLAINED, TREE_OVER_PAIR, Comparison
@@ -161,12 +160,26 @@ def test_an_open_round_never_waits_and_a_blocking_one_hardly() -> None:
         assert form.met + form.deferred + form.solo == pytest.approx(1.0)
 
 
-def test_results_depend_on_the_seed_and_not_on_the_processes() -> None:
+ALIKE = """
+from latency import tree
+from latency.jobs import Job, run
+from latency.tree import Trials
+
+if __name__ == "__main__":
     batches = [Trials("complete", 4, 1.0, 20, seed, number) for seed in (1, 2) for number in (0, 1)]
     work = [Job(name="tree", function=tree.measure, argument=batch, cost=1.0) for batch in batches]
     alone = run(work, 1)
     assert run(work, 2) == alone
     assert len(set(alone)) == len(batches)
+"""
+
+
+def test_results_depend_on_the_seed_and_not_on_the_processes(tmp_path: Path) -> None:
+    """In a process of its own: the pool's resource tracker lives on as long as whoever started it."""
+    script = tmp_path / "alike.py"
+    script.write_text(ALIKE)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "benchmarks")}
+    subprocess.run([sys.executable, str(script)], check=True, env=environment, stderr=subprocess.DEVNULL)
 
 
 def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

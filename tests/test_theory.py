@@ -1,20 +1,12 @@
 """The recursion of second moments is the production rule's, and the theory benchmark measures what it says."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from gossip.nesterov import Outer, OuterState, step_alone, step_pair
-from gossip.stability import stability_bound
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
 from theory_moments import (
     MANY,
     NEVER,
@@ -33,6 +25,8 @@ from theory_range import RUN
 from theory_report import Report
 from theory_swarm import Swarm, growth, partners
 
+from gossip.nesterov import Outer, OuterState, step_alone, step_pair
+from gossip.stability import stability_bound
 from noloco_node.errors import Exit, Trouble
 from noloco_node.runfile import decode_run
 
