@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from statistics import fmean
-from time import process_time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from noloco_node import forecast
 from noloco_node.config import PipelineConfig
 from noloco_node.forecast import OPENING, Shape, efficiency, spread, stand_in
 from noloco_node.outlook import MESSAGES, in_words, predict, remedies
 from noloco_node.sim.utilisation import Trial, measure
+from pipeline.routing import next_hop
 
 # By hand.
 
@@ -213,12 +215,19 @@ def test_remedies_are_multiples_of_the_replicas_where_that_is_near(
 
 
 @pytest.mark.parametrize("replicas", [4, 65_536])
-def test_a_prediction_for_sixteen_stages_takes_two_seconds_at_most(replicas: int) -> None:
+def test_a_prediction_for_sixteen_stages_is_bounded_work(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a prediction costs is what it routes; in seconds, some two on a quiet machine."""
+    routed = []
+
+    def counted(*arguments: Any) -> Any:
+        routed.append(None)
+        return next_hop(*arguments)
+
+    monkeypatch.setattr(forecast, "next_hop", counted)
     pipeline = PipelineConfig(stages=16, replicas=replicas, microbatches_per_step=32)
-    begun_s = process_time()
-    found = predict(pipeline, (1.0,) * 16), remedies(pipeline, (1.0,) * 16)
-    assert process_time() - begun_s < 5.0, "two on a quiet machine"
-    assert len(found[0]) == len(MESSAGES)
+    assert len(predict(pipeline, (1.0,) * 16)) == len(MESSAGES)
+    assert remedies(pipeline, (1.0,) * 16)
+    assert 0 < len(routed) < 60_000
 
 
 def test_very_long_windows_and_very_many_replicas_are_cut_down() -> None:

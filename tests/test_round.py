@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -61,8 +61,7 @@ def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: Setti
     # They started at 20 and would end between 10 and 14, each at its own optimum.
     optima = [toy.optimum for toy in toys]
     assert fmean(toy.slow for toy in toys) == pytest.approx(fmean(optima), abs=0.5)
-    # Their spread and not their range: of 40, one that met late may still be on its way from 20.
-    assert pstdev(toy.slow for toy in toys) < pstdev(optima) + 0.01
+    assert max(toy.slow for toy in toys) - min(toy.slow for toy in toys) < max(optima) - min(optima) + 0.01
     partners = {toy.name: {step.partner for step in toy.met} for toy in toys}
     assert all(len(met) >= min(count - 1, 4) for met in partners.values())
 
