@@ -93,7 +93,11 @@ def test_an_empty_scenario_is_a_swarm() -> None:
         (SMALL + "[[fault]]\nat_s = 1\nkind = 'join'\npeer = 'a b'\n", "line 7: fault[0].peer", "letters"),
         (SMALL + "[[fault]]\nat_s = 1\nkind = 'join'\npeer = 'late'\nstage = 2\n", "line 8: fault[0].stage", "0 to 1"),
         (SMALL + "[[fault]]\nat_s = 1\nkind = 'storm'\nfor_s = 1\nloss = 1.5\n", "line 8: fault[0].loss", "no share"),
-        ("fault = 3\n", "swarm.toml: fault is no list", "[[fault]]"),
+        ("fault = 3\n", "swarm.toml, line 1: fault is no list", "[[fault]]"),
+        ("name = 'x'\nseed = -1\n", "swarm.toml, line 2: seed", "no seed"),
+        ("name = ''\n", "swarm.toml, line 1: name", "empty"),
+        ("[swarm]\nlearning_rate = 0.0\n", "swarm.toml, line 2: swarm.learning_rate", "no amount"),
+        (SMALL + "[fault]\nat_s = 1\nkind = 'crash'\n", "swarm.toml, line 4: fault is no list", "[[fault]]"),
         ("[swarm\n", "swarm.toml is not valid TOML", "line 1"),
     ],
 )

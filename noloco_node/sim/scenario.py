@@ -141,7 +141,10 @@ def decode_scenario(text: str, origin: str) -> Scenario:
     faults_found = table.pop("fault", [])
     scenario = _convert(table, Scenario, text, origin, "")
     if not isinstance(faults_found, list):
-        raise _trouble(f"{origin}: fault is no list.", "each fault is a section of its own", "write [[fault]] above it")
+        where = line_of(text, "fault", None)
+        raise _trouble(
+            f"{origin}{where}: fault is no list.", "each fault is a section of its own", "write [[fault]] above it"
+        )
     kinds = [_fault(found, text, origin, number) for number, found in enumerate(faults_found)]
     scenario = msgspec.structs.replace(scenario, fault=tuple(kinds))
     for problem in problems(scenario):
@@ -172,6 +175,10 @@ def _fault(found: object, text: str, origin: str, number: int) -> Fault:
 
 def problems(scenario: Scenario) -> Iterator[_Problem]:
     """Yield what a type cannot state and is wrong all the same. Peers are checked where the scenario says how many."""
+    if not 0 <= scenario.seed < 2**63:
+        yield _Problem("seed", f"{scenario.seed} is no seed", "a whole number from 0 on")
+    if not scenario.name.strip():
+        yield _Problem("name", "it is empty", 'a name such as "two sites", or leave it out')
     for section in ("swarm", "network", "devices"):
         for name, value in msgspec.structs.asdict(getattr(scenario, section)).items():
             yield from _number(f"{section}.{name}", value)
@@ -201,7 +208,6 @@ _MAY_BE_ZERO = (
     "roster_lag_s",
     "step_s",
     "overlap_steps",
-    "learning_rate",
     "stutter_pause_s",
 )
 
