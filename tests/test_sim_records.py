@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from noloco_node.sim.network.records import Records
@@ -18,6 +18,7 @@ def put(records: Records, subkey: str, value: bytes, now_s: float, side: int | N
 
 
 @settings(deadline=None)
+@example([(0.0, "a", 10.0)] * 3)
 @given(steps)
 def test_without_a_lag_a_reader_finds_exactly_what_lives(history: list[tuple[float, str, float]]) -> None:
     records, lives, now_s = Records(), {}, 0.0

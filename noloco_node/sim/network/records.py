@@ -81,14 +81,18 @@ class Records:
         """Drop the history at `place` = (key, subkey) that no reading asks for which looks back to `before_s`.
 
         The last version from before then is kept, and so is the last but one when the last is of just now: should the
-        lag grow, a record is then old rather than absent.
+        lag grow, a record is then old rather than absent. Of several from the same moment only the last can be read.
         """
         records = self._versions[place[0]]
         kept: list[_Version] = []
         covered: dict[int | None, None] = {}
+        replaced_s: dict[int | None, float] = {}
         for version in reversed(records[place[1]]):
             if version.expires_s <= now_s or version.side in covered:
                 continue
+            if replaced_s.get(version.side) == version.published_s:
+                continue
+            replaced_s[version.side] = version.published_s
             kept.append(version)
             if version.published_s < before_s:
                 covered[version.side] = None
