@@ -1,5 +1,8 @@
 """A newcomer becomes a replica: it copies slow weights, outer momentum and counters from one that lives.
 
+It is then where its donor is, also in the momentum period and in the round in which anybody was last met: a copy of
+stale weights is as stale as they are. Only what a lossy codec owes stays with the donor, which will send it.
+
 The fast weights do not travel: the newcomer starts from the slow ones, as every replica does right after a round. Each
 newcomer asks the replicas in an order of its own, the rendezvous hash of (seed, newcomer, donor), so that many
 newcomers spread over many donors without a word. A donor serves a few at once and tells the others to come back.
@@ -11,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -106,14 +108,16 @@ def check_state(state: ReplicaState, wanted: Wanted) -> None:
     whole = wanted.parts is Parts.ALL
     check_like(state.slow, wanted.like, "slow weights")
     check_like(state.momentum, wanted.like if whole else (), "outer momentum")
+    check_like(state.gathered, wanted.like if whole and state.meetings else (), "gathered momentum")
     if state.optimiser or not whole:
         check_like(state.optimiser, wanted.optimiser_like if whole else (), "optimiser")
     check_finite(state.slow, "slow weights")
     check_finite(state.momentum, "outer momentum")
+    check_finite(state.gathered, "gathered momentum")
     check_finite(state.optimiser, "optimiser")
-    counters = (state.round, state.inner_steps, state.optimiser_steps)
-    if min(counters) < 0 or not math.isfinite(state.progress) or not 0.0 <= state.progress <= 1.0:
-        raise Implausible(f"counters: rounds, inner and optimiser steps {counters}, progress {state.progress}")
+    counters = (state.round, state.inner_steps, state.optimiser_steps, state.meetings, state.last_met)
+    if min(counters) < 0 or state.last_met > state.round or not 0.0 <= state.progress <= 1.0:
+        raise Implausible(f"counters: rounds, steps, meetings, last met {counters}, progress {state.progress}")
 
 
 async def serve(

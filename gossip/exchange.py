@@ -2,15 +2,16 @@
 
 Weights honestly differ between replicas, so they cannot be compared by hash. What can be checked is that they have our
 count, shapes and types, that they are finite, and that their norm is near ours: replicas of one stage start alike and
-are pulled together, so a ratio of `NORM_RATIO` is far beyond what honest ones show.
+are pulled together, so a ratio of `NORM_RATIO` is far beyond what honest ones show. Counts, shapes and types are those
+of the codec and checked there; all else is checked on what was decoded.
 
 After the weights comes a short handshake. The asker says that it has what it needs; the asked then takes its step and
 says so; the asker takes its own step only after that. The asked has the last word because the asker's leaving cancels
 whatever the asked still does. Of all the messages only the loss of the last one leaves one side stepped and the other
 not; that is counted and not negotiated.
 
-How far two replicas are apart is estimated from a **probe**: `PROBE` coordinates of the slow weights, drawn from the
-run's seed, so that both sides draw the same ones without a word.
+First of all both send a **probe**: `PROBE` coordinates of the slow weights, drawn from the run's seed, so that both
+draw the same ones without a word. It shows how far the two are apart, and what the weights that follow are coded by.
 
 The functions here do not bound their own time: the caller sets one deadline over the whole conversation.
 """
@@ -28,15 +29,18 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gossip.messages import Implausible, Received, Weights
+from gossip.messages import Implausible, Probe, Received, Weights
 from gossip.nesterov import Tensors
 
 PROBE = 4096
-"""Coordinates of the slow weights that travel to estimate the gap (16 KiB)."""
+"""Coordinates of the slow weights, and with int4 of the snapshot too, that travel ahead of the rest (16 KiB each)."""
 NORM_RATIO = 10.0
 """A partner's norm outside [ours / ratio, ours * ratio] is implausible."""
 
+NOT_FINITE = "our own weights are not finite"
+
 T = TypeVar("T")
+Message = TypeVar("Message", Probe, Weights)
 
 
 class Conversation(Protocol):
@@ -60,22 +64,18 @@ class Compute(Protocol):
         """Return what `function(*args)` returns, raise what it raises."""
 
 
-async def swap(conversation: Conversation, mine: Weights, compute: Compute) -> Weights:
-    """Send our weights, receive the partner's at the same time, and check them.
+async def swap(conversation: Conversation, mine: Message) -> Message:
+    """Send a message and receive the partner's of the same kind at the same time.
 
-    Raises Implausible where they cannot be right, another `ConnectionError` where they do not come.
+    Raises ConnectionAbortedError where another kind comes, another `ConnectionError` where nothing comes.
     """
     theirs = await _send_and_receive(conversation, mine)
-    if not isinstance(theirs, Weights):
-        raise ConnectionAbortedError(f"expected weights, got {type(theirs).__name__}")
-    check_like(theirs.fast, mine.fast, "fast weights")
-    check_like(theirs.slow, mine.slow, "slow weights")
-    check_like((theirs.probe,), (mine.probe,), "probe")
-    await compute(check_plausible, theirs, mine)
+    if not isinstance(theirs, type(mine)):
+        raise ConnectionAbortedError(f"expected {type(mine).__name__}, got {type(theirs).__name__}")
     return theirs
 
 
-async def _send_and_receive(conversation: Conversation, mine: Weights) -> object:
+async def _send_and_receive(conversation: Conversation, mine: object) -> object:
     """Do both at the same time; return what came, or raise what failed: a bug rather than a loss.
 
     Not a task group: one that fails in the moment in which it is cancelled raises the failure and forgets the
@@ -118,16 +118,33 @@ def check_like(theirs: Tensors, mine: Tensors, what: str) -> None:
             raise Implausible(f"{what}, tensor {number}: {wrong} where ours is {right}")
 
 
-def check_plausible(theirs: Weights, mine: Weights) -> None:
-    """Raise Implausible unless the partner's weights are finite and their norms near our own."""
-    _check_norm(theirs.fast, mine.fast, "fast weights")
-    if mine.slow:
-        _check_norm(theirs.slow, mine.slow, "slow weights")
-    check_finite((theirs.probe,), "probe")
+def check_probe(theirs: Probe, mine: Probe) -> None:
+    """Raise Implausible unless the partner's probe is like ours, finite, and counts from zero."""
+    check_like((theirs.slow,), (mine.slow,), "probe")
+    check_like(_there(theirs.fast), _there(mine.fast), "probe of fast weights")
+    check_finite((theirs.slow, *_there(theirs.fast)), "probe")
+    if not 0 <= theirs.last_met <= theirs.round or theirs.version < 0:
+        raise Implausible(f"probe: round {theirs.round}, last met {theirs.last_met}, version {theirs.version}")
 
 
-def _check_norm(theirs: Tensors, mine: Tensors, what: str) -> None:
+def check_own(mine: Probe) -> None:
+    """Raise ConnectionAbortedError unless our probe is finite: nobody else is to blame if it is not."""
+    if not math.isfinite(norm((mine.slow, *_there(mine.fast)))):
+        raise ConnectionAbortedError(NOT_FINITE)
+
+
+def _there(tensor: Tensor | None) -> Tensors:
+    return () if tensor is None else (tensor,)
+
+
+def check_norm(theirs: Tensors, mine: Tensors, what: str) -> None:
+    """Raise Implausible unless the partner's weights are finite and their norm near our own.
+
+    Raises ConnectionAbortedError where ours are not finite.
+    """
     their_norm, own_norm = check_finite(theirs, what), norm(mine)
+    if not math.isfinite(own_norm):
+        raise ConnectionAbortedError(NOT_FINITE)
     if not own_norm / NORM_RATIO <= their_norm <= own_norm * NORM_RATIO:
         raise Implausible(f"{what}: norm {their_norm:.3g} where ours is {own_norm:.3g}")
 
@@ -145,9 +162,15 @@ def norm(tensors: Tensors) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))
 
 
-def size_bytes(weights: Weights) -> int:
-    """Return the bytes of all tensors of one side of an exchange."""
-    return sum(tensor.nbytes for tensor in (*weights.fast, *weights.slow, weights.probe))
+def size_bytes(*messages: Probe | Weights) -> int:
+    """Return the bytes of all tensors of these messages."""
+    return sum(tensor.nbytes for message in messages for tensor in _tensors(message))
+
+
+def _tensors(message: Probe | Weights) -> Tensors:
+    if isinstance(message, Probe):
+        return (message.slow, *_there(message.fast))
+    return (*message.fast, *message.slow)
 
 
 def probe_coordinates(seed: int, sizes: Sequence[int], k: int = PROBE) -> Tensors:
@@ -166,11 +189,6 @@ def probe_coordinates(seed: int, sizes: Sequence[int], k: int = PROBE) -> Tensor
         number = bisect_right(ends, flat)
         inside[number].append(flat - ends[number] + sizes[number])
     return tuple(torch.tensor(indices, dtype=torch.int64) for indices in inside)
-
-
-def probe(slow: Tensors, coordinates: Tensors) -> Tensor:
-    """Return the slow weights at these coordinates, float32 [k]."""
-    return torch.cat([tensor.flatten()[indices] for tensor, indices in zip(slow, coordinates, strict=True)])
 
 
 def gap(own_probe: Tensor, partner_probe: Tensor) -> float:

@@ -48,7 +48,8 @@ SOON_S = 0.25
 class Standing:
     """What a replica is doing at the moment of an offer.
 
-    `round`: the round that it opened last, 0 before the first. `asking`: whose answer it waits for.
+    `round`: the round that it opened last, 0 before the first. `asking`: whose answer it waits for. `had`: whether the
+    sender has had meetings enough with us in this round of which nothing came for us.
     `hopes_s`: for how long the sender is still not good enough, 0 if it is. `ready_in_s`: estimate of the time to the
     next opening.
     """
@@ -59,6 +60,7 @@ class Standing:
     engaged: bool
     asking: str | None
     leaving: bool
+    had: bool
     hopes_s: float
     ready_in_s: float
 
@@ -72,6 +74,9 @@ def answer(standing: Standing, sender: str, offer: Offer) -> Accepted | Declined
     if not standing.open:
         done = offer.round <= standing.round
         return _declined(standing, DeclineReason.MET if done else DeclineReason.NOT_OPEN, standing.ready_in_s)
+    if standing.had:
+        # Once a round: otherwise somebody could have our weights sent again and again.
+        return _declined(standing, DeclineReason.MET, standing.ready_in_s)
     if standing.asking == sender:
         # We have just offered the same ourselves.
         if sender < standing.me:

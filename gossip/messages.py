@@ -3,8 +3,16 @@
 In a round:
 
     asker  Offer ->            <- Accepted | Declined   asked
-    both   Weights ->          <- Weights               (only after Accepted)
+    both   Probe ->            <- Probe                 (only after Accepted)
+    both   Weights ->          <- Weights               (as both probes ask for)
     asker  Received ->         <- Received              asked, who has taken its step by then
+
+Between two rounds, where slow weights travel ahead of time:
+
+    asker  Ahead ->            <- Accepted | Declined   asked
+    both   Probe ->            <- Probe                 (only after Accepted)
+    both   Weights ->          <- Weights               (slow ones only)
+                               <- Received              asked, who has all by then
 
 When a newcomer catches up, or somebody exports the model:
 
@@ -24,6 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NOTHING = -1
+"""The version of what one does not hold."""
+
+
 class DeclineReason(StrEnum):
     """Why an offer was declined."""
 
@@ -34,6 +46,7 @@ class DeclineReason(StrEnum):
     YIELD = "two offers crossed: mine goes first"
     MET = "met already in this round"
     LEAVING = "leaving"
+    NOT_NEXT = "expecting another partner in the next round, or not done with this one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,17 +73,42 @@ class Declined:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
-    """One side of an exchange.
+class Ahead:
+    """Let us swap slow weights before we meet."""
 
-    `fast`: the snapshot, one tensor per parameter in the stage's order.
-    `slow`: the slow weights likewise; empty when gamma = beta, where the rule does not need them.
-    `probe`: float32 [k], a sample of the slow weights at coordinates that both sides know: enough to report the gap.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """What both must know before weights travel, and is small.
+
+    `round`: the one that the sender is in; `last_met`: the one in which its weights last met anybody's (`staleness`).
+    `version`: a number for the slow weights, another one after every outer step. `holds`: the version of the other's
+    slow weights that the sender holds, NOTHING if none.
+    `slow`: float32 [k], the slow weights at coordinates that both sides know, with what a lossy codec still owes of
+    them: enough to report the gap. `fast`: the snapshot likewise, where the codec's step follows from it; None
+    elsewhere.
+    """
+
+    round: int
+    last_met: int
+    version: int
+    holds: int
+    slow: Tensor
+    fast: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """One side of an exchange, as the run's codec has it (`formats.wire_specs`).
+
+    `fast`: the snapshot; empty ahead of a round. `slow`: the slow weights likewise; empty when gamma = beta, where the
+    rule does not need them, and where the other holds them already.
+    To somebody who adopts one of the two goes, in the codec's absolute form: the slow weights where the rule needs
+    them, else the snapshot. From somebody who adopts both are empty.
     """
 
     fast: tuple[Tensor, ...]
     slow: tuple[Tensor, ...]
-    probe: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +137,11 @@ class ReplicaState:
     """What a newcomer needs to become a replica.
 
     `slow`, `momentum`: one tensor per parameter in the stage's order; `momentum` is empty for `Parts.SLOW`.
+    `gathered`, `meetings`: of the running momentum period; empty and 0 at its beginning, and for `Parts.SLOW`.
     `optimiser`: the inner optimiser's tensors in an order that the shell fixes; empty where they are not sent.
     `round`: rounds finished. `progress`: of the run, 0 to 1. `optimiser_steps`: the inner optimiser's own counter.
+    `last_met`: the round in which these weights last met anybody's, 0 if in none. What a lossy codec owes does not
+    travel: it is the donor's to send.
     """
 
     slow: tuple[Tensor, ...]
@@ -110,6 +151,9 @@ class ReplicaState:
     inner_steps: int
     progress: float
     optimiser_steps: int
+    gathered: tuple[Tensor, ...] = ()
+    meetings: int = 0
+    last_met: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

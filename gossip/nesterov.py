@@ -17,11 +17,16 @@ prints another range, which admits diverging choices (alpha 0.9, gamma 0.7).
 The replica trains on while it waits for a partner, so theta <- phi becomes a correction: new slow weights minus the
 snapshot that was exchanged, added to whatever the fast weights are by then.
 
+`delayed` is the same rule with a momentum that moves once a period; the two share `contributions`, and how a step meets
+a partner or none.
+
 All tensors are float32 on the CPU, one per parameter in the stage's order. Nothing here writes into its arguments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,10 +44,16 @@ class Outer(NamedTuple):
 
 
 class OuterState(NamedTuple):
-    """Slow weights and outer momentum, alike in shapes. The momentum has the sign of the pseudo-gradient."""
+    """Slow weights and outer momentum, alike in shapes. The momentum has the sign of the pseudo-gradient.
+
+    Of the running momentum period of `delayed`: what its meetings have `gathered` for the momentum (empty before the
+    first of them, so always where the period is 1), and how many `meetings` it has had.
+    """
 
     slow: Tensors
     momentum: Tensors
+    gathered: Tensors = ()
+    meetings: int = 0
 
 
 class Stepped(NamedTuple):
@@ -50,6 +61,10 @@ class Stepped(NamedTuple):
 
     state: OuterState
     correction: Tensors
+
+
+Step = Callable[[OuterState, Tensors, Tensors | None], OuterState]
+"""A rule with its coefficients: the state after, from the state, the mean of fast weights, and that of slow ones."""
 
 
 def pseudo_gradient(slow: Tensors, fast: Tensors) -> Tensors:
@@ -62,42 +77,62 @@ def mean(a: Tensors, b: Tensors) -> Tensors:
     return tuple(torch.add(x, y).mul_(0.5) for x, y in zip(a, b, strict=True))
 
 
-def outer_step(state: OuterState, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer) -> OuterState:
-    """Apply the outer rule once.
+def contributions(slow: Tensors, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer) -> Iterator[Tensor]:
+    """Yield, parameter by parameter, what a meeting adds to the momentum: the mean pseudo-gradient and the pull.
 
     `slow_mean` is needed only where gamma differs from beta; None otherwise. Raises ValueError where it is missing.
+    The tensors yielded are new.
     """
     if slow_mean is None and outer.gamma != outer.beta:
         raise ValueError("gamma differs from beta: the mean of the slow weights is needed")
-    momentum = []
-    for number, (phi, m, theta) in enumerate(zip(state.slow, state.momentum, fast_mean, strict=True)):
+    for number, (phi, theta) in enumerate(zip(slow, fast_mean, strict=True)):
         if slow_mean is None:
-            moved = torch.sub(phi, theta).mul_(outer.beta)
+            yield torch.sub(phi, theta).mul_(outer.beta)
         else:
             moved = torch.sub(slow_mean[number], theta).mul_(outer.beta)
-            moved.add_(torch.sub(phi, slow_mean[number]), alpha=outer.gamma)
-        momentum.append(moved.add_(m, alpha=outer.alpha))
+            yield moved.add_(torch.sub(phi, slow_mean[number]), alpha=outer.gamma)
+
+
+def outer_step(state: OuterState, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer) -> OuterState:
+    """Apply the outer rule once; `slow_mean` as in `contributions`."""
+    added = contributions(state.slow, fast_mean, slow_mean, outer)
+    momentum = tuple(moved.add_(m, alpha=outer.alpha) for moved, m in zip(added, state.momentum, strict=True))
     slow = tuple(torch.sub(phi, m) for phi, m in zip(state.slow, momentum, strict=True))
-    return OuterState(slow, tuple(momentum))
+    return OuterState(slow, momentum)
 
 
-def step_pair(state: OuterState, own: Tensors, other: Tensors, other_slow: Tensors | None, outer: Outer) -> Stepped:
+def with_partner(step: Step, state: OuterState, own: Tensors, other: Tensors, other_slow: Tensors | None) -> Stepped:
     """Step after a meeting: `own` and `other` are the snapshots of fast weights, `other_slow` the partner's slow ones.
 
     Works parameter by parameter, so that the means never exist as a whole.
     """
-    slow, momentum, correction = [], [], []
+    parts: list[OuterState] = []
     for number, (mine, theirs) in enumerate(zip(own, other, strict=True)):
-        part = OuterState((state.slow[number],), (state.momentum[number],))
+        part = OuterState(
+            (state.slow[number],), (state.momentum[number],), state.gathered[number : number + 1], state.meetings
+        )
         slow_mean = None if other_slow is None else mean(part.slow, (other_slow[number],))
-        after = outer_step(part, mean((mine,), (theirs,)), slow_mean, outer)
-        slow.append(after.slow[0])
-        momentum.append(after.momentum[0])
-        correction.append(torch.sub(after.slow[0], mine))
-    return Stepped(OuterState(tuple(slow), tuple(momentum)), tuple(correction))
+        parts.append(step(part, mean((mine,), (theirs,)), slow_mean))
+    after = OuterState(
+        tuple([part.slow[0] for part in parts]),
+        tuple([part.momentum[0] for part in parts]),
+        tuple([tensor for part in parts for tensor in part.gathered]),
+        max([part.meetings for part in parts], default=0),
+    )
+    return Stepped(after, pseudo_gradient(after.slow, own))
+
+
+def without_partner(step: Step, state: OuterState, own: Tensors) -> Stepped:
+    """Step without a partner: the means are over one."""
+    after = step(state, own, state.slow)
+    return Stepped(after, pseudo_gradient(after.slow, own))
+
+
+def step_pair(state: OuterState, own: Tensors, other: Tensors, other_slow: Tensors | None, outer: Outer) -> Stepped:
+    """Apply the outer rule after a meeting."""
+    return with_partner(partial(outer_step, outer=outer), state, own, other, other_slow)
 
 
 def step_alone(state: OuterState, own: Tensors, outer: Outer) -> Stepped:
-    """Step without a partner: the rule with a mean over one, which is heavy-ball SGD on one's own pseudo-gradient."""
-    after = outer_step(state, own, state.slow, outer)
-    return Stepped(after, tuple(torch.sub(phi, theta) for phi, theta in zip(after.slow, own, strict=True)))
+    """Apply the outer rule without a partner, which is heavy-ball SGD on one's own pseudo-gradient."""
+    return without_partner(partial(outer_step, outer=outer), state, own)

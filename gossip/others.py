@@ -21,6 +21,7 @@ class Others:
         self._candidates: tuple[Candidate, ...] = ()
         self._peers: tuple[str, ...] = ()
         self._rounds: tuple[int, ...] = ()
+        self._speeds: tuple[float, ...] = ()
         self._order: tuple[str, ...] = ()
         self._order_of: tuple[tuple[str, ...], int] | None = None
         self._ordered = 0
@@ -36,6 +37,12 @@ class Others:
         """The rounds that they say they have finished."""
         self._look()
         return self._rounds
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """The speeds that they claim; 0 where none is known."""
+        self._look()
+        return self._speeds
 
     def order(self, round: int) -> tuple[str, ...]:
         """Return them in the order in which we would meet them in this round."""
@@ -59,6 +66,7 @@ class Others:
             return
         self._candidates = candidates
         self._rounds = tuple([candidate.round for candidate in candidates])
+        self._speeds = tuple([candidate.speed for candidate in candidates])
         peers = tuple([candidate.peer for candidate in candidates])
         if peers != self._peers:
             self._peers = peers

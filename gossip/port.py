@@ -11,7 +11,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from gossip.delayed import Delay
 from gossip.exchange import Compute, Conversation
+from gossip.formats import Format
 from gossip.nesterov import Outer, OuterState, Tensors
 
 
@@ -32,10 +34,25 @@ class Replica(Protocol):
 
 
 class Candidate(NamedTuple):
-    """A live replica of our stage that has caught up, and the rounds that it says it has finished."""
+    """A live replica of our stage that has caught up, and the rounds that it says it has finished.
+
+    `speed`: its inner steps a second, as it claims, in any unit that the stage has in common; 0 is unknown.
+    """
 
     peer: str
     round: int
+    speed: float = 0.0
+
+
+class Going(NamedTuple):
+    """How a replica gets on. `progress`: of the run, 0 to 1. `speed`: ours, in the unit of the candidates'."""
+
+    progress: float = 0.0
+    speed: float = 0.0
+
+
+UNKNOWN = Going()
+UNDELAYED = Delay()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +89,12 @@ class Settings:
 
     seed: int
     outer: Outer
+    delay: Delay = UNDELAYED
+    codec: Format = Format.FLOAT32
+    staleness_at_most: int = 16
     inner_steps_per_round: int = 50
+    late_inner_steps_per_round: int | None = None
+    dynamic_steps: bool = False
     overlap_steps: int = 8
     deferrals_before_solo: int = 4
     blocking: bool = False
@@ -86,6 +108,8 @@ class Origin(NamedTuple):
     rounds: int = 0
     """Rounds finished."""
     inner_steps: int = 0
+    last_met: int = 0
+    """The round in which these weights last met anybody's, 0 if in none: a copy of stale weights is as stale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +117,8 @@ class OuterStep:
     """An outer step was taken. `partner` and `gap` are None in a solo round.
 
     `staleness`: inner steps between snapshot and correction. `seconds`: from acceptance to the partner's receipt.
+    `staleness_rounds`: rounds since these weights last met anybody's, 1 where in the one before; `partner_staleness`:
+    since the partner's did. `adopted`: ours were too stale to count, and the partner's were taken over.
     """
 
     round: int
@@ -100,8 +126,22 @@ class OuterStep:
     partner: str | None = None
     gap: float | None = None
     staleness: int = 0
+    staleness_rounds: int = 0
+    partner_staleness: int = 0
+    adopted: bool = False
     bytes_sent: int = 0
     bytes_received: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TooStale:
+    """A partner's weights had met nobody for too many rounds: it took ours, and our round stays open."""
+
+    round: int
+    partner: str
+    partner_staleness: int
+    bytes_sent: int
+    bytes_received: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,4 +162,4 @@ class Lost:
     implausible: bool
 
 
-Event = OuterStep | Deferred | Lost
+Event = OuterStep | TooStale | Deferred | Lost

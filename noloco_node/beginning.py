@@ -32,7 +32,13 @@ def copied(stage: Stage, state: ReplicaState) -> Beginning:
     if state.optimiser:
         stage.load_optimiser_state(OptimiserState(state.optimiser_steps, state.optimiser))
     return Beginning(
-        origin=Origin(OuterState(state.slow, state.momentum), rounds=state.round, inner_steps=state.inner_steps),
+        # As far in its momentum period as the donor is: with the same weights it takes the same steps.
+        origin=Origin(
+            OuterState(state.slow, state.momentum, state.gathered, state.meetings),
+            rounds=state.round,
+            inner_steps=state.inner_steps,
+            last_met=state.last_met,
+        ),
         progress=state.progress,
     )
 
@@ -44,7 +50,11 @@ def restored(stage: Stage, checkpoint: Checkpoint) -> Beginning:
     stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
     return Beginning(
         origin=Origin(
-            OuterState(tensors["slow"], tensors["momentum"]), rounds=counters.round, inner_steps=counters.inner_steps
+            OuterState(tensors["slow"], tensors["momentum"], tensors.get("gathered", ()), counters.meetings),
+            rounds=counters.round,
+            inner_steps=counters.inner_steps,
+            # One from before this was noted: as fresh as can be.
+            last_met=counters.round if counters.last_met is None else counters.last_met,
         ),
         progress=counters.progress,
     )

@@ -28,11 +28,19 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     progress: float
     samples: int
     optimiser_steps: int
+    meetings: int = 0
+    """Of the running momentum period."""
+    last_met: int | None = None
+    """The round in which these weights last met anybody's, 0 if in none; None where it was not noted."""
     data_position: dict[str, Any] | None = None
 
 
 class Checkpoint(NamedTuple):
-    """One replica at rest: `tensors` by group (slow, momentum, fast, optimiser), each a tuple in the stage's order."""
+    """One replica at rest: `tensors` by group, each a tuple in the stage's order.
+
+    The groups are slow, momentum, gathered, fast and optimiser; gathered is absent between two momentum periods. What a
+    lossy codec owes (`gossip.codec.Feedback`) is not kept: a restart loses one rounding.
+    """
 
     counters: Counters
     tensors: dict[str, tuple[Tensor, ...]]

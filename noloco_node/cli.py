@@ -148,6 +148,12 @@ def join(
     refresh: Annotated[
         float, typer.Option(metavar="SECONDS", help="How often to tell the others of oneself and to read the roster.")
     ] = 10.0,
+    slowdown: Annotated[
+        float,
+        typer.Option(
+            metavar="TIMES", help="Act as a device so many times slower than yours: for trials of uneven swarms."
+        ),
+    ] = 1.0,
 ) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
     from noloco_node.config import NodeConfig
@@ -163,6 +169,7 @@ def join(
         threads=threads,
         linger_s=linger,
         refresh_s=refresh,
+        slowdown=slowdown,
     )
     _run(join_swarm(invite, config))
 
@@ -213,11 +220,24 @@ def demo(
         "noloco-demo"
     ),
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    heterogeneous: Annotated[
+        bool,
+        typer.Option("--heterogeneous", help="Slow one replica down to a quarter: rounds follow each one's speed."),
+    ] = False,
 ) -> None:
     """Train a small model with a whole swarm on this machine, and take the model home."""
-    from noloco_node.demo.run import DemoConfig, demonstrate
+    from noloco_node.demo.order import SLOWDOWN, DemoConfig
+    from noloco_node.demo.run import demonstrate
 
-    _run(demonstrate(DemoConfig(stages=stages, replicas=replicas, minutes=minutes, home=home, seed=seed)))
+    config = DemoConfig(
+        stages=stages,
+        replicas=replicas,
+        minutes=minutes,
+        home=home,
+        seed=seed,
+        slowdown=SLOWDOWN if heterogeneous else 1.0,
+    )
+    _run(demonstrate(config))
 
 
 @app.command()

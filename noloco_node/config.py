@@ -38,7 +38,9 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sequence_length: int = 1024
     microbatch_size: int = 8
     microbatches_per_step: int = 8
-    windows_in_flight: Literal[1] = 1
+    windows_in_flight: Literal[1, 2] = 1
+    """2: forward passes of the next window begin before the step, and their gradients are one step stale. For deep
+    pipelines and long lines; not at the last stage, which never waits."""
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of activations and their gradients between stages."""
     budget_s: float = 300.0
@@ -78,12 +80,27 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gossip round (NoLoCo, arXiv 2506.10911, equations 1 to 3)."""
+    """The gossip round. The defaults are what docs/results.md shows to be best, "The laboratory"; NoLoCo as published
+    (arXiv 2506.10911) is 0.5, 0.7, 0.7, a round every 50 steps, float32, blocking.
+    """
 
-    inner_steps_per_round: int = 50
-    alpha: float = 0.5
-    beta: float = 0.7
-    gamma: float = 0.7
+    inner_steps_per_round: int = 10
+    late_inner_steps_per_round: int | None = None
+    """At the end of the run; from `inner_steps_per_round` at its beginning they follow a geometric course."""
+    dynamic_steps: bool = True
+    """Slower replicas take fewer inner steps a round, so that they reach their rounds together with the fastest."""
+    alpha: float = 0.0
+    beta: float = 1.0
+    gamma: float = 1.0
+    momentum_period: int = 1
+    """Outer steps after which the momentum moves once; 1 is the paper's rule (`gossip.delayed`)."""
+    momentum_spread: float = 0.0
+    """Share of the momentum that each outer step of a period but the last one applies."""
+    codec: Literal["float32", "bfloat16", "int8", "int4"] = "int4"
+    """Number format of the weights that a round exchanges; each but float32 carries its rounding error on."""
+    staleness_at_most: int = 16
+    """Rounds since its weights last met anybody's (1: in the round before) beyond which a replica takes its partner's
+    weights instead of a mean."""
     blocking: bool = False
     """The paper's form: shut the gate, drain, then exchange. Otherwise training goes on until the partner is there."""
     overlap_steps: int = 8
@@ -131,6 +148,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Another source of text than the run's, as `with_source` reads it."""
     threads: int | None = None
     """Threads that torch may use; None leaves it to torch."""
+    slowdown: float = 1.0
+    """How many times slower than it is the device acts: for trials of uneven swarms."""
     linger_s: float = 600.0
     """How long a finished node goes on serving its weights."""
     refresh_s: float = 10.0

@@ -3,6 +3,17 @@
 One thread is what makes "weights never change under a running backward" a fact and not a hope: forward, backward, inner
 step and outer step are jobs, and jobs do not overlap. A job that has begun is always awaited to its end, also by a
 coroutine that is cancelled meanwhile; a job that has not begun is taken back.
+
+Two clocks watch a job. By the wall's, replicas measure what a microbatch costs them, cores that others have meanwhile
+included: routes and rounds follow it. How busy the device is counts its own work alone: on a CPU the seconds for which
+the thread had a core, or a crowded machine would look busier the more its replicas wait for each other.
+
+Arithmetic of the outer step works on copies in the main memory and touches no weights. Beside a GPU it has a thread of
+its own, so that inner steps do not wait for it; on a CPU it takes its turn, for there is nothing to be gained.
+
+A device may act as a slower one, for trials of uneven swarms: it lets the time pass that the other would have taken, in
+its own thread, so that the replica waits and the machine's cores do not. Its clock runs faster during a job, so what
+the replica measures of itself, and tells the others, is what a slower device would have measured.
 """
 
 from __future__ import annotations
@@ -11,13 +22,26 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from noloco_node.errors import Exit, Trouble
 
 T = TypeVar("T")
+
+MOST_SLOWDOWN = 1000.0
+
+
+class Wall(NamedTuple):
+    """The time that passes in the device's thread, in seconds. `core`: of it, that for which the thread had a core."""
+
+    clock: Callable[[], float] = time.perf_counter
+    core: Callable[[], float] = time.thread_time
+    sleep: Callable[[float], None] = time.sleep
+
+
+WALL = Wall()
 
 
 def choose_device(wish: str) -> torch.device:
@@ -58,40 +82,61 @@ def autocast_dtype(device: torch.device, precision: str) -> torch.dtype | None:
 
 
 class Device:
-    """One thread for tensor work; counts the seconds it is busy."""
+    """One thread for tensor work; counts the seconds it works.
 
-    def __init__(self, device: torch.device) -> None:
+    `slowdown`: how many times longer than it really does each job takes, from 1 to 1000; `Trouble` if it is not.
+    """
+
+    def __init__(self, device: torch.device, slowdown: float = 1.0, wall: Wall = WALL) -> None:
+        if not 1.0 <= slowdown <= MOST_SLOWDOWN:
+            raise Trouble(
+                f"A device cannot be slowed down {slowdown:g} times.",
+                why="a slowdown lets time pass after each job; it can neither take time back nor stand still",
+                attempt=f"--slowdown from 1 to {MOST_SLOWDOWN:g}",
+                code=Exit.USAGE,
+            )
         self.device = device
+        self._slowdown, self._wall = slowdown, wall
+        self._worked = wall.core if device.type == "cpu" else wall.clock
+        self._begun_s: float | None = None
         self.busy_s = 0.0
         self.jobs = 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"device-{device}")
+        self._beside = None
+        if device.type != "cpu":
+            self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"beside-{device}")
 
     def clock(self) -> float:
-        """Return the time by which jobs measure themselves, in seconds."""
-        return time.perf_counter()
+        """Return the time by which jobs measure themselves, in seconds; meant for within a job."""
+        now_s, begun_s = self._wall.clock(), self._begun_s
+        return now_s if begun_s is None else begun_s + self._slowdown * (now_s - begun_s)
 
     async def run(self, job: Callable[..., T], *args: object) -> T:
         """Run `job(*args)` in the device's thread; when cancelled, first await the end of a job that has begun."""
-        submitted = self._thread.submit(self._timed, job, args)
-        result = asyncio.wrap_future(submitted)
-        try:
-            return await asyncio.shield(result)
-        except asyncio.CancelledError:
-            if not submitted.cancel():
-                await _to_the_end(result)
-            raise
+        return await _in_its_turn(self._thread.submit(self._timed, job, args))
+
+    async def beside(self, job: Callable[..., T], *args: object) -> T:
+        """Run `job(*args)`, arithmetic on the CPU that touches no weights, beside what the device does if it can."""
+        if self._beside is None:
+            return await self.run(job, *args)
+        return await _in_its_turn(self._beside.submit(job, *args))
 
     def _timed(self, job: Callable[..., T], args: tuple[object, ...]) -> T:
-        begun = self.clock()
+        self._begun_s, before_s = self._wall.clock(), self._worked()
         try:
             return job(*args)
         finally:
-            self.busy_s += self.clock() - begun
+            worked_s = self._slowdown * (self._worked() - before_s)
+            ended_s, self._begun_s = self.clock(), None
+            if self._slowdown > 1.0:
+                self._wall.sleep(max(0.0, ended_s - self._wall.clock()))
+            self.busy_s += worked_s
             self.jobs += 1
 
     def close(self) -> None:
-        """Wait for the job in hand and end the thread."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Wait for the jobs in hand and end the threads."""
+        for thread in filter(None, (self._thread, self._beside)):
+            thread.shutdown(wait=True, cancel_futures=True)
 
     def statistics(self) -> dict[str, int | float]:
         """Return the seconds of work and the number of jobs so far."""
@@ -99,6 +144,17 @@ class Device:
 
     def __repr__(self) -> str:
         return f"Device({self.device}, {self.jobs} jobs, busy {self.busy_s:.1f} s)"
+
+
+async def _in_its_turn(submitted: concurrent.futures.Future[T]) -> T:
+    """Await a job; when cancelled, take it back if it has not begun, and else await its end first."""
+    result = asyncio.wrap_future(submitted)
+    try:
+        return await asyncio.shield(result)
+    except asyncio.CancelledError:
+        if not submitted.cancel():
+            await _to_the_end(result)
+        raise
 
 
 async def _to_the_end(result: asyncio.Future[T]) -> None:

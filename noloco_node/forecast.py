@@ -10,14 +10,14 @@ function there it is called and not copied:
 - a replica admits exactly a window of microbatches between two inner steps, queues two more, a fair share per sender
   and the senders in turn, and refuses the rest (`pipeline.gate`); who is refused leaves that replica in peace for as
   long as it was told, asks another, and sleeps when all refuse (`pipeline.downstream`);
-- a source has a window of microbatches on their way, and starts the next when a gradient is back.
+- with two windows in flight it admits and queues one more, and a gradient that has come may have to wait for its turn:
+  those let in before the last step have one kept (`pipeline.turns`). The last stage has one window whatever the others
+  have (`noloco_node.replica`);
+- a source has a window of microbatches on their way, or two, and starts the next when a gradient is back.
 
 Between two windows every stage runs dry and fills again, and a replica that waits for a slow one has nothing else to
 do: that is what the model measures. It leaves out inner steps, gossip, bandwidth, faults, and what measuring speeds
 gets wrong, so it is an upper bound. `tests/test_forecast.py` holds it against production nodes.
-
-`windows_in_flight` 2 is model only, production has 1: forwards of the next window are admitted, on the weights before
-the step, while the last backwards of this one drain. A step is taken when the older of the two windows is complete.
 """
 
 from __future__ import annotations
@@ -103,34 +103,36 @@ def stand_in(replicas: int, window: int, stages: int, hops: int = HOPS) -> int:
 
 
 class _Microbatch:
-    """One sample on its way: the replicas it has been through, and which of their windows it is in."""
+    """One sample on its way: the replicas it has been through, and how many steps each had taken when it was let in."""
 
-    __slots__ = ("path", "windows")
+    __slots__ = ("path", "steps")
 
     def __init__(self, source: _Replica) -> None:
-        self.path, self.windows = [source], [0]
+        self.path, self.steps = [source], [0]
 
 
 class _Replica:
     """One device and the door in front of it."""
 
-    def __init__(self, stage: int, number: int, time: float) -> None:
-        self.stage, self.name, self.time = stage, f"{stage}/{number}", time
+    def __init__(self, stage: int, number: int, time: float, windows: int) -> None:
+        self.stage, self.name, self.time, self.windows = stage, f"{stage}/{number}", time, windows
         self.free_at = 0.0
         self.rng = Random(f"forecast|routing|{self.name}")
         self.bag = Bag()
         self.hops: tuple[Hop, ...] = ()
         self.resting: dict[str, float] = {}
         self.admitted = self.steps = self.queued = 0
-        self.succeeded: deque[int] = deque([0])
-        """Of each window from the one that the next step ends."""
+        self.succeeded = self.turns = self.kept = 0
+        """In the window under way: microbatches that succeeded, and turns that were given and that are kept."""
+        self.stepping = False
+        self.deferred: deque[_Microbatch] = deque()
+        """Those who wait for a turn."""
         self.queue: OrderedDict[str, deque[_Microbatch]] = OrderedDict()
         self.heard: tuple[set[str], set[str]] = (set(), set())
         self.pace = self.last_success = 0.0
 
-    def refuses(self, sender: str, window: int) -> float | None:
-        """Return for how long a sender is refused, None if it is not: `pipeline.gate` says why so."""
-        limit = 2 * window
+    def refuses(self, sender: str, limit: int) -> float | None:
+        """Return for how long a sender is refused by a queue of `limit` places, None if it is not: see the gate."""
         heard, before = self.heard
         if len(heard) < limit:
             heard.add(sender)
@@ -153,11 +155,18 @@ class _Replica:
         self.queued -= 1
         return microbatch
 
-    def note_success(self, window: int, now: float) -> None:
-        """Count a success in its window."""
-        while len(self.succeeded) <= window - self.steps:
-            self.succeeded.append(0)
-        self.succeeded[window - self.steps] += 1
+    def gives_turn(self, steps: int, window: int) -> bool:
+        """Let a microbatch that was let in after so many steps begin its backward pass, if it may."""
+        if steps < self.steps:
+            self.kept -= 1
+        elif self.turns + self.kept >= window:
+            return False
+        self.turns += 1
+        return True
+
+    def note_success(self, now: float) -> None:
+        """Count a success."""
+        self.succeeded += 1
         interval = now - self.last_success
         self.pace = 0.9 * self.pace + 0.1 * interval if self.pace else interval
         self.last_success = now
@@ -176,7 +185,10 @@ class _Model:
         self._rng = Random("forecast|latency")
         self._last = len(shape.passes) - 1
         stages = [
-            [_Replica(stage, number, time) for number, time in enumerate(times)]
+            [
+                _Replica(stage, number, time, 1 if stage == self._last else shape.windows_in_flight)
+                for number, time in enumerate(times)
+            ]
             for stage, times in enumerate(shape.passes)
         ]
         self._replicas = {replica.name: replica for replicas in stages for replica in replicas}
@@ -218,24 +230,25 @@ class _Model:
     def _arrive(self, stage: int, microbatch: _Microbatch) -> None:
         replica, shape = microbatch.path[stage], self.shape
         sender = microbatch.path[max(0, stage - 1)].name
-        if replica.admitted < (replica.steps + shape.windows_in_flight) * shape.window:
+        if not replica.stepping and replica.admitted < (replica.steps + replica.windows) * shape.window:
             replica.heard[0].add(sender)
             self._admit(stage, microbatch)
             return
-        refused = replica.refuses(sender, shape.window)
+        refused = replica.refuses(sender, (1 + shape.windows_in_flight) * shape.window)
         if refused is None:
             replica.enqueue(sender, microbatch)
             return
-        del microbatch.path[stage], microbatch.windows[stage]
+        del microbatch.path[stage], microbatch.steps[stage]
         told_at = self.now + self._on_line(1)
         self._replicas[sender].resting[replica.name] = told_at + refused
         self._at(told_at, self._ask, stage - 1, microbatch)
 
     def _admit(self, stage: int, microbatch: _Microbatch) -> None:
         replica = microbatch.path[stage]
-        microbatch.windows[stage] = replica.admitted // self.shape.window
+        microbatch.steps[stage] = replica.steps
         replica.admitted += 1
         if stage == self._last:
+            replica.gives_turn(replica.steps, self.shape.window)
             self._at(self._compute(replica, 3), self._finish, stage, microbatch)
         else:
             self._at(self._compute(replica, 1), self._ask, stage, microbatch)
@@ -250,31 +263,46 @@ class _Model:
             self._at(self.now + pause * replica.rng.uniform(1.0, 1.25), self._ask, stage, microbatch)
             return
         microbatch.path.append(self._replicas[peer])
-        microbatch.windows.append(0)
+        microbatch.steps.append(0)
         self._at(self.now + self._on_line(OPENING + 1), self._arrive, stage + 1, microbatch)
 
     def _answer(self, stage: int, microbatch: _Microbatch) -> None:
-        self._at(self._compute(microbatch.path[stage], 2), self._finish, stage, microbatch)
+        replica = microbatch.path[stage]
+        if replica.gives_turn(microbatch.steps[stage], self.shape.window):
+            self._at(self._compute(replica, 2), self._finish, stage, microbatch)
+        else:
+            replica.deferred.append(microbatch)
 
     def _finish(self, stage: int, microbatch: _Microbatch) -> None:
         replica, shape = microbatch.path[stage], self.shape
-        replica.note_success(microbatch.windows[stage], self.now)
+        replica.note_success(self.now)
         if stage:
             self._at(self.now + self._on_line(1), self._answer, stage - 1, microbatch)
         else:
             self.done += 1
             self._at(self.now, self._arrive, 0, _Microbatch(replica))
-        while replica.succeeded and replica.succeeded[0] == shape.window:
-            self._step(replica)
+        if replica.succeeded == shape.window:
+            # The step takes no time, but its turn among the passes that the device has been given.
+            replica.stepping = replica.free_at > self.now
+            if replica.stepping:
+                self._at(replica.free_at, self._step, stage, microbatch)
+            else:
+                self._step(stage, microbatch)
 
-    def _step(self, replica: _Replica) -> None:
+    def _step(self, stage: int, microbatch: _Microbatch) -> None:
         """Take an inner step: the next window opens."""
-        replica.succeeded.popleft()
+        replica = microbatch.path[stage]
+        replica.stepping = False
         replica.steps += 1
+        replica.succeeded = replica.turns = 0
+        replica.kept = replica.admitted - replica.steps * self.shape.window
         replica.heard = (set(), replica.heard[0])
-        room = (replica.steps + self.shape.windows_in_flight) * self.shape.window
+        deferred, replica.deferred = replica.deferred, deque()
+        for waiting in deferred:
+            self._answer(stage, waiting)
+        room = (replica.steps + replica.windows) * self.shape.window
         while replica.queued and replica.admitted < room:
-            self._admit(replica.stage, replica.next_queued())
+            self._admit(stage, replica.next_queued())
 
 
 def efficiency(shape: Shape, hops: int = HOPS) -> float:
@@ -285,7 +313,7 @@ def efficiency(shape: Shape, hops: int = HOPS) -> float:
     """
     times = [time for replicas in shape.passes for time in replicas]
     counts = [len(replicas) for replicas in shape.passes]
-    if not counts or min(counts) < 1 or not min(times) > 0 or shape.window < 1 or shape.windows_in_flight < 1:
+    if not counts or min(counts) < 1 or not min(times) > 0 or shape.window < 1 or shape.windows_in_flight not in (1, 2):
         raise ValueError(f"{shape} is no pipeline")
     if not shape.latency >= 0 or not shape.jitter >= 0:
         raise ValueError(f"{shape} is no pipeline: a message cannot arrive before it was sent")

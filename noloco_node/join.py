@@ -53,7 +53,7 @@ async def join(invite: str, config: NodeConfig) -> None:
             home.keep_run_file(recipe.text)
             plan = await asyncio.to_thread(blueprint, recipe.run)
             # Closed before the device: a thread that waits for text ends with it, and so does not keep us.
-            with closing(Device(torch_device)) as device, ExitStack() as texts:
+            with closing(Device(torch_device, config.slowdown)) as device, ExitStack() as texts:
 
                 async def open_text() -> _Text:
                     text = await asyncio.to_thread(_Text, recipe.run, config, network.peer_id, plan.vocabulary)

@@ -58,7 +58,8 @@ class InnerStep(_Event, frozen=True):
     """One step of the inner optimiser.
 
     `loss`: mean nats a token of the window as far as it is known here; None where no reply carried one.
-    `tokens`: tokens of the window. `seconds`: since the inner step before.
+    `tokens`: tokens of the window. `seconds`: since the inner step before. `device_s`: of them, those for which the
+    device worked. `stale`: microbatches whose forward pass was before the last step, with two windows in flight.
     """
 
     step: int
@@ -67,12 +68,16 @@ class InnerStep(_Event, frozen=True):
     tokens: int
     seconds: float
     learning_rate: float
+    device_s: float = 0.0
+    stale: int = 0
 
 
 class OuterStep(_Event, frozen=True):
     """One outer step. `partner`: None in a solo round. `staleness`: inner steps between snapshot and correction.
 
     `gap`: norm of own minus mean slow weights over the norm of the mean; None where there was nobody to compare with.
+    `staleness_rounds`: rounds since these weights last met anybody's, 1 where in the one before; `partner_staleness`:
+    since the partner's did. `adopted`: ours were too stale to count, and the partner's were taken over.
     """
 
     round: int
@@ -82,6 +87,21 @@ class OuterStep(_Event, frozen=True):
     bytes_sent: int
     bytes_received: int
     seconds: float
+    staleness_rounds: int = 0
+    partner_staleness: int = 0
+    adopted: bool = False
+
+
+class TooStale(_Event, frozen=True):
+    """A partner had met nobody for `partner_staleness` rounds, too many to count: it took our weights, and our round
+    stays open.
+    """
+
+    round: int
+    partner: str
+    partner_staleness: int
+    bytes_sent: int
+    bytes_received: int
 
 
 class Deferred(_Event, frozen=True):
@@ -141,7 +161,18 @@ class Finished(_Event, frozen=True):
 
 
 Event = (
-    Started | StateChanged | InnerStep | OuterStep | Deferred | Hops | Traffic | Refused | Lost | Violation | Finished
+    Started
+    | StateChanged
+    | InnerStep
+    | OuterStep
+    | TooStale
+    | Deferred
+    | Hops
+    | Traffic
+    | Refused
+    | Lost
+    | Violation
+    | Finished
 )
 
 _ENCODER = msgspec.json.Encoder()

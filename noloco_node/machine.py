@@ -25,11 +25,18 @@ T = TypeVar("T")
 class Runner(Protocol):
     """The device's thread."""
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds for which the device has worked so far."""
+
     def clock(self) -> float:
         """Return the time by which jobs measure themselves, in seconds."""
 
     async def run(self, job: Callable[..., T], *args: object) -> T:
         """Run `job(*args)` there, to its end once it has begun."""
+
+    async def beside(self, job: Callable[..., T], *args: object) -> T:
+        """Run `job(*args)`, arithmetic in main memory that touches no weights, without holding the device up."""
 
 
 class Stage(worker.Stage, Protocol):

@@ -233,7 +233,7 @@ class Node:
         """Return when this peer's part of the run is done: at stage 0 as a source, later when the sources say so."""
         if replica.post.stage == 0:
             source = await self._make_source(replica)
-            await source.run(self._run.pipeline.microbatches_per_step)
+            await source.run(self._run.pipeline.microbatches_per_step * self._run.pipeline.windows_in_flight)
             return
         while not run_over(self._presence.roster.sources, self._presence.roster.sources_finished):
             await self._presence.changed()

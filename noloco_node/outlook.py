@@ -69,7 +69,16 @@ def _predict(
     replicas = stand_in(pipeline.replicas, window, len(work), hops)
     passes = spread([each / max(work) for each in work], (1.0,) * replicas)
     return tuple(
-        efficiency(Shape(passes=passes, window=window, latency=latency * message), hops) for latency in MESSAGES
+        efficiency(
+            Shape(
+                passes=passes,
+                window=window,
+                latency=latency * message,
+                windows_in_flight=pipeline.windows_in_flight,
+            ),
+            hops,
+        )
+        for latency in MESSAGES
     )
 
 

@@ -3,24 +3,25 @@
 Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of the
 matrices and of attention. The memory of activations is an estimate: what autograd keeps of a layer in Llama and GPT-2
 models was measured at 10 to 12 numbers a token for each unit of the model's width and 4 for each of the
-feed-forward's; as many microbatches as a window holds may wait for their gradients at once, except at the last stage.
+feed-forward's; as many microbatches as a window holds, or two, may wait for their gradients at once, except at the last
+stage. With two windows in flight the weights before the step stay as long as a microbatch waits on them.
 The efficiency, and what would raise it, is `outlook`'s.
 """
 
 from __future__ import annotations
 
+from math import log, prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from noloco_node.config import RunConfig
+from noloco_node.config import OuterConfig, RunConfig
 from noloco_node.errors import Exit, Trouble
+from noloco_node.freight import Shapes, gossip_memory, round_bytes
 from noloco_node.outlook import BUSY, Remedy, in_words, predict, remedies
 from noloco_node.runfile import content_hashes, load_run, run_digest
 
-PROBE_BYTES = 4 * 4096
-"""The sample of slow weights that goes with an exchange."""
 _LAYER_FLOATS_PER_WIDTH = 11
 _LAYER_FLOATS_PER_FEED_FORWARD = 4
 _LOGIT_COPIES = 3
@@ -40,13 +41,28 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     outer_momentum: int
     snapshot: int
     exchange: int
-    """The partner's weights, while an exchange lasts."""
+    """The weights that an exchange moves, coded and decoded, while it lasts."""
+    step: int
+    """New slow weights, momentum and correction, until they take the place of the old ones."""
+    owed: int
+    """What the codec has left out so far."""
+    ahead: int
+    """The next partner's slow weights, where they travel ahead of time."""
+    gathered: int
+    """What a period of the outer momentum has gathered."""
+    stale_weights: int
+    """Those before the last inner step, with two windows in flight."""
     activations: int
 
     @property
     def total(self) -> int:
         """All of it at once."""
         return sum(getattr(self, name) for name in self.__struct_fields__)
+
+    @property
+    def computing(self) -> int:
+        """What the device computes with: of a GPU's own memory. Gossip's copies lie in the main memory."""
+        return self.weights + self.gradients + self.optimiser + self.stale_weights + self.activations
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,16 +126,17 @@ def plan(run: RunConfig) -> Plan:
         ) from error
     check_vocabulary(run.data, config.vocab_size)
     work = sum(cost.flops_per_token for cost in costs)
+    stage_shapes = [tuple(named.values()) for named in drawn.shapes]
     stages = tuple(
         StagePlan(
             layers=(cut.first_layer, cut.end_layer),
             parameters=cost.parameters,
             flops_per_token=cost.flops_per_token,
             work=cost.flops_per_token / work,
-            memory=_memory(cost.parameters, _activations(run, config, cut)),
-            round_bytes=_round_bytes(run, cost.parameters),
+            memory=_memory(run, shapes, _activations(run, config, cut), stale=_two_windows(run, cut)),
+            round_bytes=round_bytes(run.outer, shapes),
         )
-        for cut, cost in zip(cuts, costs, strict=True)
+        for cut, cost, shapes in zip(cuts, costs, stage_shapes, strict=True)
     )
     hop, targets = _hop_bytes(run, config.hidden_size)
     shares = tuple(stage.work for stage in stages)
@@ -134,15 +151,34 @@ def plan(run: RunConfig) -> Plan:
         hop_up_bytes=hop if len(stages) > 1 else 0,
         tokens=run.budget_samples * run.pipeline.sequence_length,
         tokens_per_step=run.samples_per_step * run.pipeline.sequence_length,
-        rounds=run.inner.steps // run.outer.inner_steps_per_round,
+        rounds=_rounds(run),
         efficiency=efficiency,
         remedies=remedies(run.pipeline, shares) if efficiency[1] < BUSY else (),
         warnings=tuple(_warnings(run, stages, efficiency[1])),
     )
 
 
-def _memory(parameters: int, activations: int) -> Memory:
-    once = 4 * parameters
+def mean_steps_per_round(outer: OuterConfig) -> float:
+    """Return the inner steps of a round on average over a run of equal replicas.
+
+    H grows by the same factor in each part of the run: with progress p it is early * (late / early)^p, and a run of so
+    many steps has the steps times the mean of 1 / H rounds. Whole numbers of steps make that a little less exact.
+    """
+    early, late = outer.inner_steps_per_round, outer.late_inner_steps_per_round
+    return float(early) if late is None or late == early else log(late / early) / (1 / early - 1 / late)
+
+
+def _rounds(run: RunConfig) -> int:
+    return int(run.inner.steps / mean_steps_per_round(run.outer))
+
+
+def _two_windows(run: RunConfig, cut: Any) -> bool:
+    """Say whether a stage has two windows in flight; the last has one always."""
+    return run.pipeline.windows_in_flight == 2 and not cut.head
+
+
+def _memory(run: RunConfig, shapes: Shapes, activations: int, *, stale: bool) -> Memory:
+    once, gossip = 4 * sum(map(prod, shapes)), gossip_memory(run.outer, shapes)
     return Memory(
         weights=once,
         gradients=once,
@@ -150,7 +186,12 @@ def _memory(parameters: int, activations: int) -> Memory:
         slow_weights=once,
         outer_momentum=once,
         snapshot=once,
-        exchange=once,
+        exchange=gossip.exchange,
+        step=gossip.step,
+        owed=gossip.owed,
+        ahead=gossip.ahead,
+        gathered=gossip.gathered,
+        stale_weights=once if stale else 0,
         activations=activations,
     )
 
@@ -164,13 +205,8 @@ def _activations(run: RunConfig, config: Any, cut: Any) -> int:
     )
     layer = _LAYER_FLOATS_PER_WIDTH * width + _LAYER_FLOATS_PER_FEED_FORWARD * feed_forward
     floats = (cut.end_layer - cut.first_layer) * layer + (_LOGIT_COPIES * config.vocab_size if cut.head else 0)
-    in_flight = 1 if cut.head else run.pipeline.microbatches_per_step
+    in_flight = 1 if cut.head else run.pipeline.microbatches_per_step * run.pipeline.windows_in_flight
     return int(4 * floats * run.pipeline.sequence_length * run.pipeline.microbatch_size * in_flight)
-
-
-def _round_bytes(run: RunConfig, parameters: int) -> int:
-    copies = 1 if run.outer.gamma == run.outer.beta else 2
-    return 4 * parameters * copies + PROBE_BYTES
 
 
 def _hop_bytes(run: RunConfig, width: int) -> tuple[int, int]:
@@ -184,11 +220,18 @@ def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) 
     found = []
     count, window = len(stages), run.pipeline.microbatches_per_step
     if count > _DEEP and efficiency < _IDLE:
-        found.append(
-            f"{count} stages with one window in flight: each inner step waits until the whole pipeline has run dry, "
-            f"and the slowest stage works {efficiency:.0%} of the time where a message takes as long as its forward "
-            "pass. Fewer stages, or more microbatches_per_step, help."
-        )
+        slow = f"the slowest stage works {efficiency:.0%} of the time where a message takes as long as its forward pass"
+        if run.pipeline.windows_in_flight == 1:
+            found.append(
+                f"{count} stages with one window in flight: each inner step waits until the whole pipeline has run "
+                f"dry, and {slow}. Fewer stages, or more microbatches_per_step, help; so does windows_in_flight = 2, "
+                "whose gradients are one step stale."
+            )
+        else:
+            found.append(
+                f"{count} stages, and windows of {window} microbatches, are too much even for two windows in flight: "
+                f"{slow}. Fewer stages, or more microbatches_per_step, help."
+            )
     if count > 1 and window < 2 * count:
         found.append(
             f"A window of {window} microbatches is short for {count} stages: give microbatches_per_step "
@@ -202,10 +245,17 @@ def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) 
             )
     if run.pipeline.replicas == 1:
         found.append("One planned replica a stage: nobody gossips, every round is taken alone.")
-    elif run.inner.steps < 3 * run.outer.inner_steps_per_round:
+    elif _rounds(run) < 3:
+        early, late = run.outer.inner_steps_per_round, run.outer.late_inner_steps_per_round
+        often, fields = (f"{early}", "") if late is None else (f"{early} to {late}", " and late_inner_steps_per_round")
         found.append(
-            f"{run.inner.steps} inner steps with a round every {run.outer.inner_steps_per_round}: the replicas hardly "
-            "ever meet. Fewer inner_steps_per_round, or more steps."
+            f"{run.inner.steps} inner steps with a round every {often}: the replicas hardly ever meet. "
+            f"Fewer inner_steps_per_round{fields}, or more steps."
+        )
+    if run.outer.momentum_period > max(1, _rounds(run)):
+        found.append(
+            f"A momentum_period of {run.outer.momentum_period} in a run of {_rounds(run)} rounds: the outer momentum "
+            "never moves. Give a shorter one, or 1 for a momentum that moves in every round."
         )
     return found
 
@@ -217,7 +267,7 @@ def describe(plan: Plan) -> list[str]:
         "",
         *_stage_table(plan),
         "",
-        "Memory of a peer, all numbers float32; activations are estimated, for a whole window in flight:",
+        "Memory of a peer, all numbers float32; activations are estimated, for whole windows in flight:",
         *_memory_table(plan),
         "",
         f"Tokens: {_count(plan.tokens)} in all, {_count(plan.tokens_per_step)} an inner step of a replica; "
@@ -239,15 +289,19 @@ def _stage_table(plan: Plan) -> list[str]:
             _count(stage.parameters),
             f"{stage.work:.1%}",
             _bytes(stage.memory.total),
+            _bytes(stage.memory.computing),
             _bytes(stage.round_bytes),
         ]
         for number, stage in enumerate(plan.stages)
     ]
-    return _table(["stage", "layers", "parameters", "work", "memory a peer", "a round, each way"], rows)
+    return _table(
+        ["stage", "layers", "parameters", "work", "memory a peer", "of it on a GPU", "a round, each way"], rows
+    )
 
 
 def _memory_table(plan: Plan) -> list[str]:
-    names = Memory.__struct_fields__
+    # A column of nothing but zeros is not worth its place.
+    names = [name for name in Memory.__struct_fields__ if any(getattr(stage.memory, name) for stage in plan.stages)]
     rows = [
         [str(number), *(_bytes(getattr(stage.memory, name)) for name in names)]
         for number, stage in enumerate(plan.stages)

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gossip.delayed import Delay
+from gossip.formats import Format
 from gossip.nesterov import Outer
 from gossip.port import Patience, Settings
 from noloco_node import journal
 from noloco_node.config import RunConfig
+from noloco_node.freight import sets
 from noloco_node.roster import Roster
 
 if TYPE_CHECKING:
@@ -55,14 +58,18 @@ class World:
 
 
 def round_settings(post: Post, weight_bytes: int) -> Settings:
-    """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves."""
+    """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves at most."""
     run, outer = post.run, post.run.outer
-    sets = 1 if outer.gamma == outer.beta else 2
-    patience = Patience(exchange_s=60.0 + 2 * sets * weight_bytes / post.slowest_bytes_per_s)
+    patience = Patience(exchange_s=60.0 + 2 * sets(outer) * weight_bytes / post.slowest_bytes_per_s)
     return Settings(
         seed=run.seed,
         outer=Outer(outer.alpha, outer.beta, outer.gamma),
+        delay=Delay(outer.momentum_period, outer.momentum_spread),
+        codec=Format(outer.codec),
+        staleness_at_most=outer.staleness_at_most,
         inner_steps_per_round=outer.inner_steps_per_round,
+        late_inner_steps_per_round=outer.late_inner_steps_per_round,
+        dynamic_steps=outer.dynamic_steps,
         overlap_steps=outer.overlap_steps,
         deferrals_before_solo=outer.deferrals_before_solo,
         blocking=outer.blocking,

@@ -36,6 +36,7 @@ class _Numbers(NamedTuple):
     warmup: int
     beta2: str
     per_round: int
+    late_per_round: int
     overlap: int
 
 
@@ -57,8 +58,9 @@ _PRESETS: dict[str, _Numbers] = {
         learning_rate="4e-3",
         warmup=20,
         beta2="0.95",
-        per_round=20,
-        overlap=4,
+        per_round=4,
+        late_per_round=16,
+        overlap=3,
     ),
     "125m": _Numbers(
         about='113 million parameters beside the vocabulary: "small" in the paper',
@@ -77,7 +79,8 @@ _PRESETS: dict[str, _Numbers] = {
         learning_rate="6e-4",
         warmup=1000,
         beta2="0.999",
-        per_round=50,
+        per_round=10,
+        late_per_round=50,
         overlap=8,
     ),
     "1b": _Numbers(
@@ -97,7 +100,8 @@ _PRESETS: dict[str, _Numbers] = {
         learning_rate="2e-4",
         warmup=1000,
         beta2="0.999",
-        per_round=50,
+        per_round=10,
+        late_per_round=50,
         overlap=8,
     ),
     "7b": _Numbers(
@@ -117,7 +121,8 @@ _PRESETS: dict[str, _Numbers] = {
         learning_rate="1.2e-4",
         warmup=1000,
         beta2="0.999",
-        per_round=50,
+        per_round=10,
+        late_per_round=50,
         overlap=8,
     ),
 }
@@ -163,9 +168,9 @@ def write_run_file(path: Path, preset: str, *, overwrite: bool) -> None:
 def demo_run_text(*, stages: int, replicas: int, steps: int, seed: int) -> str:
     """Return the run file of a demo: the tiny model over so many stages and replicas, for so many inner steps.
 
-    The model grows a layer for each stage beyond four. The rounds follow the steps, about a dozen of them.
+    The model grows a layer for each stage beyond four. In a short demo the rounds are closer together.
     """
-    per_round = max(5, min(50, steps // 12))
+    per_round = max(2, min(_PRESETS["tiny"].per_round, steps // 10))
     numbers = _PRESETS["tiny"]._replace(
         about="a demo",
         layers=max(_PRESETS["tiny"].layers, stages),
@@ -175,7 +180,8 @@ def demo_run_text(*, stages: int, replicas: int, steps: int, seed: int) -> str:
         steps=steps,
         warmup=min(20, steps // 10),
         per_round=per_round,
-        overlap=max(1, min(4, per_round // 4)),
+        late_per_round=4 * per_round,
+        overlap=per_round - 1,
     )
     return _written(numbers, "demo", seed)
 
@@ -306,13 +312,28 @@ def _outer(n: _Numbers) -> str:
 [outer]
 # Gossip: after this many inner steps a peer meets one random peer of its own stage, and both move towards their mean.
 inner_steps_per_round = {n.per_round}
-# Momentum of the outer steps.
-alpha = 0.5
-# Length of the outer step along the pair's mean progress.
-beta = 0.7
-# Pull of the pair together. Many peers stay together only for 0 < gamma < 2 (1 - alpha^2).
-# Equal to beta it halves the traffic: then only one copy of the weights travels.
-gamma = 0.7
+# The same at the end of the run: from one to the other in equal proportions. Peers drift apart while the learning rate
+# is high, so often early and rarely late gives more for the same traffic. Left out, it stays as it is.
+late_inner_steps_per_round = {n.late_per_round}
+# true: a slower peer takes fewer inner steps a round, in proportion to its speed (Asynchronous Local-SGD), so that all
+# replicas of a stage reach their rounds together. Among equals it changes nothing.
+dynamic_steps = true
+# The outer step: momentum, length along the pair's mean progress, and pull of the pair together. 0, 1 and 1 is the
+# plain mean of the two. With rounds as often as here it came closest to training in one place (docs/results.md, "The
+# laboratory"); the NoLoCo paper has 0.5, 0.7 and 0.7 with a round every 50 steps. Many peers stay together only for
+# 0 < gamma < 2 (1 - alpha^2). gamma equal to beta halves the traffic: then only one copy of the weights travels.
+alpha = 0.0
+beta = 1.0
+gamma = 1.0
+# The momentum moves once in this many outer steps, for contributions of different age; 1 moves it in every step. The
+# others of a period each apply a share of it, from 0 to 1 / momentum_period.
+momentum_period = 1
+momentum_spread = 0.0
+# Number format of the weights that travel in a round: "float32", "bfloat16" (half the traffic), "int8" (a quarter), or
+# "int4" (an eighth). What rounding leaves out is carried over to the next round.
+codec = "int4"
+# A peer that has met nobody for more rounds than this no longer counts in a mean: it takes its partner's weights.
+staleness_at_most = 16
 # false: training goes on until the partner is there, and during the exchange. true: the paper's form, stop first.
 blocking = false
 # A copy of the weights older than this many inner steps is taken anew while the partner is awaited.

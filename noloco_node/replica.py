@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from gossip.messages import Parts, ReplicaState
 from gossip.nesterov import Tensors
-from gossip.port import Candidate, Deferred, Event, Lost, OuterStep, Surroundings
+from gossip.port import Candidate, Deferred, Event, Going, Lost, OuterStep, Surroundings, TooStale
 from gossip.round import Rounds
 from noloco_node import __version__, journal
 from noloco_node.beginning import Beginning
 from noloco_node.checkpoint import Checkpoint, Counters
 from noloco_node.machine import Runner, Stage
 from noloco_node.post import Post, World, round_settings
-from noloco_node.roster import Derived, PeerRecord, Roster, State
+from noloco_node.roster import Derived, PeerRecord, Roster, State, speed
 from noloco_node.topics import GOSSIP, MICROBATCH, topic
 from noloco_node.wire import Violation
 from pipeline.downstream import Downstream, Limits, Ways
@@ -49,7 +49,10 @@ class Replica:
 
     def __init__(self, post: Post, stage: Stage, device: Runner, world: World, beginning: Beginning) -> None:
         run = post.run
-        self.post, self.gate = post, Gate(run.pipeline.microbatches_per_step)
+        window, windows = run.pipeline.microbatches_per_step, run.pipeline.windows_in_flight
+        # The last stage waits for nobody: a second window would gain it nothing, and its gradients are always fresh.
+        # It queues what it would have had in flight.
+        self.post, self.gate = post, Gate(window, (1 + windows) * window, 1 if post.last else windows)
         self.inner_steps = beginning.origin.inner_steps
         self.progress: Progress = begin(beginning.progress, _now())
         self._stage, self._device, self._world = stage, device, world
@@ -71,7 +74,7 @@ class Replica:
             beginning.origin,
             self,
             Surroundings(
-                compute=device.run,
+                compute=device.beside,
                 partners=Derived(world.roster, self._partners),
                 converse=self._converse,
                 record=self._journal,
@@ -82,7 +85,7 @@ class Replica:
         self._partner: str | None = None
         self._tokens_per_s = 0.0
         self._seconds_per_step = 1.0
-        self._stepped_at = _now()
+        self._stepped_at, self._busy_s = _now(), device.busy_s
 
     # The training itself.
 
@@ -93,7 +96,8 @@ class Replica:
             rate = learning_rate(self.progress.value, self._schedule)
             report = await self._device.run(self._stage.step, rate, len(outcomes))
             self._note_step(outcomes, rate, report.applied)
-            await self.rounds.between_steps(self.inner_steps, self._seconds_per_step)
+            going = Going(self.progress.value, speed(self.worker.device_s))
+            await self.rounds.between_steps(self.inner_steps, self._seconds_per_step, going)
             await in_pause()
             self.gate.next_window()
 
@@ -103,9 +107,10 @@ class Replica:
         losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
         self._loss = fmean(losses) if losses else None
         self._seconds_per_step = max(1e-6, now_s - self._stepped_at)
-        self._stepped_at = now_s
-        speed = tokens / self._seconds_per_step
-        self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * speed if self._tokens_per_s else speed
+        device_s = self._device.busy_s - self._busy_s
+        self._stepped_at, self._busy_s = now_s, self._device.busy_s
+        newest = tokens / self._seconds_per_step
+        self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * newest if self._tokens_per_s else newest
         self._world.record(
             journal.InnerStep(
                 step=self.inner_steps,
@@ -114,13 +119,19 @@ class Replica:
                 tokens=tokens,
                 seconds=self._seconds_per_step,
                 learning_rate=rate if applied else 0.0,
+                device_s=device_s,
+                stale=sum(outcome.stale for outcome in outcomes),
             )
         )
 
     @property
     def stranded(self) -> bool:
-        """Whether all microbatches in our hands wait for a replica of the next stage that would take them."""
-        return self.downstream is not None and 0 < self.gate.in_flight <= self.downstream.statistics()["waiting"]
+        """Whether all microbatches in our hands wait for a replica of the next stage that would take them.
+
+        Those whose gradient has come wait for the others.
+        """
+        away = self.gate.in_flight - self.gate.turns.waiting
+        return self.downstream is not None and 0 < away <= self.downstream.statistics()["waiting"]
 
     async def discard(self) -> int:
         """Forget the gradients of the partial window, and what is in flight; return how many microbatches it held."""
@@ -164,6 +175,9 @@ class Replica:
             inner_steps=self.inner_steps,
             progress=self.progress.value,
             optimiser_steps=optimiser.steps,
+            gathered=outer.gathered if whole else (),
+            meetings=outer.meetings if whole else 0,
+            last_met=self.rounds.last_met,
         )
 
     # What the rounds ask of us (gossip.port.Replica).
@@ -181,8 +195,8 @@ class Replica:
         return self.gate.alone(retry_after_s, DRAIN_S if self.post.deadlines else math.inf)
 
     def _partners(self, roster: Roster) -> tuple[Candidate, ...]:
-        records, me = roster.stage(self.post.stage), self.post.peer
-        return tuple([Candidate(r.peer, r.round) for r in records if r.state is State.TRAINING and r.peer != me])
+        others = [record for record in roster.stage(self.post.stage) if record.peer != self.post.peer]
+        return tuple([Candidate(r.peer, r.round, r.speed) for r in others if r.state is State.TRAINING])
 
     def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
         return self._world.network.talk(peer, topic(GOSSIP, self.post.stage), self._world.gossip_schema)
@@ -229,6 +243,19 @@ class Replica:
                         bytes_sent=event.bytes_sent,
                         bytes_received=event.bytes_received,
                         seconds=event.seconds,
+                        staleness_rounds=event.staleness_rounds,
+                        partner_staleness=event.partner_staleness,
+                        adopted=event.adopted,
+                    )
+                )
+            case TooStale():
+                self._world.record(
+                    journal.TooStale(
+                        round=event.round,
+                        partner=event.partner,
+                        partner_staleness=event.partner_staleness,
+                        bytes_sent=event.bytes_sent,
+                        bytes_received=event.bytes_received,
                     )
                 )
             case Deferred():
@@ -281,9 +308,12 @@ class Replica:
                 progress=self.progress.value,
                 samples=samples,
                 optimiser_steps=optimiser.steps,
+                meetings=outer.meetings,
+                last_met=self.rounds.last_met,
                 data_position=data_position,
             ),
-            {"slow": outer.slow, "momentum": outer.momentum, "fast": fast, "optimiser": optimiser.moments},
+            {"slow": outer.slow, "momentum": outer.momentum, "fast": fast, "optimiser": optimiser.moments}
+            | ({"gathered": outer.gathered} if outer.gathered else {}),
         )
 
     def statistics(self) -> dict[str, int | float]:

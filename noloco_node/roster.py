@@ -14,6 +14,15 @@ import msgspec
 T = TypeVar("T")
 
 
+def speed(device_s: float) -> float:
+    """Return what a device does in a second that takes so long for a microbatch; 0 where that is not known.
+
+    A replica's inner steps follow its share of the microbatches, and routes are weighted by device time: so this is its
+    inner-step rate too, up to a factor that all replicas of its stage have in common.
+    """
+    return 1.0 / device_s if device_s > 0.0 else 0.0
+
+
 class State(StrEnum):
     """What a peer is doing, in one word."""
 
@@ -48,6 +57,11 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     """What it waits for, in words, and since when; None while it works."""
     addresses: tuple[str, ...] = ()
     version: str = ""
+
+    @property
+    def speed(self) -> float:
+        """Microbatches a second that the device would do alone, as the peer says; 0 until known."""
+        return speed(self.device_s)
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True):

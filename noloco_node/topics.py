@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from math import prod
 
 from gossip.exchange import PROBE
-from gossip.messages import Accepted, Busy, Declined, Offer, Received, ReplicaState, StateRequest, Weights
+from gossip.formats import Format, absolute, wire_specs
+from gossip.messages import Accepted, Ahead, Busy, Declined, Offer, Probe, Received, ReplicaState, StateRequest, Weights
 from noloco_node.config import RunConfig
 from noloco_node.wire import Either, MessageSpec, Schema, TensorSpec
 from pipeline.messages import Gradient, Microbatch, Refused
@@ -45,18 +46,22 @@ def microbatch_schema(run: RunConfig, width: int) -> Schema:
 
 def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
     """Return what two replicas of a stage with parameters of these shapes say to each other in a round."""
-    weights = _float32(shapes)
-    slow: tuple[TensorSpec, ...] = () if run.outer.gamma == run.outer.beta else weights
+    codec, both = Format(run.outer.codec), run.outer.gamma != run.outer.beta
+    # To somebody who adopts weights they go in a form of their own, where the codec's is not absolute.
+    forms = tuple(dict.fromkeys((codec, absolute(codec))))
+    coded = tuple(tuple(TensorSpec(spec.shape, spec.dtype) for spec in wire_specs(form, shapes)) for form in forms)
     probe = TensorSpec((min(PROBE, sum(map(prod, shapes))),), "float32")
-    return Schema(
-        {
-            Offer: MessageSpec(),
-            Accepted: MessageSpec(),
-            Declined: MessageSpec(),
-            Weights: MessageSpec({"fast": weights, "slow": slow, "probe": probe}),
-            Received: MessageSpec(),
-        }
-    )
+    # Ahead of a round no snapshot is there to be probed.
+    fast_probe = Either((probe, None)) if codec is Format.INT4 else None
+    messages = {
+        Offer: MessageSpec(),
+        Accepted: MessageSpec(),
+        Declined: MessageSpec(),
+        Probe: MessageSpec({"slow": probe, "fast": fast_probe}),
+        Weights: MessageSpec({"fast": Either((*coded, ())), "slow": Either((*coded, ())) if both else ()}),
+        Received: MessageSpec(),
+    }
+    return Schema(messages | {Ahead: MessageSpec()} if both else messages)
 
 
 def state_schema(shapes: Shapes) -> Schema:
@@ -70,6 +75,7 @@ def state_schema(shapes: Shapes) -> Schema:
                 {
                     "slow": weights,
                     "momentum": Either((weights, ())),
+                    "gathered": Either((weights, ())),
                     "optimiser": Either((weights + weights, ())),
                 }
             ),

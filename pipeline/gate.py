@@ -1,11 +1,14 @@
 """The window of microbatches of an inner step, and the door in front of it.
 
-A window admits exactly as many microbatches as an inner step takes: those in flight and those that succeeded never add
-up to more, and one that fails gives its slot back to the next. So the batch of every inner step is exact, and no
-weights change under a living graph: the step is taken when the window is full, when nothing is in flight and nothing is
-let in.
+With one window in flight it admits exactly as many microbatches as an inner step takes: those in flight and those that
+succeeded never add up to more, and one that fails gives its slot back to the next. So the batch of every inner step is
+exact, and no weights change under a living graph: the step is taken when the window is full, when nothing is in flight
+and nothing is let in.
 
-What comes while the window has no room queues, two windows' worth by default, in turn by sender. A sender may take a
+With two windows in flight twice as many are let in. Then the step leaves the younger half of them in flight: their
+gradients belong to the next window, whose turn they wait for before their backward passes begin (`pipeline.turns`).
+
+What comes while there is no room queues, two windows' worth by default, in turn by sender. A sender may take a
 fair share of the queue, counted over the senders heard of in this window and the last, the refused ones too: so whoever
 finds the queue taken by another has a place in it one window later. Beyond that the answer is `Refused(FULL)`, at once,
 with an estimate of when half of the queue will have moved on; to wait longer would let the queue run dry.
@@ -13,9 +16,10 @@ with an estimate of when half of the queue will have moved on; to wait longer wo
 Three things change who is let in:
 
 - the step: from `full()` until `next_window()`. Arrivals queue;
-- `alone()`: the blocking form of a gossip round. Everything is refused at once, the queue too, what is in flight ends,
-  and the body runs with nothing in flight and no step being taken. It works in the middle of a window, whose count goes
-  on afterwards. It must not be opened by whoever holds the step: that would wait for itself, until its deadline;
+- `alone()`: the blocking form of a gossip round. Everything is refused at once, the queue too, what is in flight ends
+  (of two windows the first still takes its step, else the second could not end), and the body runs with nothing in
+  flight and no step being taken. It works in the middle of a window, whose count goes on afterwards. It must not be
+  opened by whoever holds the step: that would wait for itself, until its deadline;
 - `close()`: we are leaving. Everything is refused from now on, what is in flight ends.
 
 All methods belong to the event loop's thread.
@@ -32,6 +36,7 @@ from typing import NamedTuple
 
 from pipeline.messages import Reason, Refused
 from pipeline.schedule import fair_share
+from pipeline.turns import Turns
 
 UNKNOWN_PACE_S = 0.25
 """Seconds a microbatch to assume before one has been measured."""
@@ -39,23 +44,46 @@ LONGEST_RETRY_S = 30.0
 
 
 class Outcome(NamedTuple):
-    """What a microbatch that succeeded leaves behind for the inner step."""
+    """What a microbatch that succeeded leaves behind for the inner step.
+
+    `stale`: whether a step was taken between its forward and its backward pass.
+    """
 
     progress: float
     loss: float | None
     tokens: int
+    stale: bool = False
 
 
 class Slot:
-    """A microbatch's place in the window; used as a context it is given back unless it succeeded."""
+    """A microbatch's place among those in flight; used as a context it is given back unless it succeeded."""
 
     def __init__(self, gate: Gate, sender: str) -> None:
         self.sender = sender
         self._gate: Gate | None = gate
+        self._claim = gate.turns.claim()
+
+    @property
+    def stale(self) -> bool:
+        """Whether an inner step has been taken since it was let in."""
+        return self._gate is not None and self._claim.step < self._gate.steps
+
+    def take_turn(self) -> bool:
+        """Take a turn in the window that is under way if there is one for us; at once."""
+        return self._gate is not None and self._gate.turns.take(self._claim)
+
+    async def turn(self) -> bool:
+        """Wait until the backward pass may begin; False if no inner step will be taken any more."""
+        return self._gate is not None and await self._gate.turns.wait(self._claim)
 
     def succeed(self, outcome: Outcome) -> None:
-        """Count the microbatch towards the inner step; nothing happens if the slot is finished already."""
+        """Count the microbatch towards the inner step; nothing happens if the slot is finished already.
+
+        Raises RuntimeError if it had no turn and none is free: its gradient would make the window too large.
+        """
         if self._gate is not None:
+            if not self.take_turn():
+                raise RuntimeError("a gradient out of turn: await turn() before the backward pass")
             gate, self._gate = self._gate, None
             gate._succeeded(outcome)
 
@@ -63,6 +91,7 @@ class Slot:
         """Let another microbatch have the place; nothing happens if the slot is finished already."""
         if self._gate is not None:
             gate, self._gate = self._gate, None
+            gate.turns.release(self._claim)
             gate._gave_back()
 
     def __enter__(self) -> Slot:
@@ -81,14 +110,17 @@ Place = asyncio.Future[Slot | Refused]
 
 
 class Gate:
-    """Admits `window` microbatches an inner step and queues at most `queue_limit` more."""
+    """Admits `window` microbatches an inner step, `windows` of them at a time (1 or 2); queues `queue_limit` more."""
 
-    def __init__(self, window: int, queue_limit: int | None = None) -> None:
+    def __init__(self, window: int, queue_limit: int | None = None, windows: int = 1) -> None:
         if window < 1:
             raise ValueError(f"a window of {window} microbatches cannot make an inner step")
-        self.window = window
+        if windows not in (1, 2):
+            raise ValueError(f"with {windows} windows in flight weights would be older than a step, or none could work")
+        self.window, self.windows = window, windows
         self.queue_limit = 2 * window if queue_limit is None else queue_limit
         self.in_flight = 0
+        self.turns = Turns(window)
         self._outcomes: list[Outcome] = []
         self._queue: OrderedDict[str, deque[Place]] = OrderedDict()
         self._heard: tuple[set[str], set[str]] = (set(), set())
@@ -101,6 +133,11 @@ class Gate:
         self._pace_s = 0.0
         self._last_success_s: float | None = None
         self._counts: Counter[str] = Counter()
+
+    @property
+    def steps(self) -> int:
+        """Windows that have ended."""
+        return self.turns.steps
 
     @property
     def succeeded(self) -> int:
@@ -146,11 +183,12 @@ class Gate:
         return self._admit(sender)
 
     async def full(self) -> tuple[Outcome, ...] | None:
-        """Wait until the window is complete and nothing is in flight; return what it is made of: the step is ours.
+        """Wait until the window is complete; return what it is made of: the step is ours.
 
-        Until `next_window` nobody is let in, and `alone` waits. None: the gate was closed, this window stays partial.
+        Until `next_window` nobody is let in, no backward pass begins, and `alone` waits; with one window in flight
+        nothing is in flight either. None: the gate was closed, this window stays partial.
         """
-        await self._until(lambda: self._shut_until_s is None and (self._complete() or self._over()))
+        await self._until(self._due)
         if not self._complete():
             return None
         self._stepping = True
@@ -162,8 +200,8 @@ class Gate:
             raise RuntimeError("a window ends with a step: await full() first")
         outcomes, self._outcomes = tuple(self._outcomes), []
         self._stepping = False
+        self.turns.next_window(self.in_flight)
         self._heard = (set(), self._heard[0])
-        self._counts["windows"] += 1
         self._changed()
         return outcomes
 
@@ -204,7 +242,9 @@ class Gate:
             "succeeded": self.succeeded,
             "queued": self.queued,
             "pace_s": self._pace_s,
-            **{name: self._counts[name] for name in ("windows", "admitted", "given_back")},
+            "windows": self.steps,
+            "deferred": self.turns.deferred,
+            **{name: self._counts[name] for name in ("admitted", "given_back", "stale")},
             **{f"refused_{reason}": self._counts[f"refused_{reason}"] for reason in ("full", "gossiping", "leaving")},
         }
 
@@ -218,10 +258,16 @@ class Gate:
     def _over(self) -> bool:
         return self._closed is not None and self.in_flight == 0
 
+    def _due(self) -> bool:
+        """Say whether `full` may return. What is in flight while the gate is shut may need a step to end."""
+        if self._shut_until_s is not None:
+            return self._complete() and self.in_flight > 0
+        return self._complete() or self._over()
+
     def _room(self) -> int:
         if self._stepping or self._closed is not None or self._shut_until_s is not None:
             return 0
-        return self.window - len(self._outcomes) - self.in_flight
+        return self.windows * self.window - len(self._outcomes) - self.in_flight
 
     def _refusal(self, sender: str) -> Refused | None:
         if self._closed is not None:
@@ -250,6 +296,7 @@ class Gate:
         return Slot(self, sender)
 
     def _succeeded(self, outcome: Outcome) -> None:
+        self._counts["stale"] += outcome.stale
         self._outcomes.append(outcome)
         self.in_flight -= 1
         now_s = asyncio.get_running_loop().time()
@@ -265,7 +312,8 @@ class Gate:
         self._changed()
 
     def _changed(self) -> None:
-        """Let in whoever there is room for, and wake those who wait for the gate itself."""
+        """Give turns, let in whoever there is room for, and wake those who wait for the gate itself."""
+        self.turns.grant()
         while self._queue and self._room() > 0:
             sender, places = self._queue.popitem(last=False)
             place = places.popleft()

@@ -6,6 +6,14 @@ the parameters; `step` takes their mean, clips it to a norm *of this stage* (no 
 steps. With one replica a stage, one window and no dropout this is single-process training of the whole model, step for
 step.
 
+With two windows in flight an inner step, and a correction after it, come while forward passes of the next window still
+wait for their gradients. Their graphs refer to the parameters themselves, and a step in place would break them:
+autograd notices an optimiser's write, but not one through `.data`, after which some layers' backward silently computes
+with the old weights and others' with the new. So before the weights change we look whether a pass still waits on them.
+If so, the module and the optimiser move on to a copy, and the old tensors stay with the graphs and die with them: each
+backward pass runs on the very weights of its forward pass. What it adds, it adds to the gradients of the window under
+way, as all do; `pipeline.turns` decides who is in it. If nothing waits, nothing is copied.
+
 Nothing here waits or talks, and nothing is locked: all methods run in the stage's one device thread. What goes in and
 out is on the CPU in float32; weights are float32 always, and `autocast` says in what the matrices are multiplied.
 """
@@ -13,14 +21,16 @@ out is on the CPU in float32; weights are float32 always, and `autocast` says in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.forward import Forward, Parameters, input_gradient
 from pipeline.messages import Gradient
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -51,40 +61,6 @@ class OptimiserState(NamedTuple):
     moments: tuple[Tensor, ...]
 
 
-class Forward:
-    """A forward pass that waits for its gradient. `output`: activations [b, s, width], float32, CPU."""
-
-    def __init__(self, output: Tensor, leaf: Tensor | None, done: Callable[[], None]) -> None:
-        self.output = output.detach().to("cpu", torch.float32)
-        self._graph: tuple[Tensor, Tensor | None] | None = (output, leaf)
-        self._done = done
-
-    def __repr__(self) -> str:
-        return f"Forward({list(self.output.shape)}, {'waits for its gradient' if self._graph else 'done'})"
-
-    def backward(self, gradient: Tensor) -> Tensor | None:
-        """Add to the parameters' gradients; return that of the input (float32, CPU), or None if the input was ids.
-
-        Raises ValueError if `gradient` has not the output's shape, and RuntimeError the second time.
-        """
-        if self._graph is None:
-            raise RuntimeError("this forward pass has had its backward pass")
-        output, leaf = self._graph
-        if gradient.shape != output.shape:
-            raise ValueError(f"a gradient of {list(gradient.shape)} for activations of {list(output.shape)}")
-        self._graph = None
-        torch.autograd.backward(output, gradient.to(output.device, output.dtype))
-        self._done()
-        return _input_gradient(leaf)
-
-
-def _input_gradient(leaf: Tensor | None) -> Tensor | None:
-    if leaf is None:
-        return None
-    assert leaf.grad is not None
-    return leaf.grad.to("cpu", torch.float32)
-
-
 class Stage:
     """One stage's slice and its optimiser. `first`: its input is ids; `last`: its output is logits."""
 
@@ -103,8 +79,11 @@ class Stage:
         named = dict(self._module.named_parameters())
         self.names = tuple(named)
         self.shapes = tuple(tuple(weight.shape) for weight in named.values())
-        self._weights = list(named.values())
-        self._forwards = self._backwards = self._steps = self._skipped = self._taken = 0
+        self._weights: Parameters = list(named.values())
+        self._waiting: WeakSet[Forward] = WeakSet()
+        """Passes that have had no backward pass; whoever gives one up drops it, and then it is not in here either."""
+        self._forwards = self._backwards = self._stale = self._copies = 0
+        self._steps = self._skipped = self._taken = 0
         self._optimiser = self._new_optimiser()
 
     def __repr__(self) -> str:
@@ -112,10 +91,16 @@ class Stage:
         return f"Stage({count} parameters on {self._device}, inner step {self._steps})"
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start: passes, inner steps, and steps skipped because of a non-finite gradient."""
+        """Return counts since the start.
+
+        Passes, those whose weights had changed before their backward, copies made for the sake of such, inner steps,
+        and steps skipped because of a non-finite gradient.
+        """
         return {
             "forwards": self._forwards,
             "backwards": self._backwards,
+            "stale_backwards": self._stale,
+            "weight_copies": self._copies,
             "inner_steps": self._steps,
             "skipped_steps": self._skipped,
         }
@@ -128,7 +113,9 @@ class Stage:
             raise ValueError("the last stage has no forward pass without a loss")
         leaf = self._leaf(hidden)
         self._forwards += 1
-        return Forward(self._run(hidden if leaf is None else leaf), leaf, self._count_backward)
+        waiting = Forward(self._run(hidden if leaf is None else leaf), leaf, self._weights, self._backward)
+        self._waiting.add(waiting)
+        return waiting
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
         """Run the last stage forward and backward: mean cross-entropy against `targets` [b, s], int64.
@@ -147,8 +134,8 @@ class Stage:
             raise ValueError(f"targets outside the vocabulary of {logits.shape[-1]}")
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(self._device))
         torch.autograd.backward(loss)
-        self._count_backward()
-        return Gradient(hidden=_input_gradient(leaf), loss=loss.item(), tokens=targets.numel())
+        self._backwards += 1
+        return Gradient(hidden=input_gradient(leaf), loss=loss.item(), tokens=targets.numel())
 
     @torch.no_grad()
     def infer(self, hidden: Tensor) -> Tensor:
@@ -170,7 +157,17 @@ class Stage:
             output: Tensor = self._module(hidden.to(self._device))
         return output
 
-    def _count_backward(self) -> None:
+    def _backward(self, built_on: Parameters, output: Tensor, gradient: Tensor) -> None:
+        if built_on is self._weights:
+            torch.autograd.backward(output, gradient)
+        else:
+            # Autograd adds to the parameters of the graph; for as long as it runs, these hold the window's gradients.
+            _hand_gradients(self._weights, built_on)
+            try:
+                torch.autograd.backward(output, gradient)
+            finally:
+                _hand_gradients(built_on, self._weights)
+            self._stale += 1
         self._backwards += 1
 
     # The inner optimiser.
@@ -183,6 +180,7 @@ class Stage:
         norm = nn.utils.clip_grad_norm_(self._weights, self._inner.clip_norm).item()
         applied = math.isfinite(norm)
         if applied:
+            self._leave_to_waiting()
             for group in self._optimiser.param_groups:
                 group["lr"] = learning_rate
             self._optimiser.step()
@@ -190,12 +188,33 @@ class Stage:
             self._taken += 1
         else:
             self._skipped += 1
-        self.discard()
+        self._optimiser.zero_grad(set_to_none=True)
         return StepReport(norm, applied)
 
     def discard(self) -> None:
-        """Forget the gradients collected so far."""
+        """Forget the gradients collected so far, and the graphs that wait for theirs."""
         self._optimiser.zero_grad(set_to_none=True)
+        for waiting in list(self._waiting):
+            waiting.give_up()
+
+    @torch.no_grad()
+    def _leave_to_waiting(self) -> None:
+        """Go on with a copy of the weights, gradients included, if a graph refers to those that are to change."""
+        if not any(waiting.waits_on(self._weights) for waiting in list(self._waiting)):
+            return
+        copies = {weight: nn.Parameter(weight.clone(), weight.requires_grad) for weight in self._weights}
+        for module in self._module.modules():
+            for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(module, name, copies[weight])
+        for group in self._optimiser.param_groups:
+            group["params"] = [copies[weight] for weight in group["params"]]
+        state = self._optimiser.state
+        for weight, copy in copies.items():
+            if weight in state:
+                state[copy] = state.pop(weight)
+        left, self._weights = self._weights, [copies[weight] for weight in self._weights]
+        _hand_gradients(left, self._weights)
+        self._copies += 1
 
     def _new_optimiser(self) -> torch.optim.AdamW:
         inner = self._inner
@@ -248,15 +267,23 @@ class Stage:
     def set_weights(self, weights: Sequence[Tensor]) -> None:
         """Replace the fast weights; raise ValueError, with nothing changed, if shapes are not this stage's."""
         _check_shapes(weights, self.shapes)
+        self._leave_to_waiting()
         for own, given in zip(self._weights, weights, strict=True):
             own.copy_(given)
 
     @torch.no_grad()
     def correct(self, delta: Sequence[Tensor]) -> None:
-        """Add `delta` to the fast weights in place; raise ValueError, with nothing changed, if shapes are not ours."""
+        """Add `delta` to the fast weights; raise ValueError, with nothing changed, if shapes are not ours."""
         _check_shapes(delta, self.shapes)
+        self._leave_to_waiting()
         for own, given in zip(self._weights, delta, strict=True):
             own.add_(given.to(own.device))
+
+
+def _hand_gradients(giver: Parameters, taker: Parameters) -> None:
+    """Move gradients, None included, without a copy."""
+    for given, taken in zip(giver, taker, strict=True):
+        taken.grad, given.grad = given.grad, None
 
 
 def _check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:

@@ -8,6 +8,9 @@ A microbatch has succeeded here when its own backward is complete, whatever beco
 off while backward runs, the sample counts for this window although the caller will have it computed again elsewhere:
 such samples are counted (`counted_twice`), for they are rare and harmless, and undoing a backward is neither.
 
+Whose gradient has come asks the gate for its turn before backward begins. With one window in flight the turn is there
+at once; with two it may have to wait for the inner step, and then its forward pass is one step older than the weights.
+
 The travelling budget bounds everything up to our own backward. That runs without a deadline: all work below it is done,
 and whoever does not want the result any more cancels the call.
 
@@ -130,6 +133,7 @@ class Worker:
     def abandon(self) -> None:
         """Begin no backward pass any more: the weights will change under the graphs that still wait for a reply."""
         self._abandoned = True
+        self._gate.turns.end()
 
     def reply_lost(self) -> None:
         """Count a gradient that could not be delivered: its sample counts here, and again wherever it is retried."""
@@ -146,10 +150,16 @@ class Worker:
     async def _take(self, microbatch: Microbatch, slot: Slot, deadline_s: float) -> Reply:
         clock, stage = self._compute.clock, self._stage
         if self._downstream is None:
+            if not (slot.take_turn() or await within(deadline_s, slot.turn())):
+                return Refused(reason=Reason.LEAVING)
             whole = _Work(clock, lambda: stage.loss(microbatch.hidden, microbatch.targets))
-            return await self._finish(whole, lambda reply: self._succeeded(slot, microbatch, reply, whole.seconds))
+
+            def done(reply: Gradient) -> None:
+                self._succeeded(slot, Outcome(microbatch.progress, reply.loss, reply.tokens), whole.seconds)
+
+            return await self._finish(whole, done)
         ahead = _Work(clock, lambda: stage.forward(microbatch.hidden))
-        forward, reply = await within(deadline_s, self._ask_below(self._downstream, microbatch, ahead, deadline_s))
+        forward, reply = await within(deadline_s, self._ask_below(slot, microbatch, ahead, deadline_s))
         if isinstance(reply, Refused):
             return reply
         if self._abandoned:
@@ -157,17 +167,20 @@ class Worker:
         assert reply.hidden is not None, "Downstream lets no other gradient through"
         below, gradient = reply, reply.hidden
         back = _Work(clock, lambda: forward.backward(gradient))
-        hidden = await self._finish(
-            back, lambda _: self._succeeded(slot, microbatch, below, ahead.seconds + back.seconds)
-        )
+        outcome = Outcome(microbatch.progress, below.loss, below.tokens, slot.stale)
+        hidden = await self._finish(back, lambda _: self._succeeded(slot, outcome, ahead.seconds + back.seconds))
         return Gradient(hidden=hidden, loss=below.loss, tokens=below.tokens)
 
     async def _ask_below(
-        self, downstream: Downstream, microbatch: Microbatch, ahead: _Work[Forward], deadline_s: float
+        self, slot: Slot, microbatch: Microbatch, ahead: _Work[Forward], deadline_s: float
     ) -> tuple[Forward, Reply]:
-        """Run forward and have the later stages do their part; the caller watches the deadline over both."""
+        """Run forward, have the later stages do their part, and wait for our turn; the caller watches the deadline."""
+        assert self._downstream is not None
         forward = await self._compute.run(ahead)
-        return forward, await downstream.ask(replace(microbatch, hidden=forward.output), deadline_s)
+        reply = await self._downstream.ask(replace(microbatch, hidden=forward.output), deadline_s)
+        if isinstance(reply, Gradient) and not (slot.take_turn() or await slot.turn()):
+            reply = Refused(reason=Reason.LEAVING)
+        return forward, reply
 
     async def _finish(self, work: _Work[T], succeeded: Callable[[T], None]) -> T:
         """Run a backward and report that it is complete, also when we are cancelled meanwhile."""
@@ -180,7 +193,7 @@ class Worker:
             for result in work.results:
                 succeeded(result)
 
-    def _succeeded(self, slot: Slot, microbatch: Microbatch, gradient: Gradient, device_s: float) -> None:
-        slot.succeed(Outcome(microbatch.progress, gradient.loss, gradient.tokens))
+    def _succeeded(self, slot: Slot, outcome: Outcome, device_s: float) -> None:
+        slot.succeed(outcome)
         self.device_s = (1.0 - SMOOTHING) * self.device_s + SMOOTHING * device_s if self.device_s else device_s
         self._counts["succeeded"] += 1

@@ -15,18 +15,22 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
+from noloco_node.cli import app
 from noloco_node.demo.calibrate import EFFICIENCY, Calibration, affordable_steps
 from noloco_node.demo.chart import Series, chart, smoothed
+from noloco_node.demo.order import SLOWDOWN, DemoConfig, mark
 from noloco_node.demo.place import claim, write_whole
 from noloco_node.demo.plot import picture, spread
 from noloco_node.demo.processes import Children, Patience, bound_sockets, leashed
-from noloco_node.demo.run import DemoConfig, demonstrate
-from noloco_node.demo.summary import Verdict, lines, readable_bytes, readable_seconds, summarise
+from noloco_node.demo.run import demonstrate
+from noloco_node.demo.summary import Verdict, busy, lines, readable_bytes, readable_seconds, summarise
 from noloco_node.demo.track import Curve, Point, Track, over_tokens
 from noloco_node.demo.view import Forecast, View
 from noloco_node.errors import Exit, Trouble
@@ -63,8 +67,17 @@ VERDICT = Verdict(
 )
 
 
-def inner(step: int, at: float, loss: float | None = 3.0) -> InnerStep:
-    return InnerStep(at=at, step=step, progress=step / 10, loss=loss, tokens=4096, seconds=0.5, learning_rate=1e-3)
+def inner(step: int, at: float, loss: float | None = 3.0, device_s: float = 0.0) -> InnerStep:
+    return InnerStep(
+        at=at,
+        step=step,
+        progress=step / 10,
+        loss=loss,
+        tokens=4096,
+        seconds=0.5,
+        learning_rate=1e-3,
+        device_s=device_s,
+    )
 
 
 def outer(number: int, partner: str | None, gap: float | None) -> OuterStep:
@@ -163,6 +176,36 @@ def test_no_gap_is_explained() -> None:
     missed = track("1a", 1, [outer(1, None, None)])
     assert remark not in "\n".join(lines(summarise([*twins, missed]), None))
     assert picture("A swarm", twins, None).startswith(b"\x89PNG")
+
+
+def test_busy_is_the_share_of_the_time_between_steps_for_which_the_device_worked() -> None:
+    peer = track("0a", 0, [inner(1, 101.0, device_s=0.5)])
+    assert peer.busy is None  # the first step of a life has waited for the others
+    for event in (inner(2, 101.5, device_s=0.4), inner(3, 102.0, device_s=0.3), started("Qm0a", 0)):
+        peer.take(event)
+    peer.take(inner(3, 300.0, device_s=0.5))
+    peer.take(inner(4, 300.5, device_s=0.2))
+    assert peer.busy == pytest.approx((0.4 + 0.3 + 0.2) / 1.5)
+    assert track("0a", 0, [inner(step, 101.0 + step) for step in range(9)]).busy is None  # an older journal
+
+
+def test_the_summary_tells_slow_and_fast_replicas_apart() -> None:
+    def at_work(name: str, device_s: float, slowdown: float) -> Track:
+        folded = Track(name, 1, slowdown)
+        for step in range(3):
+            folded.take(inner(step, 100.0 + step, device_s=device_s))
+        return folded
+
+    summary = summarise([at_work("1a", 0.3, 1.0), at_work("1b", 0.4, 1.0), at_work("1c", 0.5, 4.0)])
+    assert [busy(summary, slowed=slowed) for slowed in (False, True)] == [pytest.approx(0.7), pytest.approx(1.0)]
+    text = lines(summary, None)
+    assert "  1a          60.0%        2" in text
+    assert "  1c         100.0%        2   at 1/4 of its speed" in text
+    assert "  fast replicas 70.0%, slow ones 100.0%" in text
+    even = summarise([at_work("1a", 0.3, 1.0), at_work("1b", 0.4, 1.0)])
+    assert busy(even, slowed=True) is None
+    assert "  mean 70.0%" in lines(even, None)
+    assert "busy" not in "\n".join(lines(summarise(swarm()), None))
 
 
 def test_a_verdict_calls_peers_by_their_names() -> None:
@@ -321,6 +364,9 @@ def test_the_step_budget_fits_the_time() -> None:
     assert affordable_steps(120.0, [once], run) == int(120 / per_step_s)
     assert affordable_steps(120.0, [once, once], run) == int(240 / per_step_s)
     assert affordable_steps(0.1, [once], run) == 20
+    # Two stages of two replicas, one at a quarter: 1 1/4 of each stage are at work, enough for two cores, not for four.
+    assert affordable_steps(120.0, [once] * 2, run, 4.0) == affordable_steps(120.0, [once] * 2, run)
+    assert affordable_steps(120.0, [once] * 4, run, 4.0) == int(2.5 * 120 / per_step_s)
 
 
 def test_a_demo_never_writes_over_files(tmp_path: Path) -> None:
@@ -363,6 +409,25 @@ def test_too_many_peers_are_refused_before_anything_is_written(tmp_path: Path) -
     with pytest.raises(Trouble) as caught:
         asyncio.run(demonstrate(DemoConfig(stages=9, replicas=9, home=tmp_path / "demo")))
     assert caught.value.code is Exit.USAGE
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize(("stages", "replicas", "slow"), [(1, 2, "0b"), (2, 2, "1b"), (3, 28, "2ab")])
+def test_the_slow_replica_is_the_last_of_the_last_stage(stages: int, replicas: int, slow: str) -> None:
+    even = DemoConfig(stages=stages, replicas=replicas)
+    assert even.slow_peer is None
+    uneven = msgspec.structs.replace(even, slowdown=SLOWDOWN)
+    assert uneven.slow_peer == slow
+    kept = msgspec.json.decode(mark(uneven, 12.0))
+    assert (kept["slowdown"], kept["started_at"]) == (4.0, 12.0)
+
+
+def test_one_replica_a_stage_cannot_be_uneven(tmp_path: Path) -> None:
+    arguments = ["demo", "--heterogeneous", "--replicas", "1", "--home", str(tmp_path / "demo")]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, Trouble)
+    assert result.exception.code is Exit.USAGE
+    assert "--replicas 2" in result.exception.attempt
     assert not (tmp_path / "demo").exists()
 
 

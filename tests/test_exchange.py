@@ -11,30 +11,36 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from toys import CUT, SWALLOW, Line, at_once, honest, line_pair
+from toys import CUT, SWALLOW, Line, honest, line_pair
 
 from gossip.exchange import (
     NORM_RATIO,
     PROBE,
-    check_plausible,
+    check_norm,
+    check_own,
+    check_probe,
     conclude,
     gap,
     norm,
-    probe,
     probe_coordinates,
     size_bytes,
     swap,
 )
-from gossip.messages import Implausible, Offer, Received, Weights
+from gossip.messages import NOTHING, Implausible, Offer, Probe, Received, Weights
 from noloco_node.sim.clock import run
 
 
 def weights(value: float = 1.0, *, slow: bool = False) -> Weights:
     fast = (torch.full((3, 4), value), torch.full((5,), -value))
-    return Weights(fast=fast, slow=fast if slow else (), probe=torch.full((17,), value))
+    return Weights(fast=fast, slow=fast if slow else ())
 
 
-def swapped(mine: Weights, theirs: Any, tamper: Callable[[str, str, Any], Any] = honest) -> tuple[Any, float]:
+def probed(value: float = 1.0, *, fast: bool = False) -> Probe:
+    slow = torch.full((17,), value)
+    return Probe(round=5, last_met=4, version=3, holds=NOTHING, slow=slow, fast=slow if fast else None)
+
+
+def swapped(mine: Probe | Weights, theirs: Any, tamper: Callable[[str, str, Any], Any] = honest) -> tuple[Any, float]:
     """Return what a's swap returned or raised, and how long it took."""
 
     async def main() -> tuple[Any, float]:
@@ -51,7 +57,7 @@ def swapped(mine: Weights, theirs: Any, tamper: Callable[[str, str, Any], Any] =
         result: Any
         try:
             async with asyncio.timeout(30.0):
-                result = await swap(a, mine, at_once)
+                result = await swap(a, mine)
         except (ConnectionError, TimeoutError, ExceptionGroup) as error:
             result = error
         took_s = asyncio.get_running_loop().time()
@@ -62,57 +68,66 @@ def swapped(mine: Weights, theirs: Any, tamper: Callable[[str, str, Any], Any] =
     return run(main())
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_both_directions_travel_at_the_same_time(slow: bool) -> None:
-    theirs = weights(1.5, slow=slow)
-    result, took_s = swapped(weights(slow=slow), theirs)
+@pytest.mark.parametrize(("mine", "theirs"), [(weights(), weights(1.5, slow=True)), (probed(), probed(2.0, fast=True))])
+def test_both_directions_travel_at_the_same_time(mine: Probe | Weights, theirs: Probe | Weights) -> None:
+    result, took_s = swapped(mine, theirs)
     assert result is theirs
     assert took_s == pytest.approx(1.0)
 
 
-def spoiled(number: int, tensor: torch.Tensor) -> Weights:
-    good = weights(1.5)
-    return replace(good, fast=tuple(tensor if index == number else t for index, t in enumerate(good.fast)))
-
-
 IMPLAUSIBLE = {
-    "one tensor less": replace(weights(), fast=weights().fast[:1]),
-    "one tensor more": replace(weights(), fast=(*weights().fast, torch.ones(1))),
-    "another shape": spoiled(1, torch.ones(6)),
-    "the same size in another shape": spoiled(0, torch.ones(4, 3)),
-    "another dtype": spoiled(1, torch.ones(5, dtype=torch.float64)),
-    "one NaN": spoiled(1, torch.tensor([1.0, 1.0, math.nan, 1.0, 1.0])),
-    "one infinity": spoiled(0, torch.full((3, 4), 1.0).index_fill(0, torch.tensor([1]), -math.inf)),
-    "far too large": weights(1e6),
-    "far too small": weights(1e-6),
-    "nothing at all": weights(0.0),
-    "slow weights where none are wanted": weights(slow=True),
-    "a short probe": replace(weights(), probe=torch.ones(16)),
-    "a probe that is not finite": replace(weights(), probe=torch.full((17,), math.nan)),
+    "a short probe": replace(probed(), slow=torch.ones(16)),
+    "another dtype": replace(probed(), slow=torch.ones(17, dtype=torch.float64)),
+    "one NaN": replace(probed(), slow=torch.full((17,), math.nan)),
+    "a probe of the snapshot where none is wanted": probed(fast=True),
+    "met before the first round": replace(probed(), last_met=-1),
+    "met in a round to come": replace(probed(), last_met=6),
+    "no round": replace(probed(), round=-1),
+    "less than no version": replace(probed(), version=-5),
 }
 
 
 @pytest.mark.parametrize("what", IMPLAUSIBLE)
-def test_implausible_weights_are_named(what: str) -> None:
-    result, _ = swapped(weights(), IMPLAUSIBLE[what])
-    assert isinstance(result, Implausible)
-    assert str(result).startswith(("fast weights", "slow weights", "probe"))
+def test_implausible_probes_are_named(what: str) -> None:
+    check_probe(probed(1e9), probed())
+    with pytest.raises(Implausible, match=r"^probe"):
+        check_probe(IMPLAUSIBLE[what], probed())
 
 
-def test_implausible_slow_weights_are_found_too() -> None:
-    theirs = replace(weights(slow=True), slow=(torch.full((3, 4), math.nan), torch.ones(5)))
-    assert isinstance(swapped(weights(slow=True), theirs)[0], Implausible)
-    assert isinstance(swapped(weights(slow=True), weights())[0], Implausible)
+def test_a_probe_of_the_snapshot_is_checked_likewise() -> None:
+    check_probe(probed(fast=True), probed(fast=True))
+    for theirs in (
+        probed(),
+        replace(probed(), fast=torch.ones(3)),
+        replace(probed(), fast=torch.full((17,), math.inf)),
+    ):
+        with pytest.raises(Implausible, match=r"^probe"):
+            check_probe(theirs, probed(fast=True))
 
 
 @pytest.mark.parametrize("factor", [0.99 / NORM_RATIO, 1.01 / NORM_RATIO, 0.99 * NORM_RATIO, 1.01 * NORM_RATIO])
 def test_norms_are_compared_in_both_directions(factor: float) -> None:
     plausible = 1 / NORM_RATIO <= factor <= NORM_RATIO
     if plausible:
-        check_plausible(weights(factor), weights())
+        check_norm(weights(factor).fast, weights().fast, "weights")
     else:
         with pytest.raises(Implausible, match="norm"):
-            check_plausible(weights(factor), weights())
+            check_norm(weights(factor).fast, weights().fast, "weights")
+
+
+def test_nobody_else_is_blamed_where_ours_are_not_finite() -> None:
+    for mine in (probed(math.nan), replace(probed(), fast=torch.full((17,), math.inf))):
+        with pytest.raises(ConnectionAbortedError, match="our own") as caught:
+            check_own(mine)
+        assert not isinstance(caught.value, Implausible)
+    with pytest.raises(ConnectionAbortedError, match="our own") as caught:
+        check_norm(weights().fast, weights(math.nan).fast, "weights")
+    assert not isinstance(caught.value, Implausible)
+
+
+def test_weights_that_are_not_finite_have_no_norm() -> None:
+    with pytest.raises(Implausible, match="not finite"):
+        check_norm(weights(math.nan).fast, weights().fast, "weights")
 
 
 def test_a_message_of_another_kind_is_a_violation() -> None:
@@ -134,16 +149,13 @@ def test_silence_lasts_until_the_callers_deadline() -> None:
 
 
 def test_a_bug_is_not_taken_for_a_loss() -> None:
-    async def broken(function: Callable[..., Any], /, *args: object) -> Any:
-        raise AssertionError("not reached")
-
     class Buggy(Line):
         async def send(self, message: Any) -> None:
             raise KeyError("a bug")
 
     async def main() -> None:
         with pytest.raises(KeyError):
-            await swap(Buggy("a", "b", 1.0, honest), weights(), broken)
+            await swap(Buggy("a", "b", 1.0, honest), weights())
 
     run(main())
 
@@ -160,7 +172,7 @@ def test_a_cancellation_in_the_moment_of_a_loss_is_not_forgotten() -> None:
     async def main() -> None:
         async def trade() -> None:
             with pytest.raises(ConnectionResetError):
-                await swap(Cut("a", "b", 1.0, honest), weights(), at_once)
+                await swap(Cut("a", "b", 1.0, honest), weights())
 
         trading = asyncio.create_task(trade())
         asyncio.get_running_loop().call_later(1.0, trading.cancel)
@@ -247,12 +259,6 @@ def test_both_sides_draw_the_same_coordinates_and_another_run_others() -> None:
     assert len(first[2]) / PROBE == pytest.approx(0.75, abs=0.03)
 
 
-def test_the_probe_is_the_weights_at_the_coordinates() -> None:
-    slow = (torch.arange(6.0).reshape(2, 3), torch.arange(100.0, 104.0))
-    assert probe(slow, (torch.tensor([1, 5]), torch.tensor([3]))).tolist() == [1.0, 5.0, 103.0]
-    assert probe(slow, probe_coordinates(0, [6, 4])).tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103]
-
-
 def test_gap_worked_by_hand() -> None:
     # Means (2, 4): own is off by (1, 2) and the mean is twice that.
     assert gap(torch.tensor([3.0, 6.0]), torch.tensor([1.0, 2.0])) == pytest.approx(0.5)
@@ -266,11 +272,14 @@ def test_a_probe_estimates_the_gap_of_the_whole() -> None:
     other = tuple(tensor + 0.1 * torch.randn(tensor.shape, generator=generator) for tensor in own)
     coordinates = probe_coordinates(1, [tensor.numel() for tensor in own])
     exact = gap(torch.cat([t.flatten() for t in own]), torch.cat([t.flatten() for t in other]))
-    assert gap(probe(own, coordinates), probe(other, coordinates)) == pytest.approx(exact, rel=0.05)
+    probes = [
+        torch.cat([tensor.flatten()[at] for tensor, at in zip(side, coordinates, strict=True)]) for side in (own, other)
+    ]
+    assert gap(*probes) == pytest.approx(exact, rel=0.05)
 
 
 def test_norm_and_size() -> None:
     assert norm((torch.tensor([3.0]), torch.tensor([[4.0]]))) == pytest.approx(5.0)
     assert norm(()) == 0.0
-    assert size_bytes(weights()) == 4 * (12 + 5 + 17)
-    assert size_bytes(weights(slow=True)) == 4 * (2 * (12 + 5) + 17)
+    assert size_bytes(weights()) == 4 * (12 + 5)
+    assert size_bytes(probed(fast=True), weights(slow=True)) == 4 * (2 * (12 + 5) + 2 * 17)

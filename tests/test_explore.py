@@ -1,4 +1,4 @@
-"""Random schedules keep the invariants, and the invariants can fail: eleven bugs put in on purpose are each found."""
+"""Random schedules keep the invariants, and the invariants can fail: thirteen bugs put in on purpose are each found."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+import gossip.meeting
+import gossip.offers
 import gossip.outer
-import gossip.round
 from gossip.exchange import Conversation
 from gossip.matching import Standing
+from gossip.meeting import Meetings
 from gossip.messages import Declined, DeclineReason, Offer, Received
-from gossip.nesterov import Outer, OuterState, Stepped, Tensors
+from gossip.nesterov import OuterState, Stepped, Tensors
+from gossip.outer import OuterOptimiser, Seen, Snapshot, Step
 from gossip.round import Rounds
 from noloco_node.node import Node
 from noloco_node.presence import Presence
@@ -54,6 +57,10 @@ def blocking(scenario: Scenario) -> Scenario:
     return structs.replace(scenario, swarm=structs.replace(scenario.swarm, blocking=True))
 
 
+def with_outer(scenario: Scenario, **fields: Any) -> Scenario:
+    return structs.replace(scenario, swarm=structs.replace(scenario.swarm, **fields))
+
+
 def patient(scenario: Scenario) -> Scenario:
     return structs.replace(scenario, swarm=structs.replace(scenario.swarm, impatient=False))
 
@@ -61,6 +68,7 @@ def patient(scenario: Scenario) -> Scenario:
 # What must hold does.
 
 LEAST = {
+    "checked.adopted": 5,
     "checked.batch": 250,
     "checked.bound": 200_000,
     "checked.correction": 1200,
@@ -182,7 +190,7 @@ def test_an_answer_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def serve(self: Rounds, conversation: Conversation) -> None:
         while not self.statistics()["open"]:
-            await self._changed.wait()
+            await self._situation.changed()
         await answered(self, conversation)
 
     monkeypatch.setattr(Rounds, "serve", serve)
@@ -201,12 +209,13 @@ def test_a_gate_shut_while_waiting_for_a_partner_is_found(monkeypatch: pytest.Mo
 
     async def run(self: Rounds) -> None:
         async def hold_shut() -> None:
-            assert isinstance(self._replica, Replica)
+            replica = self._optimiser._replica
+            assert isinstance(replica, Replica)
             while True:
-                await self._changed.wait()
+                await self._situation.changed()
                 if waits(self):
-                    async with self._replica.gate.alone(1.0, math.inf):
-                        await self._wait_while(lambda: waits(self), math.inf)
+                    async with replica.gate.alone(1.0, math.inf):
+                        await self._situation.wait_while(lambda: waits(self), math.inf)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(hold_shut())
@@ -221,11 +230,35 @@ def test_a_gate_shut_while_waiting_for_a_partner_is_found(monkeypatch: pytest.Mo
 def test_a_momentum_that_is_not_carried_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     step_pair = gossip.outer.step_pair
 
-    def forgetful(state: OuterState, own: Tensors, other: Tensors, slow: Tensors | None, outer: Outer) -> Stepped:
-        return step_pair(state._replace(momentum=tuple(m * 0 for m in state.momentum)), own, other, slow, outer)
+    def forgetful(state: OuterState, own: Tensors, other: Tensors, slow: Tensors | None, *rule: Any) -> Stepped:
+        return step_pair(state._replace(momentum=tuple(m * 0 for m in state.momentum)), own, other, slow, *rule)
 
     monkeypatch.setattr(gossip.outer, "step_pair", forgetful)
-    assert first_broken().kind == "pair"
+    assert first_broken(lambda scenario: with_outer(scenario, alpha=0.5)).kind == "pair"
+
+
+def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its partner sees of them is rounded: the two means differ."""
+    with_partner = OuterOptimiser.with_partner
+
+    async def exact(self: OuterOptimiser, snapshot: Snapshot, mine: Seen, theirs: Seen) -> Step:
+        return await with_partner(self, snapshot, mine._replace(fast=snapshot.fast), theirs)
+
+    monkeypatch.setattr(OuterOptimiser, "with_partner", exact)
+    assert first_broken(lambda scenario: with_outer(scenario, codec="int8", gamma=None)).kind == "pair"
+
+
+def test_a_momentum_that_survives_adoption_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt = gossip.outer.adopt
+
+    def clinging(state: OuterState, *rest: Any) -> Stepped:
+        stepped = adopt(state, *rest)
+        return stepped._replace(state=stepped.state._replace(momentum=state.momentum))
+
+    monkeypatch.setattr(gossip.outer, "adopt", clinging)
+    broken = first_broken(lambda scenario: with_outer(scenario, staleness_at_most=1))
+    assert broken.kind == "rule"
+    assert "kept its momentum" in broken.sentence
 
 
 def test_a_roster_that_never_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,8 +308,8 @@ def test_a_correction_that_is_not_applied_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_a_last_receipt_that_is_never_sent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The asked steps and says nothing; the asker gives up and says nothing either."""
-    monkeypatch.setattr(gossip.round, "conclude", _conclude_without_last_word)
-    monkeypatch.setattr(Rounds, "_lose", lambda rounds, *_: setattr(rounds, "_engagement", None))
+    monkeypatch.setattr(gossip.meeting, "conclude", _conclude_without_last_word)
+    monkeypatch.setattr(Meetings, "_lose", lambda meetings, *_: setattr(meetings._situation, "engagement", None))
     broken = first_broken()
     assert broken.kind == "pair"
     assert "neither stepped nor lost the exchange" in broken.sentence
@@ -300,7 +333,7 @@ async def asks_nobody(self: Rounds) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "bug"), [(gossip.round, "answer", hopes), (Rounds, "run", asks_nobody)], ids=["hopes", "silent"]
+    ("owner", "name", "bug"), [(gossip.offers, "answer", hopes), (Rounds, "run", asks_nobody)], ids=["hopes", "silent"]
 )
 def test_a_swarm_in_which_nobody_meets_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, bug: object
@@ -313,7 +346,7 @@ def test_a_swarm_in_which_nobody_meets_is_found(
 
 
 def test_a_violation_is_reported_with_a_shorter_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gossip.outer, "step_pair", lambda *arguments: _ALONE(*arguments[:2], arguments[-1]))
+    monkeypatch.setattr(gossip.outer, "step_pair", lambda *arguments: _ALONE(*arguments[:2], *arguments[-2:]))
     said: list[str] = []
     assert explore(1, 1, said.append) == 1
     assert "breaks an invariant" in said[0]

@@ -72,9 +72,12 @@ def test_any_pipeline_gets_through(shape: Shape) -> None:
 @given(SHAPES)
 @settings(deadline=None, max_examples=25)
 def test_a_chain_gains_nothing_from_latency_and_loses_nothing_by_a_second_window(shape: Shape) -> None:
+    # Two windows of unequal stages have no beat that the measurement could begin and end with: of these chains 500 hops
+    # are up to 5 points off, 1500 up to 1.6.
+    hops = 1500
     chain = structs.replace(shape, passes=tuple(times[:1] for times in shape.passes), jitter=0.0)
-    assert efficiency(structs.replace(chain, latency=chain.latency + 2.0), 500) <= efficiency(chain, 500) + 0.01
-    two, one = (efficiency(structs.replace(chain, windows_in_flight=count), 500) for count in (2, 1))
+    assert efficiency(structs.replace(chain, latency=chain.latency + 2.0), hops) <= efficiency(chain, hops) + 0.02
+    two, one = (efficiency(structs.replace(chain, windows_in_flight=count), hops) for count in (2, 1))
     assert two >= one - 0.03, "a job at the edge of the measurement counts or does not"
 
 
@@ -175,11 +178,29 @@ def test_production_nodes_are_as_busy_as_forecast() -> None:
     assert fmean(map(abs, errors.values())) < 1 / 30, errors
 
 
-def test_a_measurement_is_the_same_twice_and_one_window_only() -> None:
-    shape = Shape(passes=spread((1.0, 1.0), EQUAL), window=4, latency=1.0, jitter=0.5)
+def test_production_nodes_with_two_windows_are_as_busy_as_forecast() -> None:
+    """Within a twentieth each, and they gain by the second window what they should.
+
+    Where a message takes exactly a forward pass and all clocks are equal, two windows of a chain meet in the same
+    instants for ever, and who is served first decides: up to 12 % apart.
+    """
+    for stages, speeds, window, latency in [
+        (2, EQUAL, 4, 1.0),
+        (3, TWO_TO_ONE, 8, 3.0),
+        (4, (1.0,), 4, 1.01),
+        (4, TWO_TO_ONE, 4, 0.0),
+    ]:
+        shape = Shape(passes=spread((1.0,) * stages, speeds), window=window, latency=latency, windows_in_flight=2)
+        measured = measure(shape, Trial(warm_up=32, microbatches=64)).efficiency
+        assert efficiency(shape, 10_000) == pytest.approx(measured, rel=1 / 20), shape
+        assert measured > 1.1 * efficiency(structs.replace(shape, windows_in_flight=1), 10_000), shape
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_a_measurement_is_the_same_twice(windows: int) -> None:
+    passes = spread((1.0, 1.0), EQUAL)
+    shape = Shape(passes=passes, window=4, latency=1.0, jitter=0.5, windows_in_flight=windows)
     assert measure(shape, Trial(warm_up=10, microbatches=20)) == measure(shape, Trial(warm_up=10, microbatches=20))
-    with pytest.raises(ValueError, match="one window"):
-        measure(structs.replace(shape, windows_in_flight=2), Trial())
 
 
 # What `check` makes of it.

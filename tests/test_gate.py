@@ -355,15 +355,33 @@ def test_after_closing_a_window_that_is_complete_is_used_and_a_partial_one_is_no
     run(main())
 
 
+@pytest.mark.parametrize("windows", [1, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_lives_keep_the_invariants(seed: int) -> None:
+def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None:
     """Senders come, fail, succeed and give up at random; every window is exact and all work is shared evenly."""
 
     async def main() -> None:
         rng = Random(f"gate|{seed}")
         window, per_sender = rng.randint(1, 5), rng.randint(5, 15)
-        gate, senders, served = Gate(window), [f"s{n}" for n in range(rng.randint(1, 5))], Counter[str]()
-        windows: list[int] = []
+        gate = Gate(window, windows=windows)
+        senders, served = [f"s{n}" for n in range(rng.randint(1, 5))], Counter[str]()
+        done: list[int] = []
+        backward = 0
+
+        async def through(slot: Slot) -> bool:
+            """Forward, the reply's way, backward, and what can go wrong on it."""
+            nonlocal backward
+            begun = gate.steps
+            await asyncio.sleep(rng.uniform(0.1, 2.0))
+            if rng.random() < 0.15:
+                return False
+            assert await slot.turn()
+            assert gate.steps - begun <= windows - 1, "weights are never more than a step old"
+            assert slot.stale == (gate.steps > begun)
+            backward += 1
+            await asyncio.sleep(rng.uniform(0.1, 1.0))
+            backward -= 1
+            return rng.random() < 0.85
 
         async def one(sender: str) -> None:
             while True:
@@ -377,24 +395,26 @@ def test_random_lives_keep_the_invariants(seed: int) -> None:
                     await asyncio.sleep(slot.retry_after_s * rng.uniform(1.0, 1.5) + 0.01)
                     continue
                 with slot:
-                    assert gate.in_flight + gate.succeeded <= window
-                    await asyncio.sleep(rng.uniform(0.1, 2.0))
-                    if rng.random() < 0.7:
-                        slot.succeed(OUTCOME)
+                    assert gate.in_flight + gate.succeeded <= windows * window
+                    if await through(slot):
+                        slot.succeed(OUTCOME._replace(stale=slot.stale))
                         served[sender] += 1
                         return
 
         async def steps() -> None:
             while True:
                 await gate.full()
-                assert gate.in_flight == 0
+                assert windows == 2 or gate.in_flight == 0
+                assert backward == 0
                 await asyncio.sleep(0.5)
-                windows.append(len(gate.next_window()))
+                assert backward == 0
+                done.append(len(gate.next_window()))
 
         async def rounds() -> None:
             while True:
                 await asyncio.sleep(rng.uniform(3.0, 9.0))
                 async with gate.alone(retry_after_s=1.0, deadline_s=30.0):
+                    assert gate.in_flight == backward == 0
                     before = gate.statistics()
                     await asyncio.sleep(1.0)
                     changed = {name for name, value in gate.statistics().items() if value != before[name]}
@@ -408,9 +428,11 @@ def test_random_lives_keep_the_invariants(seed: int) -> None:
                         group.create_task(one(sender))
             await asyncio.sleep(10.0)
             await cancel(*background)
-        assert set(windows) <= {window}
-        assert sum(windows) + gate.succeeded == len(senders) * per_sender
-        assert (gate.in_flight, gate.queued) == (0, 0)
+        assert set(done) <= {window}
+        assert sum(done) + gate.succeeded == len(senders) * per_sender
+        assert (gate.in_flight, gate.queued, gate.turns._kept) == (0, 0, 0)
+        assert (gate.turns._given, gate.turns.waiting) == (gate.succeeded, 0)
+        assert windows == 2 or gate.statistics()["stale"] == gate.statistics()["deferred"] == 0
         assert set(served.values()) == {per_sender}
 
     run(main())

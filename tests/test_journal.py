@@ -42,6 +42,8 @@ def test_a_line_is_one_flat_object_with_time_and_name(tmp_path: Path) -> None:
         "tokens": 4096,
         "seconds": 0.5,
         "learning_rate": 1e-3,
+        "device_s": 0.0,
+        "stale": 0,
     }
     assert lines[1] == {"event": "state", "at": 1234.5, "state": "catching up", "waiting": "a donor"}
     assert [line["event"] for line in lines] == ["inner_step", "state", "hops"]
@@ -109,7 +111,7 @@ def test_rotation_bounds_the_disk_and_keeps_the_newest(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_counted_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.jsonl"
-    real, room = os.write, [150]
+    real, room = os.write, [200]
 
     def write(file: int, data: bytes) -> int:
         if room[0] <= 0:

@@ -120,7 +120,13 @@ def test_large_rosters_follow_their_own_preferences(monkeypatch: pytest.MonkeyPa
 
 
 def standing(
-    *, open: bool = True, engaged: bool = False, asking: str | None = None, leaving: bool = False, hopes_s: float = 0.0
+    *,
+    open: bool = True,
+    engaged: bool = False,
+    asking: str | None = None,
+    leaving: bool = False,
+    had: bool = False,
+    hopes_s: float = 0.0,
 ) -> Standing:
     return Standing(
         me="m",
@@ -129,6 +135,7 @@ def standing(
         engaged=engaged,
         asking=asking,
         leaving=leaving,
+        had=had,
         hopes_s=hopes_s,
         ready_in_s=12.0,
     )
@@ -152,6 +159,8 @@ def test_an_open_and_free_replica_accepts_any_round(round: int) -> None:
         (standing(hopes_s=12.0, asking="a"), "z", 5, DeclineReason.HOPING),
         (standing(hopes_s=12.0, asking="z"), "z", 5, DeclineReason.YIELD),
         (standing(leaving=True), "z", 5, DeclineReason.LEAVING),
+        (standing(had=True), "z", 6, DeclineReason.MET),
+        (standing(had=True, asking="z", hopes_s=12.0), "z", 6, DeclineReason.MET),
     ],
 )
 def test_reasons_to_decline(asked: Standing, sender: str, round: int, reason: DeclineReason) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gossip.messages import Offer, Weights
 from noloco_node.errors import Exit, Trouble
+from noloco_node.plan import mean_steps_per_round
 from noloco_node.presets import write_run_file
 from noloco_node.sim import faults
 from noloco_node.sim.scenario import Scenario, SwarmConfig, decode_scenario, load_scenario
-from noloco_node.sim.setting import FOREVER_S, work_out
+from noloco_node.sim.scenario_text import scenario_text
+from noloco_node.sim.setting import FOREVER_S, base, work_out
 from pipeline.messages import Gradient, Microbatch
 
 SMALL = "[swarm]\nstages = 2\nreplicas = 2\n"
@@ -48,6 +53,11 @@ def test_an_empty_scenario_is_a_swarm() -> None:
         ("[devices]\nslowness = [1.0, inf]\n", "line 2: devices.slowness", "above 0"),
         ("[swarm]\nrounds = 10000000000000000\n", "line 2: swarm.rounds", "no amount"),
         ("[swarm]\noverlap_steps = 4\ninner_steps_per_round = 4\n", "line 2: swarm.overlap_steps", "do not fit"),
+        ("[swarm]\noverlap_steps = 4\nlate_inner_steps_per_round = 3\n", "line 2: swarm.overlap_steps", "do not fit"),
+        ("[swarm]\nlate_inner_steps_per_round = 0\n", "line 2: swarm.late_inner_steps_per_round", "no amount"),
+        ("[swarm]\nwindows_in_flight = 3\n", "line 2: swarm.windows_in_flight", "give 1 or 2"),
+        ("[swarm]\ndynamic_steps = 'yes'\n", "line 2: swarm.dynamic_steps", "true or false"),
+        ("[swarm]\ncodec = 'int3'\n", "line 2: swarm.codec", '"int4"'),
         ("[[fault]]\nkind = 'storm'\nat_s = inf\nfor_s = 1\n", "line 3: fault[0].at_s", "no amount"),
         ("[[fault]]\nkind = 'storm'\nat_s = 1\nfor_s = nan\n", "line 4: fault[0].for_s", "no amount"),
         ("[[fault]]\nkind = 'slow'\nat_s = 1\npeer = 'a'\nfactor = inf\n", "line 5: fault[0].factor", "no amount"),
@@ -159,18 +169,19 @@ def test_every_kind_of_fault_is_read() -> None:
 def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
     write_run_file(tmp_path / "run.toml", "125m", overwrite=False)
     (tmp_path / "swarm.toml").write_text(
-        "[swarm]\nrun = 'run.toml'\nrounds = 3\nreplicas = 5\n[devices]\ntflops = 50.0\n"
+        "[swarm]\nrun = 'run.toml'\nrounds = 9\nreplicas = 5\n[devices]\ntflops = 50.0\n"
     )
     setting = work_out(load_scenario(tmp_path / "swarm.toml"))
     run = setting.run
-    assert run.outer.inner_steps_per_round == 50
-    assert run.inner.steps == 150
+    assert (run.outer.inner_steps_per_round, run.outer.late_inner_steps_per_round) == (10, 50)
+    assert run.inner.steps == pytest.approx(9 * mean_steps_per_round(run.outer), abs=2)
     assert len(setting.peers) == 5 * run.pipeline.stages
     # A microbatch weighs what it would: activations of width 768 in bfloat16.
     hidden = 100 + setting.microbatch_tokens * 768 * 2
     assert setting.size_bytes(Gradient(hidden=None, loss=0.0, tokens=1), "microbatch/1") == hidden
-    weights = Weights.__new__(Weights)
-    parameters = sum(setting.size_bytes(weights, f"gossip/{stage}") for stage in range(run.pipeline.stages)) / 4
+    weights = Weights(fast=(torch.zeros(1),), slow=())
+    # Two weights a byte in a round.
+    parameters = sum(setting.size_bytes(weights, f"gossip/{stage}") for stage in range(run.pipeline.stages)) * 2
     assert 110e6 < parameters < 140e6
     # And costs what its operations take: two a parameter and attention's, at 50 * 10**12 a second.
     operations = sum(prices.forward_s for prices in setting.prices) * 50e12 / setting.microbatch_tokens
@@ -192,6 +203,45 @@ def test_without_a_run_file_the_scenario_says_what_things_cost() -> None:
     microbatch = Microbatch.__new__(Microbatch)
     assert setting.size_bytes(microbatch, "microbatch/1") == 1100
     assert setting.size_bytes(Offer(round=1), "gossip/0") == 100
+
+
+@given(
+    st.builds(
+        SwarmConfig,
+        stages=st.integers(2, 4),
+        rounds=st.integers(1, 50),
+        inner_steps_per_round=st.integers(2, 100),
+        late_inner_steps_per_round=st.none() | st.integers(2, 100),
+        dynamic_steps=st.none() | st.booleans(),
+        windows_in_flight=st.none() | st.sampled_from([1, 2]),
+        codec=st.none() | st.sampled_from(["float32", "bfloat16", "int8", "int4"]),
+        momentum_period=st.none() | st.integers(1, 4),
+    )
+)
+def test_what_a_scenario_says_of_rounds_and_windows_is_the_runs(swarm: SwarmConfig) -> None:
+    scenario = Scenario(swarm=swarm)
+    text = scenario_text(scenario)
+    assert decode_scenario(text, "x") == scenario
+    run, usual = work_out(scenario).run, base(False)
+    for name in ("inner_steps_per_round", "late_inner_steps_per_round", "dynamic_steps", "codec", "momentum_period"):
+        given_value = getattr(swarm, name)
+        assert getattr(run.outer, name) == (getattr(usual.outer, name) if given_value is None else given_value)
+    assert run.pipeline.windows_in_flight == (swarm.windows_in_flight or 1)
+    early, late = run.outer.inner_steps_per_round, run.outer.late_inner_steps_per_round
+    assert 1 <= run.outer.overlap_steps < min(early, late or early)
+    assert run.inner.steps >= swarm.rounds * min(early, late or early)
+    assert run.inner.steps / mean_steps_per_round(run.outer) == pytest.approx(swarm.rounds, abs=1.0)
+
+
+def test_an_overlap_that_does_not_fit_a_run_files_late_rounds_is_refused(tmp_path: Path) -> None:
+    write_run_file(tmp_path / "run.toml", "125m", overwrite=False)
+    file = tmp_path / "run.toml"
+    file.write_text(re.sub(r"(?m)^late_inner_steps_per_round.*\n", "", file.read_text()))
+    file.write_text(file.read_text().replace("[outer]", "[outer]\nlate_inner_steps_per_round = 20"))
+    swarm = SwarmConfig(run=str(file), inner_steps_per_round=60)
+    assert work_out(Scenario(swarm=swarm)).run.outer.overlap_steps < 20
+    with pytest.raises(Trouble, match=r"overlap_steps = 30"):
+        work_out(Scenario(swarm=structs.replace(swarm, overlap_steps=30)))
 
 
 def test_without_deadlines_nothing_is_bounded_by_time() -> None:

@@ -163,7 +163,8 @@ def test_who_is_dead_is_no_bottleneck_but_out_of_reach() -> None:
 def test_blocking_rounds_are_the_bottleneck_where_they_are() -> None:
     report = simulated(
         SMALL.replace("replicas = 2", "replicas = 4")
-        + "blocking = true\ninner_steps_per_round = 1\n[network]\nweights_bytes = 20000000\nup_mbit_per_s = 50.0\n"
+        + "blocking = true\ncodec = 'float32'\ninner_steps_per_round = 1\n"
+        + "[network]\nweights_bytes = 20000000\nup_mbit_per_s = 50.0\n"
     )
     assert bottleneck(report).startswith("Blocking rounds are the bottleneck")
 
@@ -198,6 +199,7 @@ def test_deadlines_are_those_of_the_weights_that_a_bowl_stands_for() -> None:
     """A gigabyte takes 80 s on these lines: an exchange must not be given up after a bowl's minute."""
     report = simulated(
         "[swarm]\nstages = 1\nreplicas = 2\nrounds = 2\ninner_steps_per_round = 200\n"
+        "codec = 'float32'\n"
         "[network]\nup_mbit_per_s = 100.0\nweights_bytes = 1000000000\n"
     )
     assert report.stages[0].met >= 2
@@ -422,6 +424,39 @@ def test_a_swarm_where_all_wait_for_ever_has_its_report_and_code_1(tmp_path: Pat
 def test_the_scenarios_of_the_documentation_are_right(name: str) -> None:
     setting = complete(load_scenario(SCENARIOS / f"{name}.toml"), None)
     assert setting.scenario.fault
+
+
+def test_very_unequal_replicas_keep_each_other_from_nothing() -> None:
+    """The documentation's scenario of unequal machines, with bowls; and what it would be otherwise."""
+    text = (SCENARIOS / "uneven.toml").read_text().replace('"transformer"', '"bowl"')
+    (ours,), (fixed,), (blocking,) = (
+        simulated(other).stages
+        for other in (
+            text,
+            text.replace("dynamic_steps = true", "dynamic_steps = false"),
+            text.replace("overlap_steps = 4", "blocking = true"),
+        )
+    )
+    assert ours.work == 1.0
+    assert ours.devices.mean >= 0.95
+    assert ours.met > 1.5 * fixed.met
+    assert ours.gap_last is not None
+    assert fixed.gap_last is not None
+    assert ours.gap_last < fixed.gap_last / 2
+    assert blocking.work < 0.95
+
+
+def test_a_second_window_fills_what_a_first_leaves_idle() -> None:
+    deep = SMALL.replace("stages = 2", "stages = 4") + "microbatches_per_step = 8\n"
+    one, two = (
+        simulated(f"{deep}windows_in_flight = {windows}\n[network]\nlatency = {{mean_s = 0.1}}\n") for windows in (1, 2)
+    )
+    assert (one.windows_in_flight, two.windows_in_flight) == (1, 2)
+    assert all(second.work > first.work + 0.15 for first, second in zip(one.stages, two.stages, strict=True))
+    # What a source with two windows waits for is the replies to both.
+    assert two.stages[0].time.get("no route", 0.0) < two.stages[0].time["replies"] / 2
+    used = sum(stage.inner_steps for stage in two.stages) * two.window + two.discarded
+    assert used == two.microbatches * len(two.stages)
 
 
 def test_the_scenario_of_a_run_file_says_how_to_make_it() -> None:

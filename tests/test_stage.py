@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from pipeline.anatomy import Cut
+from pipeline.forward import Forward
 from pipeline.messages import Gradient
 from pipeline.partition import Prepared, build, cut, family_config, prepare
-from pipeline.stage import Forward, Inner, OptimiserState, Stage
+from pipeline.stage import Inner, OptimiserState, Stage
 
 CPU = torch.device("cpu")
 INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
@@ -166,7 +169,14 @@ def test_backward_once_and_only_with_a_gradient_that_fits() -> None:
     assert waiting.backward(torch.ones(3, 12, 32)) is None
     with pytest.raises(RuntimeError, match="has had"):
         waiting.backward(torch.ones(3, 12, 32))
-    assert stage.statistics() == {"forwards": 1, "backwards": 1, "inner_steps": 0, "skipped_steps": 0}
+    assert stage.statistics() == {
+        "forwards": 1,
+        "backwards": 1,
+        "stale_backwards": 0,
+        "weight_copies": 0,
+        "inner_steps": 0,
+        "skipped_steps": 0,
+    }
 
 
 def test_the_reply_carries_the_gradient_of_the_activations() -> None:
@@ -209,6 +219,118 @@ def test_a_non_finite_gradient_changes_nothing(poison: float) -> None:
     waiting.backward(torch.ones_like(waiting.output))
     assert first.step(1e-2, 1).applied
     assert first.optimiser_state().steps == 1
+
+
+# Two windows in flight: weights that change while forward passes wait.
+
+
+class Oracle:
+    """What a stage has to do, worked out with a stage for each version of the weights and nothing in flight."""
+
+    def __init__(self, recipe: Prepared, piece: Cut) -> None:
+        self._alone, self._stepping = make_stage(recipe, piece), make_stage(recipe, piece)
+        self.collected: list[Tensor | None] = [None] * len(self._alone.names)
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return self._stepping.weights()
+
+    def collect(self, weights: tuple[Tensor, ...], hidden: Tensor, gradient: Tensor) -> Tensor | None:
+        """Add the gradient at these very weights; return that of the input."""
+        self._alone.set_weights(weights)
+        below = self._alone.forward(hidden).backward(gradient)
+        for number, weight in enumerate(self._alone._weights):
+            before = self.collected[number]
+            if weight.grad is not None:
+                self.collected[number] = weight.grad if before is None else before + weight.grad
+        self._alone.discard()
+        return below
+
+    def step(self, microbatches: int) -> float:
+        for weight, gradient in zip(self._stepping._weights, self.collected, strict=True):
+            weight.grad = gradient
+        self.collected = [None] * len(self.collected)
+        return self._stepping.step(1e-2, microbatches).gradient_norm
+
+    def correct(self, delta: list[Tensor]) -> None:
+        self._stepping.correct(delta)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("number", [0, 1])
+@settings(deadline=None, max_examples=12)
+@given(acts=st.lists(st.sampled_from("ffbbsc"), min_size=4, max_size=24), seed=st.integers(0, 2**20))
+def test_every_backward_runs_on_the_weights_of_its_forward(
+    family: str, number: int, acts: list[str], seed: int
+) -> None:
+    """Passes (f), their gradients in any order (b), steps (s) and corrections (c), bit for bit as worked out alone."""
+    recipe = prepared(family)
+    piece = cut(recipe.config, 3, None, 16)[number]
+    stage, oracle = make_stage(recipe, piece), Oracle(recipe, piece)
+    generator = torch.Generator().manual_seed(seed)
+    waiting: list[tuple[Forward, tuple[Tensor, ...], Tensor]] = []
+    collected = 0
+    for act in [*acts, "b", "s"]:
+        if act == "f":
+            shape = (2, 5)
+            ids = torch.randint(0, VOCABULARY, shape, generator=generator)
+            hidden = ids if piece.embeds else torch.randn(*shape, 32, generator=generator)
+            waiting.append((stage.forward(hidden), oracle.weights, hidden))
+        elif act == "b" and waiting:
+            place = int(torch.randint(0, len(waiting), (), generator=generator))
+            forward, weights, hidden = waiting.pop(place)
+            gradient = torch.randn(forward.output.shape, generator=generator)
+            ours, theirs = forward.backward(gradient), oracle.collect(weights, hidden, gradient)
+            assert (ours is None and theirs is None) or torch.equal(ours, theirs)  # type: ignore[arg-type]
+            collected += 1
+        elif act == "s" and collected:
+            assert stage.step(1e-2, collected).gradient_norm == oracle.step(collected)
+            collected = 0
+        elif act == "c":
+            delta = [0.1 * torch.randn(size, generator=generator) for size in stage.shapes]
+            stage.correct(delta)
+            oracle.correct(delta)
+        assert all(torch.equal(a, b) for a, b in zip(stage.weights(), oracle.weights, strict=True))
+        assert stage.names == tuple(dict(stage._module.named_parameters()))
+
+
+def test_weights_are_copied_only_for_graphs_that_wait_on_them_and_die_with_these() -> None:
+    stage = make_stages("llama", 2)[0]
+    batch = batches(9, 1)[0][:, :-1]
+
+    def pass_back() -> None:
+        waiting = stage.forward(batch)
+        waiting.backward(torch.ones_like(waiting.output))
+
+    for _ in range(3):
+        given_up = stage.forward(batch)
+        del given_up
+        pass_back()
+        stage.step(1e-2, 1)
+    assert stage.statistics()["weight_copies"] == 0, "one window in flight costs nothing"
+    late = stage.forward(batch)
+    old = [weakref.ref(weight) for weight in stage._module.parameters()]
+    pass_back()
+    stage.step(1e-2, 1)
+    stage.correct([torch.full(shape, 0.1) for shape in stage.shapes])
+    assert stage.statistics()["weight_copies"] == 1, "the correction meets weights that nobody waits on"
+    assert all(weight() is not None for weight in old)
+    late.backward(torch.ones_like(late.output))
+    del late
+    gc.collect()
+    assert all(weight() is None for weight in old)
+    stage.step(1e-2, 1)
+    assert (stage.statistics()["weight_copies"], stage.statistics()["stale_backwards"]) == (1, 1)
+
+
+def test_a_graph_that_was_discarded_is_free_and_has_no_backward() -> None:
+    stage = make_stages("llama", 2)[0]
+    waiting = stage.forward(batches(9, 1)[0][:, :-1])
+    stage.discard()
+    with pytest.raises(RuntimeError, match="given up"):
+        waiting.backward(torch.ones_like(waiting.output))
+    stage.correct([torch.full(shape, 0.1) for shape in stage.shapes])
+    assert stage.statistics()["weight_copies"] == 0
 
 
 def test_discarded_gradients_are_gone_and_only_matrices_decay() -> None:
@@ -256,9 +378,9 @@ def test_weights_are_copied_out_and_corrected_in_place() -> None:
     assert all(torch.equal(a, b) for a, b in zip(taken, stage.weights(), strict=True))
     wrong = [*taken[:-1], taken[-1][:-1]]
     for change in (stage.set_weights, stage.correct):
-        for given in (wrong, taken[:-1], (*taken, taken[0])):
+        for tensors in (wrong, taken[:-1], (*taken, taken[0])):
             with pytest.raises(ValueError, match=r"is not|tensors for"):
-                change([tensor + 1 for tensor in given])
+                change([tensor + 1 for tensor in tensors])
     with pytest.raises(ValueError, match=r"is not|tensors for"):
         stage.load_optimiser_state(OptimiserState(1, taken))
     assert all(torch.equal(a, b) for a, b in zip(taken, stage.weights(), strict=True))

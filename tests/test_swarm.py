@@ -59,6 +59,7 @@ steps = {steps}
 learning_rate = 0.003
 warmup_steps = 5
 [outer]
+alpha = 0.5
 gamma = {gamma}
 beta = {gamma}
 inner_steps_per_round = 10

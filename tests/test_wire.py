@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.messages import Accepted, Declined, DeclineReason, Offer, Weights
+from gossip.messages import Accepted, Declined, DeclineReason, Offer, Probe, Weights
 from noloco_node import wire
 from noloco_node.wire import Either, Frame, Intake, Kind, MessageSpec, Schema, TensorSpec, Violation
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
@@ -40,7 +40,8 @@ SCHEMA = Schema(
         Offer: MessageSpec(),
         Accepted: MessageSpec(),
         Declined: MessageSpec(),
-        Weights: MessageSpec({"fast": WEIGHTS, "slow": Either((WEIGHTS, ())), "probe": PROBE}),
+        Probe: MessageSpec({"slow": PROBE, "fast": Either((PROBE, None))}),
+        Weights: MessageSpec({"fast": WEIGHTS, "slow": Either((WEIGHTS, ()))}),
         Text: MessageSpec(header_bytes=wire.LONG_HEADER_BYTES),
     }
 )
@@ -67,8 +68,10 @@ MESSAGES: list[Any] = [
     Offer(round=7),
     Accepted(round=7),
     *[Declined(reason=reason, retry_after_s=2.0, round=8) for reason in DeclineReason],
-    Weights(fast=tensors(WEIGHTS), slow=(), probe=tensor(PROBE)),
-    Weights(fast=tensors(WEIGHTS), slow=tensors(WEIGHTS), probe=tensor(PROBE)),
+    Probe(round=5, last_met=2, version=9, holds=-1, slow=tensor(PROBE), fast=None),
+    Probe(round=1, last_met=0, version=0, holds=4, slow=tensor(PROBE), fast=tensor(PROBE)),
+    Weights(fast=tensors(WEIGHTS), slow=()),
+    Weights(fast=tensors(WEIGHTS), slow=tensors(WEIGHTS)),
     Text(text="# the run file\n" * 1000),
 ]
 
@@ -277,7 +280,7 @@ def test_one_bad_tensor_of_many_is_named() -> None:
     weights = tensors(WEIGHTS)
     weights[1][3] = torch.nan
     with pytest.raises(Violation, match=r"Weights.fast\[1\] is not finite"):
-        feed(to_bytes(Weights(fast=weights, slow=(), probe=tensor(PROBE))))
+        feed(to_bytes(Weights(fast=weights, slow=())))
 
 
 def test_a_violation_is_a_loss() -> None:

@@ -129,9 +129,10 @@ class Toy:
         step_s: float = 1.0,
         optimum: float = 10.0,
         rounds: int = 0,
+        origin: Origin | None = None,
     ) -> None:
         self.world, self.name, self.step_s = world, name, step_s
-        self.fast = torch.full((4,), 20.0)
+        self.fast = torch.full((4,), 20.0) if origin is None else origin.state.slow[0].clone()
         self.optimum = optimum
         self.inner_steps = 0
         self.idle_s = 0.0
@@ -140,7 +141,8 @@ class Toy:
         self.events: list[Event] = []
         self.at_work = asyncio.Lock()
         self.shut = 0
-        origin = Origin(OuterState((self.fast.clone(),), (torch.zeros(4),)), rounds)
+        if origin is None:
+            origin = Origin(OuterState((self.fast.clone(),), (torch.zeros(4),)), rounds)
         around = Surroundings(
             compute=at_once,
             partners=self.partners,

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from gossip.messages import Accepted, Declined, Offer, Received, Weights
+from gossip.messages import Accepted, Declined, Offer, Probe, Received, Weights
 from gossip.nesterov import Outer, OuterState, Tensors
 from gossip.port import Candidate, Event, Origin, Settings, Surroundings
 from gossip.round import Rounds
@@ -27,7 +27,7 @@ from latency.blocking import MU, SIGMA, STILL, step_seconds
 from noloco_node.port import Conversation, Network
 from noloco_node.sim import clock
 from noloco_node.sim.network.hub import Hub
-from noloco_node.wire import MessageSpec, Schema, TensorSpec
+from noloco_node.wire import Either, MessageSpec, Schema, TensorSpec
 
 T = TypeVar("T")
 TOPIC = "gossip"
@@ -39,7 +39,8 @@ SCHEMA = Schema(
         Offer: MessageSpec(),
         Accepted: MessageSpec(),
         Declined: MessageSpec(),
-        Weights: MessageSpec({"fast": (_VECTOR,), "slow": (), "probe": _VECTOR}),
+        Probe: MessageSpec({"slow": _VECTOR, "fast": None}),
+        Weights: MessageSpec({"fast": Either(((_VECTOR,), ())), "slow": ()}),
         Received: MessageSpec(),
     }
 )

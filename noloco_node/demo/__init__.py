@@ -1,5 +1,6 @@
 """A whole swarm on one machine, for a person who wants to see it work.
 
+    order      what is asked of a demo
     run        what happens in which order, from an empty directory to a summary
     calibrate  how many inner steps fit into the time asked for
     processes  children that never outlive their parent

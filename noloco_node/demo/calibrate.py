@@ -43,14 +43,16 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def affordable_steps(train_s: float, calibrations: list[Calibration], run: RunConfig) -> int:
+def affordable_steps(train_s: float, calibrations: list[Calibration], run: RunConfig, slowdown: float = 1.0) -> int:
     """Return how many inner steps each source can take in `train_s` seconds; at least 20, so that there is a curve.
 
-    `calibrations`: one for each core that the swarm can keep busy, measured at the same time.
+    `calibrations`: one for each core that the swarm can keep busy, measured at the same time. `slowdown`: of one
+    replica; all stages then run at the speed of its stage, and cannot keep more cores busy than that needs.
     """
     microbatches_per_s = sum(EFFICIENCY / found.seconds_per_microbatch for found in calibrations)
+    wanted = run.pipeline.stages * (run.pipeline.replicas - 1 + 1 / slowdown)
     per_step = run.pipeline.microbatches_per_step * run.pipeline.replicas
-    return max(20, int(train_s * microbatches_per_s / per_step))
+    return max(20, int(train_s * microbatches_per_s * min(1.0, wanted / len(calibrations)) / per_step))
 
 
 def measure(run: RunConfig, measure_s: float) -> Calibration:

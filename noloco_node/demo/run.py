@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import string
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,21 +19,20 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
-from noloco_node import __version__
 from noloco_node.config import RunConfig
 from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
+from noloco_node.demo.order import DemoConfig, check, letters, mark
 from noloco_node.demo.place import claim, write_whole
 from noloco_node.demo.processes import Child, Children, leashed
 from noloco_node.demo.summary import Summary, Verdict, lines, readable_bytes, readable_seconds, summarise
 from noloco_node.demo.track import Track
 from noloco_node.demo.view import View
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Trouble
 from noloco_node.home import Home
 from noloco_node.journal import Tail, read
 from noloco_node.presets import demo_run_text
 from noloco_node.runfile import decode_run
 
-MOST_PEERS = 64
 PEER_BYTES = 2**29
 """Memory of a peer and its daemon, about."""
 SHOW_EVERY_S = 0.25
@@ -45,27 +43,6 @@ LATE_S = 60.0
 LINGER_S = 1800.0
 """Peers serve their weights until the demo stops them; the bound is for a demo that cannot."""
 ANYWHERE = "/ip4/127.0.0.1/tcp/0"
-
-
-class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person asks for. `minutes`: of training; start and evaluation come on top."""
-
-    stages: int = 2
-    replicas: int = 2
-    minutes: float = 2.0
-    home: Path = Path("noloco-demo")
-    seed: int = 0
-
-
-class _Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """demo.json: which demo this is."""
-
-    version: str
-    started_at: float
-    stages: int
-    replicas: int
-    minutes: float
-    seed: int
 
 
 class Peer(NamedTuple):
@@ -83,23 +60,9 @@ class Peer(NamedTuple):
 
 async def demonstrate(demo: DemoConfig) -> None:
     """Run a whole swarm on this machine; raise `Trouble` where it cannot be done."""
-    if demo.stages * demo.replicas > MOST_PEERS:
-        raise Trouble(
-            f"{demo.stages} stages of {demo.replicas} replicas are too many for one machine",
-            why=f"each peer is two processes and about half a gibibyte; the demo starts at most {MOST_PEERS} peers",
-            attempt="fewer stages or replicas",
-            code=Exit.USAGE,
-        )
+    check(demo)
     started_at = time.time()
-    mark = _Mark(
-        version=__version__,
-        started_at=started_at,
-        stages=demo.stages,
-        replicas=demo.replicas,
-        minutes=demo.minutes,
-        seed=demo.seed,
-    )
-    with claim(demo.home, msgspec.json.encode(mark) + b"\n") as home, _every_goodbye_is_an_interrupt():
+    with claim(demo.home, mark(demo, started_at)) as home, _every_goodbye_is_an_interrupt():
         await _Demo(demo, home, Console(), started_at).run()
 
 
@@ -132,7 +95,7 @@ class _Demo:
             invite, peers = await self._start_swarm()
             await self._watch(run, peers)
             try:
-                verdict = await self._judge(invite, peers)
+                verdict = await self._judge(invite, peers) if self._demo.judged else None
             except Trouble as without_verdict:  # the journals still have something to say
                 trouble = without_verdict
         finally:
@@ -151,13 +114,29 @@ class _Demo:
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     async def _freeze_run(self) -> RunConfig:
-        """Measure what this machine can do and write the run file that fits the time asked for."""
+        """Write the run file, with as many inner steps as fit into the time asked for."""
         demo, path = self._demo, self._home.run_file
+        length = f"about {demo.minutes:g} minutes" if demo.steps is None else f"{demo.steps} inner steps"
         self._say(
-            f"a swarm of {demo.stages} stages x {demo.replicas} replicas on this machine, trained for about "
-            f"{demo.minutes:g} minutes; everything goes to {self._home.path}"
+            f"a swarm of {demo.stages} stages x {demo.replicas} replicas on this machine, trained for {length}; "
+            f"everything goes to {self._home.path}"
         )
+        if demo.slow_peer is not None:
+            self._say(f"replica {demo.slow_peer} acts as one {demo.slowdown:g} times slower than the others")
         self._warn_of_memory()
+        steps = demo.steps or await self._affordable_steps(path)
+        text = self._run_text(steps)
+        write_whole(path, text.encode())
+        run = decode_run(text, str(path))
+        self._say(
+            f"{steps} inner steps for each source, {_tokens(run):,} tokens in all, a round every "
+            f"{run.outer.inner_steps_per_round} to {run.outer.late_inner_steps_per_round} steps of the fastest"
+        )
+        return run
+
+    async def _affordable_steps(self, path: Path) -> int:
+        """Measure what this machine can do; return how many inner steps of each source fit into the time asked for."""
+        demo = self._demo
         busy = min(cores(), demo.stages * demo.replicas)
         self._say(f"calibrating: how fast can {busy} of {cores()} cores train this model?")
         write_whole(path, self._run_text(steps=100).encode())
@@ -170,16 +149,10 @@ class _Demo:
             for number in range(busy)
         ]
         found = [msgspec.json.decode(await child.line("{", READY_S), type=Calibration) for child in children]
-        steps = affordable_steps(60 * demo.minutes, found, decode_run(self._run_text(steps=100), str(path)))
-        text = self._run_text(steps)
-        write_whole(path, text.encode())
-        run = decode_run(text, str(path))
         milliseconds = 1000 * sum(one.seconds_per_microbatch for one in found) / busy
-        self._say(
-            f"a microbatch takes {milliseconds:.0f} ms: {steps} inner steps for each source, "
-            f"{_tokens(run):,} tokens in all, a round every {run.outer.inner_steps_per_round} steps"
-        )
-        return run
+        self._say(f"a microbatch takes {milliseconds:.0f} ms")
+        run = decode_run(self._run_text(steps=100), str(path))
+        return affordable_steps(60 * demo.minutes, found, run, demo.slowdown)
 
     def _warn_of_memory(self) -> None:
         needed = (self._demo.stages * self._demo.replicas + 1) * PEER_BYTES
@@ -192,7 +165,12 @@ class _Demo:
 
     def _run_text(self, steps: int) -> str:
         demo = self._demo
-        return demo_run_text(stages=demo.stages, replicas=demo.replicas, steps=steps, seed=demo.seed)
+        return demo_run_text(
+            stages=demo.stages,
+            replicas=demo.replicas,
+            steps=steps,
+            seed=demo.seed,
+        )
 
     async def _start_swarm(self) -> tuple[str, list[Peer]]:
         """Start the bootstrap peer, read its invite, and start everybody else with it."""
@@ -204,14 +182,16 @@ class _Demo:
         peers = []
         for stage in range(self._demo.stages):
             for replica in range(self._demo.replicas):
-                name = f"{stage}{_letters(replica)}"
+                name = f"{stage}{letters(replica)}"
                 directory = self._home.path / name
+                slowdown = self._demo.slowdown if name == self._demo.slow_peer else 1.0
                 options = ("--stage", str(stage), "--home", str(directory), "--listen", ANYWHERE)
                 limits = ("--device", "cpu", "--threads", "1", "--linger", f"{LINGER_S:g}", "--refresh", "2")
+                slow = ("--slowdown", f"{slowdown:g}") if slowdown > 1 else ()
                 child = self._children.start(
-                    f"peer {name}", leashed("noloco_node", "join", invite, *options, *limits), directory
+                    f"peer {name}", leashed("noloco_node", "join", invite, *options, *limits, *slow), directory
                 )
-                peers.append(Peer(child, Tail(directory / "journal.jsonl"), Track(name, stage)))
+                peers.append(Peer(child, Tail(directory / "journal.jsonl"), Track(name, stage, slowdown)))
         return invite, peers
 
     async def _watch(self, run: RunConfig, peers: Sequence[Peer]) -> None:
@@ -273,12 +253,13 @@ class _Demo:
             for line in (verdict.prompt + verdict.sample).splitlines():
                 self._print(f"    {line}")
             self._print("")
-        for name, what in (("loss.png", "the picture"), ("model", "the merged model"), ("summary.json", "the numbers")):
+        kept = (("loss.png", "the picture"), ("model", "the merged model"), ("summary.json", "the numbers"))
+        for name, what in kept if self._demo.judged else (kept[0], kept[2]):
             self._print(f"{what + ':':<18} {self._home.path / name}")
 
 
 def _whole_track(peer: Peer, home: Path) -> Track:
-    track = Track(peer.track.name, peer.track.stage)
+    track = Track(peer.track.name, peer.track.stage, peer.track.slowdown)
     for event in read(home / peer.track.name / "journal.jsonl"):
         track.take(event)
     return track
@@ -291,9 +272,3 @@ def _as_json(summary: Summary, verdict: Verdict | None) -> bytes:
 
 def _tokens(run: RunConfig) -> int:
     return run.budget_samples * run.pipeline.sequence_length
-
-
-def _letters(number: int) -> str:
-    """Return a, b, ... z, aa, ab, ..."""
-    rest, last = divmod(number, 26)
-    return (_letters(rest - 1) if rest else "") + string.ascii_lowercase[last]

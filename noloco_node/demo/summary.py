@@ -46,7 +46,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer. `gap_first` and `gap_last`: after its first and last round with a partner."""
+    """One peer. `gap_first` and `gap_last`: after its first and last round with a partner.
+
+    `busy`: share of its wall time at work, from the end of its first inner step to that of the last, for which its
+    device worked (had a core); None where the journal does not tell. `slowdown`: how many times slower it acted.
+    """
 
     name: str
     stage: int
@@ -63,6 +67,8 @@ class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
     lost: dict[str, int]
     violations: int
     finished: str | None
+    busy: float | None = None
+    slowdown: float = 1.0
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +133,15 @@ def _peer(track: Track) -> PeerSummary:
         lost=dict(track.lost),
         violations=track.violations,
         finished=track.finished.why if track.finished else None,
+        busy=track.busy,
+        slowdown=track.slowdown,
     )
+
+
+def busy(summary: Summary, *, slowed: bool) -> float | None:
+    """Return the mean share of device time busy of the replicas slowed down, or of all others; None without any."""
+    shares = [peer.busy for peer in summary.peers if peer.busy is not None and (peer.slowdown > 1) is slowed]
+    return sum(shares) / len(shares) if shares else None
 
 
 def _hops(tracks: Sequence[Track]) -> tuple[Hop, ...]:
@@ -177,6 +191,7 @@ def lines(summary: Summary, verdict: Verdict | None) -> list[str]:
     gaps = [peer.gap_last for peer in summary.peers if peer.gap_last is not None]
     if gaps and max(gaps) < SAME and not any(peer.solo or peer.deferred for peer in summary.peers):
         text += ["  (no gap: two replicas that miss no round hold the same slow weights, and the merged model is both)"]
+    text += _busy_lines(summary)
     if summary.bytes:
         text += ["", "Bytes by purpose (sent, all peers together)"]
         text += [f"  {purpose:<16} {readable_bytes(both.sent):>12}" for purpose, both in summary.bytes.items()]
@@ -210,6 +225,19 @@ def _hop_lines(hops: Sequence[Hop]) -> list[str]:
         f"  {hop.sender:>4} -> {hop.receiver:<8} {hop.microbatches:>8,}   {hop.share:>6.1%} (even share {hop.even:.1%})"
         for hop in hops
     ]
+
+
+def _busy_lines(summary: Summary) -> list[str]:
+    fast, slow = busy(summary, slowed=False), busy(summary, slowed=True)
+    if fast is None:
+        return []
+    shares = [f"  {p.name:<10}{p.busy:>7.1%} {p.steps:>8,}{_speed(p)}" for p in summary.peers if p.busy is not None]
+    apart = f"  fast replicas {fast:.1%}, slow ones {slow:.1%}" if slow is not None else f"  mean {fast:.1%}"
+    return ["", "Device          busy    steps", *shares, apart]
+
+
+def _speed(peer: PeerSummary) -> str:
+    return f"   at 1/{peer.slowdown:g} of its speed" if peer.slowdown > 1 else ""
 
 
 def _round_line(peer: PeerSummary) -> str:

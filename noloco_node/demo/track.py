@@ -68,8 +68,8 @@ class Track:
     RECENT = 8
     """Inner steps that the present speed is measured over."""
 
-    def __init__(self, name: str, stage: int) -> None:
-        self.name, self.stage = name, stage
+    def __init__(self, name: str, stage: int, slowdown: float = 1.0) -> None:
+        self.name, self.stage, self.slowdown = name, stage, slowdown
         self.peer: str | None = None
         self.parameters = 0
         self.state: State | None = None
@@ -82,6 +82,8 @@ class Track:
         self.gap: float | None = None
         self.losses, self.gaps, self.drawn = Curve(), Curve(), Curve()
         self.first_step: Pace | None = None
+        self.busy_s = self.worked_s = 0.0
+        self._underway = False
         self.recent: deque[Pace] = deque(maxlen=self.RECENT)
         self.round = self.met = self.solo = self.deferred = self.staleness = 0
         self.partner: str | None = None
@@ -105,6 +107,7 @@ class Track:
                 self._take_outer_step(event)
             case Started():
                 self.peer, self.stage, self.parameters = event.peer, event.stage, event.parameters
+                self._underway = False
             case StateChanged():
                 self.state, self.waiting, self.since = event.state, event.waiting, event.at
             case Deferred():
@@ -126,6 +129,10 @@ class Track:
         pace = Pace(event.at, event.seconds, event.tokens)
         self.first_step = self.first_step or pace
         self.recent.append(pace)
+        if self._underway:  # the first step of a life has waited for the swarm to come together
+            self.busy_s += event.device_s
+            self.worked_s += event.seconds
+        self._underway = True
         self.step, self.progress = event.step, max(self.progress, event.progress)
         self.tokens += event.tokens
         self.drawn.add(event.at, self.tokens)
@@ -143,6 +150,11 @@ class Track:
         if event.gap is not None:
             self.gap = event.gap
             self.gaps.add(event.at, event.gap)
+
+    @property
+    def busy(self) -> float | None:
+        """The share of its wall time at work for which its device worked; None where no step says so."""
+        return self.busy_s / self.worked_s if self.busy_s > 0 else None
 
     def tokens_per_s(self, now: float) -> float:
         """Return the speed over the last steps as of `now` (unix seconds): it falls while nothing comes."""

@@ -50,13 +50,13 @@ class _Pass:
     """A forward pass that waits for its gradient."""
 
     def __init__(self, bowl: Bowl, output: Tensor) -> None:
-        self._bowl, self.output = bowl, output
+        self._bowl, self.output, self.built_on = bowl, output, bowl._values
 
     def backward(self, gradient: Tensor, /) -> Tensor | None:
         """Add this microbatch's slope to the gradient."""
         if gradient.shape != self.output.shape:
             raise ValueError(f"a gradient of {list(gradient.shape)} for activations of {list(self.output.shape)}")
-        self._bowl._collect(self.output)
+        self._bowl._collect(self.output, self.built_on)
         return gradient
 
 
@@ -91,7 +91,7 @@ class Bowl:
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
         """Take the last stage's whole work at once."""
         passed = self.forward(hidden)
-        away = self._collect(passed.output)
+        away = self._collect(passed.output, passed.built_on)
         loss = 0.5 * sum(curvature * each * each for curvature, each in zip(self._curvature, away, strict=True))
         return Gradient(hidden=torch.zeros_like(passed.output), loss=loss, tokens=targets.numel())
 
@@ -101,9 +101,9 @@ class Bowl:
             return [math.nan] * SIZE
         return [scale * math.sin(frequency * number) for frequency in self._frequencies]
 
-    def _collect(self, output: Tensor) -> list[float]:
-        """Add a microbatch's slope to the gradient; return how far its centre is."""
-        away = [value - centre for value, centre in zip(self._values, self._centre(output), strict=True)]
+    def _collect(self, output: Tensor, values: list[float]) -> list[float]:
+        """Add a microbatch's slope at the weights of its forward pass to the gradient; return how far its centre is."""
+        away = [value - centre for value, centre in zip(values, self._centre(output), strict=True)]
         terms = zip(self._gradient, self._curvature, away, strict=True)
         self._gradient = [sum_so_far + curvature * each for sum_so_far, curvature, each in terms]
         self._passes += 1

@@ -85,6 +85,10 @@ class VirtualDevice:
             raise
         return result
 
+    async def beside(self, job: Callable[..., T], *args: object) -> T:
+        """Run `job(*args)` in its turn, as on a CPU."""
+        return await self.run(job, *args)
+
     async def _see_through(self, entry: _Job) -> None:
         """Wait for a job whose caller was cancelled."""
         while not entry.ended:

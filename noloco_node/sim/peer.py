@@ -164,7 +164,10 @@ class SimulatedPeer:
     def _machine(self, life: Life, device: VirtualDevice) -> Machine:
         def build(number: int) -> PricedStage:
             setting = self._setting
-            life.stage = PricedStage(setting.build(number), setting.prices[number], device.charge, life.wrong.append)
+            windows = setting.run.pipeline.windows_in_flight
+            life.stage = PricedStage(
+                setting.build(number), setting.prices[number], device.charge, life.wrong.append, windows
+            )
             return life.stage
 
         async def load() -> Checkpoint | None:

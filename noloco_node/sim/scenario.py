@@ -44,9 +44,18 @@ class SwarmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rounds: int | None = None
     """Gossip rounds that a replica opens, when as many peers come as planned; sets the token budget."""
     inner_steps_per_round: int | None = None
+    late_inner_steps_per_round: int | None = None
+    dynamic_steps: bool | None = None
     microbatches_per_step: int | None = None
+    windows_in_flight: Literal[1, 2] | None = None
     overlap_steps: int | None = None
     blocking: bool | None = None
+    codec: Literal["float32", "bfloat16", "int8", "int4"] | None = None
+    alpha: float | None = None
+    beta: float | None = None
+    gamma: float | None = None
+    momentum_period: int | None = None
+    staleness_at_most: int | None = None
     learning_rate: float | None = None
     model: Literal["bowl", "transformer"] = "bowl"
     """bowl: costs next to nothing. transformer: the run's model is really trained, on its real text."""
@@ -191,10 +200,12 @@ def problems(scenario: Scenario) -> Iterator[_Problem]:
     if latency.std_s > 0.0 == latency.mean_s:
         attempt = "for example {mean_s = 0.05, std_s = 0.01}"
         yield _Problem("network.latency.std_s", "a latency of 0 cannot vary", attempt)
-    swarm, per_round = scenario.swarm, scenario.swarm.inner_steps_per_round
-    if swarm.overlap_steps is not None and per_round is not None and swarm.overlap_steps >= max(2, per_round):
-        why = f"{swarm.overlap_steps} steps do not fit between two rounds that are {per_round} apart"
-        yield _Problem("swarm.overlap_steps", why, f"less than swarm.inner_steps_per_round, which is {per_round}")
+    swarm = scenario.swarm
+    for name in ("inner_steps_per_round", "late_inner_steps_per_round"):
+        per_round = getattr(swarm, name)
+        if swarm.overlap_steps is not None and per_round is not None and swarm.overlap_steps >= max(2, per_round):
+            why = f"{swarm.overlap_steps} steps do not fit between two rounds that are {per_round} apart"
+            yield _Problem("swarm.overlap_steps", why, f"less than swarm.{name}, which is {per_round}")
     if scenario.devices.tflops is not None and scenario.swarm.run is None:
         yield _Problem("devices.tflops", "it needs a run file to know the work", "give swarm.run, or devices.forward_s")
     yield from _faults(scenario)

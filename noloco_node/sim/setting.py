@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
-from gossip.exchange import PROBE
-from gossip.messages import ReplicaState, Weights
+from gossip.formats import Format, wire_bytes
+from gossip.messages import Probe, ReplicaState, Weights
 from noloco_node.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
 from noloco_node.errors import Exit, Trouble
+from noloco_node.freight import PROBE_BYTES
+from noloco_node.plan import mean_steps_per_round
 from noloco_node.post import SLOWEST_BYTES_PER_S
 from noloco_node.recipe import Recipe
 from noloco_node.runfile import load_run, validate
@@ -124,7 +126,7 @@ def work_out(scenario: Scenario) -> Setting:
         dimensions=dimensions,
         prices=_prices(scenario, run, start, plan),
         build=_transformers(run, plan) if plan is not None and transformer else Bowl,
-        size_bytes=_sizes(scenario, start, plan),
+        size_bytes=_sizes(scenario, start, run.outer, plan),
         weather=_weather(scenario),
         microbatch_tokens=start.pipeline.microbatch_size * start.pipeline.sequence_length,
         parameters=0 if plan is None else sum(math.prod(shape) for part in plan.shapes for shape in part.values()),
@@ -138,19 +140,37 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
 
     pipeline = structs.replace(
         start.pipeline,
-        **given(stages=swarm.stages, replicas=swarm.replicas, microbatches_per_step=swarm.microbatches_per_step),
+        **given(
+            stages=swarm.stages,
+            replicas=swarm.replicas,
+            microbatches_per_step=swarm.microbatches_per_step,
+            windows_in_flight=swarm.windows_in_flight,
+        ),
     )
     if swarm.stages is not None and start.pipeline.boundaries is not None:
         pipeline = structs.replace(pipeline, boundaries=None)
     per_round = swarm.inner_steps_per_round or start.outer.inner_steps_per_round
-    overlap = swarm.overlap_steps if swarm.overlap_steps is not None else start.outer.overlap_steps
+    late = swarm.late_inner_steps_per_round or start.outer.late_inner_steps_per_round
+    overlap = swarm.overlap_steps
+    if overlap is None:  # a default is made to fit between any two rounds
+        overlap = min(start.outer.overlap_steps, (late or per_round) - 1)
     outer = structs.replace(
         start.outer,
         inner_steps_per_round=per_round,
+        late_inner_steps_per_round=late,
         overlap_steps=min(overlap, per_round - 1),
-        **given(blocking=swarm.blocking),
+        **given(
+            dynamic_steps=swarm.dynamic_steps,
+            blocking=swarm.blocking,
+            codec=swarm.codec,
+            alpha=swarm.alpha,
+            beta=swarm.beta,
+            gamma=swarm.gamma,
+            momentum_period=swarm.momentum_period,
+            staleness_at_most=swarm.staleness_at_most,
+        ),
     )
-    steps = None if swarm.rounds is None else swarm.rounds * per_round
+    steps = None if swarm.rounds is None else math.ceil(swarm.rounds * mean_steps_per_round(outer))
     inner = structs.replace(start.inner, **given(steps=steps, learning_rate=swarm.learning_rate))
     inner = structs.replace(inner, warmup_steps=min(inner.warmup_steps, inner.steps - 1))
     return structs.replace(start, seed=seed, pipeline=pipeline, inner=inner, outer=outer)
@@ -195,27 +215,37 @@ def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: Blueprin
     )
 
 
-def _sizes(scenario: Scenario, start: RunConfig, plan: Blueprint | None) -> Callable[[object, str], int]:
+def _sizes(
+    scenario: Scenario, start: RunConfig, outer: OuterConfig, plan: Blueprint | None
+) -> Callable[[object, str], int]:
     """Return what messages weigh, by kind and topic: as the run file's would, or as the scenario says."""
     network = scenario.network
-    sets = 1 if start.outer.gamma == start.outer.beta else 2
+    codec = Format(outer.codec)
+    # Of each topic: the sets of weights that a message brings, each as the codec has it; a probe; a whole state.
+    unknown = round(network.weights_bytes * wire_bytes(codec, [(2**20,)]) / 2**22)
     weights: dict[str, int] = {}
+    probes: dict[str, int] = {}
+    states: dict[str, int] = {}
     microbatch, targets = network.microbatch_bytes, 0
     if plan is not None:
         tokens = start.pipeline.microbatch_size * start.pipeline.sequence_length
         microbatch, targets = tokens * plan.width * (2 if start.pipeline.wire_dtype == "bfloat16" else 4), 8 * tokens
         for number, shapes in enumerate(plan.shapes):
             total = 4 * sum(math.prod(shape) for shape in shapes.values())
-            probe = min(4 * PROBE, total)
-            weights |= {f"{GOSSIP}/{number}": sets * total + probe, f"{STATE}/{number}": WEIGHT_SETS * total}
+            weights[f"{GOSSIP}/{number}"] = wire_bytes(codec, tuple(shapes.values()))
+            probes[f"{GOSSIP}/{number}"] = min(PROBE_BYTES, total)
+            states[f"{STATE}/{number}"] = WEIGHT_SETS * total
 
     def size_bytes(message: object, topic: str) -> int:
         if isinstance(message, Microbatch | Gradient):
             return FRAME_BYTES + microbatch + (targets if isinstance(message, Microbatch) else 0)
         if isinstance(message, Weights):
-            return FRAME_BYTES + weights.get(topic, sets * network.weights_bytes)
+            brought = bool(message.fast) + bool(message.slow)
+            return FRAME_BYTES + brought * weights.get(topic, unknown)
+        if isinstance(message, Probe):
+            return FRAME_BYTES + (1 + (message.fast is not None)) * probes.get(topic, 0)
         if isinstance(message, ReplicaState):
-            return FRAME_BYTES + weights.get(topic, WEIGHT_SETS * network.weights_bytes)
+            return FRAME_BYTES + states.get(topic, WEIGHT_SETS * network.weights_bytes)
         return FRAME_BYTES
 
     return size_bytes

@@ -2,7 +2,8 @@
 
 Wrapped around a bowl or a real slice of a model. What it watches are promises of the gate and the rounds that nothing
 else would notice broken: that an inner step gets exactly the passes of its window, and that no weights change between
-a microbatch's forward and its backward pass.
+a microbatch's forward and its backward pass. With two windows in flight they may change once, by one inner step and
+what follows it in the same pause.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ class Prices(NamedTuple):
     copy_s: float = 0.0
 
 
+class _Version(NamedTuple):
+    """Which weights: inner steps so far, and changes of another kind since the last of them."""
+
+    steps: int = 0
+    changes: int = 0
+
+
 class _WatchedPass:
     """A forward pass that notices when the weights change under it."""
 
@@ -44,14 +52,23 @@ class _WatchedPass:
 
 
 class PricedStage:
-    """A `noloco_node.machine.Stage` around another. `wrong` takes the promises that were broken, in words."""
+    """A `noloco_node.machine.Stage` around another. `wrong` takes the promises that were broken, in words.
+
+    `windows`: how many are in flight, 1 or 2.
+    """
 
     def __init__(
-        self, stage: Stage, prices: Prices, charge: Callable[[float], None], wrong: Callable[[str], None]
+        self,
+        stage: Stage,
+        prices: Prices,
+        charge: Callable[[float], None],
+        wrong: Callable[[str], None],
+        windows: int = 1,
     ) -> None:
         self._stage, self._prices, self._charge, self._wrong = stage, prices, charge, wrong
+        self._windows = windows
         self._collected = 0
-        self._version = 0
+        self._version = _Version()
 
     def __repr__(self) -> str:
         return f"PricedStage({self._stage!r})"
@@ -73,9 +90,10 @@ class PricedStage:
         self._collected += 1
         return gradient
 
-    def _backward(self, forward: Forward, version: int, gradient: Tensor) -> Tensor | None:
+    def _backward(self, forward: Forward, version: _Version, gradient: Tensor) -> Tensor | None:
         self._charge(2 * self._prices.forward_s)
-        if version != self._version:
+        behind = self._version.steps - version.steps
+        if behind >= self._windows or (behind == 0 and version != self._version):
             self._wrong("the weights changed between a microbatch's forward and its backward pass")
         hidden = forward.backward(gradient)
         self._collected += 1
@@ -87,7 +105,7 @@ class PricedStage:
         if self._collected != microbatches:
             self._wrong(f"an inner step for {microbatches} microbatches was taken on {self._collected}")
         self._collected = 0
-        self._version += 1
+        self._version = _Version(steps=self._version.steps + 1)
         return self._stage.step(learning_rate, microbatches)
 
     def discard(self) -> None:
@@ -102,14 +120,17 @@ class PricedStage:
 
     def set_weights(self, weights: Sequence[Tensor], /) -> None:
         """Replace the fast weights."""
-        self._version += 1
+        self._note_change()
         self._stage.set_weights(weights)
 
     def correct(self, delta: Sequence[Tensor], /) -> None:
         """Add to the fast weights, at the price of a copy."""
         self._charge(self._prices.copy_s)
-        self._version += 1
+        self._note_change()
         self._stage.correct(delta)
+
+    def _note_change(self) -> None:
+        self._version = self._version._replace(changes=self._version.changes + 1)
 
     def optimiser_state(self) -> OptimiserState:
         """Return a copy of the inner optimiser's memory, at the price of two copies of the weights."""

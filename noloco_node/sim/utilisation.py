@@ -67,8 +67,6 @@ class _Peer:
 
 def measure(shape: Shape, trial: Trial) -> Utilisation:
     """Run production nodes in the shape of a pipeline; deterministic. Raises RuntimeError where a node misbehaves."""
-    if shape.windows_in_flight != 1:
-        raise ValueError("production has one window in flight")
     return run(_measure(shape, trial))
 
 
@@ -121,6 +119,7 @@ replicas = {max(2, len(shape.passes[0]))}
 sequence_length = {_MICROBATCH[1]}
 microbatch_size = {_MICROBATCH[0]}
 microbatches_per_step = {shape.window}
+windows_in_flight = {shape.windows_in_flight}
 budget_s = 86400.0
 [inner]
 steps = 1000000
@@ -136,7 +135,8 @@ def _node(hub: Hub, recipe: Recipe, name: str, peer: _Peer, pass_s: float, wrong
     device.slow_down(peer.time)
 
     def build(number: int) -> PricedStage:
-        return PricedStage(Bowl(number), Prices(forward_s=pass_s), device.charge, wrong.append)
+        windows = recipe.run.pipeline.windows_in_flight
+        return PricedStage(Bowl(number), Prices(forward_s=pass_s), device.charge, wrong.append, windows)
 
     async def open_text() -> Numbers:
         return Numbers(_MICROBATCH, int(name[-3:]) * 10_000)

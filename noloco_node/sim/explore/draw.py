@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import structs
 
@@ -33,7 +33,7 @@ def draw(seed: int) -> Scenario:
     """Return the scenario that a seed means."""
     rng = Random(f"{seed}|explore")
     work_s = rng.uniform(65.0, 95.0)
-    swarm = _swarm(rng)
+    swarm = structs.replace(_swarm(rng), **_outer(Random(f"{seed}|explore|outer")))
     network = _network(rng)
     # A microbatch takes a device 3 forward_s; devices are idle for some of the time.
     devices = DevicesConfig(
@@ -63,6 +63,17 @@ def _swarm(rng: Random) -> SwarmConfig:
         save_every_s=round(rng.uniform(5.0, 40.0), 1),
         impatient=rng.random() < 0.5,
     )
+
+
+def _outer(rng: Random) -> dict[str, Any]:
+    """Draw the outer rule, and how weights travel."""
+    return {
+        "codec": rng.choice(("float32", "float32", "bfloat16", "int8", "int4")),
+        "alpha": rng.choice((None, 0.5, 0.5)),
+        "gamma": rng.choice((None, None, 0.5)),
+        "momentum_period": rng.choice((1, 1, 2, 3)),
+        "staleness_at_most": rng.choice((1, 2, 16)),
+    }
 
 
 def _network(rng: Random) -> NetworkConfig:

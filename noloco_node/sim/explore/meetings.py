@@ -17,11 +17,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
+from gossip.formats import Format
 from gossip.matching import ROUND_BOUND
 from noloco_node import journal
+from noloco_node.config import OuterConfig
 from noloco_node.sim.explore.lives import Complain, LifeRecord, Lives, Spoilt
 
 TOLERANCE = 1e-3
@@ -32,15 +35,29 @@ LATE_S = 30.0
 """After one side has stepped, until the other has, or has given up: a receipt is held back for less."""
 LOST_S = 90.0
 """After one side has stepped, until the other has given the exchange up, whatever its patience."""
+ROUNDING = {Format.FLOAT32: TOLERANCE, Format.BFLOAT16: 2.0**-7, Format.INT8: 2.0 / 127, Format.INT4: 0.1}
+"""Of the mean that both decode, from that of the snapshots, relative to the largest number: two roundings, since what
+the last exchange left out is sent with this one. Of int4 it is a share of how far apart the two are, so this is loose.
+"""
 FEW_STEPS = 3
 """Inner steps within which a step that is agreed has been applied."""
+
+
+class Facts(NamedTuple):
+    """What a step tells: the mean that it applied, slow weights and snapshot before it, and its largest number."""
+
+    mean: Tensor
+    slow: Tensor
+    snapshot: Tensor
+    scale: float
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Side:
     """One side of a meeting: who with whom, in which round, the gap that it saw, the mean that it applied.
 
-    `begun_s`: no later than the exchange began. `stepped_s`: when the step was applied.
+    `slow`: its slow weights before the step. `begun_s`: no later than the exchange began. `stepped_s`: when the step
+    was applied.
     """
 
     name: str
@@ -48,15 +65,14 @@ class Side:
     round: int
     gap: float
     mean: Tensor
+    slow: Tensor
     snapshot: Tensor
     scale: float
     begun_s: float
     stepped_s: float
 
     @classmethod
-    def of(
-        cls, record: LifeRecord, event: journal.OuterStep, mean: Tensor, snapshot: Tensor, scale: float, now_s: float
-    ) -> Side:
+    def of(cls, record: LifeRecord, event: journal.OuterStep, facts: Facts, now_s: float) -> Side:
         """Return the side that a replica has just applied; it was agreed after the last pause but one."""
         assert event.partner is not None
         agreed_s = record.stepped_s[-2] if len(record.stepped_s) > 1 else record.began_s
@@ -65,9 +81,10 @@ class Side:
             partner=event.partner,
             round=event.round,
             gap=event.gap or 0.0,
-            mean=mean,
-            snapshot=snapshot,
-            scale=scale,
+            mean=facts.mean,
+            slow=facts.slow,
+            snapshot=facts.snapshot,
+            scale=facts.scale,
             begun_s=agreed_s - event.seconds,
             stepped_s=now_s,
         )
@@ -77,6 +94,7 @@ class Side:
 class Meetings:
     """Finds the other side of each, and checks both."""
 
+    outer: OuterConfig
     lives: Lives
     spoilt: Spoilt
     complain: Complain
@@ -107,13 +125,16 @@ class Meetings:
             return
         self.compared += 1
         self.checked["pair"] += 1
-        scale = TOLERANCE * max(side.scale, other.scale)
-        away = float((side.mean - other.mean).abs().max())
-        if not away <= scale:
+        codec, scale = Format(self.outer.codec), max(side.scale, other.scale)
+        # Where gamma differs from beta, what each applied is the mean of the fast weights and a pull of its own.
+        pull = (1.0 - self.outer.gamma / self.outer.beta) / 2 * (side.slow - other.slow)
+        exact = TOLERANCE if self.outer.gamma == self.outer.beta else ROUNDING[codec]
+        away = float((side.mean - other.mean - 2 * pull).abs().max())
+        if not away <= exact * scale:
             sentence = f"{side.name} and {other.name} met in round {event.round} and applied means that differ"
             self.complain("pair", f"{sentence} by {away:.3g}")
-        away = float((side.mean - (side.snapshot + other.snapshot) / 2).abs().max())
-        if not away <= scale:
+        away = float((side.mean - pull - (side.snapshot + other.snapshot) / 2).abs().max())
+        if not away <= ROUNDING[codec] * scale:
             sentence = f"{side.name} and {other.name} met in round {event.round} and applied a mean of other weights"
             self.complain("pair", f"{sentence} than their snapshots: {away:.3g} off")
 

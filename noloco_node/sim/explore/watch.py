@@ -54,7 +54,7 @@ class Watch:
         run = world.setting.run
         self._world, self._window = world, run.pipeline.microbatches_per_step
         scene = self._scene = Scene(world, delays_of(world))
-        meetings = self._meetings = Meetings(scene.lives, scene.is_spoilt, scene.complain, scene.checked)
+        meetings = self._meetings = Meetings(run.outer, scene.lives, scene.is_spoilt, scene.complain, scene.checked)
         self._rounds = RoundsWatch(run.outer, scene.delays, scene.present, meetings, scene.complain, scene.checked)
         self._pace, self._bounds = PaceWatch(scene), BoundsWatch(scene)
         self._kept_steps = run.outer.inner_steps_per_round + run.outer.overlap_steps + 2

@@ -59,7 +59,7 @@ class BoundsWatch:
 
     def _check_gate(self, record: LifeRecord, replica: Replica) -> None:
         gate = replica.gate
-        if gate.queued > gate.queue_limit or gate.in_flight + gate.succeeded > gate.window:
+        if gate.queued > gate.queue_limit or gate.in_flight + gate.succeeded > gate.windows * gate.window:
             self.scene.complain("bound", f"{record.name} has let in too many: {gate!r}")
         if record.stage > 0:
             handled = answered(self.scene.world.hub, record.name, record.stage)
@@ -71,7 +71,8 @@ class BoundsWatch:
     def _most_calls(self) -> int:
         """Return how many conversations a peer may have open: its windows and queue, and the gossip of a stage."""
         replicas = max(Counter(record.stage for record in self.scene.present.values()).values(), default=0)
-        window = self.scene.world.setting.run.pipeline.microbatches_per_step
+        pipeline = self.scene.world.setting.run.pipeline
+        window = pipeline.microbatches_per_step * pipeline.windows_in_flight
         return (replicas + 1) * window + 2 * replicas + SPARE_CALLS
 
     def _check_network(self, most_streams: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from noloco_node.node import DRAIN_S
-from noloco_node.sim.explore.inside import is_closed, meets
+from noloco_node.sim.explore.inside import is_closed, meets, swaps
 from noloco_node.sim.explore.lives import Asked, LifeRecord, replica_of
 from noloco_node.sim.explore.scene import Scene
 from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.scenario import NetworkConfig
 from noloco_node.sim.world import LOOK_S
 from noloco_node.topics import GOSSIP
 
@@ -25,9 +27,13 @@ GOING_S = DRAIN_S + EXCHANGE_S + 10.0
 STEPS_AFTER = 2
 """Inner steps that may follow a request to leave: the one under way, and that of the window that it let begin."""
 OPENINGS_OF_STAGE = 4
-"""Rounds that two replicas of a stage may open without any meeting in it."""
-OPENINGS_OF_ONE = 12
-"""Rounds that a replica may open without a meeting, while somebody else of its stage opens rounds too."""
+"""Rounds that two replicas of a stage may open without any meeting in it, in fair weather."""
+OPENINGS_OF_ONE = 3
+"""Times as many a replica may open without a meeting, while somebody else of its stage opens rounds too."""
+MESSAGES = 8
+"""Of a meeting: offer and answer, two probes, two sets of weights, two receipts."""
+BAD_LUCK = 0.02
+"""Chance of meeting nobody in so many rounds because of the weather, above which they are too few to complain."""
 
 
 @dataclass(slots=True)
@@ -100,15 +106,16 @@ class PaceWatch:
     # Who asks is answered.
 
     def _check_talks(self) -> None:
-        """Complain of gossip that lasts between two who do not meet each other: somebody waits for an answer."""
+        """Complain of gossip that lasts between two who neither meet nor swap: somebody waits for an answer."""
         scene, now_s = self.scene, self.scene.world.now_s
         known, self._talks = self._talks, {}
         limit_s = ANSWER_S + scene.delays.trip_s
-        partners = {record.name: meets(replica) for record, replica in scene.training()}
+        partners = {record.name: (meets(replica), swaps(replica)) for record, replica in scene.training()}
         for name in partners:
             network = scene.world.hub.peer(name)
             for end in network.ends if network is not None else ():
-                if not end.topic.startswith(GOSSIP) or partners[name] == end.peer or partners.get(end.peer) == name:
+                engaged = end.peer in partners[name] or name in partners.get(end.peer, ())
+                if not end.topic.startswith(GOSSIP) or engaged:
                     continue
                 scene.checked["talk"] += 1
                 since_s = self._talks[end] = known.get(end, now_s)
@@ -129,6 +136,7 @@ class PaceWatch:
         hub, per_round = self.scene.world.hub, self.scene.world.setting.run.outer.inner_steps_per_round
         base_s = self.scene.quiet_s + self.scene.delays.news_s
         records = [record for record, _ in self.scene.training()]
+        of_stage = _openings(self.scene.world.setting.scenario.network)
         for record in records:
             others = [
                 other
@@ -138,11 +146,11 @@ class PaceWatch:
                 and not (hub.dials_only(other.name) and hub.dials_only(record.name))
             ]
             for openings, met_s in (
-                (OPENINGS_OF_STAGE, self._met_s.get(record.stage, 0.0)),
-                (OPENINGS_OF_ONE, record.met_s),
+                (of_stage, self._met_s.get(record.stage, 0.0)),
+                (OPENINGS_OF_ONE * of_stage, record.met_s),
             ):
                 since_s, due = max(base_s, met_s), openings * per_round
-                if not any(other.steps_since(since_s) >= OPENINGS_OF_STAGE * per_round for other in others):
+                if not any(other.steps_since(since_s) >= of_stage * per_round for other in others):
                     continue
                 self.scene.checked["meet"] += 1
                 if record.steps_since(since_s) >= due:
@@ -197,3 +205,9 @@ class PaceWatch:
 
     def _waits(self) -> str:
         return "\n  ".join(self.scene.world.waits())
+
+
+def _openings(network: NetworkConfig) -> int:
+    """Return the rounds that two replicas may open without meeting: more where each message may break the meeting."""
+    breaks = 1.0 - max(0.0, 1.0 - network.loss - network.duplicate) ** MESSAGES
+    return max(OPENINGS_OF_STAGE, math.ceil(math.log(BAD_LUCK) / math.log(breaks))) if breaks else OPENINGS_OF_STAGE

@@ -134,9 +134,11 @@ def _pipeline(report: Report, busiest: StageReport, share: float) -> str:
     if len(others) == 1 and longest == "passes":
         first = "The windows are too small."
     parts = ", ".join(f"{seconds:.3g} s of {part}" for part, seconds in way.items() if seconds >= 0.0005)
-    count = f"A window of {report.window} microbatch{'es' if report.window > 1 else ''}"
+    several, in_flight = report.windows_in_flight > 1, report.window * report.windows_in_flight
+    count = f"{'Two windows' if several else 'A window'} of {report.window} microbatch{'es' * (report.window > 1)}"
     work = (
-        f"{count} is {report.window * own_s:.3g} s of work at a stage; the way of one through the others adds {parts}"
+        f"{count} {'are' if several else 'is'} {in_flight * own_s:.3g} s of work at a stage; "
+        f"the way of one through the others adds {parts}"
     )
     return f"{first} {work}. Devices waited for other stages for {share:.0%} of the training."
 

@@ -169,6 +169,7 @@ def complete(scenario: Scenario, path: Path | None) -> Setting:
         stages=pipeline.stages,
         replicas=pipeline.replicas,
         inner_steps_per_round=setting.run.outer.inner_steps_per_round,
+        late_inner_steps_per_round=setting.run.outer.late_inner_steps_per_round,
     )
     for problem in problems(structs.replace(scenario, swarm=swarm)):
         where = "the flags" if path is None else f"{path}{line_of(path.read_text('utf-8-sig'), problem.field)}"

@@ -80,9 +80,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     `budget_tokens`: after which it was to end. Sources learn of each other's by records, and so overshoot it.
     `virtual_s`: until the last step; `training_s`: from the first replica's start to the last gradient at a source,
-    over which `tokens_per_s` is. `retried`: calls after which another replica was asked, by reason. `given_up`:
-    microbatches that their source had to begin again. `discarded`: of windows that no step used. `sent_bytes`: by
-    purpose; `microbatch_bytes`: forward (activations) and backward (gradients).
+    over which `tokens_per_s` is. `window`: microbatches of an inner step. `retried`: calls after which another replica
+    was asked, by reason. `given_up`: microbatches that their source had to begin again. `discarded`: of windows that no
+    step used. `sent_bytes`: by purpose; `microbatch_bytes`: forward (activations) and backward (gradients).
     """
 
     version: str
@@ -91,6 +91,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     replicas: int
     window: int
+    windows_in_flight: int
     microbatch_tokens: int
     virtual_s: float
     training_s: float
@@ -138,6 +139,7 @@ def make_report(world: World, tally: Tally) -> Report:
         parameters=setting.parameters,
         replicas=run.pipeline.replicas,
         window=run.pipeline.microbatches_per_step,
+        windows_in_flight=run.pipeline.windows_in_flight,
         microbatch_tokens=setting.microbatch_tokens,
         virtual_s=world.ended_s,
         training_s=lasted_s,

@@ -51,9 +51,10 @@ class Cause(StrEnum):
     ROOM = "room at the next stage"
     """Replicas of the next stage refused for now."""
     WINDOW = "end of the window"
-    """More microbatches wait at the gate, but the window is complete but for those that are further down."""
+    """More microbatches wait at the gate, but the window is complete but for those that are further down; or gradients
+    have come that belong to the next window."""
     REPLIES = "replies"
-    """All microbatches of the window are further down, and no more are at the gate."""
+    """All microbatches of the window, or of both, are further down, and no more are at the gate."""
     MICROBATCHES = "microbatches"
     """The window has room, and the stage before sends nothing."""
 
@@ -296,7 +297,9 @@ def waits_for(stint: Stint, over: bool) -> Cause:
         if wait.what.startswith("room"):
             return Cause.ROOM
         return Cause.ENDING if over else Cause.ROUTE  # at the end those whom it looks for have left
-    if gate.succeeded + gate.in_flight == gate.window:
+    if gate.turns.waiting:
+        return Cause.WINDOW
+    if gate.succeeded + gate.in_flight == gate.windows * gate.window:
         return Cause.WINDOW if gate.queued else Cause.REPLIES
     # A source fills its window at once; where it does not it was refused, and pauses.
     return Cause.ROUTE if stint.stage == 0 else Cause.MICROBATCHES

@@ -1,0 +1,111 @@
+"""One training run of the laboratory: what it trains, by which method, on which machines.
+
+A cell is all that a run depends on, so its digest names the run: a result is kept under it, and a cell that is asked
+for again, by another table or after an interruption, is not run twice. What a method does not look at stays at its
+default, so that two cells that would do the same are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+Method = Literal[
+    "parallel",
+    "independent",
+    "central",
+    "pairs",
+    "server",
+    "gossip",
+]
+Speeds = Literal["none", "slight", "moderate", "very"]
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The outer rule. `lookahead`: Nesterov's form instead of heavy ball.
+
+    `period` and `spread`: N and c of a delayed momentum. `buffer`: contributions that a server collects before it steps
+    (FedBuff).
+    """
+
+    alpha: float = 0.0
+    beta: float = 1.0
+    gamma: float = 1.0
+    lookahead: bool = False
+    period: int = 1
+    spread: float = 0.0
+    buffer: int = 1
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run.
+
+    `steps`: inner steps of each replica; times `replicas` it is the budget, which replicas of unequal speed share
+    unequally. `inner_steps`: of the fastest replica between two rounds, `late_inner_steps` at the end of the run (None:
+    the same all along). `group`: replicas that meet in a round. `routing`: between two stages, None for one stage.
+    `dynamic`: inner steps between rounds follow a replica's speed.
+    """
+
+    method: Method
+    replicas: int
+    steps: int
+    learning_rate: float
+    seed: int = 0
+    speeds: Speeds = "none"
+    rule: Rule = Rule()
+    inner_steps: int = 1
+    late_inner_steps: int | None = None
+    group: int = 2
+    routing: Literal["random", "fixed"] | None = None
+    dynamic: bool = False
+    codec: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+
+    @property
+    def budget(self) -> int:
+        """Inner steps of all replicas together."""
+        return self.replicas * self.steps
+
+    @property
+    def key(self) -> str:
+        """The digest under which the result is kept."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """The swarm at one moment of a run. Losses are nats a token on held-out text.
+
+    `share`: of the token budget that is spent. `merged`: loss of the merged model. `single`: mean loss of two replicas.
+    `spread`: standard deviation of a weight among replicas, root mean square over all weights.
+    """
+
+    share: float
+    virtual_s: float
+    merged: float
+    single: float
+    spread: float
+    learning_rate: float
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What a run came to. `single`: mean over all replicas at the end. `busy`: device time over virtual time, mean of
+    all replicas, while the budget lasts. `bytes_per_step`: sent by a replica, over its inner steps.
+    `fast_busy`: of the fastest replica.
+    """
+
+    cell: Cell
+    merged: float
+    single: float
+    spread: float
+    virtual_s: float
+    busy: float
+    fast_busy: float
+    bytes_per_step: float
+    rounds: float
+    steps_taken: tuple[int, ...]
+    curve: tuple[Point, ...]
+    wall_s: float
+    notes: dict[str, float] = {}
+    code: str = ""
+    """A digest of the sources that the result depends on; empty for one from before they were noted."""

@@ -1,0 +1,113 @@
+"""The methods in which all replicas step in step: nobody begins a round before everybody has ended the last.
+
+`parallel`: fully synchronous data parallel training, one step on the mean gradient. `independent`: nobody talks.
+`central`: Local-SGD and DiLoCo, the outer rule on the mean over all replicas; a mean over all is what this project's
+own packages never form. `pairs`: NoLoCo as published, in groups of 2, 4 or 8 drawn anew each round, with routes through
+two stages where the cell asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from random import Random
+
+import torch
+
+from gossip.nesterov import Outer, OuterState, outer_step, pseudo_gradient
+from laboratory.machines import all_reduce, exchange_s
+from laboratory.server_rules import Server, begin, heavy_ball, nesterov
+from laboratory.swarm import Swarm, mean_of
+
+
+async def parallel(swarm: Swarm) -> None:
+    """Step all replicas on the mean of their gradients: one set of weights, held by the first."""
+    cell, keeper = swarm.cell, swarm.replicas[0]
+    swarm.model = keeper.weights
+    for replica in swarm.replicas[1:]:
+        replica.stages = keeper.stages
+    wait_s, sent = all_reduce(cell.replicas, swarm.weight_bytes)
+    while swarm.left > 0:
+        rate = swarm.rate()
+        async with asyncio.TaskGroup() as group:
+            for replica in swarm.replicas:
+                group.create_task(swarm.spend(replica))
+        for replica in swarm.replicas:
+            keeper.stages[0].loss(*replica.text.draw())
+        keeper.stages[0].step(rate, cell.replicas)
+        await asyncio.sleep(wait_s)
+        for replica in swarm.replicas:
+            replica.sent_bytes += sent
+            replica.rounds += 1
+            swarm.note_step(replica)
+
+
+async def independent(swarm: Swarm) -> None:
+    """Let everybody train alone."""
+    while swarm.left > 0:
+        await swarm.step_together()
+
+
+async def central(swarm: Swarm) -> None:
+    """Take outer steps on the mean over all replicas: Local-SGD (beta 1, alpha 0), DiLoCo."""
+    cell = swarm.cell
+    rule = nesterov if cell.rule.lookahead else heavy_ball
+    constants = Server(rate=cell.rule.beta, momentum=cell.rule.alpha)
+    states = [begin(part) for part in swarm.mean()]
+    wait_s, sent = all_reduce(cell.replicas, swarm.weight_bytes)
+    async for _ in _rounds(swarm):
+        fast = swarm.mean()
+        await asyncio.sleep(wait_s)
+        states = [
+            rule(state, pseudo_gradient(state.weights, part), constants)
+            for state, part in zip(states, fast, strict=True)
+        ]
+        for replica in swarm.replicas:
+            replica.load([state.weights for state in states])
+            replica.sent_bytes += sent
+            replica.rounds += 1
+
+
+async def pairs(swarm: Swarm) -> None:
+    """Gossip in groups drawn anew each round, everybody waiting for everybody: NoLoCo as published."""
+    cell, rule = swarm.cell, swarm.cell.rule
+    outer = Outer(rule.alpha, rule.beta, rule.gamma)
+    sets = 1 if rule.gamma == rule.beta else 2
+    state = [
+        [OuterState(part, tuple(torch.zeros_like(t) for t in part)) for part in replica.weights()]
+        for replica in swarm.replicas
+    ]
+    drawing = Random(f"{cell.seed}|groups")
+    sent: float = sets * swarm.weight_bytes
+    wait_s = exchange_s(sent, swarm.weight_bytes)
+    if cell.group > 2:
+        wait_s, sent = all_reduce(cell.group, sets * swarm.weight_bytes)
+    async for _ in _rounds(swarm):
+        await asyncio.sleep(wait_s)
+        for stage in range(len(swarm.replicas[0].stages)):
+            fast = [replica.stages[stage].weights() for replica in swarm.replicas]
+            for group in _groups(drawing, cell.replicas, cell.group):
+                slow_mean = mean_of([[state[one][stage].slow] for one in group])[0]
+                fast_mean = mean_of([[fast[one]] for one in group])[0]
+                for one in group:
+                    after = outer_step(state[one][stage], fast_mean, slow_mean, outer)
+                    state[one][stage] = after
+                    swarm.replicas[one].stages[stage].set_weights(after.slow)
+        for replica in swarm.replicas:
+            replica.sent_bytes += sent
+            replica.rounds += 1
+
+
+def _groups(drawing: Random, replicas: int, size: int) -> list[list[int]]:
+    order = list(range(replicas))
+    drawing.shuffle(order)
+    return [order[begin : begin + size] for begin in range(0, replicas, size)]
+
+
+async def _rounds(swarm: Swarm) -> AsyncIterator[None]:
+    """Take the inner steps of one round after the other, everybody in step; the last one may be shorter."""
+    while swarm.left > 0:
+        for _ in range(swarm.steps_of_round()):
+            if swarm.left > 0:
+                await swarm.step_together()
+        yield

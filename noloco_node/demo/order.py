@@ -1,0 +1,91 @@
+"""What is asked of a demo: how large a swarm, for how long, even or not; and what no machine can serve.
+
+An uneven swarm has one slow replica, the last of the last stage. There the routes decide what it gets, so that it shows
+whether the others send it no more than it can take; a source would simply draw less.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import msgspec
+
+from noloco_node import __version__
+from noloco_node.errors import Exit, Trouble
+
+MOST_PEERS = 64
+SLOWDOWN = 4.0
+"""Of the slow replica of a heterogeneous demo."""
+
+
+class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person asks for. `minutes`: of training; start and evaluation come on top.
+
+    `slowdown`: how many times slower the last replica of the last stage acts. `steps`: inner steps of each source,
+    instead of what fits into `minutes`. `judged`: whether the model is evaluated and exported in the end.
+    """
+
+    stages: int = 2
+    replicas: int = 2
+    minutes: float = 2.0
+    home: Path = Path("noloco-demo")
+    seed: int = 0
+    slowdown: float = 1.0
+    steps: int | None = None
+    judged: bool = True
+
+    @property
+    def slow_peer(self) -> str | None:
+        """The name of the replica that is slowed down, if one is."""
+        return f"{self.stages - 1}{letters(self.replicas - 1)}" if self.slowdown > 1 else None
+
+
+class _Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """demo.json: which demo this is."""
+
+    version: str
+    started_at: float
+    stages: int
+    replicas: int
+    minutes: float
+    seed: int
+    slowdown: float
+
+
+def check(demo: DemoConfig) -> None:
+    """Raise `Trouble` (Exit.USAGE) where a demo cannot be had."""
+    if demo.stages * demo.replicas > MOST_PEERS:
+        raise Trouble(
+            f"{demo.stages} stages of {demo.replicas} replicas are too many for one machine",
+            why=f"each peer is two processes and about half a gibibyte; the demo starts at most {MOST_PEERS} peers",
+            attempt="fewer stages or replicas",
+            code=Exit.USAGE,
+        )
+    if demo.slow_peer is not None and demo.replicas < 2:
+        raise Trouble(
+            "a heterogeneous demo needs two replicas in each stage",
+            why="one is slowed down, and the others of its stage make up for it",
+            attempt="--replicas 2 or more",
+            code=Exit.USAGE,
+        )
+
+
+def mark(demo: DemoConfig, started_at: float) -> bytes:
+    """Return the content of demo.json; `started_at` in unix seconds."""
+    content = _Mark(
+        version=__version__,
+        started_at=started_at,
+        stages=demo.stages,
+        replicas=demo.replicas,
+        minutes=demo.minutes,
+        seed=demo.seed,
+        slowdown=demo.slowdown,
+    )
+    return msgspec.json.encode(content) + b"\n"
+
+
+def letters(number: int) -> str:
+    """Return a, b, ... z, aa, ab, ..."""
+    rest, last = divmod(number, 26)
+    return (letters(rest - 1) if rest else "") + string.ascii_lowercase[last]
