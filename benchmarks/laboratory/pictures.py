@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from statistics import mean
+from textwrap import fill
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -62,6 +63,7 @@ CHANGES = {
 }
 """By what each is compared with, and as it is called beside it."""
 LABEL_POINTS = 13
+LABEL_LETTERS = 28
 LEVELS = (1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.2, 2.5, 3.0, 3.5, 4.0, 5.0)
 
 
@@ -195,8 +197,9 @@ def _draw_changes(panel: Axes, data: Measured) -> None:
         # A small survey has few changes; it shows all its methods instead.
         against = "NoLoCo"
         rows = [
-            (DRAWN.get(name, (data.about(name), ""))[0], found, DRAWN.get(name, ("", QUIET))[1])
+            (DRAWN.get(name, (fill(data.about(name), LABEL_LETTERS), ""))[0], found, DRAWN.get(name, ("", QUIET))[1])
             for name in data.names
+            if name == "ours" or not ("ours" in data.names and data.is_same(name, "ours"))
             if name != "noloco" and (found := data.against(name, "noloco", gap)) is not None
             if math.isfinite(found.mean)
         ]

@@ -39,7 +39,7 @@ OURS = Cell(
 SMALL_RATES = {
     "parallel": 5e-3,
     "independent": 5e-3,
-    "local_sgd": 1e-2,
+    "local_sgd": 5e-3,
     "diloco": 5e-3,
     "diloco_hb": 5e-3,
     "noloco": 5e-3,
