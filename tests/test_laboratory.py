@@ -269,14 +269,13 @@ class Notes:
         pass
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """End what spawning a process starts beside it: a tracker of shared resources, which would live as long as we."""
     yield
     resource_tracker._resource_tracker._stop()
 
 
-@pytest.mark.usefixtures("no_process_is_left")
 class TestRunner:
     def test_what_fails_does_not_stop_the_others_and_what_is_kept_does_not_run_again(self, tmp_path: Path) -> None:
         recipes = (plain("good", 5), plain("raises", 13), plain("dies", 17), plain("also_good", 7))
