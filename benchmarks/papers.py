@@ -50,6 +50,10 @@ def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
     except OSError as error:
         parser.error(f"the results cannot be read: {error}")
     if asked.tables:
+        if not store.path.exists():
+            parser.error(
+                f"there is no record {store.path} to make tables of; run a survey first, or name it: --results"
+            )
         return _written(grid, store, out, parser)
     os.environ["OMP_NUM_THREADS"] = "1"  # read by torch in the workers
     with Board(grid, store) as board:
@@ -58,6 +62,9 @@ def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
         except KeyboardInterrupt:
             print(f"interrupted; the record {store.path} holds {len(store)} results", file=sys.stderr)
             return INTERRUPTED
+        except OSError as error:
+            print(f"stopped: {store.path} cannot be written ({error}); what it holds is kept", file=sys.stderr)
+            return 1
     written = _written(grid, store, out, parser)
     for failed in failures:
         run, last = failed.run, failed.reason.rpartition("\n")[2]

@@ -125,10 +125,9 @@ class Ahead:
                     deadline.reschedule(now() + patience.exchange_s)
                     await self._swap(conversation, None)
                     again_s = 0.0
-        except Implausible:
-            pass  # counted where it was found
-        except (ConnectionError, TimeoutError):
-            situation.counts["unanswered"] += 1
+        except (ConnectionError, TimeoutError) as loss:
+            # What is implausible was counted where it was found.
+            situation.counts["unanswered"] += not isinstance(loss, Implausible)
         finally:
             self._asking = None
             until_s = now() + again_s + situation.rng.uniform(0.5, 1.5) * patience.jitter_s

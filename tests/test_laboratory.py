@@ -491,6 +491,7 @@ class TestCommand:
             (["--smoke", "--processes", "0"], "no number of processes"),
             (["--smoke", "--only", "nolocco"], "no recipe is named 'nolocco'"),
             (["--tables", "--results", "{tmp}"], "cannot be read"),
+            (["--tables", "--results", "{tmp}/none.jsonl"], "there is no record"),
         ],
     )
     def test_wrong_input_gives_a_line_and_exit_code_2(
@@ -523,6 +524,18 @@ class TestCommand:
         assert "| async_delayed " in said.out
         assert papers.main(words, toy) == 0
         assert "3 of them are in" in capsys.readouterr().err
+
+    def test_a_full_disk_ends_a_survey_with_a_sentence(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(self: Store, result: Result) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Store, "add", full)
+        words = ["--smoke", "--only", "noloco", "--processes", "1", "--out", str(tmp_path)]
+        assert papers.main(words, toy) == 1
+        assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+        assert multiprocessing.active_children() == []
 
     def test_a_failure_is_the_exit_code(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
