@@ -35,7 +35,11 @@ where they differ by at most 0.01 nats. A larger difference within one standard 
 What is tuned and what is not: every family has the same budget of four learning rates, on seed 0. Nothing else is
 tuned for the papers' methods: they keep the papers' constants, and rounds every 50 steps where nothing else is said.
 The steps between rounds, the rule and the codec of asynchronous gossip were searched here, at seed 0 and on this same
-validation text (the probes are in docs/log.md), which favours it. Methods named "paced" have its rounds."""
+validation text (the probes are in docs/log.md), which favours it. Methods named "paced" have its rounds.
+
+Bytes are those of the run. The merged model of replicas that differ costs once more the weights of each, in the form in
+which they travel to somebody who may be anywhere (bfloat16 where the codec is int4): "with a last merge" counts that.
+Methods whose replicas are alike at the end need none."""
 
 
 def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
@@ -126,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="Run these recipes alone, and the tuning that they need; * stands for anything.",
+        help="Run these recipes, what they are changes of, and the tuning that they need; * stands for anything.",
     )
     return parser
 

@@ -14,8 +14,8 @@ per parameter:
 
 - *Largest* rather than root mean square: of n draws from any distribution the next exceeds the largest with
   probability 1 / (n + 1), whatever the tail; a root mean square says nothing of it. A radius of 5.25 of those, ample
-  for a Gaussian, wraps 5e-3 of distances with a heavy tail (Student t3) and 9e-3 where most rows of the embeddings did
-  not move; the largest widens the step there, and wraps 4e-4 and 2e-5.
+  for a Gaussian, wraps 3e-3 of distances with a heavy tail (Student t3) and 7e-3 where most rows of the embeddings did
+  not move; the largest widens the step there, and wraps 2e-4 and 2e-6.
 - *A parameter each* where at least FEW of its probed coordinates moved: distances of one model's parameters lie a
   factor of four apart, and one step for all would round the nearest ones as coarsely as the farthest need. The
   logarithm lengthens the largest of a few to that of many, exactly so for an exponential tail, more than enough for a
@@ -23,15 +23,15 @@ per parameter:
 - *Moved* counts distances that are not zero: the rows of an embedding that nobody has seen say nothing of the others.
   Parameters with fewer (norms, biases, rare rows) take the largest in all.
 
-`MARGIN` is measured: 1.1M parameters of two replicas after 50 steps of AdamW apart, and synthetic distances whose scale
-varies between parameters (standard deviation of its logarithm 0.5). Share of values that wrap, and root mean square of
-the rounding over that of the distance:
+`MARGIN` is measured (`benchmarks/codec_margins.py`): three pairs of replicas of 0.4M parameters after 50 steps of AdamW
+apart, and synthetic distances whose scale varies between parameters (standard deviation of its logarithm 0.5). Share of
+values that wrap, and root mean square of the rounding over that of the distance:
 
     margin         1.25             1.5              2
-    transformer    5e-5   0.19      3e-6   0.23      0      0.31
-    Gaussian       4e-5   0.20      5e-6   0.24      7e-8   0.32      (of one scale, margin 1.5: 2e-7)
-    Laplace        1e-4   0.35      3e-5   0.42      2e-6   0.55
-    Student t3     6e-4   0.46      4e-4   0.55      2e-4   0.73
+    transformer    1e-5   0.22      0      0.27      0      0.36
+    Gaussian       2e-5   0.17      1e-6   0.20      0      0.27      (of one scale, margin 1.5: 5e-7)
+    Laplace        9e-5   0.26      2e-5   0.31      6e-7   0.41
+    Student t3     3e-4   0.53      2e-4   0.63      7e-5   0.84
 
 A wrapped value is no disaster: it is within 8 steps of the receiver's own weight, so it is off by less than its
 distance and those 8 steps together. What a liar may do is bounded by the same 8 steps, and the steps by refusing a
@@ -39,10 +39,11 @@ probe that is `FAR` from one's own.
 
 **Error feedback.** A residual per parameter holds what was meant and has not been sent: x + e is encoded, then
 e <- x + e - decoded. So what was sent in all differs from what was meant in all by one residual, which is bounded by
-the last rounding and does not grow. It does not bring replicas nearer to each other than rounding allows (measured: 1.4
-times as far in an absolute code); what it brings is that nothing is lost for ever. With int4 probe and decode relative
-to what is meant, x + e, on both sides. The residual changes only in `Feedback.settle`, after an exchange that came to
-its end.
+the last rounding and does not grow. It does not bring replicas nearer to each other than rounding allows: in an
+absolute code (int8) it leaves those that drift by half a step between two rounds where they were, and those that drift
+by a twentieth 1.6 times as far apart, for without it they would round alike. What it brings is that nothing is lost for
+ever. With int4 probe and decode relative to what is meant, x + e, on both sides. The residual changes only in
+`Feedback.settle`, after an exchange that came to its end.
 
 Weights are float32 on the CPU, one tensor per parameter in the stage's order.
 """

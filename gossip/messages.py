@@ -14,9 +14,10 @@ Between two rounds, where slow weights travel ahead of time:
     both   Weights ->          <- Weights               (slow ones only)
                                <- Received              asked, who has all by then
 
-When a newcomer catches up, or somebody exports the model:
+When a newcomer catches up, or somebody exports the model, over several streams at once:
 
-    newcomer  StateRequest ->  <- ReplicaState | Busy   donor
+    newcomer  StateRequest ->  <- Manifest | Busy       donor
+    newcomer  PieceRequest ->  <- Piece | Gone | Busy   donor, as often as the newcomer likes
 
 A refusal is a value; a loss is one of the standard library's `ConnectionError`s (`ConnectionRefusedError`: not
 reachable; `ConnectionAbortedError`: given up as silent or in violation; `ConnectionResetError`: the stream broke).
@@ -119,26 +120,85 @@ class Received:
 class Parts(StrEnum):
     """How much of a replica's state somebody asks for."""
 
+    OUTLINE = "outline"
+    """Counters and a norm alone: to compare a donor with."""
     SLOW = "slow"
     """Slow weights and counters: for an export."""
     ALL = "all"
     """Also the outer momentum and the inner optimiser's tensors: for a newcomer."""
 
 
+class Section(StrEnum):
+    """A set of tensors like the weights, of which a state has several. The values name fields of `Manifest`."""
+
+    SLOW = "slow"
+    MOMENTUM = "momentum"
+    GATHERED = "gathered"
+    FIRST = "first"
+    """The first half of the inner optimiser's tensors: AdamW's first moments."""
+    SECOND = "second"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRequest:
-    """Send me your state."""
+    """What is there of your state? `snapshot`: the name of a copy that is rather wanted, if it is still held."""
 
     parts: Parts
+    snapshot: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a donor holds still for others to fetch. `snapshot` names this copy; the counters are those of its state.
+
+    `norm`: of the slow weights. The other fields are the sections: uint8 [pieces, 32], the SHA-256 of each piece in the
+    order of `pieces.cut`; None where the section is not there or was not asked for.
+    """
+
+    snapshot: str
+    round: int
+    inner_steps: int
+    progress: float
+    optimiser_steps: int
+    meetings: int
+    last_met: int
+    norm: float
+    slow: Tensor | None = None
+    momentum: Tensor | None = None
+    gathered: Tensor | None = None
+    first: Tensor | None = None
+    second: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceRequest:
+    """Send me this piece of that copy. `number`: in the order of `pieces.cut`."""
+
+    snapshot: str
+    section: Section
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """The piece that was asked for. `data`: uint8, as long as the cut says."""
+
+    data: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gone:
+    """That copy is not held any more: ask for another manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaState:
-    """What a newcomer needs to become a replica.
+    """What a newcomer needs to become a replica; it travels in pieces.
 
     `slow`, `momentum`: one tensor per parameter in the stage's order; `momentum` is empty for `Parts.SLOW`.
     `gathered`, `meetings`: of the running momentum period; empty and 0 at its beginning, and for `Parts.SLOW`.
-    `optimiser`: the inner optimiser's tensors in an order that the shell fixes; empty where they are not sent.
+    `optimiser`: the inner optimiser's tensors in an order that the shell fixes, two for each parameter; empty where
+    they are not sent.
     `round`: rounds finished. `progress`: of the run, 0 to 1. `optimiser_steps`: the inner optimiser's own counter.
     `last_met`: the round in which these weights last met anybody's, 0 if in none. What a lossy codec owes does not
     travel: it is the donor's to send.

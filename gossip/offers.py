@@ -3,6 +3,8 @@
 Possible partners are asked one after the other, in this round's order, as soon as each is good enough (`matching`);
 incoming offers are answered at once. Whichever agrees first binds both, and `meet` does the rest. Nobody is ever held
 while somebody else is asked.
+
+For an answer we wait as long as this partner's answers usually take, where the shell measures that.
 """
 
 from __future__ import annotations
@@ -57,8 +59,7 @@ class Offers:
             await conversation.send(reply)
             return
         engagement = situation.engage(peer, offer.round)
-        deadline.reschedule(now() + situation.settings.patience.exchange_s)
-        await self._meet(conversation, engagement, reply)
+        await self._meet_until(conversation, engagement, reply, deadline)
 
     def _whom(self) -> tuple[str | None, float | None]:
         """Return whom to ask now; or nobody and how long to wait (None: until something changes)."""
@@ -73,31 +74,52 @@ class Offers:
 
     async def _ask(self, peer: str) -> None:
         situation, patience = self._situation, self._situation.settings.patience
+        answers, asked_s = self._around.answers, now()
         situation.asking = peer
         situation.counts["offers_sent"] += 1
         engagement = None
         try:
             async with (
-                asyncio.timeout(patience.answer_s) as deadline,
+                asyncio.timeout(answers.deadline_s(peer) if answers else patience.answer_s) as deadline,
                 self._around.converse(peer) as conversation,
             ):
                 await conversation.send(Offer(round=situation.cadence.round))
                 reply = await conversation.receive()
                 situation.asking = None
+                if answers:
+                    answers.took(peer, now() - asked_s)
                 if isinstance(reply, Declined):
                     self._note_refusal(peer, reply)
                 elif not isinstance(reply, Accepted):
                     raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
                 elif situation.open and situation.engagement is None:
                     engagement = situation.engage(peer, reply.round)
-                    deadline.reschedule(now() + patience.exchange_s)
-                    await self._meet(conversation, engagement, None)
-        except (ConnectionError, TimeoutError):
+                    await self._meet_until(conversation, engagement, None, deadline)
+        except (ConnectionError, TimeoutError) as loss:
+            if answers and situation.asking is not None and isinstance(loss, TimeoutError):
+                answers.in_vain(peer, asked_s, now())
             if engagement is None:
                 situation.counts["unanswered"] += 1
                 situation.prospects.put_off(peer, patience.sleep_s, now())
         finally:
             situation.asking = None
+
+    async def _meet_until(
+        self,
+        conversation: Conversation,
+        engagement: Engagement,
+        accepted: Accepted | None,
+        deadline: asyncio.Timeout,
+    ) -> None:
+        """Meet within the time that a meeting may take, and learn whether that was enough."""
+        deadline.reschedule(now() + self._situation.exchange_s)
+        try:
+            await self._meet(conversation, engagement, accepted)
+        except asyncio.CancelledError:
+            if deadline.expired():
+                self._situation.note_exchange(late=True)
+            raise
+        self._situation.note_exchange(late=False)
 
     def _note_refusal(self, peer: str, reply: Declined) -> None:
         situation = self._situation

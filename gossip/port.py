@@ -55,18 +55,32 @@ UNKNOWN = Going()
 UNDELAYED = Delay()
 
 
+class Timing(Protocol):
+    """How long to wait for each partner's answer to an offer, dial included; it learns from what it is told."""
+
+    def deadline_s(self, peer: str, /) -> float:
+        """Return how long to wait for a peer."""
+
+    def took(self, peer: str, seconds: float, /) -> None:
+        """Note what a wait took that was answered."""
+
+    def in_vain(self, peer: str, begun_s: float, now_s: float, /) -> None:
+        """Note a wait that ended at its deadline (loop seconds)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
     """What the rounds are handed.
 
     `partners` leaves ourselves out, and returns the very same tuple until the roster is another one. `record` takes
-    events in order and does not wait.
+    events in order and does not wait. `answers`: None waits `Patience.answer_s` for each.
     """
 
     compute: Compute
     partners: Callable[[], tuple[Candidate, ...]]
     converse: Callable[[str], AbstractAsyncContextManager[Conversation]]
     record: Callable[[Event], None]
+    answers: Timing | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +88,8 @@ class Patience:
     """How long to wait, in seconds.
 
     `answer_s`: for a dial and an answer. `exchange_s`: from acceptance to the end; in the blocking form work stands
-    still for so long at worst. `sleep_s`: longest sleep before partners are asked again. `jitter_s`: spread of asking.
+    still for so long at worst, in the overlapped one exchanges that ran out of it have more time next. `sleep_s`:
+    longest sleep before partners are asked again. `jitter_s`: spread of asking.
     """
 
     answer_s: float = 5.0
@@ -110,6 +125,8 @@ class Origin(NamedTuple):
     inner_steps: int = 0
     last_met: int = 0
     """The round in which these weights last met anybody's, 0 if in none: a copy of stale weights is as stale."""
+    gathered: bool = True
+    """Whether the slow weights hold every inner step that the fast ones do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

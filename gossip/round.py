@@ -42,6 +42,9 @@ from gossip.port import UNKNOWN, Deferred, Going, Origin, OuterStep, Replica, Se
 from gossip.shelf import Shelf
 from gossip.situation import Settled, Situation, now
 
+NOT_KNOWN = -1
+"""How many inner steps slow weights hold that lack some."""
+
 
 class Rounds:
     """The gossip of one replica: `between_steps` for the shell, `run` as a background task, `serve` for streams."""
@@ -58,7 +61,7 @@ class Rounds:
         meetings = Meetings(self._situation, self._optimiser, self._shelf, replica, surroundings, self._apply)
         self._offers = Offers(self._situation, surroundings, meetings.meet)
         self._ahead = Ahead(self._situation, self._optimiser, surroundings, self._shelf)
-        self._gathered = origin.inner_steps
+        self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
         """The inner steps that the slow weights hold."""
 
     @property

@@ -23,6 +23,8 @@ from gossip.staleness import Met, staleness
 
 POLL_S = 1.0
 """How often the last round looks whether anybody is left."""
+LATE_AT_MOST = 4
+"""Exchanges in a row that ran out of time, each of which doubles the time of the next."""
 VAIN_AT_MOST = 3
 """Meetings without a step of ours that one partner may have in a round: weather, beyond it mischief."""
 COUNTED = (
@@ -68,6 +70,8 @@ class Situation:
         self.last_met = origin.last_met
         self.in_vain: Counter[str] = Counter()
         """With whom how many meetings of this round have ended without a step of ours."""
+        self.late = 0
+        """Exchanges that ran out of time of late, less those that did not."""
         self.open = False
         self.leaving = False
         self.snapshot: Snapshot | None = None
@@ -99,6 +103,18 @@ class Situation:
         finished = self.cadence.finished
         following = 1 + heal(finished, (), (finished, *self.others.rounds), ROUND_BOUND)
         return max(self.cadence.round, following)
+
+    @property
+    def exchange_s(self) -> float:
+        """How long a meeting may take. Nothing stands still for it, so a slow line is given more time each time.
+
+        In the blocking form work does stand still, and the time stays as it is.
+        """
+        return self.settings.patience.exchange_s * (1.0 if self.settings.blocking else 2.0**self.late)
+
+    def note_exchange(self, *, late: bool) -> None:
+        """Note that a meeting ran out of time, or that it did not."""
+        self.late = min(LATE_AT_MOST, self.late + 1) if late else max(0, self.late - 1)
 
     def hopes_s(self, place: int, count: int) -> float:
         """Return for how long preference number `place` of `count` is not good enough; 0 if it is."""

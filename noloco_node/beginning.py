@@ -1,12 +1,22 @@
-"""Where a replica begins: with the run's first weights, with a donor's state, or with its own checkpoint."""
+"""Where a replica begins: with the run's first weights, with a donor's state, or with its own checkpoint.
+
+A checkpoint that is a few rounds behind the swarm is gone on from: its replica is then a straggler like any other, and
+keeps the steps that it took alone. One that is further behind would bring weights that others have left long ago.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
 
+import torch
+
+from gossip.matching import ROUND_BOUND
 from gossip.messages import ReplicaState
 from gossip.nesterov import OuterState
 from gossip.port import Origin
+from gossip.salvage import round_to_start_in
 from noloco_node.checkpoint import Checkpoint
 from noloco_node.machine import Stage
 from pipeline.stage import OptimiserState
@@ -43,18 +53,37 @@ def copied(stage: Stage, state: ReplicaState) -> Beginning:
     )
 
 
+def goes_on(own_round: int, rounds: Sequence[int], staleness_at_most: int) -> bool:
+    """Say whether a checkpoint of `own_round` will do in a stage whose living replicas are in `rounds`.
+
+    It may be as far behind as numbers of rounds heal at once, and as weights may be and still count in a meeting.
+    """
+    return own_round >= median_low(rounds) - min(ROUND_BOUND, staleness_at_most)
+
+
+def started(beginning: Beginning, rounds: Sequence[int], progress: float) -> Beginning:
+    """Return the beginning of a newcomer that is as far as its stage: `rounds` of its replicas, median `progress`."""
+    origin = beginning.origin
+    round = round_to_start_in(origin.rounds, rounds)
+    origin = origin._replace(rounds=round, last_met=min(origin.last_met, round))
+    return replace(beginning, origin=origin, progress=progress)
+
+
 def restored(stage: Stage, checkpoint: Checkpoint) -> Beginning:
     """Put a checkpoint into the stage and return the beginning that follows from it."""
     counters, tensors = checkpoint
-    stage.set_weights(tensors["fast"])
+    fast, slow = tensors["fast"], tensors["slow"]
+    stage.set_weights(fast)
     stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
     return Beginning(
         origin=Origin(
-            OuterState(tensors["slow"], tensors["momentum"], tensors.get("gathered", ()), counters.meetings),
+            OuterState(slow, tensors["momentum"], tensors.get("gathered", ()), counters.meetings),
             rounds=counters.round,
             inner_steps=counters.inner_steps,
             # One from before this was noted: as fresh as can be.
             last_met=counters.round if counters.last_met is None else counters.last_met,
+            # Steps since the last round are in the fast weights alone, and must not be lost with the last one.
+            gathered=all(map(torch.equal, fast, slow)),
         ),
         progress=counters.progress,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from noloco_node.config import ModelConfig, RunConfig
 from noloco_node.errors import Exit, Trouble
-from pipeline.partition import Prepared, cut, family_config, parameter_shapes, prepare, verify_family
+from pipeline.partition import Prepared, cut, family_config, parameter_shapes, prepare, stage_costs, verify_family
 
 if TYPE_CHECKING:
     import torch
@@ -22,11 +22,15 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "token
 
 
 class Blueprint(NamedTuple):
-    """A model as a run cuts it. `shapes`: name and shape of every parameter of every stage, in the stage's order."""
+    """A model as a run cuts it. `shapes`: name and shape of every parameter of every stage, in the stage's order.
+
+    `work`: floating-point operations a token of each stage, forward.
+    """
 
     prepared: Prepared
     cuts: tuple[Cut, ...]
     shapes: tuple[dict[str, tuple[int, ...]], ...]
+    work: tuple[float, ...]
 
     @property
     def width(self) -> int:
@@ -48,6 +52,8 @@ def blueprint(run: RunConfig) -> Blueprint:
             prepared.config, run.pipeline.stages, run.pipeline.boundaries, sequence_length=run.pipeline.sequence_length
         )
         shapes = tuple(parameter_shapes(prepared.config, part) for part in cuts)
+        length = run.pipeline.sequence_length
+        work = tuple(float(stage_costs(prepared.config, part, length).flops_per_token) for part in cuts)
     except ValueError as error:
         raise Trouble(
             "The run file describes a model that cannot be built.",
@@ -55,7 +61,7 @@ def blueprint(run: RunConfig) -> Blueprint:
             attempt="correct [model] or [pipeline] in the run file; noloco-node check says what they mean",
             code=Exit.CONFIG,
         ) from error
-    return Blueprint(prepared, cuts, shapes)
+    return Blueprint(prepared, cuts, shapes, work)
 
 
 def build_stage(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -> Slice:

@@ -1,4 +1,5 @@
-"""A bootstrap peer: an address that stays, a run file for whoever asks, and a place in the DHT. It never loads torch.
+"""A bootstrap peer: an address that stays, a run file for whoever asks, a place in the DHT, and relays for peers behind
+routers. It never loads torch.
 
 The swarm does not depend on it once peers know each other. A new one takes its place from any invite that still works.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,9 +16,11 @@ import msgspec
 from noloco_node import invite as invites
 from noloco_node.console import say
 from noloco_node.departure import departure
+from noloco_node.doctor import desk
 from noloco_node.errors import Exit, Trouble
 from noloco_node.home import Home
-from noloco_node.libp2p.network import Settings
+from noloco_node.libp2p.addresses import parse_peer_address
+from noloco_node.libp2p.settings import Reach, Settings
 from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA, TOPIC, Recipe
 from noloco_node.roster import Roster
@@ -27,13 +31,15 @@ LINE_EVERY_S = 60.0
 
 
 class BootstrapConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the owner of a bootstrap peer asked for. `invite`: of a swarm that is there already."""
+    """What the owner of a bootstrap peer asked for. `invite`: of a swarm that is there already. `relays`: daemons for
+    peers behind routers, at the ports after the peer's own; with none its own daemon is no relay either."""
 
     run: Path
     home: Path
     listen: tuple[str, ...] = ()
     announce: tuple[str, ...] = ()
     invite: str | None = None
+    relays: int = 4
 
 
 async def host(config: BootstrapConfig) -> None:
@@ -52,16 +58,25 @@ async def host(config: BootstrapConfig) -> None:
         known = tuple(map(str, parsed.addresses))
     with Home.open(config.home) as home:
         settings = Settings(
-            prefix=prefix(recipe.digest), identity=home.identity, announce=config.announce, bootstrap=known
+            prefix=prefix(recipe.digest),
+            identity=home.identity,
+            announce=config.announce,
+            bootstrap=known,
+            reach=Reach.OPEN,
+            lends_line=config.relays > 0,
         )
         if config.listen:
             settings = msgspec.structs.replace(settings, listen=config.listen)
-        async with departure(say) as leaving, connected(settings) as network:
+        keys = [home.path / f"relay-{number}.key" for number in range(1, config.relays + 1)]
+        async with departure(say) as leaving, connected(settings) as network, network.relaying(keys) as relays:
             await network.serve(TOPIC, SCHEMA, recipe.serve)
+            await network.serve(desk.TOPIC, desk.SCHEMA, desk.Desk().answer)
             invite = invites.format(recipe.digest, await network.addresses())
             print(invite, flush=True)
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}); to join from another machine:")
             say(f"noloco-node join {invite}")
+            if relays:
+                say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
             presence = Presence(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(presence.run()), group.create_task(_tell(presence))]
@@ -69,6 +84,11 @@ async def host(config: BootstrapConfig) -> None:
                 await leaving.asked.wait()
                 for task in tasks:
                     task.cancel()
+
+
+def relay_places(relays: Sequence[str]) -> str:
+    """Return the addresses of relays without their ids."""
+    return ", ".join(dict.fromkeys(parse_peer_address(place).transport for place in relays))
 
 
 async def _tell(presence: Presence) -> None:

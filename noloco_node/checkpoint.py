@@ -1,21 +1,28 @@
-"""Checkpoints: one whole file or none.
+"""Checkpoints: one whole file or none, and one whole file always.
 
-A checkpoint is one safetensors file, written aside, flushed to the disk and renamed, so that a machine that loses
-power at any instant finds a whole one. The last few are kept. A disk that is full or read-only costs the new
-checkpoint and never an earlier one: `save` says so with an `OSError`, and the node carries on."""
+A checkpoint is one safetensors file of `noloco_node.wholefile`: written aside, flushed, renamed, with a checksum that
+is compared before it is used. They are numbered in the order in which they were written (the time of day may jump), the
+last few are kept, and the new one is there before the oldest is removed. So a disk that is full or read-only costs the
+new checkpoint and never an earlier one: `save` says so with an `OSError`, and the node carries on; and a checkpoint
+that a failing disk has damaged costs the steps since the one before it.
+"""
 
 from __future__ import annotations
 
-import os
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
-KEPT = 2
+from noloco_node import wholefile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KEPT = 3
+_NAME = re.compile(r"(\d{8})-\d{10}\.safetensors")
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,71 +40,117 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     last_met: int | None = None
     """The round in which these weights last met anybody's, 0 if in none; None where it was not noted."""
     data_position: dict[str, Any] | None = None
+    peer: str = ""
+    """Whose weights these are."""
 
 
 class Checkpoint(NamedTuple):
     """One replica at rest: `tensors` by group, each a tuple in the stage's order.
 
-    The groups are slow, momentum, gathered, fast and optimiser; gathered is absent between two momentum periods. What a
-    lossy codec owes (`gossip.codec.Feedback`) is not kept: a restart loses one rounding.
+    The groups are slow, momentum, gathered, fast and optimiser; gathered is absent between two momentum periods, and a
+    snapshot for others has slow alone. What a lossy codec owes (`gossip.codec.Feedback`) is not kept: a restart loses
+    one rounding.
     """
 
     counters: Counters
     tensors: dict[str, tuple[Tensor, ...]]
 
 
-def save(directory: Path, checkpoint: Checkpoint) -> Path:
-    """Write `checkpoint` as a new file and drop all but the last `KEPT`; raise `OSError` when the disk refuses."""
+def save(directory: Path, checkpoint: Checkpoint, keep: int = KEPT) -> Path:
+    """Write `checkpoint` as a new file, then drop all but the last `keep`; raise `OSError` when the disk refuses."""
+    return store(directory, checkpoint.counters, arrays_of(checkpoint), keep)
+
+
+def store(directory: Path, counters: Counters, arrays: list[wholefile.Array], keep: int) -> Path:
+    """Do what `save` does, the tensors being bytes already: for whoever has no torch."""
     directory.mkdir(parents=True, exist_ok=True)
-    name = f"{checkpoint.counters.inner_steps:010d}.safetensors"
-    aside = directory / f".{name}.aside"
-    for left in directory.glob(".*.aside"):  # of a process that was killed while it saved
-        left.unlink()
-    flat = {f"{group}.{i}": t.contiguous() for group, ts in checkpoint.tensors.items() for i, t in enumerate(ts)}
+    wholefile.sweep(directory)
+    earlier = files(directory)
+    path = directory / f"{_serial(earlier[-1]) + 1 if earlier else 1:08d}-{counters.inner_steps:010d}.safetensors"
     try:
-        save_file(flat, aside, metadata={"counters": msgspec.json.encode(checkpoint.counters).decode()})
-        _flush(aside)
-        os.replace(aside, directory / name)
-        _flush(directory)
-    except SafetensorError as error:  # the library reports a full disk in its own type
-        raise OSError(str(error)) from error
-    finally:
-        aside.unlink(missing_ok=True)
-    for old in _files(directory)[:-KEPT]:
+        wholefile.write(path, arrays, msgspec.json.encode(counters).decode())
+    except OSError as error:
+        if earlier:
+            beside = f"the {len(earlier)} kept before it {'are' if len(earlier) > 1 else 'is'} untouched"
+            raise OSError(error.errno, f"{error.strerror or error}; {beside}", error.filename) from error
+        raise
+    for old in [*earlier, path][: -max(1, keep)]:
         old.unlink(missing_ok=True)
-    return directory / name
+    return path
 
 
-def load_latest(directory: Path, run_id: str) -> Checkpoint | None:
-    """Return the newest readable checkpoint of this run, or None."""
-    for path in reversed(_files(directory)):
+def arrays_of(checkpoint: Checkpoint) -> list[wholefile.Array]:
+    """Return the tensors of a checkpoint as they lie in memory, float32."""
+    return [
+        wholefile.Array(f"{group}.{number}", "F32", tuple(tensor.shape), _bytes_of(tensor))
+        for group, tensors in checkpoint.tensors.items()
+        for number, tensor in enumerate(tensors)
+    ]
+
+
+def load_latest(
+    directory: Path, run_id: str, complain: Callable[[str], None] = lambda _: None, wanted: tuple[str, ...] = ()
+) -> Checkpoint | None:
+    """Return the newest whole checkpoint of this run, or None; `complain` of those that are not whole.
+
+    `wanted`: the groups of tensors to read, all by default.
+    """
+    for path in reversed(files(directory)):
         try:
-            checkpoint = _load(path)
-        except (SafetensorError, OSError, msgspec.MsgspecError, KeyError):
-            continue
-        if checkpoint.counters.run_id == run_id:
-            return checkpoint
+            counters = counters_of(path)
+            if counters.run_id != run_id:
+                continue
+            wholefile.check(path)
+            return load(path, *wanted)
+        except (OSError, ValueError) as error:
+            complain(f"the checkpoint {path} is of no use ({error}); trying the one before it")
     return None
 
 
-def _load(path: Path) -> Checkpoint:
-    with safe_open(path, framework="pt") as file:
-        counters = msgspec.json.decode(file.metadata()["counters"], type=Counters)
-        groups: dict[str, dict[int, Tensor]] = {}
-        for key in file.keys():  # noqa: SIM118 (not a dictionary)
-            group, number = key.rsplit(".", 1)
-            groups.setdefault(group, {})[int(number)] = file.get_tensor(key)
-    return Checkpoint(counters, {g: tuple(ts[i] for i in range(len(ts))) for g, ts in groups.items()})
+def counters_of(path: Path) -> Counters:
+    """Read what a checkpoint says of itself; raise ValueError where it is none, `OSError` where it cannot be read."""
+    told = wholefile.about(path)
+    if told is None:
+        raise ValueError(f"{path.name} does not say what it is")
+    return msgspec.json.decode(told, type=Counters)
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return the checkpoints, the one written last at the end: another run or stage may have fewer inner steps."""
-    return sorted(directory.glob("[0-9]*.safetensors"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+def load(path: Path, *wanted: str) -> Checkpoint:
+    """Read a checkpoint, or of its groups those `wanted`; raise ValueError or `OSError` where that cannot be."""
+    from safetensors import SafetensorError, safe_open
 
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    counters = counters_of(path)
+    groups: dict[str, dict[int, Tensor]] = {}
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (not a dictionary)
+                group, number = key.rsplit(".", 1)
+                if not wanted or group in wanted:
+                    groups.setdefault(group, {})[int(number)] = file.get_tensor(key)
+        return Checkpoint(counters, {g: tuple(ts[i] for i in range(len(ts))) for g, ts in groups.items()})
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{path.name}: {error}") from error
+
+
+def files(directory: Path) -> list[Path]:
+    """Return the checkpoints in the order in which they were written."""
+    return sorted(directory.glob("[0-9]*.safetensors"), key=_order)
+
+
+def _order(path: Path) -> tuple[int, int, str]:
+    """Files from before they were numbered come first, in the order of their times."""
+    serial = _serial(path)
+    return serial, 0 if serial else path.stat().st_mtime_ns, path.name
+
+
+def _serial(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else 0
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1)
+    view: Any = flat.view(torch.uint8).numpy()
+    return memoryview(view)

@@ -16,6 +16,16 @@ import typer
 
 from noloco_node import __version__
 from noloco_node.errors import Exit, Trouble, trouble_of
+from noloco_node.options import (
+    AnnounceOption,
+    CapOption,
+    DownloadOption,
+    HomeOption,
+    HomesOption,
+    InviteArgument,
+    ListenOption,
+    UploadOption,
+)
 
 T = TypeVar("T")
 
@@ -27,37 +37,6 @@ app = typer.Typer(
     help="Train a language model together with strangers: each peer holds one stage of the model, sends microbatches "
     "along random routes, and draws together with one random partner a round. No all-reduce, no coordinator.",
 )
-
-InviteArgument = Annotated[
-    str,
-    typer.Argument(metavar="INVITE", help="The one line that a bootstrap peer or `status` prints.", show_default=False),
-]
-HomeOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--home",
-        help="Directory of this node: identity, journal, checkpoints. One running node each.",
-        show_default=False,
-    ),
-]
-ListenOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--listen",
-        metavar="MULTIADDR",
-        help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001. May be given more than once.",
-        show_default="every interface, a free port",
-    ),
-]
-AnnounceOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--announce",
-        metavar="MULTIADDR",
-        help="Address at which others reach you, when it is not the one you listen on (behind NAT, in Docker).",
-        show_default=False,
-    ),
-]
 
 
 def _version(wanted: bool) -> None:
@@ -80,11 +59,21 @@ def init(
     path: Annotated[Path, typer.Argument(help="Where to write the run file.")] = Path("run.toml"),
     preset: Annotated[str, typer.Option(help="Size of the model: tiny, 125m, 1b or 7b.")] = "tiny",
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    origin: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="Go on from an exported checkpoint.", show_default=False),
+    ] = None,
 ) -> None:
     """Write a commented run file: the recipe that all peers of a run share."""
-    from noloco_node.presets import write_run_file
+    from noloco_node.presets import run_text, write_text
 
-    write_run_file(path, preset, overwrite=force)
+    if origin is None:
+        text = run_text(preset)
+    else:
+        from noloco_node.continuing import continuing_text
+
+        text = continuing_text(origin, preset)
+    write_text(path, text, overwrite=force)
     typer.echo(f"Wrote {path}. Read it, change what you like, then:  noloco-node check {path}")
 
 
@@ -92,11 +81,22 @@ def init(
 def check(
     path: Annotated[Path, typer.Argument(help="A run file.")] = Path("run.toml"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of sentences.")] = False,
+    max_upload: UploadOption = None,
+    max_download: DownloadOption = None,
+    monthly_cap: CapOption = None,
 ) -> None:
-    """Say what a run file means (memory, bytes, work, efficiency), or which field is wrong and why."""
+    """Say what a run file means (memory, bytes, work, efficiency), or which field is wrong and why.
+
+    With a bandwidth budget also what that carries; this part is text only.
+    """
+    from noloco_node import line
+    from noloco_node.budget import read_allowance
     from noloco_node.plan import report
 
+    allowance = read_allowance(max_upload, max_download, monthly_cap, None)
     typer.echo(report(path, as_json=as_json))
+    if allowance.is_limited and not as_json:
+        typer.echo("\n" + "\n".join(line.report(path, allowance)))
 
 
 @app.command()
@@ -111,6 +111,15 @@ def bootstrap(
             help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.", show_default=False
         ),
     ] = None,
+    relays: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=16,
+            help="Relays for peers behind routers, at the ports after the peer's own; 0 for none. What they carry uses "
+            "this machine's line, and libp2p's relays can be held to no rate.",
+        ),
+    ] = 4,
 ) -> None:
     """Host a bootstrap peer: newcomers find the swarm and its run file here. Prints the invite to pass on."""
     from noloco_node.bootstrap import BootstrapConfig, host
@@ -121,6 +130,7 @@ def bootstrap(
         listen=tuple(listen or ()),
         announce=tuple(announce or ()),
         invite=invite,
+        relays=relays,
     )
     _run(host(config))
 
@@ -129,8 +139,12 @@ def bootstrap(
 def join(
     invite: InviteArgument,
     stage: Annotated[
-        int | None, typer.Option(help="Stage to serve.", show_default="the one with the fewest replicas")
+        int | None,
+        typer.Option(help="Stage to serve, and never to leave.", show_default="the one that limits the swarm"),
     ] = None,
+    stay: Annotated[
+        bool, typer.Option("--stay", help="Do not move to another stage later, even if it is needed there.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     data: Annotated[
         str | None,
@@ -141,12 +155,43 @@ def join(
     home: HomeOption = None,
     listen: ListenOption = None,
     announce: AnnounceOption = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads for torch.", show_default="all cores")] = None,
+    relayed: Annotated[
+        bool,
+        typer.Option(
+            "--relayed",
+            help="Be reached through the swarm's relays. Without it others are asked whether they can dial you.",
+        ),
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for torch.", show_default="all cores")] = None,
+    max_upload: UploadOption = None,
+    max_download: DownloadOption = None,
+    monthly_cap: CapOption = None,
+    hours: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM-TO",
+            help="Take part only at these hours of the day here, such as 22-08; wait in between.",
+            show_default=False,
+        ),
+    ] = None,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep: one is written every round.")] = 3,
+    keep_snapshots: Annotated[
+        int,
+        typer.Option(
+            metavar="ROUNDS",
+            min=0,
+            help="Keep snapshots of all other stages, each so many rounds after the last: a stage that dies comes back "
+            "from there. 0: none.",
+        ),
+    ] = 0,
     linger: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to go on serving the weights after the end of the run.")
     ] = 600.0,
     refresh: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How often to tell the others of oneself and to read the roster.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.1, help="How often to tell the others of oneself and to read the roster."
+        ),
     ] = 10.0,
     slowdown: Annotated[
         float,
@@ -156,17 +201,26 @@ def join(
     ] = 1.0,
 ) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
+    from noloco_node.budget import read_allowance
     from noloco_node.config import NodeConfig
+
+    # Before torch is loaded: a refusal is to come at once.
+    allowance = read_allowance(max_upload, max_download, monthly_cap, hours)
     from noloco_node.join import join as join_swarm
 
     config = NodeConfig(
         home=str(home or _default_home("node")),
         stage=stage,
+        stay=stay,
         device=device,
         data=data,
         listen=tuple(listen or ()),
         announce=tuple(announce or ()),
+        relayed=relayed,
         threads=threads,
+        allowance=allowance,
+        keep=keep,
+        keep_snapshots=keep_snapshots,
         linger_s=linger,
         refresh_s=refresh,
         slowdown=slowdown,
@@ -186,29 +240,90 @@ def status(
 
 
 @app.command()
-def export(
-    invite: InviteArgument,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
+def doctor(
+    invite: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[INVITE]", help="Of the swarm to join; without one only this machine.", show_default=False
+        ),
+    ] = None,
+    home: HomeOption = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    listen: ListenOption = None,
+    announce: AnnounceOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
-    """Gather every stage, average its replicas, write one Hugging Face checkpoint."""
-    from noloco_node.gather import export_swarm
+    """Say before joining what would be in the way, and what to do: clock, addresses, reach, line, memory, disk.
 
-    typer.echo(_run(export_swarm(invite, out)))
+    Exit code 11 when something will prevent joining.
+    """
+    from noloco_node.doctor.command import Wish, report
+
+    wish = Wish(
+        home=home or _default_home("node"), device=device, listen=tuple(listen or ()), announce=tuple(announce or ())
+    )
+    text, code = _run(report(invite, wish, as_json=as_json))
+    typer.echo(text)
+    raise typer.Exit(code)
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
+    invite: Annotated[
+        str | None, typer.Argument(metavar="INVITE", help="Invite of a living swarm.", show_default=False)
+    ] = None,
+    from_home: HomesOption = None,
+) -> None:
+    """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
+    from noloco_node.exporting import Order
+    from noloco_node.exporting import export as export_model
+
+    typer.echo(_run(export_model(Order(out=out, invite=invite, homes=tuple(from_home or ())))))
 
 
 @app.command()
 def evaluate(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote.")],
-    data: Annotated[
-        str | None, typer.Option(help="Text to evaluate on.", show_default="the run's held-out split")
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="DIR", help="Directories that `export` wrote, or other checkpoints with --data."),
     ] = None,
-    batches: Annotated[int, typer.Option(help="At most so many batches of 8 sequences.")] = 64,
+    from_home: HomesOption = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to evaluate on: a file, directory or glob, json:PATH, parquet:PATH, hub:OWNER/NAME@COMMIT.",
+            show_default="the run's held-out split",
+        ),
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="At most so many batches of 8 sequences.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
 ) -> None:
-    """Print validation loss and perplexity of an exported checkpoint."""
-    from noloco_node.evaluation import evaluate_directory
+    """Print validation loss and perplexity of exported checkpoints, or of homes: merged, and each replica."""
+    from noloco_node.evaluation import Question
+    from noloco_node.evaluation import evaluate as answer
 
-    typer.echo(evaluate_directory(directory, data=data, batches=batches, as_json=as_json))
+    question = Question(directories=tuple(directories or ()), homes=tuple(from_home or ()), data=data, batches=batches)
+    typer.echo(answer(question, as_json=as_json))
+
+
+@app.command()
+def generate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from.", show_default=False)],
+    max_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 takes the most probable token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the most probable; 0: from all.")] = 40,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
+) -> None:
+    """Let an exported checkpoint go on from a prompt, token by token."""
+    from noloco_node.generate import Sampling
+    from noloco_node.generate import generate as pieces
+
+    typer.echo(prompt, nl=False)
+    for piece in pieces(directory, prompt, Sampling(max_tokens, temperature, top_k, seed)):
+        typer.echo(piece, nl=False)
+    typer.echo()
 
 
 @app.command()

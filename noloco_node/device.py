@@ -8,8 +8,10 @@ Two clocks watch a job. By the wall's, replicas measure what a microbatch costs 
 included: routes and rounds follow it. How busy the device is counts its own work alone: on a CPU the seconds for which
 the thread had a core, or a crowded machine would look busier the more its replicas wait for each other.
 
-Arithmetic of the outer step works on copies in the main memory and touches no weights. Beside a GPU it has a thread of
-its own, so that inner steps do not wait for it; on a CPU it takes its turn, for there is nothing to be gained.
+Arithmetic of the outer step works on copies in the main memory and touches no weights. It has a thread of its own, on a
+CPU too: there is no work to be saved there, but a wait. In the device's queue each of a round's jobs would stand behind
+the passes of a whole window, and a correction that comes four steps later is worth that much less (docs/results.md, the
+laboratory's `ours_charged` and `ours_beside`). It counts as no work of the device.
 
 A device may act as a slower one, for trials of uneven swarms: it lets the time pass that the other would have taken, in
 its own thread, so that the replica waits and the machine's cores do not. Its clock runs faster during a job, so what
@@ -102,9 +104,7 @@ class Device:
         self.busy_s = 0.0
         self.jobs = 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"device-{device}")
-        self._beside = None
-        if device.type != "cpu":
-            self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"beside-{device}")
+        self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"beside-{device}")
 
     def clock(self) -> float:
         """Return the time by which jobs measure themselves, in seconds; meant for within a job."""
@@ -116,9 +116,7 @@ class Device:
         return await _in_its_turn(self._thread.submit(self._timed, job, args))
 
     async def beside(self, job: Callable[..., T], *args: object) -> T:
-        """Run `job(*args)`, arithmetic on the CPU that touches no weights, beside what the device does if it can."""
-        if self._beside is None:
-            return await self.run(job, *args)
+        """Run `job(*args)`, arithmetic on the CPU that touches no weights, beside what the device does."""
         return await _in_its_turn(self._beside.submit(job, *args))
 
     def _timed(self, job: Callable[..., T], args: tuple[object, ...]) -> T:
@@ -135,7 +133,7 @@ class Device:
 
     def close(self) -> None:
         """Wait for the jobs in hand and end the threads."""
-        for thread in filter(None, (self._thread, self._beside)):
+        for thread in (self._thread, self._beside):
             thread.shutdown(wait=True, cancel_futures=True)
 
     def statistics(self) -> dict[str, int | float]:

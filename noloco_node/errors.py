@@ -29,6 +29,8 @@ class Exit(IntEnum):
     """The disk is full or not writable."""
     DEVICE = 10
     """The device asked for is absent, or its memory is not enough."""
+    UNFIT = 11
+    """`doctor` found something that will prevent this machine from joining."""
     INTERRUPTED = 130
     """Interrupted before the work was done."""
 

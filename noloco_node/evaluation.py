@@ -2,13 +2,15 @@
 
 Evaluation is local: nothing here talks to a swarm. A model is any callable from ids [b, s] to logits [b, s, vocab], so
 that a checkpoint in plain transformers and a route through single replicas are measured by the same code. Losses are
-mean nats a token over all tokens of all batches.
+mean nats a token over all tokens of all batches. Of replicas, which hold one stage each, the loss is that of the merged
+model with one of them in the place of its stage's mean.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +20,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from noloco_node.blueprint import blueprint
 from noloco_node.config import DataConfig, RunConfig
-from noloco_node.data import open_blocks, open_tokenizer
+from noloco_node.copies import Opened, newest
+from noloco_node.data import open_blocks
 from noloco_node.errors import Exit, Trouble
-from noloco_node.export import NOTES, quiet_unless_watched, read_notes
+from noloco_node.export import NOTES, joined, quiet_unless_watched, read_notes
+from noloco_node.exporting import merged_homes, of_homes, recipe_of
 from noloco_node.runfile import decode_run, with_source
 
 BATCH = 8
 """Sequences evaluated at a time."""
 
+LONGEST_SEQUENCE = 1024
+"""Tokens, where nothing but the model's positions says how long a sequence should be."""
+
 Model = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What to evaluate, and on what: `directories` of checkpoints, or `homes` of nodes of one run.
+
+    `data`: a source of text as `with_source` reads it, used whole; None for the text that the run held out. `batches`:
+    the most of them.
+    """
+
+    directories: tuple[Path, ...] = ()
+    homes: tuple[Path, ...] = ()
+    data: str | None = None
+    batches: int = 64
 
 
 class Loss(NamedTuple):
@@ -40,6 +62,33 @@ class Loss(NamedTuple):
     def perplexity(self) -> float:
         """The exponential of the mean; infinite where it does not fit a float."""
         return math.exp(self.mean) if self.mean < 709.0 else math.inf
+
+
+class Measure(NamedTuple):
+    """What one model is worth. `entropy`: of the tokens' own frequencies, nats a token."""
+
+    model: str
+    loss: Loss
+    entropy: float
+
+    def numbers(self) -> dict[str, str | float]:
+        """Return what `--json` prints of it."""
+        return {
+            "model": self.model,
+            "loss": self.loss.mean,
+            "perplexity": self.loss.perplexity,
+            "tokens": self.loss.tokens,
+            "unigram_entropy": self.entropy,
+        }
+
+    def sentence(self, *, named: bool) -> str:
+        """Return what a person reads."""
+        loss = self.loss
+        return (
+            (f"{self.model}: " if named else "")
+            + f"loss {loss.mean:.4f} nats a token, perplexity {loss.perplexity:.3f}, over {loss.tokens} tokens "
+            f"(their frequencies alone: {self.entropy:.4f} nats, perplexity {math.exp(self.entropy):.3f})"
+        )
 
 
 @torch.no_grad()
@@ -88,55 +137,106 @@ def open_model(directory: Path) -> Any:
         ) from error
 
 
-@torch.no_grad()
-def generate_sample(directory: Path, prompt: str, tokens: int, seed: int = 0) -> str:
-    """Let an exported checkpoint go on from `prompt` for at most `tokens` tokens; return what it adds."""
-    model, tokenizer = open_model(directory), open_tokenizer(_own_tokenizer(_run_of(directory).data, directory))
-    given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        made = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            max_new_tokens=tokens,
-            do_sample=True,
-            temperature=0.8,
-            top_k=40,
-        )
-    text: str = tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True)
-    return text
-
-
 def evaluate_directory(directory: Path, *, data: str | None, batches: int, as_json: bool) -> str:
-    """Evaluate an exported checkpoint; return a sentence or one JSON object.
+    """Evaluate an exported checkpoint; return a sentence or one JSON object. `data` and `batches`: see `Question`."""
+    return evaluate(Question(directories=(directory,), data=data, batches=batches), as_json=as_json)
 
-    `data`: a source of text, used whole; None for the text that its run held out. `batches`: the most of them.
+
+def evaluate(question: Question, *, as_json: bool) -> str:
+    """Evaluate exported checkpoints, or what lies in homes: the merged model and every replica in its place in it.
+
+    Returns a sentence a model, or one JSON object: of one model its numbers, of several a list of them under `models`.
     """
-    run = _run_of(directory)
-    source = (
-        run.data if data is None else msgspec.structs.replace(with_source(run.data, data), validation_percent=100.0)
-    )
-    blocks = open_blocks(_own_tokenizer(source, directory), run.pipeline.sequence_length, run.seed, "", "validation")
+    if bool(question.directories) == bool(question.homes):
+        raise Trouble(
+            "Nothing to evaluate." if not question.homes else "Directories and homes cannot be evaluated together.",
+            why="a model is an exported directory, or what homes of nodes hold",
+            attempt="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
+            code=Exit.USAGE,
+        )
+    measured = list(_of_homes(question) if question.homes else _of_directories(question))
+    if as_json:
+        rows = [measure.numbers() for measure in measured]
+        only = rows[0] if len(rows) == 1 else {"models": rows}
+        if len(rows) == 1:
+            only.pop("model")
+        return msgspec.json.encode(only).decode()
+    return "\n".join(measure.sentence(named=len(measured) > 1) for measure in measured)
+
+
+def _of_directories(question: Question) -> Iterator[Measure]:
+    for directory in question.directories:
+        text = _text(*_reading(directory, question.data), question.batches)
+        model = open_model(directory)
+        yield Measure(str(directory), validation_loss(_logits_of(model), text), unigram_entropy(text))
+
+
+def _of_homes(question: Question) -> Iterator[Measure]:
+    """Measure the merged model, and then it with one stage after the other held by a single replica."""
+    recipe = recipe_of(question.homes)
+    run, plan = recipe.run, blueprint(recipe.run)
+    data = run.data if question.data is None else _whole(with_source(run.data, question.data))
+    text = _text(data, run.pipeline.sequence_length, run.seed, question.batches)
+    entropy, filed = unigram_entropy(text), of_homes(question.homes, recipe)
+    stages = merged_homes(question.homes, recipe, plan)
+    model = joined(plan.prepared.config, [stage.weights for stage in stages]).eval()
+
+    def loss() -> Loss:
+        return validation_loss(_logits_of(model), text)
+
+    yield Measure("merged", loss(), entropy)
+    for number, shapes in enumerate(plan.shapes):
+        with Opened(newest(filed, number), shapes) as opened:
+            for place, each in enumerate(opened.filed):
+                model.load_state_dict(opened.weights(place), strict=False, assign=True)
+                yield Measure(f"stage {number}, {each.peer}, round {each.counters.round}", loss(), entropy)
+        model.load_state_dict(stages[number].weights, strict=False, assign=True)
+
+
+def _logits_of(model: Any) -> Model:
+    return lambda ids: model(ids).logits
+
+
+def _text(data: DataConfig, sequence_length: int, seed: int, batches: int) -> list[Tensor]:
+    blocks = open_blocks(data, sequence_length, seed, "", "validation")
     try:
-        text = list(islice(blocks.batches(BATCH), batches))
+        return list(islice(blocks.batches(BATCH), batches))
     finally:
         blocks.close()
-    model = open_model(directory)
-    loss, entropy = validation_loss(lambda ids: model(ids).logits, text), unigram_entropy(text)
-    if as_json:
-        numbers = {"loss": loss.mean, "perplexity": loss.perplexity, "tokens": loss.tokens, "unigram_entropy": entropy}
-        return msgspec.json.encode(numbers).decode()
-    return (
-        f"loss {loss.mean:.4f} nats a token, perplexity {loss.perplexity:.3f}, over {loss.tokens} tokens "
-        f"(their frequencies alone: {entropy:.4f} nats, perplexity {math.exp(entropy):.3f})"
-    )
 
 
-def _run_of(directory: Path) -> RunConfig:
+def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]:
+    """Return the text to evaluate a checkpoint on, the length of its sequences, and the seed of their order.
+
+    A checkpoint that comes from no swarm is read with its own tokenizer, on a text that must be named.
+    """
+    if source is not None and not (directory / NOTES).exists() and (directory / "config.json").exists():
+        tokenizer = reading_of(directory)
+        config = msgspec.json.decode((directory / "config.json").read_bytes())
+        positions = config.get("max_position_embeddings") or config.get("n_positions") or LONGEST_SEQUENCE
+        return _whole(with_source(tokenizer, source)), min(int(positions), LONGEST_SEQUENCE), 0
+    run = run_of(directory)
+    data = run.data if source is None else _whole(with_source(run.data, source))
+    return own_tokenizer(data, directory), run.pipeline.sequence_length, run.seed
+
+
+def _whole(data: DataConfig) -> DataConfig:
+    return msgspec.structs.replace(data, validation_percent=100.0)
+
+
+def run_of(directory: Path) -> RunConfig:
+    """Return the run that a checkpoint came from; raise `Trouble` where it does not say."""
     return decode_run(read_notes(directory).run_file, str(directory / NOTES))
 
 
-def _own_tokenizer(data: DataConfig, directory: Path) -> DataConfig:
+def reading_of(directory: Path) -> DataConfig:
+    """Return how the model in a directory reads text: with its run's tokenizer, or with its own if it has no run."""
+    if (directory / NOTES).exists() or not (directory / "config.json").exists():
+        return own_tokenizer(run_of(directory).data, directory)
+    return DataConfig(tokenizer=str(directory))
+
+
+def own_tokenizer(data: DataConfig, directory: Path) -> DataConfig:
     """Take the tokenizer from the checkpoint: the run's own may be a directory of another machine."""
     if data.tokenizer == "byt5":
         return data

@@ -23,10 +23,12 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from noloco_node.errors import Exit, Trouble
+from noloco_node.merging import LeftOut, Standing, mean_of
+from noloco_node.wholefile import flush
 from pipeline.partition import skeleton
 
 NOTES = "noloco.json"
@@ -37,6 +39,7 @@ class Notes(msgspec.Struct, frozen=True, kw_only=True):
 
     `rounds`: rounds finished, and `replicas`: replicas merged, of each stage. `untied`: embedding and vocabulary head
     were one tensor in the original config, and are two here. `run_file`: the run file as its author wrote it.
+    `taken` and `left_out`: of each stage, which replicas are in the mean, and which are not and why.
     """
 
     run_id: str
@@ -44,6 +47,8 @@ class Notes(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[int, ...]
     untied: bool
     run_file: str
+    taken: tuple[tuple[Standing, ...], ...] = ()
+    left_out: tuple[tuple[LeftOut, ...], ...] = ()
 
 
 def quiet_unless_watched() -> None:
@@ -73,13 +78,7 @@ def merge(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     shapes = [{name: tensor.shape for name, tensor in replica.items()} for replica in replicas]
     if any(other != shapes[0] for other in shapes):
         raise ValueError("these replicas are not of one stage: their names or shapes differ")
-    merged = {}
-    for name in replicas[0]:
-        total = replicas[0][name].to("cpu", torch.float64, copy=True)
-        for other in replicas[1:]:
-            total += other[name].to("cpu")
-        merged[name] = (total / len(replicas)).float()
-    return merged
+    return {name: mean_of([replica[name] for replica in replicas]) for name in replicas[0]}
 
 
 def write_checkpoint(
@@ -87,10 +86,11 @@ def write_checkpoint(
 ) -> None:
     """Write one Hugging Face directory from the weights of all stages.
 
-    `config`: the prepared transformers config of the run. Raises ValueError if the stages are not the whole model,
-    `Trouble` if the target has something in it or the disk refuses.
+    `config`: the prepared transformers config of the run. What was written is loaded again and compared, before it
+    takes its place. Raises ValueError if the stages are not the whole model, `Trouble` if the target has something in
+    it or the disk refuses.
     """
-    whole = _joined(config, stages)
+    whole = joined(config, stages)
     whole.config.use_cache = True
     whole.config.bos_token_id, whole.config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     whole.generation_config = GenerationConfig(
@@ -101,10 +101,22 @@ def write_checkpoint(
         whole.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         (aside / NOTES).write_bytes(msgspec.json.format(msgspec.json.encode(notes), indent=2) + b"\n")
+        del whole
+        _compare(aside, stages)
 
 
-def _joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
-    """Return the whole model holding the stages' tensors, not copies of them."""
+def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:
+    """Load what was written as anybody would; raise `OSError` where it is not bit for bit what was to be written."""
+    loaded = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
+    found = dict(loaded.named_parameters())
+    for stage in stages:
+        for name, weight in stage.items():
+            if name not in found or not torch.equal(found[name], weight.float()):
+                raise OSError(f"{name} was read back from the disk as something else")
+
+
+def joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
+    """Return the whole model holding the stages' tensors, not copies; raise ValueError if they are not all of it."""
     weights: dict[str, Tensor] = {}
     for stage in stages:
         if twice := sorted(weights.keys() & stage.keys()):
@@ -142,10 +154,10 @@ def _written_aside(directory: Path) -> Iterator[Path]:
         aside.mkdir(parents=True)
         yield aside
         for path in sorted(aside.rglob("*")):
-            _flush(path)
-        _flush(aside)
+            flush(path)
+        flush(aside)
         os.rename(aside, directory)
-        _flush(directory.absolute().parent)
+        flush(directory.absolute().parent)
     except (OSError, SafetensorError) as error:
         raise Trouble(
             f"The checkpoint cannot be written to {directory}.",
@@ -155,11 +167,3 @@ def _written_aside(directory: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,33 +1,50 @@
-"""Taking the model home: the slow weights of every replica of every stage, from a living swarm.
+"""Fetching the slow weights of a living swarm's replicas, one at a time.
 
-Replicas of one stage differ a little, honestly; the merged model is their mean (it is better than any of them). A
-replica that does not answer is left out and named; a stage of which nobody answers is an error, for half a model is
-none.
+A replica that does not answer is left out and named; a stage of which nobody answers is an error, for half a model is
+none. What to do with the weights is for the caller: `exporting` lays each replica on the disk and merges from there,
+the demo keeps all of its small model in memory to measure single replicas too.
+
+A large model takes hours, and a swarm does not stand still meanwhile. So the roster is read again before each replica
+is asked: whoever has died or moved is not waited for, and whoever has come is asked too. A replica that serves others
+just now is asked again when all others have been, for some minutes; for longer where the stage has nobody else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossip.catch_up import Wanted, catch_up
+from gossip.catch_up import Occupied, Wanted, catch_up
 from gossip.exchange import Compute
 from gossip.messages import Parts
-from noloco_node.blueprint import Blueprint, blueprint
+from noloco_node.blueprint import Blueprint
 from noloco_node.console import say
 from noloco_node.errors import Exit, Trouble
-from noloco_node.libp2p.network import Libp2p
+from noloco_node.merging import Standing, norm_of
+from noloco_node.port import Network
 from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe
-from noloco_node.roster import State
-from noloco_node.swarm import visited
+from noloco_node.roster import Roster, State
 from noloco_node.topics import STATE, state_schema, topic
 
 SLOWEST_BYTES_PER_S = 2**20
+BUSY_S = 900.0
+"""For which a stage is waited for whose replicas all serve others: two newcomers may take so long."""
+BUSY_BESIDE_S = 120.0
+"""For a busy replica of a stage that others have given."""
+MOST_GIVEN = 64
+"""Replicas of a stage: their mean gains little from more, each takes room on the disk, and any stranger may be one."""
+MOST_ASKED = 1024
+"""Strangers may come and go for ever."""
+
+Look = Callable[[], Awaitable[Roster]]
+"""Reads the roster again."""
 
 
 class Copy(NamedTuple):
@@ -39,81 +56,115 @@ class Copy(NamedTuple):
     progress: float
     weights: dict[str, Tensor]
 
+    @property
+    def standing(self) -> Standing:
+        """Where it stood, and the norm of its weights."""
+        weights = list(self.weights.values())
+        return Standing(
+            peer=self.peer,
+            round=self.round,
+            inner_steps=self.inner_steps,
+            progress=self.progress,
+            norm=norm_of(weights.__getitem__, len(weights)),
+        )
 
-async def gather(network: Libp2p, recipe: Recipe, presence: Presence, plan: Blueprint) -> tuple[tuple[Copy, ...], ...]:
+
+async def gather(network: Network, recipe: Recipe, presence: Presence, plan: Blueprint) -> tuple[tuple[Copy, ...], ...]:
     """Fetch the slow weights of all replicas, stage by stage; raise `Trouble` where a stage has none."""
     stages = []
     for number, shapes in enumerate(plan.shapes):
-        records = presence.roster.stage(number)
-        peers = [record.peer for record in records if record.state in (State.TRAINING, State.FINISHED)]
-        copies = []
-        for place, peer in enumerate(sorted(peers), 1):
-            say(f"stage {number}: fetching replica {place} of {len(peers)}")
-            copy = await _fetch(network, peer, number, shapes)
-            if copy is not None:
-                copies.append(copy)
+        copies = [copy async for copy in fetched(network, presence.peek, number, shapes)]
         if not copies:
-            raise Trouble(
-                f"Nobody gave the weights of stage {number}.",
-                why=f"the roster of the run {recipe.digest[:12]} lists {len(peers)} replicas of it",
-                attempt="noloco-node status shows who is there; try again when the stage has a replica",
-                code=Exit.UNREACHABLE,
-            )
+            raise nobody(recipe, presence.roster, number)
         stages.append(tuple(copies))
     return tuple(stages)
 
 
-async def _fetch(network: Libp2p, peer: str, number: int, shapes: dict[str, tuple[int, ...]]) -> Copy | None:
+async def fetched(
+    network: Network, look: Look, number: int, shapes: Mapping[str, tuple[int, ...]]
+) -> AsyncIterator[Copy]:
+    """Yield one replica of a stage after the other, as many as answer, `MOST_GIVEN` at most."""
+    loop = asyncio.get_running_loop()
+    begun_s, given = loop.time(), 0
+    again_s: dict[str, float] = {}
+    """Of each replica that was asked: when to ask it again, infinity for never."""
+    while given < MOST_GIVEN and len(again_s) < MOST_ASKED:
+        listed = _givers(await look(), number)
+        peer = next_to_ask(listed, again_s)
+        if peer is None:
+            return
+        if peer in again_s:
+            await asyncio.sleep(again_s[peer] - loop.time())
+        else:
+            say(f"stage {number}: fetching from {peer}; {given} of {len(listed)} replicas are here")
+        before_s, again_s[peer] = again_s.get(peer), math.inf
+        try:
+            copy = await fetch(network, peer, number, shapes)
+        except Occupied as busy:
+            left_s = begun_s + (BUSY_BESIDE_S if given else BUSY_S) - loop.time()
+            if left_s > 0.0:
+                again_s[peer] = loop.time() + busy.retry_after_s
+                if before_s is None:
+                    say(f"{peer} serves others just now; asking it again for {left_s / 60:.0f} minutes at most")
+            else:
+                say(f"left out: {busy}")
+        except ConnectionError as error:
+            say(f"left out: {error}")
+        else:
+            given += 1
+            yield copy
+            begun_s = loop.time()
+
+
+def next_to_ask(listed: Collection[str], again_s: Mapping[str, float]) -> str | None:
+    """Return whom to ask next: who was not asked yet, or of the busy the one that is free first; None for nobody."""
+    left = [peer for peer in listed if again_s.get(peer, 0.0) < math.inf]
+    return min(left, key=lambda peer: (again_s.get(peer, -math.inf), peer), default=None)
+
+
+def _givers(roster: Roster, number: int) -> list[str]:
+    working = (State.TRAINING, State.FINISHED)
+    return [record.peer for record in roster.stage(number) if record.state in working]
+
+
+async def fetch(network: Network, peer: str, number: int, shapes: Mapping[str, tuple[int, ...]]) -> Copy:
+    """Fetch one replica's slow weights; raise a `ConnectionError` where it does not give them, Occupied if not now."""
     like = tuple(torch.empty(shape, device="meta") for shape in shapes.values())
     schema = state_schema(tuple(shapes.values()))
     wanted = Wanted(
         parts=Parts.SLOW,
         like=like,
-        optimiser_like=(),
         deadline_s=60.0 + sum(tensor.nbytes for tensor in like) / SLOWEST_BYTES_PER_S,
     )
-    try:
-        state = await catch_up(
-            [peer], lambda donor: network.talk(donor, topic(STATE, number), schema), wanted, _in_a_thread()
-        )
-    except ConnectionError as error:
-        say(f"left out: {error}")
-        return None
-    weights = dict(zip(shapes, state.slow, strict=True))
-    return Copy(peer, state.round, state.inner_steps, state.progress, weights)
+    state = await catch_up(
+        [peer], lambda donor: network.talk(donor, topic(STATE, number), schema), wanted, _in_a_thread(), passes=1
+    )
+    return Copy(peer, state.round, state.inner_steps, state.progress, dict(zip(shapes, state.slow, strict=True)))
+
+
+def nobody(recipe: Recipe, roster: Roster, number: int) -> Trouble:
+    """Return the message that a stage has nobody who gives its weights."""
+    return Trouble(
+        f"Nobody gave the weights of stage {number}.",
+        why=f"the roster of the run {recipe.digest[:12]} lists {len(roster.stage(number))} replicas of it",
+        attempt="noloco-node status shows who is there; try again when the stage has a replica, or add homes of peers "
+        "that served it with --from-home",
+        code=Exit.UNREACHABLE,
+    )
 
 
 def _in_a_thread() -> Compute:
     return asyncio.to_thread
 
 
-async def export_swarm(invite: str, out: Path) -> str:
-    """Gather, merge and write one Hugging Face directory; return what was done, in words."""
-    from noloco_node.export import check_target
-
-    check_target(out)
-    async with visited(invite) as (network, recipe, presence):
-        plan = await asyncio.to_thread(blueprint, recipe.run)
-        stages = await gather(network, recipe, presence, plan)
-    return await asyncio.to_thread(write_merged, out, recipe, plan, stages)
-
-
 def write_merged(out: Path, recipe: Recipe, plan: Blueprint, stages: tuple[tuple[Copy, ...], ...]) -> str:
-    """Average the replicas of each stage and write the checkpoint."""
-    from noloco_node.data import open_tokenizer
-    from noloco_node.export import Notes, merge, write_checkpoint
+    """Average replicas that are in memory, stage by stage, and write the checkpoint; return what was done."""
+    from noloco_node.copies import Merged
+    from noloco_node.export import merge
+    from noloco_node.exporting import write
 
-    merged = [merge([copy.weights for copy in copies]) for copies in stages]
-    notes = Notes(
-        run_id=recipe.digest,
-        rounds=tuple(max(copy.round for copy in copies) for copies in stages),
-        replicas=tuple(len(copies) for copies in stages),
-        untied=plan.prepared.tied,
-        run_file=recipe.text,
-    )
-    write_checkpoint(out, plan.prepared.config, merged, open_tokenizer(recipe.run.data), notes)
-    counts = ", ".join(f"stage {number}: {len(copies)}" for number, copies in enumerate(stages))
-    told = f"Wrote {out}: the mean of the replicas ({counts}). Load it with AutoModelForCausalLM.from_pretrained."
-    if plan.prepared.tied:
-        told += "\nThe original ties the vocabulary head to the embedding; here they were trained apart: two tensors."
-    return told
+    merged = [
+        Merged(merge([copy.weights for copy in copies]), tuple(copy.standing for copy in copies), ())
+        for copies in stages
+    ]
+    return write(out, recipe, plan, merged)

@@ -74,6 +74,11 @@ class Home:
         return self.path / "checkpoint"
 
     @property
+    def snapshots(self) -> Path:
+        """Slow weights of other stages, kept for others."""
+        return self.path / "snapshots"
+
+    @property
     def run_file(self) -> Path:
         """The run file as it was fetched."""
         return self.path / "run.toml"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,31 @@ from torch import Tensor
 
 from noloco_node import invite as invites
 from noloco_node.blueprint import blueprint, make_stage
-from noloco_node.checkpoint import Checkpoint, load_latest, save
+from noloco_node.checkpoint import Checkpoint, save
+from noloco_node.clocks import asleep_s
 from noloco_node.config import NodeConfig, RunConfig
 from noloco_node.console import say
 from noloco_node.data import check_vocabulary, open_blocks
 from noloco_node.departure import departure
 from noloco_node.device import Device, choose_device
+from noloco_node.former import OwnCheckpoints
 from noloco_node.home import Home
 from noloco_node.journal import Journal
-from noloco_node.libp2p.network import Settings
+from noloco_node.ledger import Ledger
+from noloco_node.libp2p.settings import Reach, Settings
+from noloco_node.line import freight, line_s, slowest_bytes_per_s
 from noloco_node.machine import Machine, Voice
+from noloco_node.memory import free_bytes, needs_bytes
 from noloco_node.mixing import mixed
 from noloco_node.node import Node, Wishes
+from noloco_node.opening import Opening
+from noloco_node.partial import Partial
+from noloco_node.port import Network
+from noloco_node.post import SLOWEST_BYTES_PER_S
 from noloco_node.recipe import fetch
 from noloco_node.runfile import with_source
+from noloco_node.shifts import Shifts
+from noloco_node.snapshots import DirectoryStore
 from noloco_node.swarm import connected, prefix
 
 
@@ -43,38 +55,64 @@ async def join(invite: str, config: NodeConfig) -> None:
             prefix=prefix(parsed.digest),
             identity=home.identity,
             announce=config.announce,
+            reach=Reach.RELAYED if config.relayed else Reach.AUTO,
             bootstrap=tuple(map(str, parsed.addresses)),
+            lends_line=not config.allowance.is_limited,
         )
         if config.listen:
             settings = msgspec.structs.replace(settings, listen=config.listen)
-        async with departure(say) as leaving, connected(settings) as network:
+
+        async def take_part(network: Network, leave: asyncio.Event) -> None:
             say(f"we are {network.peer_id}")
             recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
             home.keep_run_file(recipe.text)
             plan = await asyncio.to_thread(blueprint, recipe.run)
+            own = OwnCheckpoints(home.checkpoint, home.snapshots, recipe.digest, network.peer_id, say)
             # Closed before the device: a thread that waits for text ends with it, and so does not keep us.
-            with closing(Device(torch_device, config.slowdown)) as device, ExitStack() as texts:
-
-                async def open_text() -> _Text:
-                    text = await asyncio.to_thread(_Text, recipe.run, config, network.peer_id, plan.vocabulary)
-                    return texts.enter_context(closing(text))
-
+            text = Opening(lambda: _Text(recipe.run, config, network.peer_id, plan.vocabulary), _Text.read_ahead)
+            with closing(Device(torch_device, config.slowdown)) as device, closing(text):
                 machine = Machine(
                     device=device,
                     build=lambda number: make_stage(recipe.run, plan, number, torch_device),
-                    open_text=open_text,
-                    load=lambda: asyncio.to_thread(load_latest, home.checkpoint, recipe.digest),
-                    save=lambda checkpoint: asyncio.to_thread(_saved, home.checkpoint, checkpoint),
+                    open_text=text.opened,
+                    copies=lambda number: text.begin() if number == 0 else None,
+                    load=own.load,
+                    served=own.served,
+                    former=own,
+                    snapshots=DirectoryStore(home.snapshots, recipe.digest) if config.keep_snapshots else None,
+                    save=lambda checkpoint: asyncio.to_thread(_saved, home.checkpoint, checkpoint, config.keep),
                     unix_time=time.time,
+                    asleep_s=asleep_s,
+                    keep=lambda number, size: Partial(home.path / "catch-up", recipe.digest, number, size, say),
+                    line_s=lambda number: line_s(freight(recipe.run, plan, number), config.allowance),
+                    needs_bytes=needs_bytes(recipe.run, plan, torch_device),
+                    free_bytes=lambda: free_bytes(torch_device),
                 )
-                wishes = Wishes(stage=config.stage, linger_s=config.linger_s, refresh_s=config.refresh_s)
+                wishes = Wishes(
+                    stage=config.stage,
+                    moves=config.stage is None and not config.stay,
+                    linger_s=config.linger_s,
+                    refresh_s=config.refresh_s,
+                    keep_snapshots=config.keep_snapshots,
+                    slowest_bytes_per_s=slowest_bytes_per_s(config.allowance, SLOWEST_BYTES_PER_S),
+                )
                 node = Node(recipe, plan, network, machine, wishes, Voice(record=journal.write, say=say))
                 leaving.polite = True
-                await node.live(leaving.asked)
+                await node.live(leave)
+
+        shifts = Shifts(config.allowance, Ledger(home.path / "traffic.json", datetime.now, say), datetime.now, say)
+        async with departure(say) as leaving:
+            while True:
+                leaving.polite = False
+                await shifts.begin()
+                async with connected(settings) as whole, shifts.shift(whole, leaving.asked) as (network, leave):
+                    await take_part(network, leave)
+                if leaving.asked.is_set() or not shifts.goes_on():
+                    break
 
 
-def _saved(directory: Path, checkpoint: Checkpoint) -> str:
-    return str(save(directory, checkpoint))
+def _saved(directory: Path, checkpoint: Checkpoint, keep: int) -> str:
+    return str(save(directory, checkpoint, keep))
 
 
 class _Text:
@@ -88,17 +126,29 @@ class _Text:
         self._blocks = mixed(blocks, length, run.seed, peer) if data.shuffle else blocks
         self._batch = run.pipeline.microbatch_size
         self._turn = asyncio.Lock()
+        self._ahead: tuple[Tensor, dict[str, Any]] | None = None
+
+    def read_ahead(self) -> None:
+        """Have the first batch at hand: a whole chunk is read for it."""
+        before = self._blocks.position()
+        self._ahead = self._blocks.next_batch(self._batch), before
 
     async def draw(self) -> Tensor:
         async with self._turn:
+            if self._ahead is not None:
+                (first, _), self._ahead = self._ahead, None
+                return first
             return await asyncio.to_thread(self._blocks.next_batch, self._batch)
 
     def position(self) -> dict[str, Any]:
-        return self._blocks.position()
+        return self._blocks.position() if self._ahead is None else self._ahead[1]
 
     async def restore(self, position: Mapping[str, Any]) -> bool:
         async with self._turn:
-            return await asyncio.to_thread(self._blocks.restore, dict(position))
+            restored = await asyncio.to_thread(self._blocks.restore, dict(position))
+            if restored:
+                self._ahead = None
+            return restored
 
     def close(self) -> None:
         self._blocks.close()

@@ -54,6 +54,23 @@ class StateChanged(_Event, frozen=True, tag="state"):
     waiting: str | None = None
 
 
+class Placed(_Event, frozen=True):
+    """A newcomer chose a stage. `device_s`: what a microbatch takes it there, as measured; 0 unknown."""
+
+    stage: int
+    why: str
+    device_s: float = 0.0
+
+
+class Moved(_Event, frozen=True):
+    """The replica leaves its stage `origin` for `target`, in the same process; `discarded` as in `Finished`."""
+
+    origin: int
+    target: int
+    why: str
+    discarded: int = 0
+
+
 class InnerStep(_Event, frozen=True):
     """One step of the inner optimiser.
 
@@ -124,6 +141,23 @@ class Traffic(_Event, frozen=True):
     received: dict[str, int]
 
 
+class Budget(_Event, frozen=True):
+    """What is allowed and used of the bandwidth budget: bytes (a second, or of this month), by name."""
+
+    bytes: dict[str, float]
+
+
+class Noticed(_Event, frozen=True):
+    """Something around this node: a sleep, a clock that was set, a stage that nobody serves, an old roster.
+
+    `what`: which, in a word or two; `text`: as it was said to the owner; `over`: what lasted has ended.
+    """
+
+    what: str
+    text: str
+    over: bool = False
+
+
 class Refused(_Event, frozen=True):
     """A refusal. `here`: we refused `peer`; otherwise `peer` refused us."""
 
@@ -150,6 +184,25 @@ class Violation(_Event, frozen=True):
     why: str
 
 
+class CatchUp(_Event, frozen=True):
+    """A newcomer copies the state of its stage.
+
+    `what`: began; resumed (pieces were here already); mixed (whole parameters of the donor before stay); lost or
+    refused (the donor, and `why`); done. `held_bytes`: of `total_bytes`, those that are here. `fetched_bytes` and
+    `seconds`: since the first request, over all donors.
+    """
+
+    what: str
+    stage: int
+    donor: str | None
+    round: int
+    total_bytes: int
+    held_bytes: int
+    fetched_bytes: int
+    seconds: float
+    why: str | None = None
+
+
 class Finished(_Event, frozen=True):
     """The node's training is over. `discarded`: microbatches of a partial window that no inner step used."""
 
@@ -163,15 +216,20 @@ class Finished(_Event, frozen=True):
 Event = (
     Started
     | StateChanged
+    | Placed
+    | Moved
     | InnerStep
     | OuterStep
     | TooStale
     | Deferred
     | Hops
     | Traffic
+    | Budget
+    | Noticed
     | Refused
     | Lost
     | Violation
+    | CatchUp
     | Finished
 )
 

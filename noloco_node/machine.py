@@ -17,6 +17,7 @@ from pipeline import worker
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gossip.holding import Keep
     from pipeline.stage import OptimiserState, StepReport
 
 T = TypeVar("T")
@@ -90,6 +91,10 @@ class Dimensions(Protocol):
     def shapes(self) -> Sequence[Mapping[str, tuple[int, ...]]]:
         """Name and shape of every parameter of every stage, in the stage's order."""
 
+    @property
+    def work(self) -> Sequence[float]:
+        """What a microbatch costs at each stage, in any unit; the same numbers on all peers."""
+
 
 class Text(Protocol):
     """Where a source's tokens come from. `position` and `restore`: to resume exactly."""
@@ -104,20 +109,81 @@ class Text(Protocol):
         """Go back to a position; False where it is of another text."""
 
 
+def unknown() -> None:
+    """Return the free memory where nobody knows it."""
+
+
+def awake() -> float:
+    """Return the seconds of sleep of a machine that never sleeps."""
+    return 0.0
+
+
+def unlimited(_: int) -> float:
+    """Return the seconds of line a microbatch where the line has no limit."""
+    return 0.0
+
+
+class SnapshotStore(Protocol):
+    """Where snapshots of other stages are kept. `noloco_node.snapshots.DirectoryStore` is the real one."""
+
+    async def keep(self, checkpoint: Checkpoint) -> None:
+        """Keep a snapshot, and the last few of its stage; raise `OSError` where there is no room for it."""
+
+    async def newest(self, stage: int) -> Checkpoint | None:
+        """Return the last snapshot of a stage, or None."""
+
+
+class FormerStages(Protocol):
+    """Where checkpoints of stages lie that were served before. `noloco_node.former.OwnCheckpoints` is the real one."""
+
+    async def set_aside(self, own: int) -> None:
+        """Keep what is there of other stages than `own` from being pushed out by its checkpoints."""
+
+    async def stages(self) -> tuple[int, ...]:
+        """Return the stages of which something lies aside."""
+
+    async def slow(self, stage: int) -> Checkpoint | None:
+        """Return the slow weights of a stage that lie aside, or None."""
+
+
+async def nothing_served() -> None:
+    """Return the stage that was served last where nothing is known of it."""
+
+
+def nothing_besides(_: int) -> None:
+    """Make nothing ready beside a copy."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """What this machine gives.
 
     `device`: the thread for tensor work. `build`: makes a stage, on that thread. `open_text`: the training text. `load`
-    and `save`: this peer's own checkpoints. `unix_time`: the time of day, in seconds.
+    and `save`: this peer's own checkpoints, the last of a stage. `unix_time`: the time of day, in seconds. `served`:
+    the stage that this peer served last. `former`: what is kept of those before; None keeps nothing. `asleep_s`:
+    seconds for which the machine has slept since its start. `line_s`: seconds that the owner's budget of bandwidth
+    needs for a microbatch at a stage. `needs_bytes`: memory that each stage takes on the device, about; `free_bytes`:
+    memory that is free there. `keep`: where pieces of a stage's state are noted while
+    it is copied, given its number and the bytes of its weights; None keeps them in memory alone. `copies`: is told of
+    which stage the state is about to be copied, so that what it takes besides is made ready meanwhile. `snapshots`: of
+    other stages, None where nobody asked to keep any.
     """
 
     device: Runner
     build: Callable[[int], Stage]
     open_text: Callable[[], Awaitable[Text]]
-    load: Callable[[], Awaitable[Checkpoint | None]]
+    load: Callable[[int], Awaitable[Checkpoint | None]]
     save: Callable[[Checkpoint], Awaitable[str]]
     unix_time: Callable[[], float]
+    served: Callable[[], Awaitable[int | None]] = nothing_served
+    former: FormerStages | None = None
+    asleep_s: Callable[[], float] = awake
+    line_s: Callable[[int], float] = unlimited
+    needs_bytes: tuple[int, ...] = ()
+    free_bytes: Callable[[], int | None] = unknown
+    keep: Callable[[int, int], Keep] | None = None
+    copies: Callable[[int], None] = nothing_besides
+    snapshots: SnapshotStore | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

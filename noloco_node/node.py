@@ -9,21 +9,29 @@ in it outlives `live`: every task belongs to one task group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+import gc
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from math import inf, prod
-from random import Random
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from gossip import catch_up
+from gossip.catch_up import piece_s
+from gossip.donor import Donor, Terms
+from gossip.pieces import cut
 from noloco_node import __version__, journal
-from noloco_node.checkpoint import Counters
+from noloco_node.alongside import running, unless
+from noloco_node.checkpoint import Checkpoint
+from noloco_node.copying import copying_s
+from noloco_node.doctor import desk
 from noloco_node.errors import Exit, Trouble
-from noloco_node.joining import Newcomer, Start, copying_s, join
-from noloco_node.machine import Dimensions, Machine, Text, Voice
+from noloco_node.joining import Newcomer, Start, join
+from noloco_node.lending import Lending
+from noloco_node.machine import Dimensions, Machine, Voice
+from noloco_node.metered import spending
+from noloco_node.moving import Moving, close_doors
+from noloco_node.patience import PatientNetwork
 from noloco_node.post import SLOWEST_BYTES_PER_S, Post, World
 from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA as RUN_SCHEMA
@@ -31,37 +39,42 @@ from noloco_node.recipe import TOPIC as RUN_TOPIC
 from noloco_node.recipe import Recipe
 from noloco_node.replica import Replica
 from noloco_node.roster import Roster, State
-from noloco_node.source import Source
+from noloco_node.saving import Saving
+from noloco_node.snapshots import Keeper, Keeping
 from noloco_node.telling import Telling
 from noloco_node.topics import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
+from noloco_node.training import Duty, Training
+from noloco_node.watch import Watch
 from noloco_node.wire import Violation
-from pipeline.schedule import run_over
+from pipeline.moving import Move
 
 if TYPE_CHECKING:
     from noloco_node.port import Conversation, Handler, Network
 
-T = TypeVar("T")
-
-LAST_ROUND_S = 20.0
-DRAIN_S = 10.0
-"""How long a leaving node waits for the microbatches in its hands."""
+LIFETIME_S = 30.0
+"""For which our record is believed at least; for others' too, since all of a run refresh alike as a rule."""
+REFRESHES = 3
+"""That our record outlives: one or two may be lost on the way."""
 MOST_ADDRESSES = 8
 """Of a machine with very many interfaces; a record has little room."""
-STATE_TURNS = 2
-"""Copies of our state that exist at once for others to fetch."""
+LONGEST_WAITING = 400
+"""Characters of what we wait for, in our record: there may be many things."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
     """What the owner of this peer asked for. `deadlines`: False waits for ever on exchanges, which only tests want.
 
-    `slowest_bytes_per_s`: of a line that weights may travel on; deadlines follow from it.
+    `slowest_bytes_per_s`: of a line that weights may travel on; deadlines follow from it. `moves`: goes to another
+    stage when it is needed there. `keep_snapshots`: rounds between two snapshots of another stage; 0 keeps none.
     """
 
     stage: int | None = None
+    moves: bool = False
     linger_s: float = 600.0
     refresh_s: float = 10.0
     save_every_s: float = 300.0
+    keep_snapshots: int = 0
     deadlines: bool = True
     slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
 
@@ -72,20 +85,33 @@ class Node:
     def __init__(
         self, recipe: Recipe, plan: Dimensions, network: Network, machine: Machine, wishes: Wishes, voice: Voice
     ) -> None:
-        self._recipe, self._plan, self._network = recipe, plan, network
+        self._recipe, self._plan = recipe, plan
+        self._network: Network = PatientNetwork(network)
         self._machine, self._wishes, self._voice = machine, wishes, voice
         self._run = recipe.run
         self._me = network.peer_id
         self._addresses: tuple[str, ...] = ()
-        self._presence = Presence(network, recipe.digest, self._run.pipeline.stages, refresh_s=wishes.refresh_s)
-        self._turns = asyncio.Semaphore(STATE_TURNS)
+        self._presence = Presence(
+            network,
+            recipe.digest,
+            self._run.pipeline.stages,
+            lifetime_s=max(LIFETIME_S, REFRESHES * wishes.refresh_s),
+            refresh_s=wishes.refresh_s,
+            unix_time=machine.unix_time,
+        )
         self._replica: Replica | None = None
-        self._source: Source | None = None
-        self._text: Text | None = None
-        self._resumed: Counters | None = None
-        self._state = State.TRAINING
-        self._unlisted = 0
-        self._saved_at = asyncio.get_running_loop().time()
+        self._duty = Duty(self._run, self._me, self._presence, machine.open_text, voice)
+        self._saving = Saving(machine.save, voice.say, wishes.save_every_s)
+        self._watch = Watch(self._presence, voice, machine.unix_time, machine.asleep_s, self._forgive)
+        self._training: Training | None = None
+        self._unfit: set[int] = set()
+        """Stages that we could not build."""
+        self._lending = Lending(
+            machine,
+            self._network,
+            tuple(tuple(shapes.values()) for shapes in plan.shapes),
+            None if self._keeps_snapshots else lambda size: copying_s(size, wishes.slowest_bytes_per_s),
+        )
 
     @property
     def replica(self) -> Replica | None:
@@ -101,11 +127,13 @@ class Node:
         """Join the run, train until it ends or `leave` is set, serve the weights for a while, and withdraw."""
         self._addresses = (await self._network.addresses())[:MOST_ADDRESSES]
         unsaved = False
-        async with self._running(self._presence.run()):
+        async with running(self._presence.run()), running(self._watch.run()):
             await self._network.serve(RUN_TOPIC, RUN_SCHEMA, self._recipe.serve)
+            await self._network.serve(desk.TOPIC, desk.SCHEMA, self._watched(desk.TOPIC, desk.Desk().answer))
             self._voice.record(journal.StateChanged(state=State.JOINING))
             newcomer = Newcomer(
                 recipe=self._recipe,
+                plan=self._plan,
                 network=self._network,
                 presence=self._presence,
                 machine=self._machine,
@@ -114,23 +142,37 @@ class Node:
                 slowest_bytes_per_s=self._wishes.slowest_bytes_per_s,
                 deadlines=self._wishes.deadlines,
             )
-            start = await _unless(leave, join(newcomer))
-            if start is not None:
+            start = await unless(leave, join(newcomer))
+            while start is not None:
+                await self._lending.begin(start.number)
                 replica = self._replica = self._become_replica(start)
                 start = None  # it holds copies of the weights that the replica will have replaced
-                await self._open_doors(replica)
-                telling = Telling(
-                    replica, self._network, self._voice, self._wishes.refresh_s, lambda: self._announce(self._state)
-                )
-                async with self._running(telling.run()):
-                    try:
-                        over = await self._train(replica, leave, telling)
-                    except ExceptionGroup:
-                        await self._save(replica)
-                        raise
+                training = self._training = self._begin_training(newcomer, replica.post.stage)
+                donor = await self._open_doors(replica)
+                telling = Telling(replica, self._network, self._voice, self._wishes.refresh_s, self._announce_training)
+                async with running(self._saving.run()), running(self._keep_snapshots(replica.post.stage)):
+                    async with running(telling.run()):
+                        try:
+                            over = await self._train(replica, leave, telling)
+                        except ExceptionGroup:
+                            await self._save(replica)
+                            raise
                     saved = await self._save(replica)
-                await self._linger(leave, over)
-                unsaved = not saved and not over
+                if training.move is None:
+                    await self._linger(leave, over)
+                    unsaved = not saved and not over
+                    continue
+                left = training.farewell(replica)
+                self._replica = None
+                self._duty.rest()
+                # Two stages at once may not fit, and the parts of a replica refer to each other.
+                donor.close()
+                del replica, telling, donor
+                gc.collect()
+                start = None if leave.is_set() else await self._arrive(newcomer, training, leave)
+                if start is None:
+                    self._voice.record(left)
+                    unsaved = not saved
             await self._presence.withdraw()
         if unsaved:
             raise Trouble(
@@ -140,9 +182,45 @@ class Node:
                 code=Exit.STORAGE,
             )
 
+    # Moving to another stage.
+
+    def _begin_training(self, newcomer: Newcomer, stage: int) -> Training:
+        """Make what trains at a stage, and watches whether we are needed elsewhere."""
+        before = self._training
+        moves = 0 if before is None else before.moving.moves + (before.move is not None)
+
+        def progress() -> float:
+            return self._replica_or_fail().progress.value
+
+        moving = Moving(newcomer.claimant, stage, moves, self._wishes.refresh_s, progress, self._unfit)
+
+        async def depart(move: Move, device_s: float) -> None:
+            await moving.take_place(move, device_s)
+            await close_doors(self._network, self._run, self._plan, move.origin)
+
+        return Training(moving, self._duty, depart, self._voice)
+
+    async def _arrive(self, newcomer: Newcomer, training: Training, leave: asyncio.Event) -> Start | None:
+        """Join the stage that we move to, or again the one that we come from; None once we are asked to leave."""
+        move = training.move
+        assert move is not None
+        await self._lending.begin(move.target)
+        try:
+            there = replace(newcomer, wish=move.target, device_s=training.moving.device_s)
+            return await unless(leave, join(there))
+        except Trouble as trouble:
+            why = f"{trouble.what} {trouble.why}"
+        gc.collect()  # what was built of it
+        self._unfit.add(move.target)
+        training.turn_back(why)
+        return await unless(leave, join(replace(newcomer, wish=move.origin)))
+
+    # Work at a stage.
+
     def _become_replica(self, start: Start) -> Replica:
-        self._resumed = start.counted
-        self._presence.focus((start.number, start.number + 1))
+        self._duty.begin(start.counted)
+        stages = range(self._run.pipeline.stages)
+        self._presence.focus(stages if self._keeps_snapshots else (start.number, start.number + 1))
         post = Post(
             run=self._run,
             run_id=self._recipe.digest,
@@ -150,6 +228,7 @@ class Node:
             peer=self._me,
             deadlines=self._wishes.deadlines,
             slowest_bytes_per_s=self._wishes.slowest_bytes_per_s,
+            line_s=self._machine.line_s(start.number),
         )
         world = World(
             network=self._network,
@@ -170,10 +249,8 @@ class Node:
         )
         return Replica(post, start.stage, self._machine.device, world, start.beginning)
 
-    async def _open_doors(self, replica: Replica) -> None:
-        async def serve_state(conversation: Conversation) -> None:
-            await catch_up.serve(conversation, replica.state, self._turns, deadline_s=patience_s)
-
+    async def _open_doors(self, replica: Replica) -> Donor:
+        """Serve what a replica serves; return what gives its state to newcomers."""
         number = replica.post.stage
         shapes = tuple(self._plan.shapes[number].values())
         weight_bytes = 4 * sum(map(prod, shapes))
@@ -184,88 +261,42 @@ class Node:
             await self._network.serve(topic(MICROBATCH, number), schema, handler)
         gossip = self._watched(GOSSIP, replica.rounds.serve)
         await self._network.serve(topic(GOSSIP, number), gossip_schema(self._run, shapes), gossip)
-        await self._network.serve(topic(STATE, number), state_schema(shapes), self._watched(STATE, serve_state))
+        # A copy outlives its newcomer's patience, so that one that comes back finds it.
+        terms = Terms(deadline_s=8 * patience_s, piece_s=piece_s(patience_s, len(cut([4 * prod(s) for s in shapes]))))
+        donor = Donor(replica.state, self._machine.device.beside, shapes, terms)
+        await self._network.serve(topic(STATE, number), state_schema(shapes), self._watched(STATE, donor.serve))
         self._announce(State.TRAINING)
         self._voice.record(journal.StateChanged(state=State.TRAINING))
+        return donor
 
     # Training.
 
     async def _train(self, replica: Replica, leave: asyncio.Event, telling: Telling) -> bool:
-        """Train until the run is over (True) or we are asked to leave (False)."""
-        self._voice.say(f"training stage {replica.post.stage} from inner step {replica.inner_steps}")
-        async with asyncio.TaskGroup() as group:
-            gossip = group.create_task(replica.rounds.run(), name="gossip")
-            steps = group.create_task(replica.train(self._in_pause), name="inner steps")
-            work = group.create_task(self._work(replica), name="work")
-            asked = group.create_task(leave.wait(), name="leave")
-            await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
-            over = work.done()
-            self._state = State.TRAINING if over else State.LEAVING
-            replica.gate.close()
-            # The step loop ends by itself once nothing is in flight; a window that is complete is still used.
-            until_s = asyncio.get_running_loop().time() + DRAIN_S
-            while not steps.done() and not replica.stranded and asyncio.get_running_loop().time() < until_s:
-                await asyncio.wait({steps}, timeout=0.5)
-            if not steps.done():
-                self._voice.say(f"{replica.gate.in_flight} microbatches did not come back in time")
-            for task in (work, asked, steps):
-                task.cancel()
-            await asyncio.wait({work, asked, steps})
-            discarded = await replica.discard()
-            if over:
-                self._voice.say("the run is over; one last round")
-                await _unless(leave, replica.rounds.last_round(LAST_ROUND_S))
-            await replica.rounds.leave()
-            gossip.cancel()
+        """Train until the run is over (True), or we are asked to leave or move to another stage (False)."""
+        assert self._training is not None
+        ending = await self._training.run(replica, leave, self._in_pause, moves=self._wishes.moves)
         telling.record_totals()
-        self._voice.record(
-            journal.Finished(
-                why="the run is over" if over else "asked to leave",
-                step=replica.inner_steps,
-                round=replica.rounds.finished,
-                progress=replica.progress.value,
-                discarded=discarded,
-            )
-        )
-        return over
+        self._training.tell(replica, ending)
+        return ending.over
 
-    async def _work(self, replica: Replica) -> None:
-        """Return when this peer's part of the run is done: at stage 0 as a source, later when the sources say so."""
-        if replica.post.stage == 0:
-            source = await self._make_source(replica)
-            await source.run(self._run.pipeline.microbatches_per_step * self._run.pipeline.windows_in_flight)
+    async def _keep_snapshots(self, stage: int) -> None:
+        store = self._machine.snapshots
+        if store is None or not self._keeps_snapshots:
             return
-        while not run_over(self._presence.roster.sources, self._presence.roster.sources_finished):
-            await self._presence.changed()
-
-    async def _make_source(self, replica: Replica) -> Source:
-        text = self._text = await self._machine.open_text()
-        resumed = self._resumed
-        position = resumed.data_position if resumed is not None else None
-        if position is not None and not await text.restore(position):
-            self._voice.say("the text is another one than before: reading it from its beginning")
-        self._source = Source(
-            text.draw,
-            replica.worker.process,
-            self._progress,
-            me=self._me,
-            budget_s=self._run.pipeline.budget_s,
-            rng=Random(f"{self._run.seed}|source|{self._me}"),
+        keeping = Keeping(
+            run_id=self._recipe.digest,
+            seed=self._run.seed,
+            shapes=tuple(tuple(shapes.values()) for shapes in self._plan.shapes),
+            own=stage,
+            every=self._wishes.keep_snapshots,
+            deadline_s=lambda weight_bytes: copying_s(weight_bytes, self._wishes.slowest_bytes_per_s),
         )
-        # The swarm forgets a source that was away for long; its own checkpoint does not.
-        self._source.samples = max(self._presence.roster.own_samples, resumed.samples if resumed else 0)
-        # Nor does the stage forget how far the run was when sources that the DHT knows no more were at work.
-        reached = round(replica.progress.value * self._run.budget_samples)
-        self._unlisted = max(0, reached - self._presence.roster.run_samples)
-        return self._source
+        roster = self._presence
+        await Keeper(keeping, self._network, lambda: roster.roster, store, self._machine.device, self._voice).run()
 
-    def _progress(self, own_samples: int) -> float:
-        """Return the progress of the whole run, our own samples as they are and the others' as they said."""
-        roster = self._presence.roster
-        if run_over(roster.sources, roster.sources_finished):
-            return 1.0
-        samples = self._unlisted + roster.run_samples - roster.own_samples + own_samples
-        return min(1.0, samples / self._run.budget_samples)
+    @property
+    def _keeps_snapshots(self) -> bool:
+        return self._machine.snapshots is not None and self._wishes.keep_snapshots > 0
 
     def _watched(self, topic: str, handler: Handler) -> Handler:
         """Journal what a peer sends that no peer may send; the network ends that conversation by itself."""
@@ -279,10 +310,30 @@ class Node:
 
         return watched
 
+    def _announce_training(self) -> State:
+        assert self._training is not None
+        self._announce(self._training.state)
+        return self._training.state
+
     def _announce(self, state: State) -> None:
+        assert self._training is not None
+        if self._training.move is not None:
+            return  # our record is at the other stage already
         record = self._replica_or_fail().describe(state)
-        samples = self._source.samples if self._source else 0
-        self._presence.update(structs.replace(record, samples=samples, addresses=self._addresses))
+        waiting = "; ".join(filter(None, (record.waiting, self._saving.trouble, self._watch.trouble)))
+        record = structs.replace(
+            record,
+            samples=self._duty.samples,
+            addresses=self._addresses,
+            waiting=waiting[:LONGEST_WAITING] or None,
+            budget=spending(self._network.statistics()),
+        )
+        self._presence.update(self._training.moving.told(record))
+
+    def _forgive(self, seconds: float) -> None:
+        """Suspect nobody of the next stage for so long: it was us who were away."""
+        if self._replica is not None and self._replica.downstream is not None:
+            self._replica.downstream.forgive(seconds)
 
     def _replica_or_fail(self) -> Replica:
         assert self._replica is not None
@@ -291,23 +342,17 @@ class Node:
     # Leaving.
 
     async def _in_pause(self) -> None:
-        """Save every few minutes, between two inner steps, where weights, momentum and optimiser belong together."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._saved_at >= self._wishes.save_every_s:
-            self._saved_at = now_s
-            await self._save(self._replica_or_fail())
+        """Save every round, between two inner steps, where weights, momentum and optimiser belong together."""
+        replica = self._replica_or_fail()
+        if self._saving.due(replica.rounds.finished):
+            self._saving.begin(await self._checkpoint(replica))
 
     async def _save(self, replica: Replica) -> bool:
-        """Write a checkpoint; a disk that refuses is said and costs no more than that."""
-        samples = self._source.samples if self._source else 0
-        position = self._text.position() if self._text else None
-        try:
-            where = await self._machine.save(await replica.checkpoint(samples, position))
-        except OSError as error:
-            self._voice.say(f"could not save: {error}; free some space, earlier checkpoints are kept")
-            return False
-        self._voice.say(f"saved {where}")
-        return True
+        """Write the last checkpoint; a disk that refuses is said and costs no more than that."""
+        return await self._saving.finish(await self._checkpoint(replica))
+
+    async def _checkpoint(self, replica: Replica) -> Checkpoint:
+        return await replica.checkpoint(self._duty.samples, self._duty.position())
 
     async def _linger(self, leave: asyncio.Event, over: bool) -> None:
         """Go on serving the weights after the end of a run."""
@@ -319,36 +364,9 @@ class Node:
                 async with asyncio.timeout(self._wishes.linger_s):
                     await leave.wait()
 
-    @asynccontextmanager
-    async def _running(self, background: Awaitable[None]) -> AsyncIterator[None]:
-        """Run something beside the body, end it with the body, and let its failure end the body."""
-
-        async def body() -> None:
-            await background
-
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(body())
-            try:
-                yield
-            finally:
-                task.cancel()
-
     def statistics(self) -> dict[str, int | float]:
         """Return the samples drawn here whose gradient came back, and the replica's counters."""
-        samples = self._source.samples if self._source else 0
-        return {"samples": samples, **(self._replica.statistics() if self._replica else {})}
+        return {"samples": self._duty.samples, **(self._replica.statistics() if self._replica else {})}
 
     def __repr__(self) -> str:
         return f"Node({self._me}, {self._replica!r})"
-
-
-async def _unless(leave: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return what `work` returns, or None once we are asked to leave before it is done."""
-    asked, task = asyncio.create_task(leave.wait()), asyncio.create_task(work)
-    try:
-        await asyncio.wait({asked, task}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for each in (asked, task):
-            each.cancel()
-        await asyncio.wait({asked, task})

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from math import log, prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +21,9 @@ from noloco_node.errors import Exit, Trouble
 from noloco_node.freight import Shapes, gossip_memory, round_bytes
 from noloco_node.outlook import BUSY, Remedy, in_words, predict, remedies
 from noloco_node.runfile import content_hashes, load_run, run_digest
+
+if TYPE_CHECKING:
+    from noloco_node.blueprint import Blueprint
 
 _LAYER_FLOATS_PER_WIDTH = 11
 _LAYER_FLOATS_PER_FEED_FORWARD = 4
@@ -127,16 +130,17 @@ def plan(run: RunConfig) -> Plan:
     check_vocabulary(run.data, config.vocab_size)
     work = sum(cost.flops_per_token for cost in costs)
     stage_shapes = [tuple(named.values()) for named in drawn.shapes]
+    needs = memories(run, drawn)
     stages = tuple(
         StagePlan(
             layers=(cut.first_layer, cut.end_layer),
             parameters=cost.parameters,
             flops_per_token=cost.flops_per_token,
             work=cost.flops_per_token / work,
-            memory=_memory(run, shapes, _activations(run, config, cut), stale=_two_windows(run, cut)),
+            memory=memory,
             round_bytes=round_bytes(run.outer, shapes),
         )
-        for cut, cost, shapes in zip(cuts, costs, stage_shapes, strict=True)
+        for cut, cost, shapes, memory in zip(cuts, costs, stage_shapes, needs, strict=True)
     )
     hop, targets = _hop_bytes(run, config.hidden_size)
     shares = tuple(stage.work for stage in stages)
@@ -155,6 +159,15 @@ def plan(run: RunConfig) -> Plan:
         efficiency=efficiency,
         remedies=remedies(run.pipeline, shares) if efficiency[1] < BUSY else (),
         warnings=tuple(_warnings(run, stages, efficiency[1])),
+    )
+
+
+def memories(run: RunConfig, drawn: Blueprint) -> tuple[Memory, ...]:
+    """Return what a peer of each stage needs."""
+    config = drawn.prepared.config
+    return tuple(
+        _memory(run, tuple(shapes.values()), _activations(run, config, cut), stale=_two_windows(run, cut))
+        for cut, shapes in zip(drawn.cuts, drawn.shapes, strict=True)
     )
 
 

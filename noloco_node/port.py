@@ -4,8 +4,9 @@
 whoever depends only on this module cannot tell the difference.
 
 Losses are the standard library's: `ConnectionRefusedError` when the peer cannot be reached, `ConnectionAbortedError`
-when we give it up (silent for `Patience.silence_s`, or a `wire.Violation`), `ConnectionResetError` when the stream
-breaks or ends without its end mark."""
+when we give it up (silent for longer than its line explains, or a `wire.Violation`), `ConnectionResetError` when the
+stream breaks or ends without its end mark.
+"""
 
 from __future__ import annotations
 

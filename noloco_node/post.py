@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SLOWEST_BYTES_PER_S = 2**20
 """Of a line that is still good enough, if nobody says otherwise."""
+HEARING_S = 30.0
+"""For what an asker has to say, and for an answer to a proposal: nobody waits for either. What an offer's answer may
+take follows from what it took before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +33,7 @@ class Post:
 
     `deadlines`: False bounds neither a meeting nor its answer in time, so that a wait that never ends is seen.
     `slowest_bytes_per_s`: a partner whose line is slower is given up; deadlines of an exchange follow from it.
+    `line_s`: seconds that our budget's line needs for a microbatch, 0 without a limit.
     """
 
     run: RunConfig
@@ -38,6 +42,7 @@ class Post:
     peer: str
     deadlines: bool = True
     slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
+    line_s: float = 0.0
 
     @property
     def last(self) -> bool:
@@ -60,7 +65,7 @@ class World:
 def round_settings(post: Post, weight_bytes: int) -> Settings:
     """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves at most."""
     run, outer = post.run, post.run.outer
-    patience = Patience(exchange_s=60.0 + 2 * sets(outer) * weight_bytes / post.slowest_bytes_per_s)
+    patience = Patience(answer_s=HEARING_S, exchange_s=60.0 + 2 * sets(outer) * weight_bytes / post.slowest_bytes_per_s)
     return Settings(
         seed=run.seed,
         outer=Outer(outer.alpha, outer.beta, outer.gamma),

@@ -1,81 +1,101 @@
 """Who is there: our own record kept alive in the DHT, and everybody's read into one immutable `Roster`.
 
-Each peer has one record, under the key of its stage and its own id as the subkey. It expires after `lifetime_s` unless
-it is published again, which happens every `refresh_s`: a peer that dies without a word leaves the roster by itself. In
-the same rhythm the stages are read: all of them by whoever looks for a place, by a peer at work those that it has to do
-with (`focus`). Decisions only ever look at the last snapshot; they never wait for the DHT.
+Each peer has one record, under the key of its stage and its own id as the subkey. It is published every `refresh_s`,
+each time with a higher serial number, and a peer of which no news comes for `lifetime_s` (or as long as its record asks
+for, within bounds) leaves the roster: a peer that dies without a word leaves by itself (`noloco_node.sightings` has the
+rules). In the same rhythm the stages are read: all of them by whoever looks for a place, by a peer at work those that
+it has to do with (`focus`). Decisions only ever look at the last snapshot; they never wait for the DHT.
+
+In the DHT a record stays for five minutes longer than it is believed, since it expires by the clocks of others. If our
+own clock turns out to be behind theirs, we ask for as much more.
 
 The DHT is written by strangers and read over lossy paths, so a record counts only if it is small, decodes strictly,
-names the peer and the stage that it is filed under and holds possible numbers; a record that one reading misses stays
-in the roster until nothing new was heard of its peer for `lifetime_s`. A peer on its way out publishes that as its last
-record, and readers drop it at once.
+names the peer and the stage that it is filed under and holds possible numbers. (That the peer itself has written it is
+for the network to say: records are signed.) A peer on its way out publishes that as its last record, and readers drop
+it at once.
+
+A reading that fails, or that finds nobody else though others were there, is trouble of our own. The roster stays as it
+is then, and says since when it is old (`Roster.old_since_s`): whoever is in it can still be called. Where at least two
+others were known and none of them says anything new, the same holds for `ISOLATED_S`; after that they count as gone.
 
 How much of the run is done is kept apart, because it must outlive whoever did it: each source (a peer of stage 0) has a
 record under the run's `sources` key that lives for minutes, and readers remember the highest count of each. Only peers
-that were seen at work are believed, and those that a newcomer's first reading finds. Records are not signed: whoever
-takes the trouble to pose as a source can still lie about samples, and so about the end of the run.
+that were seen at work are believed, and those that a newcomer's first reading finds. A source can still lie about its
+own samples, and so about the end of the run; about another's it cannot.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import random
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping
+from itertools import islice
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
-from weakref import WeakValueDictionary
+from typing import NoReturn
 
 import msgspec
 
 from noloco_node.port import Network
 from noloco_node.roster import PeerRecord, Roster, State
+from noloco_node.sightings import (
+    MOST_RECORDS,
+    RECORD_BYTES,
+    Published,
+    Reading,
+    Sightings,
+    SourceRecord,
+    at_most,
+    decode_record,
+    decode_source,
+    joined,
+    skew_s,
+    youngest_at,
+)
 
-_RECORD_BYTES = 4096
-_SOURCE_BYTES = 64
-_MOST_RECORDS = 4096
+ISOLATED_S = 300.0
+"""For which a roster is kept of which nobody but ourselves is heard any more."""
+CLOCK_ERROR_S = 300.0
+"""By which the clocks of a swarm may differ without harm."""
+LONGEST_IN_DHT_S = 3600.0
+MOST_WORKED = 16 * MOST_RECORDS
+"""Peers that are remembered to have been at work: strangers may make many."""
+CLOCKS_ASKED = 64
+"""Of other peers, to learn how right our own is."""
 _SOURCE_LIFETIME_S = 600.0
-_LARGEST_COUNT = 2**53
-
-
-class _Published(msgspec.Struct, frozen=True, array_like=True):
-    """A record as it is stored: `serial` makes each publication differ, so that readers tell news from an echo."""
-
-    serial: int
-    record: PeerRecord
-
-
-class _Source(msgspec.Struct, frozen=True, array_like=True):
-    """What outlives a source: its samples, and whether it finished."""
-
-    samples: int
-    finished: bool
-
-
-class _Sighting(NamedTuple):
-    """A peer's last record, its bytes, and when they were new to us (loop seconds)."""
-
-    record: PeerRecord
-    raw: bytes
-    heard_s: float
 
 
 class Presence:
     """Keeps our record in the DHT and the roster up to date; `run` is to be awaited as long as we take part."""
 
     def __init__(
-        self, network: Network, run_id: str, stages: int, *, lifetime_s: float = 30.0, refresh_s: float = 10.0
+        self,
+        network: Network,
+        run_id: str,
+        stages: int,
+        *,
+        lifetime_s: float = 30.0,
+        refresh_s: float = 10.0,
+        unix_time: Callable[[], float] = time.time,
     ) -> None:
-        self._network, self._run_id = network, run_id
+        self._network, self._run_id, self._unix_time = network, run_id, unix_time
         self._lifetime_s, self._refresh_s = lifetime_s, refresh_s
         self._own: PeerRecord | None = None
         self._serial = 0
-        self._seen: tuple[dict[str, _Sighting], ...] = tuple({} for _ in range(stages))
+        self._skew_s: float | None = None
+        self._behind_s = 0.0
+        """By how much our clock has been behind the others'."""
+        self._seen = tuple(Sightings(lifetime_s) for _ in range(stages))
         self._watched = tuple(range(stages))
-        self._sources: dict[str, _Source] = {}
+        self._read: set[int] = set()
+        """Stages of which the roster says something: they were read since we began to watch them."""
+        self._sighted_s: float | None = None
+        """When somebody was heard last, or there was nobody to hear (loop seconds)."""
+        self._youngest_at = 0.0
+        """Of all records of others that we read: when it was written, by its own clock."""
+        self._sources: dict[str, SourceRecord] = {}
         self._worked: set[str] = {network.peer_id}
         """Peers that may speak of samples: those seen at work, and those whom our first reading found."""
         self._looked = False
@@ -96,6 +116,20 @@ class Presence:
         """The last snapshot."""
         return self._roster
 
+    @property
+    def skew_s(self) -> float | None:
+        """By how much our clock is ahead of those of the peers that we read; None if there are too few to tell."""
+        return self._skew_s
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        """The stages that are read, and of which the roster says something by now."""
+        return tuple(number for number in self._watched if number in self._read)
+
+    def hurry(self) -> None:
+        """Publish and read at once."""
+        self._hurry.set()
+
     async def changed(self) -> Roster:
         """Wait until the roster says something new, and return it."""
         await self._change.wait()
@@ -104,6 +138,7 @@ class Presence:
     def focus(self, stages: Collection[int]) -> None:
         """Read only these stages from now on, beside the sources and their stage; the others count as empty."""
         self._watched = tuple(number for number in range(len(self._seen)) if number in stages or number == 0)
+        self._compare_clocks()
 
     def update(self, record: PeerRecord) -> None:
         """Replace our record; it is published in the usual rhythm, or soon if its state is another one."""
@@ -129,10 +164,10 @@ class Presence:
             self._note_own(last)
             await self._publish(msgspec.structs.replace(last, state=State.LEAVING))
 
-    async def peek(self) -> Roster:
-        """Read all records that we watch now and return the new roster."""
+    async def peek(self, stages: Collection[int] | None = None) -> Roster:
+        """Read all records that we watch now, or of these stages for once, and return the new roster."""
         async with self._reading:
-            watched = self._watched
+            watched = self._watched if stages is None else tuple(stages)
             keys = [*map(self._stage_key, watched), self._sources_key]
             readings: list[Mapping[str, bytes] | None] = [None] * len(keys)
 
@@ -146,11 +181,10 @@ class Presence:
                 for place in range(len(keys)):
                     group.create_task(read(place))
             self.complete = all(reading is not None for reading in readings)
-            now = asyncio.get_running_loop().time()
-            for stage, found in zip(watched, readings, strict=False):
-                self._take_records(stage, found or {}, now)
+            now_s = asyncio.get_running_loop().time()
+            self._take_stages(dict(zip(watched, readings, strict=False)), now_s)
             self._take_sources(readings[-1])
-            self._show(now)
+            self._show(now_s, watched)
         return self._roster
 
     async def run(self) -> NoReturn:
@@ -179,9 +213,14 @@ class Presence:
         return f"{self._run_id}/stage/{number}"
 
     async def _publish(self, record: PeerRecord) -> None:
-        self._serial += 1
-        raw = msgspec.msgpack.encode(_Published(self._serial, record))
-        await self._store(self._stage_key(record.stage), raw, self._lifetime_s)
+        # Grows over a restart too, and should our clock be set back.
+        unix_s = max(0.0, self._unix_time())
+        self._serial = max(self._serial + 1, int(1000 * unix_s))
+        raw = msgspec.msgpack.encode(Published(self._serial, record, unix_s, self._lifetime_s))
+        # Never shorter than before: of two records the DHT keeps the one that expires later.
+        self._behind_s = max(self._behind_s, -(self.skew_s or 0.0))
+        kept_s = min(self._lifetime_s + CLOCK_ERROR_S + self._behind_s, LONGEST_IN_DHT_S)
+        await self._store(self._stage_key(record.stage), raw, kept_s)
         self._note_own(record)
         source = self._sources.get(self._network.peer_id)
         if source is not None:
@@ -191,127 +230,125 @@ class Presence:
         """Remember our own samples, if we are or were a source, and whether we finished."""
         if record.stage == 0 and record.samples:
             finished = record.state is State.FINISHED
-            self._sources[record.peer] = _joined(self._sources.get(record.peer), _Source(record.samples, finished))
+            mine = SourceRecord(record.samples, finished)
+            self._sources[record.peer] = joined(self._sources.get(record.peer), mine)
 
     async def _store(self, key: str, raw: bytes, lifetime_s: float) -> None:
-        if len(raw) > _RECORD_BYTES:
-            raise ValueError(f"our record has {len(raw)} bytes, {_RECORD_BYTES} are allowed")
+        if len(raw) > RECORD_BYTES:
+            raise ValueError(f"our record has {len(raw)} bytes, {RECORD_BYTES} are allowed")
         try:
             stored = await self._network.publish(key, self._network.peer_id, raw, lifetime_s)
         except ConnectionError:
             stored = False
         self._counts["published" if stored else "publish.failed"] += 1
 
-    def _take_records(self, stage: int, found: Mapping[str, bytes], now: float) -> None:
-        """Note what one reading of a stage says, and forget peers of whom nothing new was heard for a lifetime."""
-        seen = self._seen[stage]
-        for peer in _at_most(found, seen):
-            raw, known = found[peer], seen.get(peer)
-            if known is not None and known.raw == raw:
+    def _take_stages(self, found: Mapping[int, Mapping[str, bytes] | None], now_s: float) -> None:
+        """Note what one reading of all watched stages says; a stage that could not be read is None."""
+        read = {stage: raws for stage, raws in found.items() if raws is not None}
+        self._read.update(read)
+        news = {stage: self._news(stage, raws) for stage, raws in read.items()}
+        if self._is_sight(read, news):
+            self._sighted_s = now_s
+        given_up = self._sighted_s is not None and now_s - self._sighted_s >= ISOLATED_S
+        me = self._network.peer_id
+        youngest = youngest_at(each for records in news.values() for peer, each in records.items() if peer != me)
+        self._youngest_at = max(self._youngest_at, youngest)
+        sighted = self._sighted_s == now_s or (given_up and bool(read))
+        reading = Reading(now_s, self._unix_time(), self._youngest_at, sighted)
+        for stage, records in news.items():
+            self._seen[stage].take(records, read[stage], reading)
+
+    def _news(self, stage: int, raws: Mapping[str, bytes]) -> dict[str, Published]:
+        """Decode the records of a stage that are later ones than we know, and that their peers may publish."""
+        known, news = self._seen[stage].known, {}
+        for peer in at_most(raws, known):
+            raw, before = raws[peer], known.get(peer)
+            if before is not None and before.raw == raw:
                 continue
-            record = _decode_record(raw)
-            if record is None or record.peer != peer or record.stage != stage:
+            published = decode_record(raw, peer, stage)
+            if published is None:
                 self._counts["records.garbled"] += 1
-            else:
-                seen[peer] = _Sighting(record, raw, now)
-        for peer in [peer for peer, sighting in seen.items() if now - sighting.heard_s >= self._lifetime_s]:
-            if found.get(peer) != seen[peer].raw:
-                del seen[peer]
+            elif before is None or published.serial > before.published.serial:
+                news[peer] = published
+        return news
+
+    def _is_sight(self, read: Mapping[int, Mapping[str, bytes]], news: Mapping[int, Mapping[str, Published]]) -> bool:
+        """Say whether a reading is a sight of the swarm, or trouble of our own."""
+        if not read:
+            return False
+        me = self._network.peer_id
+        if any(peer != me for records in news.values() for peer in records):
+            return True
+        known = [
+            (number, peer)
+            for number in self._watched
+            for peer, record in self._seen[number].believed.items()
+            if peer != me and record.state is not State.LEAVING
+        ]
+        return not known or (len(known) == 1 and known[0][1] in read.get(known[0][0], ()))
 
     def _take_sources(self, found: Mapping[str, bytes] | None) -> None:
         if found is None:
             return
         working = (State.TRAINING, State.FINISHED)
-        self._worked.update([peer for peer, sighting in self._seen[0].items() if sighting.record.state in working])
+        seen = (peer for peer, record in self._seen[0].believed.items() if record.state in working)
+        self._worked.update(list(islice(seen, max(0, MOST_WORKED - len(self._worked)))))
         if not self._looked:
             # They may have left before we came.
             self._looked = True
-            self._worked.update(_at_most(found, {}))
-        for peer in _at_most(found, self._sources):
-            source = _decode_source(found[peer]) if len(found[peer]) <= _SOURCE_BYTES else None
+            self._worked.update(at_most(found, {}))
+        for peer in at_most(found, self._sources):
+            source = decode_source(found[peer])
             if source is None:
                 self._counts["records.garbled"] += 1
                 continue
             if peer not in self._worked:
                 self._counts["sources.unknown"] += 1
-            elif peer in self._sources or len(self._sources) < _MOST_RECORDS:
-                self._sources[peer] = _joined(self._sources.get(peer), source)
+            elif peer in self._sources or len(self._sources) < MOST_RECORDS:
+                self._sources[peer] = joined(self._sources.get(peer), source)
 
-    def _show(self, now: float) -> None:
-        """Make the new snapshot, and wake who waits if it differs."""
+    def _show(self, now_s: float, watched: Collection[int]) -> None:
+        """Make the new snapshot of the stages that are watched, and wake who waits if it differs."""
         own, me = self._own, self._network.peer_id
         stages = []
         for number, seen in enumerate(self._seen):
-            if number not in self._watched:
+            if number not in watched:
                 seen.clear()
-            records = [sighting.record for peer, sighting in seen.items() if peer != me]
+                self._read.discard(number)
+            records = [record for peer, record in seen.believed.items() if peer != me]
             if own is not None and own.stage == number:
                 records.append(own)
             present = [record for record in records if record.state is not State.LEAVING]
             stages.append(tuple(sorted(present, key=attrgetter("peer"))))
+        self._compare_clocks()
         finished = {peer for peer, source in self._sources.items() if source.finished}
         at_work = {record.peer for record in stages[0] if record.state is State.TRAINING} - finished
         before = self._roster
         self._roster = Roster(
             stages=tuple(stages),
-            read_at=now,
+            read_at=now_s,
+            old_since_s=self._old_since(now_s),
             run_samples=sum(source.samples for source in self._sources.values()),
             own_samples=self._sources[me].samples if me in self._sources else 0,
             sources=len(finished | at_work),
             sources_finished=len(finished),
         )
-        if msgspec.structs.replace(before, read_at=now) != self._roster:
+        if msgspec.structs.replace(before, read_at=now_s) != self._roster:
             self._change.set()
             self._change = asyncio.Event()
 
+    def _compare_clocks(self) -> None:
+        """Learn how right our clock is; asked far more often than there is anything new to learn it from."""
+        me = self._network.peer_id
+        offsets = (
+            sighting.offset_s
+            for number in self._watched
+            for peer, sighting in self._seen[number].known.items()
+            if sighting.believed and peer != me
+        )
+        self._skew_s = skew_s(islice(offsets, CLOCKS_ASKED), self._refresh_s / 2)
 
-def _at_most(found: Mapping[str, bytes], known: Mapping[str, Any]) -> Iterable[str]:
-    """Return the peers of a reading; of too many the known first, so that a flood drives nobody out."""
-    if len(found) <= _MOST_RECORDS:
-        return found
-    return sorted(found, key=lambda peer: (peer not in known, peer))[:_MOST_RECORDS]
-
-
-def _joined(known: _Source | None, news: _Source) -> _Source:
-    """Return the most that was ever said of a source."""
-    if known is None or (news.samples >= known.samples and news.finished >= known.finished):
-        return news
-    return _Source(max(known.samples, news.samples), known.finished or news.finished)
-
-
-_decoded: WeakValueDictionary[bytes, PeerRecord] = WeakValueDictionary()
-"""Records that somebody holds, by their bytes: the many peers of a simulation share one of each."""
-
-
-def _decode_record(raw: bytes) -> PeerRecord | None:
-    """Return the record if it is one that a peer may publish; whether under this name is for the caller to see."""
-    known = _decoded.get(raw)
-    if known is not None:
-        return known
-    if len(raw) > _RECORD_BYTES:
-        return None
-    try:
-        record = msgspec.msgpack.decode(raw, type=_Published).record
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    numbers = (record.claimed_at, record.device_s, record.tokens_per_s, record.loss or 0.0, record.gap or 0.0)
-    counts = (record.round, record.inner_steps, record.samples)
-    possible = (
-        all(map(math.isfinite, numbers))
-        and min(record.claimed_at, record.device_s, record.tokens_per_s) >= 0.0
-        and 0.0 <= record.progress <= 1.0
-        and all(0 <= count <= _LARGEST_COUNT for count in counts)
-    )
-    if not possible:
-        return None
-    _decoded[raw] = record
-    return record
-
-
-@lru_cache(maxsize=_MOST_RECORDS)
-def _decode_source(raw: bytes) -> _Source | None:
-    try:
-        source = msgspec.msgpack.decode(raw, type=_Source)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return source if 0 <= source.samples <= _LARGEST_COUNT else None
+    def _old_since(self, now_s: float) -> float | None:
+        """Return since when nobody was heard, if that is longer than a reading that went wrong may explain."""
+        since_s = self._sighted_s
+        return since_s if since_s is not None and now_s - since_s > 2.5 * self._refresh_s else None

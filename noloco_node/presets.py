@@ -16,7 +16,7 @@ from typing import NamedTuple
 from noloco_node.errors import Exit, Trouble
 
 
-class _Numbers(NamedTuple):
+class Numbers(NamedTuple):
     """What differs from preset to preset."""
 
     about: str
@@ -40,8 +40,8 @@ class _Numbers(NamedTuple):
     overlap: int
 
 
-_PRESETS: dict[str, _Numbers] = {
-    "tiny": _Numbers(
+_PRESETS: dict[str, Numbers] = {
+    "tiny": Numbers(
         about="0.75 million parameters: for a laptop, a few minutes",
         hidden=128,
         layers=4,
@@ -62,7 +62,7 @@ _PRESETS: dict[str, _Numbers] = {
         late_per_round=16,
         overlap=3,
     ),
-    "125m": _Numbers(
+    "125m": Numbers(
         about='113 million parameters beside the vocabulary: "small" in the paper',
         hidden=768,
         layers=12,
@@ -83,7 +83,7 @@ _PRESETS: dict[str, _Numbers] = {
         late_per_round=50,
         overlap=8,
     ),
-    "1b": _Numbers(
+    "1b": Numbers(
         about='1.6 billion parameters beside the vocabulary: "medium" in the paper',
         hidden=2048,
         layers=24,
@@ -104,7 +104,7 @@ _PRESETS: dict[str, _Numbers] = {
         late_per_round=50,
         overlap=8,
     ),
-    "7b": _Numbers(
+    "7b": Numbers(
         about='8.6 billion parameters beside the vocabulary: "large" in the paper',
         hidden=4096,
         layers=32,
@@ -133,6 +133,11 @@ PRESETS = tuple(_PRESETS)
 
 def run_text(preset: str, *, name: str | None = None, seed: int = 0) -> str:
     """Return the text of a run file, every field of it explained by a comment; raise `Trouble` for another preset."""
+    return written(numbers_of(preset), name or preset, seed)
+
+
+def numbers_of(preset: str) -> Numbers:
+    """Return what a preset is made of; raise `Trouble` for another one."""
     if preset not in _PRESETS:
         raise Trouble(
             f"There is no preset {preset!r}.",
@@ -140,12 +145,16 @@ def run_text(preset: str, *, name: str | None = None, seed: int = 0) -> str:
             attempt=f"one of {', '.join(PRESETS)}",
             code=Exit.USAGE,
         )
-    return _written(_PRESETS[preset], name or preset, seed)
+    return _PRESETS[preset]
 
 
 def write_run_file(path: Path, preset: str, *, overwrite: bool) -> None:
     """Write a preset's run file to `path`; raise `Trouble` if there is no such preset or a file is in the way."""
-    text = run_text(preset)
+    write_text(path, run_text(preset), overwrite=overwrite)
+
+
+def write_text(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a run file's text to `path`; raise `Trouble` if a file is in the way."""
     try:
         with path.open("w" if overwrite else "x", encoding="utf-8") as file:
             file.write(text)
@@ -183,14 +192,17 @@ def demo_run_text(*, stages: int, replicas: int, steps: int, seed: int) -> str:
         late_per_round=4 * per_round,
         overlap=per_round - 1,
     )
-    return _written(numbers, "demo", seed)
+    return written(numbers, "demo", seed)
 
 
-def _written(n: _Numbers, name: str, seed: int) -> str:
-    return "\n".join([_head(n, name, seed), _pipeline(n), _DATA, _inner(n), _outer(n)])
+def written(n: Numbers, name: str, seed: int, *, model: str | None = None, tokenizer: str = '"byt5"') -> str:
+    """Return the text of a run file. `model`: another section [model]; `tokenizer`: another one, quoted."""
+    data = _DATA.replace('tokenizer = "byt5"', f"tokenizer = {tokenizer}", 1)
+    parts = [_title(n, name, seed), _model(n) if model is None else model]
+    return "\n".join([*parts, _pipeline(n), data, _inner(n), _outer(n)])
 
 
-def _head(n: _Numbers, name: str, seed: int) -> str:
+def _title(n: Numbers, name: str, seed: int) -> str:
     return f'''\
 # A run of noloco-node: {n.about}.
 #
@@ -204,7 +216,11 @@ seed = {seed}
 # "auto": bfloat16 arithmetic on GPUs that have it, float32 on CPUs. "float32": float32 everywhere.
 # The weights themselves are float32 always.
 precision = "auto"
+'''
 
+
+def _model(n: Numbers) -> str:
+    return f"""\
 [model]
 # A decoder of transformers, by its model type ("llama", "gpt2", "qwen2", ...), trained from scratch. To continue from a
 # finished model, remove `architecture` and [model.sizes] and give `path` (a local Hugging Face directory) or `hub`
@@ -230,10 +246,10 @@ vocab_size = 384
 max_position_embeddings = {n.sequence_length}
 # First and last stage hold separate copies of an input embedding and a head that are tied: they train apart anyway.
 tie_word_embeddings = false
-'''
+"""
 
 
-def _pipeline(n: _Numbers) -> str:
+def _pipeline(n: Numbers) -> str:
     return f'''\
 [pipeline]
 # The layers are cut into this many stages; a peer holds one of them.
@@ -286,7 +302,7 @@ shuffle = true
 """
 
 
-def _inner(n: _Numbers) -> str:
+def _inner(n: Numbers) -> str:
     return f"""\
 [inner]
 # The optimiser inside a peer between two meetings: AdamW.
@@ -307,7 +323,7 @@ clip_norm = 1.0
 """
 
 
-def _outer(n: _Numbers) -> str:
+def _outer(n: Numbers) -> str:
     return f"""\
 [outer]
 # Gossip: after this many inner steps a peer meets one random peer of its own stage, and both move towards their mean.

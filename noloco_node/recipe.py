@@ -19,8 +19,8 @@ from noloco_node.wire import LONG_HEADER_BYTES, MessageSpec, Schema
 
 TOPIC = "run"
 PATIENCE_S = 20.0
-CLOCK_ERROR_S = 10.0
-"""A third of a record's life: with more, living peers look gone."""
+CLOCK_ERROR_S = 60.0
+"""With more, others refuse our records as made in the future, or take them for old."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,11 @@ async def fetch(network: Network, peers: Sequence[str], digest: str) -> Recipe:
         except (ConnectionError, TimeoutError) as error:
             answers.append(f"{peer}: {error or type(error).__name__}")
             continue
-        recipe = Recipe(reply.text, f"the run file from {peer}")
+        try:
+            recipe = Recipe(reply.text, f"the run file from {peer}")
+        except Trouble as trouble:  # that peer's text, or a directory that this machine has not: the next may do better
+            answers.append(f"{peer}: {trouble.what} {trouble.why}")
+            continue
         if recipe.digest == digest:
             check_clock(time.time() - reply.unix_time, peer)
             return recipe

@@ -23,6 +23,7 @@ from noloco_node import __version__, journal
 from noloco_node.beginning import Beginning
 from noloco_node.checkpoint import Checkpoint, Counters
 from noloco_node.machine import Runner, Stage
+from noloco_node.patience import ANSWERS, Bounds, Timing
 from noloco_node.post import Post, World, round_settings
 from noloco_node.roster import Derived, PeerRecord, Roster, State, speed
 from noloco_node.topics import GOSSIP, MICROBATCH, topic
@@ -42,6 +43,8 @@ DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
 IDLE_S = 5.0
 """Shorter waits are not worth a word."""
+REPLIES = Bounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
+"""Of a reply to a microbatch, where one stage is below us."""
 
 
 class Replica:
@@ -78,8 +81,10 @@ class Replica:
                 partners=Derived(world.roster, self._partners),
                 converse=self._converse,
                 record=self._journal,
+                answers=Timing(ANSWERS) if post.deadlines else None,
             ),
         )
+        self._replies = Timing(REPLIES)
         self._loss: float | None = None
         self._gap: float | None = None
         self._partner: str | None = None
@@ -96,7 +101,7 @@ class Replica:
             rate = learning_rate(self.progress.value, self._schedule)
             report = await self._device.run(self._stage.step, rate, len(outcomes))
             self._note_step(outcomes, rate, report.applied)
-            going = Going(self.progress.value, speed(self.worker.device_s))
+            going = Going(self.progress.value, speed(self._microbatch_s))
             await self.rounds.between_steps(self.inner_steps, self._seconds_per_step, going)
             await in_pause()
             self.gate.next_window()
@@ -123,6 +128,11 @@ class Replica:
                 stale=sum(outcome.stale for outcome in outcomes),
             )
         )
+
+    @property
+    def seconds_per_step(self) -> float:
+        """What the last window took, from one inner step to the next; 1 before the first."""
+        return self._seconds_per_step
 
     @property
     def stranded(self) -> bool:
@@ -166,18 +176,20 @@ class Replica:
     async def state(self, parts: Parts) -> ReplicaState:
         """Return a copy of our state for a newcomer, or its slow weights for an export."""
         outer, whole = self.rounds.state, parts is Parts.ALL
+        # A round may end while we wait for the optimiser: these are the weights of the one before it.
+        finished, last_met, inner_steps = self.rounds.finished, self.rounds.last_met, self.inner_steps
         optimiser = await self._device.run(self._stage.optimiser_state) if whole else OptimiserState(0, ())
         return ReplicaState(
             slow=outer.slow,
             momentum=outer.momentum if whole else (),
             optimiser=optimiser.moments,
-            round=self.rounds.finished,
-            inner_steps=self.inner_steps,
+            round=finished,
+            inner_steps=inner_steps,
             progress=self.progress.value,
             optimiser_steps=optimiser.steps,
             gathered=outer.gathered if whole else (),
             meetings=outer.meetings if whole else 0,
-            last_met=self.rounds.last_met,
+            last_met=last_met,
         )
 
     # What the rounds ask of us (gossip.port.Replica).
@@ -211,13 +223,7 @@ class Replica:
 
     async def _call(self, peer: str, microbatch: Microbatch) -> Reply:
         try:
-            async with self._world.network.talk(
-                peer, topic(MICROBATCH, self.post.stage + 1), self._world.microbatch_schema
-            ) as conversation:
-                await conversation.send(microbatch)
-                reply = await conversation.receive()
-                if not isinstance(reply, Gradient | Refused):
-                    raise Violation(f"expected a gradient, got {type(reply).__name__}")
+            reply = await self._reply(peer, microbatch)
         except Violation as violation:
             self._world.record(journal.Violation(peer=peer, topic=MICROBATCH, why=str(violation)))
             raise
@@ -226,6 +232,30 @@ class Replica:
             raise
         if isinstance(reply, Refused):
             self._world.record(journal.Refused(peer=peer, reason=str(reply.reason)))
+        return reply
+
+    async def _reply(self, peer: str, microbatch: Microbatch) -> Reply:
+        """Send a microbatch and return what comes; ConnectionAbortedError when nothing does for very much too long."""
+        # Whoever is nearest to a replica that hangs must be the first to give up, with time left for another to answer,
+        # or the innocent are accused. (A usual deadline is twice the mean at least.) That is why waits in vain do not
+        # lengthen it: those who wait above would not know. Who needs three times as long as the others is left out.
+        begun_s, below = _now(), self.post.run.pipeline.stages - 1 - self.post.stage
+        most_s = (1.0 + below / 2) * self._replies.deadline_s(peer)
+        try:
+            async with (
+                asyncio.timeout(most_s if self.post.deadlines and most_s < math.inf else None),
+                self._world.network.talk(
+                    peer, topic(MICROBATCH, self.post.stage + 1), self._world.microbatch_schema
+                ) as conversation,
+            ):
+                await conversation.send(microbatch)
+                reply = await conversation.receive()
+                if not isinstance(reply, Gradient | Refused):
+                    raise Violation(f"expected a gradient, got {type(reply).__name__}")
+        except TimeoutError:
+            raise ConnectionAbortedError(f"{peer} has not answered for {most_s:.0f} s, though it is there") from None
+        if isinstance(reply, Gradient):
+            self._replies.took(peer, _now() - begun_s)
         return reply
 
     # What we say of ourselves.
@@ -265,6 +295,11 @@ class Replica:
             case Lost():
                 self._world.record(journal.Lost(peer=event.partner, what="exchange", why=event.why))
 
+    @property
+    def _microbatch_s(self) -> float:
+        """Seconds a microbatch, of the device or of the line, whichever limits us; 0 until known."""
+        return max(self.worker.device_s, self.post.line_s)
+
     def describe(self, state: State) -> PeerRecord:
         """Return our record for the roster."""
         return PeerRecord(
@@ -274,7 +309,7 @@ class Replica:
             round=self.rounds.finished,
             inner_steps=self.inner_steps,
             progress=self.progress.value,
-            device_s=self.worker.device_s,
+            device_s=self._microbatch_s,
             tokens_per_s=self._tokens_per_s,
             # A record with a number that is none would be refused by every reader.
             loss=_finite(self._loss),
@@ -302,6 +337,7 @@ class Replica:
         return Checkpoint(
             Counters(
                 run_id=self.post.run_id,
+                peer=self.post.peer,
                 stage=self.post.stage,
                 round=self.rounds.finished,
                 inner_steps=self.inner_steps,

@@ -48,14 +48,20 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     samples: int = 0
     """At stage 0: sequences drawn here whose gradient came back."""
     device_s: float = 0.0
-    """Measured device seconds a microbatch; 0 until known."""
+    """Measured device seconds a microbatch, or the seconds of a budgeted line where those are more; 0 until known."""
     tokens_per_s: float = 0.0
     loss: float | None = None
     gap: float | None = None
     partner: str | None = None
     waiting: str | None = None
     """What it waits for, in words, and since when; None while it works."""
+    budget: str | None = None
+    """What it uses of its bandwidth budget, in words; None without one."""
     addresses: tuple[str, ...] = ()
+    may_serve: tuple[int, ...] = ()
+    """Stages that it would move to if it were needed there (`pipeline.moving`)."""
+    moves_to: int | None = None
+    """The stage that it is about to move to."""
     version: str = ""
 
     @property
@@ -69,6 +75,8 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
     stages: tuple[tuple[PeerRecord, ...], ...]
     read_at: float = 0.0
+    old_since_s: float | None = None
+    """Since when nothing was learnt of anybody (loop seconds): the trouble is ours, and the others may be there."""
     run_samples: int = 0
     """Sequences done in the whole run, records of departed sources included."""
     own_samples: int = 0

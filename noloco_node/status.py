@@ -15,6 +15,8 @@ from noloco_node.swarm import visited
 
 BESIDE_BOOTSTRAP = 4
 """Addresses of ordinary peers in the invite that `status` prints: with them it outlives its bootstrap peers."""
+MOST_WORDS = 200
+"""Of what a peer says of itself in words."""
 
 
 async def look(invite: str, *, as_json: bool) -> str:
@@ -54,16 +56,20 @@ def summary(recipe: Recipe, roster: Roster, invite: str) -> dict[str, Any]:
 
 def picture(recipe: Recipe, roster: Roster) -> str:
     """Return a table of all peers, stage by stage."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
+    # All of it within a hundred columns: names and figures whole, and words that wrap.
     table = Table(
-        title=f"{recipe.run.name} ({recipe.digest[:12]}), {_progress(recipe, roster):.1%} of the token budget"
+        title=f"{recipe.run.name} ({recipe.digest[:12]}), {_progress(recipe, roster):.1%} of the token budget",
+        box=SIMPLE_HEAD,
+        padding=0,
     )
     for heading in ("stage", "peer", "state"):
-        table.add_column(heading)
-    for heading in ("step", "round", "progress", "loss", "gap", "tokens/s", "ms a microbatch"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, no_wrap=True)
+    for heading in ("step", "round", "progress", "loss", "gap", "tokens/s", "device ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("waits for")
     for number, records in enumerate(roster.stages):
         table.add_section()
@@ -72,13 +78,21 @@ def picture(recipe: Recipe, roster: Roster) -> str:
         if not records:
             table.add_row(str(number), "[bold red]nobody[/]")
     text = io.StringIO()
-    Console(file=text, width=max(100, shutil.get_terminal_size().columns)).print(table)
+    console = Console(file=text, width=max(100, shutil.get_terminal_size().columns))
+    console.print(table)
+    # As a column they would leave the others no room.
+    budgets = [(record.peer, record.budget) for records in roster.stages for record in records if record.budget]
+    if budgets:
+        used = Table.grid(padding=(0, 1))
+        for peer, words in sorted(budgets):
+            used.add_row(f" {_said(peer[-8:])}", _said(words))
+        console.print("Bandwidth used, of what a budget allows:", used)
     return text.getvalue()
 
 
 def _row(record: PeerRecord) -> tuple[str, ...]:
     return (
-        record.peer[-8:],
+        _said(record.peer[-8:]),
         str(record.state),
         str(record.inner_steps),
         str(record.round),
@@ -87,8 +101,15 @@ def _row(record: PeerRecord) -> tuple[str, ...]:
         "" if record.gap is None else f"{record.gap:.4f}",
         f"{record.tokens_per_s:,.0f}",
         f"{1000 * record.device_s:.0f}" if record.device_s else "",
-        record.waiting or "",
+        _said(record.waiting) or (f"moves to stage {record.moves_to}" if record.moves_to is not None else ""),
     )
+
+
+def _said(words: str | None) -> str:
+    """Return what a stranger says of itself as plain text: neither markup nor signs that move a terminal's cursor."""
+    from rich.markup import escape
+
+    return escape("".join(letter if letter.isprintable() else " " for letter in (words or "")[:MOST_WORDS]))
 
 
 def _progress(recipe: Recipe, roster: Roster) -> float:

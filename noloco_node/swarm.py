@@ -7,7 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from noloco_node import invite as invites
-from noloco_node.libp2p.network import Libp2p, Settings
+from noloco_node.console import say
+from noloco_node.libp2p.network import Libp2p
+from noloco_node.libp2p.settings import Settings
+from noloco_node.patience import PatientNetwork
+from noloco_node.port import Network
 from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe, fetch
 from noloco_node.wire import WIRE_VERSION
@@ -20,8 +24,8 @@ def prefix(digest: str) -> str:
 
 @asynccontextmanager
 async def connected(settings: Settings) -> AsyncIterator[Libp2p]:
-    """Open the network, and end the body with `Trouble` should our libp2p daemon die."""
-    async with Libp2p.open(settings) as network, asyncio.TaskGroup() as group:
+    """Open the network, and end the body with `Trouble` should our libp2p daemon die again and again."""
+    async with Libp2p.open(settings, say) as network, asyncio.TaskGroup() as group:
         watch = group.create_task(network.wait_daemon(), name="daemon watch")
         try:
             yield network
@@ -30,15 +34,19 @@ async def connected(settings: Settings) -> AsyncIterator[Libp2p]:
 
 
 @asynccontextmanager
-async def visited(invite: str) -> AsyncIterator[tuple[Libp2p, Recipe, Presence]]:
-    """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster."""
+async def visited(invite: str) -> AsyncIterator[tuple[Network, Recipe, Presence]]:
+    """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
+
+    A peer that does not take calls holds the visitor up no longer than it would a node (`patience`).
+    """
     parsed = invites.parse(invite)
     settings = Settings(
         prefix=prefix(parsed.digest),
         listen=("/ip4/127.0.0.1/tcp/0",),
         bootstrap=tuple(map(str, parsed.addresses)),
     )
-    async with connected(settings) as network:
+    async with connected(settings) as whole:
+        network = PatientNetwork(whole)
         recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
         presence = Presence(network, parsed.digest, recipe.run.pipeline.stages)
         await presence.peek()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from noloco_node import journal
 from noloco_node.machine import Voice
+from noloco_node.metered import spending
 from noloco_node.roster import PeerRecord, State
 
 if TYPE_CHECKING:
@@ -18,10 +19,13 @@ LINE_EVERY_S = 10.0
 
 
 class Telling:
-    """Keeps everybody up to date about one replica; `run` beside the training. `announce` renews our record."""
+    """Keeps everybody up to date about one replica; `run` beside the training.
+
+    `announce`: renews our record, and returns the state that it says.
+    """
 
     def __init__(
-        self, replica: Replica, network: Network, voice: Voice, refresh_s: float, announce: Callable[[], None]
+        self, replica: Replica, network: Network, voice: Voice, refresh_s: float, announce: Callable[[], State]
     ) -> None:
         self._replica, self._network, self._voice = replica, network, voice
         self._refresh_s, self._announce = refresh_s, announce
@@ -34,19 +38,21 @@ class Telling:
         said_at, totals_at, waited_for = -LINE_EVERY_S, 0.0, None
         while True:
             await asyncio.sleep(min(self._refresh_s, LINE_EVERY_S) / 2)
-            self._announce()
+            state = self._announce()
             now_s = asyncio.get_running_loop().time()
             if now_s - totals_at >= self._refresh_s:
                 totals_at = now_s
                 self.record_totals()
-            record = self._replica.describe(State.TRAINING)
-            waits_for = record.waiting and record.waiting.partition(", for")[0]
+            waiting = self._replica.waiting()
+            waits_for = waiting and waiting.partition(", for")[0]
             if waits_for != waited_for:
                 waited_for = waits_for
-                self._voice.record(journal.StateChanged(state=State.TRAINING, waiting=waits_for))
+                self._voice.record(journal.StateChanged(state=state, waiting=waits_for))
             if now_s - said_at >= LINE_EVERY_S:
                 said_at = now_s
-                self._voice.say(progress_line(record))
+                budget = spending(self._network.statistics())
+                line = progress_line(self._replica.describe(State.TRAINING))
+                self._voice.say(line + (f"; {budget}" if budget else ""))
 
     def record_totals(self) -> None:
         """Journal the totals so far: microbatches by next hop, bytes by purpose."""
@@ -54,7 +60,11 @@ class Telling:
             totals = self._replica.downstream.hop_totals
             self._voice.record(journal.Hops(counts={peer: total.succeeded for peer, total in totals.items()}))
         bytes_by: dict[str, dict[str, int]] = {"bytes.sent.": {}, "bytes.received.": {}}
-        for name, value in self._network.statistics().items():
+        totals_now = self._network.statistics()
+        budget = {name[len("budget.") :]: value for name, value in totals_now.items() if name.startswith("budget.")}
+        if budget:
+            self._voice.record(journal.Budget(bytes=budget))
+        for name, value in totals_now.items():
             for prefix, counts in bytes_by.items():
                 if name.startswith(prefix):
                     purpose = name.removeprefix(prefix).partition("/")[0]

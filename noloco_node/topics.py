@@ -10,7 +10,23 @@ from math import prod
 
 from gossip.exchange import PROBE
 from gossip.formats import Format, absolute, wire_specs
-from gossip.messages import Accepted, Ahead, Busy, Declined, Offer, Probe, Received, ReplicaState, StateRequest, Weights
+from gossip.messages import (
+    Accepted,
+    Ahead,
+    Busy,
+    Declined,
+    Gone,
+    Manifest,
+    Offer,
+    Piece,
+    PieceRequest,
+    Probe,
+    Received,
+    Section,
+    StateRequest,
+    Weights,
+)
+from gossip.pieces import DIGEST_BYTES, cut
 from noloco_node.config import RunConfig
 from noloco_node.wire import Either, MessageSpec, Schema, TensorSpec
 from pipeline.messages import Gradient, Microbatch, Refused
@@ -66,22 +82,16 @@ def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
 
 def state_schema(shapes: Shapes) -> Schema:
     """Return what a newcomer, or somebody who exports, and a replica of this stage say to each other."""
-    weights = _float32(shapes)
+    spans = cut([4 * prod(shape) for shape in shapes])
+    hashes = Either((TensorSpec((len(spans), DIGEST_BYTES), "uint8"), None))
+    sizes = dict.fromkeys(span.size_bytes for span in spans)
     return Schema(
         {
             StateRequest: MessageSpec(),
             Busy: MessageSpec(),
-            ReplicaState: MessageSpec(
-                {
-                    "slow": weights,
-                    "momentum": Either((weights, ())),
-                    "gathered": Either((weights, ())),
-                    "optimiser": Either((weights + weights, ())),
-                }
-            ),
+            Manifest: MessageSpec({str(section): hashes for section in Section}),
+            PieceRequest: MessageSpec(),
+            Piece: MessageSpec({"data": Either(tuple(TensorSpec((size,), "uint8") for size in sizes))}),
+            Gone: MessageSpec(),
         }
     )
-
-
-def _float32(shapes: Shapes) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(tuple(shape), "float32") for shape in shapes)

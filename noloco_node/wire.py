@@ -64,7 +64,7 @@ __all__ = [
     "error",
 ]
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Part of every protocol name and of the run's digest."""
 
 ERROR_BYTES = 1024

@@ -8,18 +8,23 @@ What a replica answers, and what follows:
   refuse, we sleep until the earliest of these times, jittered;
 - a loss: another replica, and one attempt less. A peer that could not be reached, or that was given up (silent, or in
   violation), becomes a suspect; a stream that broke accuses nobody. Suspects are asked when there is nobody else, after
-  a pause that doubles with each loss;
+  a pause that doubles with each loss; one whose suspicion is over gets one call at a time until it has succeeded;
 - `Refused(NO_ROUTE)`: another replica, which may know another way, and one attempt less;
 - `Refused(EXPIRED)`: nobody wants the reply any more. Up it goes, and nobody is accused.
 
 With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`.
+
+When it was ourselves who were away (the machine slept, say), everybody seems to have been silent: `forgive` clears all
+suspicions, and those that the next seconds would bring.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple, TypeVar
@@ -110,6 +115,9 @@ class Downstream:
         self._ways, self._limits, self._rng = ways, limits, rng
         self._bag = Bag()
         self._suspects = Suspects()
+        self._on_trial: dict[str, None] = {}
+        """Peers on trial that have a call in hand."""
+        self._forgiving_until_s = -math.inf
         self._resting: dict[str, float] = {}
         self._totals: dict[str, HopTotals] = {}
         self._waits: dict[_Search, Waiting] = {}
@@ -118,7 +126,7 @@ class Downstream:
     @property
     def waiting(self) -> Waiting | None:
         """The oldest of the waits that microbatches are in; None while all are being worked on."""
-        return min(self._waits.values(), key=lambda wait: wait.since_s, default=None)
+        return min(self._waits.values(), key=lambda wait: wait.since_s) if self._waits else None
 
     @property
     def hop_totals(self) -> dict[str, HopTotals]:
@@ -128,7 +136,12 @@ class Downstream:
     @property
     def suspects(self) -> frozenset[str]:
         """The replicas that are under suspicion now."""
-        return self._suspects.active(_now_s())
+        return self._suspects.active(_now_s()) if self._suspects.suspicions else frozenset()
+
+    def forgive(self, for_s: float) -> None:
+        """Clear all suspicions, and accuse nobody for so long: the silence was ours."""
+        self._suspects = Suspects()
+        self._forgiving_until_s = _now_s() + for_s
 
     async def ask(self, microbatch: Microbatch, deadline_s: float) -> Reply:
         """Return a replica's gradient of a microbatch; Refused when there is no way or a replica found no time left.
@@ -168,7 +181,7 @@ class Downstream:
     def _choose(self, search: _Search) -> str | None:
         avoid = self._resting_now()
         if not search.forgiving:
-            avoid |= self.suspects | search.lost
+            avoid |= self.suspects | search.lost | self._on_trial.keys()
         peer, self._bag = next_hop(self._bag, self._ways.hops(), avoid, self._rng)
         return peer
 
@@ -176,13 +189,15 @@ class Downstream:
         """Call one replica; return what goes up, None when another is to be asked."""
         search.forgiving = False
         self._count_call(peer, succeeded=0)
+        begun_s = _now_s()
         sent = replace(microbatch, budget_s=max(0.0, search.deadline_s - _now_s()))
         try:
-            reply = await self._ways.call(peer, sent)
+            with self._trial(peer):
+                reply = await self._ways.call(peer, sent)
             if isinstance(reply, Gradient):
                 _check(reply, microbatch)
         except ConnectionError as error:
-            self._lose(peer, error, search)
+            self._lose(peer, error, search, _now_s() - begun_s)
             return None
         if isinstance(reply, Gradient):
             self._suspects = self._suspects.clear(peer)
@@ -197,7 +212,19 @@ class Downstream:
         self._rest(peer, reply)
         return None
 
-    def _lose(self, peer: str, error: ConnectionError, search: _Search) -> None:
+    @contextmanager
+    def _trial(self, peer: str) -> Iterator[None]:
+        """Keep other calls away from a peer on trial while it has this one."""
+        if peer in self._on_trial or peer not in self._suspects.on_trial(_now_s()):
+            yield
+            return
+        self._on_trial[peer] = None
+        try:
+            yield
+        finally:
+            del self._on_trial[peer]
+
+    def _lose(self, peer: str, error: ConnectionError, search: _Search, cost_s: float) -> None:
         search.losses += 1
         search.lost.add(peer)
         if isinstance(error, ConnectionRefusedError):
@@ -207,8 +234,8 @@ class Downstream:
         else:
             kind = "lost_broken"
         self._counts[kind] += 1
-        if kind != "lost_broken":
-            self._suspects = self._suspects.suspect(peer, _now_s())
+        if kind != "lost_broken" and _now_s() >= self._forgiving_until_s:
+            self._suspects = self._suspects.suspect(peer, _now_s(), cost_s if kind == "lost_given_up" else 0.0)
 
     def _rest(self, peer: str, refusal: Refused) -> None:
         least_s = LEAVING_REST_S if refusal.reason is Reason.LEAVING else SHORTEST_REST_S
@@ -225,7 +252,8 @@ class Downstream:
     async def _pause(self, search: _Search) -> None:
         """Sleep until somebody can be asked, or the first of those that there are may be asked again."""
         peers = [hop.peer for hop in self._ways.hops()]
-        good = [peer for peer in peers if peer not in self.suspects and peer not in search.lost]
+        out_of_favour = self.suspects | search.lost | self._on_trial.keys()
+        good = [peer for peer in peers if peer not in out_of_favour]
         resting = [self._resting.get(peer, 0.0) for peer in (good or peers)]
         if not peers:
             what, pause_s = "a replica of the next stage to appear in the roster", POLL_S
@@ -235,7 +263,7 @@ class Downstream:
                 what = f"room at the next stage: all its {len(peers)} replicas refused for now"
             pause_s = min(resting) - _now_s()
         else:
-            what = f"an answer of the next stage: all its {len(peers)} replicas were lost"
+            what = f"an answer of the next stage: all its {len(peers)} replicas were lost or are on trial"
             pause_s = max(FIRST_BACKOFF_S * 2.0**search.losses, min(resting) - _now_s())
             search.forgiving = True
         if search.waits_since_s is None:

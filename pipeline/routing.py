@@ -14,9 +14,11 @@ routes; and nobody's share falls below about a ninth of an equal one, so that a 
 moment is asked again, and one that claims to be infinitely fast leaves something to the others. Its full queue does the
 rest.
 
-A suspect is a peer that could not be reached, fell silent or sent what no peer may send. It is left alone for 30
+A suspect is a peer that could not be reached, fell silent or sent what no peer may send. It is left alone for four
 seconds, doubled each time it disappoints anew, up to ten minutes; one success clears it. Eight calls that a dying peer
-takes with it are one disappointment, not eight.
+takes with it are one disappointment, not eight. One lost dial is no reason to do without a replica for long, so a
+suspicion starts short; and lest a short one costs much when it was right, a suspect whose time is over is on trial:
+one call at a time, until it has succeeded.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ LEAST_SHARE = 1 / 8
 """Least speed that a replica is believed to have, as a part of the mean."""
 EQUAL_WITHIN = 1.1
 """Device times whose ratio is at most this count as equal."""
-FIRST_SUSPICION_S = 30.0
+FIRST_SUSPICION_S = 4.0
+TIMES_COST = 10.0
+"""A peer is left alone for so many times what its loss cost: it may take a tenth of a sender's time at most."""
 LONGEST_SUSPICION_S = 600.0
 
 
@@ -151,12 +155,16 @@ class Suspects:
 
     suspicions: Mapping[str, Suspicion] = field(default_factory=dict)
 
-    def suspect(self, peer: str, now_s: float) -> Suspects:
-        """Suspect a peer from now on; one that is suspected already stays so for as long as was said."""
+    def suspect(self, peer: str, now_s: float, cost_s: float = 0.0) -> Suspects:
+        """Suspect a peer from now on; one that is suspected already stays so for as long as was said.
+
+        `cost_s`: what it took to find out. Whoever costs a minute each time is not asked again after four seconds.
+        """
         previous = self.suspicions.get(peer)
         if previous is not None and now_s < previous.until_s:
             return self
-        length_s = FIRST_SUSPICION_S if previous is None else min(2.0 * previous.length_s, LONGEST_SUSPICION_S)
+        least_s = max(FIRST_SUSPICION_S, TIMES_COST * cost_s, 2.0 * previous.length_s if previous is not None else 0.0)
+        length_s = min(LONGEST_SUSPICION_S, least_s)
         # A peer of which nothing was heard for so long is most likely gone, and its entry would stay for ever.
         remembered = {
             other: suspicion
@@ -174,3 +182,7 @@ class Suspects:
     def active(self, now_s: float) -> frozenset[str]:
         """Return the peers to leave alone now."""
         return frozenset(peer for peer, suspicion in self.suspicions.items() if now_s < suspicion.until_s)
+
+    def on_trial(self, now_s: float) -> frozenset[str]:
+        """Return the peers whose suspicion is over and who have not succeeded since."""
+        return frozenset(peer for peer, suspicion in self.suspicions.items() if now_s >= suspicion.until_s)

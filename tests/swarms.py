@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossip.holding import Keep
 from noloco_node import journal
 from noloco_node.blueprint import Blueprint, blueprint, make_stage
 from noloco_node.checkpoint import Checkpoint
-from noloco_node.machine import Machine, Voice
+from noloco_node.machine import Machine, SnapshotStore, Voice
 from noloco_node.node import Node, Wishes
 from noloco_node.recipe import Recipe
 from noloco_node.sim.device import VirtualDevice
 from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.shelf import MemoryShelf
 from pipeline.stage import Stage
 
 
@@ -104,30 +106,40 @@ class Peer:
         stage: int | None,
         job_s: float = 0.05,
         saved: Checkpoint | None = None,
+        snapshots: SnapshotStore | None = None,
+        keep: Callable[[int, int], Keep] | None = None,
+        moves: bool = False,
     ) -> None:
         self.name, self.leave = name, asyncio.Event()
         self.events: list[journal.Event] = []
         self.said: list[str] = []
         self.saved = saved
+        self.shelf = MemoryShelf(lambda: self.saved)
         self.text = Text(recipe.run, name)
         self.stages: list[Stage] = []
         self.plan = _plan(recipe.text)
         self.stepped: tuple[Tensor, ...] = ()
+        self.copied_stages: list[int] = []
         self.device = VirtualDevice(job_s)
         machine = Machine(
             device=self.device,
             build=lambda number: self._build(recipe, number),
             open_text=self._open_text,
-            load=self._load,
+            load=self.shelf.load,
+            served=self.shelf.served,
+            former=self.shelf,
             save=self._save,
             unix_time=asyncio.get_running_loop().time,
+            snapshots=snapshots,
+            keep=keep,
+            copies=self.copied_stages.append,
         )
         self.node = Node(
             recipe,
             self.plan,
             hub.network(name),
             machine,
-            Wishes(stage=stage, linger_s=30.0, refresh_s=0.2),
+            Wishes(stage=stage, moves=moves, linger_s=30.0, refresh_s=0.2, keep_snapshots=2 if snapshots else 0),
             Voice(record=self._record, say=self.said.append),
         )
         self.task = asyncio.create_task(self.node.live(self.leave), name=name)
@@ -143,9 +155,6 @@ class Peer:
 
     async def _open_text(self) -> Text:
         return self.text
-
-    async def _load(self) -> Checkpoint | None:
-        return self.saved
 
     async def _save(self, checkpoint: Checkpoint) -> str:
         self.saved = checkpoint

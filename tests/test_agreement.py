@@ -336,13 +336,14 @@ def test_two_by_two_use_every_microbatch_once(two_by_two: Pair, which: str) -> N
     assert BUDGET <= total <= BUDGET * (1.0 + LATE_S / swarm.duration_s) + 2 * WINDOW
 
 
-def test_two_by_two_take_as_many_inner_steps(two_by_two: Pair) -> None:
-    totals = [sum(source.trained for source in swarm.sources) for swarm in two_by_two]
-    # What is not heard of in time differs by when the refreshes fall.
-    assert totals[0] == pytest.approx(totals[1], rel=0.1)
+def test_two_by_two_divide_the_inner_steps_alike(two_by_two: Pair) -> None:
+    # How many there are is held to the law above in both: a run is over in seconds, and the part of them in which the
+    # last microbatches go unheard of depends on when the refreshes fall (seen: from 4 to 17 % of all).
+    real_total, simulated_total = (sum(source.trained for source in swarm.sources) for swarm in two_by_two)
     for real, simulated in each(two_by_two):
         # Of two real processes the faster one, or the one that came first, does more; simulated ones are equally fast.
-        assert len(real.of(InnerStep)) == pytest.approx(len(simulated.of(InnerStep)), rel=0.35)
+        share = len(real.of(InnerStep)) * WINDOW / real_total
+        assert share == pytest.approx(len(simulated.of(InnerStep)) * WINDOW / simulated_total, rel=0.35)
 
 
 def test_two_by_two_meet_as_often(two_by_two: Pair) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from toys import Toy, World
 
 from gossip.catch_up import Wanted, check_state
 from gossip.delayed import Delay
 from gossip.formats import Format
-from gossip.messages import Implausible, Parts, ReplicaState
-from gossip.nesterov import OuterState
+from gossip.messages import Implausible, Manifest, Parts, Piece, ReplicaState
+from gossip.nesterov import Outer, OuterState
+from gossip.pieces import cut, listed
+from gossip.port import Origin, Settings
 from noloco_node import journal
-from noloco_node.beginning import copied, restored
+from noloco_node.beginning import copied, goes_on, restored, started
 from noloco_node.checkpoint import Checkpoint, Counters, load_latest, save
 from noloco_node.config import OuterConfig
 from noloco_node.errors import Trouble
@@ -27,6 +31,7 @@ from noloco_node.post import Post, round_settings
 from noloco_node.presets import PRESETS, run_text
 from noloco_node.runfile import decode_run
 from noloco_node.sim.bowl import SIZE, Bowl
+from noloco_node.sim.clock import run as simulated
 from noloco_node.topics import state_schema
 
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
@@ -54,6 +59,7 @@ def test_contradictory_settings_are_refused_with_the_reason(lines: str, field: s
     assert why in str(caught.value)
 
 
+@settings(deadline=None)
 @given(period=st.integers(1, 50), share=st.floats(0.0, 1.0), codec=st.sampled_from(list(Format)))
 def test_settings_reach_the_rounds(period: int, share: float, codec: Format) -> None:
     lines = f"momentum_period = {period}\nmomentum_spread = {share / period!r}\ncodec = '{codec}'\ngamma = 0.3\n"
@@ -145,6 +151,49 @@ def test_a_checkpoint_from_before_starts_a_period_and_is_not_stale() -> None:
     assert (origin.state.gathered, origin.state.meetings, origin.last_met) == ((), 0, 4)
 
 
+def checkpoint(fast: tuple[Tensor, ...]) -> Checkpoint:
+    counters = Counters(run_id="run", stage=0, round=4, inner_steps=80, progress=0.5, samples=1, optimiser_steps=80)
+    moments = (torch.zeros(SIZE), torch.zeros(SIZE))
+    return Checkpoint(counters, {"slow": drawn(1), "momentum": drawn(2), "fast": fast, "optimiser": moments})
+
+
+def test_a_checkpoint_from_between_two_rounds_says_that_its_slow_weights_lack_steps() -> None:
+    assert restored(Bowl(0), checkpoint(drawn(1))).origin.gathered
+    assert not restored(Bowl(0), checkpoint(drawn(4))).origin.gathered
+    assert copied(Bowl(0), state_of_donor()).origin.gathered
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+def test_work_of_an_earlier_life_is_not_lost_where_the_run_ends_before_another_step(gathered: bool) -> None:
+    async def main() -> Toy:
+        state = OuterState((torch.full((4,), 20.0),), (torch.zeros(4),))
+        toy = Toy(World(), "a", Settings(seed=1, outer=Outer(0.5, 0.7, 0.7)), origin=Origin(state, 3, 80, 3, gathered))
+        toy.fast = torch.full((4,), 20.0 if gathered else 12.0)
+        await toy.rounds.between_steps(80, 1.0)
+        await toy.rounds.last_round(10.0)
+        return toy
+
+    toy = simulated(main())
+    assert len(toy.solo) == (0 if gathered else 1)
+    assert toy.slow == pytest.approx(20.0 if gathered else 20.0 - 0.7 * 8.0)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 100), st.lists(st.integers(0, 100), min_size=1, max_size=7), st.integers(1, 20))
+def test_a_checkpoint_will_do_if_it_is_a_few_rounds_behind_at_most(own: int, rounds: list[int], stale: int) -> None:
+    middle = sorted(rounds)[(len(rounds) - 1) // 2]
+    assert goes_on(own, rounds, stale) == (middle - own <= min(4, stale))
+
+
+@settings(deadline=None)
+@given(st.integers(3, 100), st.lists(st.integers(0, 100), min_size=1, max_size=7))
+def test_a_newcomer_starts_where_its_stage_is_and_never_met_anybody_later(round: int, rounds: list[int]) -> None:
+    beginning = started(copied(Bowl(0), state_of_donor(round=round)), rounds, 0.7)
+    assert beginning.progress == 0.7
+    assert beginning.origin.last_met <= beginning.origin.rounds
+    assert beginning.origin.rounds >= sorted(rounds)[(len(rounds) - 1) // 2]
+
+
 WRONG = {
     "gathered without a meeting": {"meetings": 0},
     "meetings that gathered nothing": {"gathered": ()},
@@ -159,7 +208,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_donors_momentum_period_is_checked(what: str) -> None:
     like = (torch.empty(SIZE, device="meta"),)
-    wanted = Wanted(parts=Parts.ALL, like=like, optimiser_like=like + like, deadline_s=1.0)
+    wanted = Wanted(parts=Parts.ALL, like=like, deadline_s=1.0)
     check_state(state_of_donor(), wanted)
     check_state(state_of_donor(gathered=(), meetings=0), wanted)
     with pytest.raises(Implausible):
@@ -168,18 +217,30 @@ def test_a_donors_momentum_period_is_checked(what: str) -> None:
 
 def test_an_export_gets_no_momentum() -> None:
     like = (torch.empty(SIZE, device="meta"),)
-    wanted = Wanted(parts=Parts.SLOW, like=like, optimiser_like=(), deadline_s=1.0)
+    wanted = Wanted(parts=Parts.SLOW, like=like, deadline_s=1.0)
     check_state(state_of_donor(momentum=(), optimiser=(), gathered=(), meetings=0), wanted)
     with pytest.raises(Implausible):
         check_state(state_of_donor(momentum=(), optimiser=()), wanted)
 
 
-def test_a_state_passes_the_wire_within_and_between_periods() -> None:
-    schema = state_schema(((SIZE,),))
-    for state in (state_of_donor(), state_of_donor(gathered=(), meetings=0)):
-        header, body = schema.pack(state)
+@pytest.mark.parametrize("shapes", [((SIZE,),), ((700, 300), (3,), (), (50, 11))])
+def test_manifests_and_pieces_pass_the_wire_and_others_do_not(shapes: tuple[tuple[int, ...], ...]) -> None:
+    schema = state_schema(shapes)
+    spans = cut([4 * prod(shape) for shape in shapes])
+    hashes = listed([b"0" * 32] * len(spans))
+    counters = {"round": 4, "inner_steps": 80, "progress": 0.5, "optimiser_steps": 80, "meetings": 2, "last_met": 3}
+    slow = Manifest(snapshot="one", norm=1.0, slow=hashes, **counters)
+    for manifest, sections in ((slow, 1), (replace(slow, momentum=hashes, gathered=hashes), 3)):
+        header, body = schema.pack(manifest)
         plan = schema.plan(header, sum(map(len, body)))
-        assert sum(spec.size_bytes for _, spec in plan.slots()) == 4 * SIZE * (5 if state.gathered else 4)
+        assert sum(spec.size_bytes for _, spec in plan.slots()) == 32 * len(spans) * sections
+    for span in spans:
+        header, body = schema.pack(Piece(data=torch.zeros(span.size_bytes, dtype=torch.uint8)))
+        schema.plan(header, sum(map(len, body)))
+    with pytest.raises(ValueError, match=r"Piece\.data"):
+        schema.pack(Piece(data=torch.zeros(max(span.size_bytes for span in spans) + 4, dtype=torch.uint8)))
+    with pytest.raises(ValueError, match=r"Manifest\.slow"):
+        schema.pack(replace(slow, slow=listed([b"0" * 32] * (len(spans) + 1))))
 
 
 # What is journalled.

@@ -42,6 +42,21 @@ def test_a_job_that_has_begun_is_awaited_and_one_that_has_not_is_taken_back() ->
     assert asyncio.run(main()) == ["long", "after"]
 
 
+def test_arithmetic_beside_the_device_does_not_wait_for_the_jobs_before_it() -> None:
+    async def main() -> None:
+        device, release = Device(torch.device("cpu")), threading.Event()
+        jobs = [asyncio.create_task(device.run(release.wait, 10)) for _ in range(3)]
+        # It ends while the first job still waits for what comes after it.
+        assert await device.beside(sum, [1, 2]) == 3
+        assert not any(job.done() for job in jobs)
+        release.set()
+        assert await asyncio.gather(*jobs) == [True] * 3
+        assert device.statistics()["jobs"] == 3
+        device.close()
+
+    asyncio.run(main())
+
+
 def test_a_job_s_error_reaches_its_caller() -> None:
     async def main() -> None:
         device = Device(torch.device("cpu"))

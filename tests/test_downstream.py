@@ -15,7 +15,7 @@ import torch
 from noloco_node.sim.clock import run
 from pipeline.downstream import MOST_HOPS_COUNTED, Downstream, Expired, HopTotals, Limits, Ways, within
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
-from pipeline.routing import Hop
+from pipeline.routing import TIMES_COST, Hop
 
 HIDDEN = torch.zeros(1, 2, 3)
 MICROBATCH = Microbatch(hidden=HIDDEN, targets=torch.zeros(1, 2, dtype=torch.int64), progress=0.1, budget_s=100.0)
@@ -219,14 +219,76 @@ def test_no_route_below_uses_attempts_and_accuses_nobody() -> None:
 def test_a_silent_peer_is_suspected_alone_and_left_alone() -> None:
     async def main() -> None:
         peers = Peers("abcd", lambda peer, _: GIVEN_UP if peer == "b" else GRADIENT)
-        for _ in range(25):
+        for _ in range(125):
             assert await peers.ask() is GRADIENT
-        assert peers.called.count("b") == 1
-        assert peers.downstream.suspects == {"b"}
-        await asyncio.sleep(30.0)
-        for _ in range(8):
+        first_s = TIMES_COST  # a call takes a second
+        calls = [at_s for peer, at_s in peers.calls if peer == "b"]
+        terms = [later - earlier for earlier, later in pairwise(calls)]
+        assert 2 <= len(terms) <= 4, "after each term it is tried again"
+        # A call takes a second, a term begins after it, and a bag of four is empty four seconds later at most.
+        for number, term_s in enumerate(terms):
+            assert first_s * 2**number + 1.0 <= term_s <= first_s * 2**number + 7.0
+        assert not any(peer == "b" for peer, _ in peers.calls[-5:])
+
+    run(main())
+
+
+def test_one_lost_dial_costs_a_replica_seconds_and_not_half_a_minute() -> None:
+    async def main() -> None:
+        peers = Peers("ab", lambda peer, count: UNREACHABLE if (peer, count) == ("b", 0) else GRADIENT)
+        for _ in range(30):
+            assert await peers.ask() is GRADIENT
+        first, *later = [at_s for peer, at_s in peers.calls if peer == "b"]
+        assert later[0] - first <= 8.0
+        assert not peers.downstream.suspects
+        assert len(later) >= 10, "and then it has its share again"
+
+    run(main())
+
+
+def test_who_is_on_trial_gets_one_call_at_a_time() -> None:
+    async def main() -> None:
+        peers = Peers("ab", lambda peer, count: GIVEN_UP if (peer, count < 2) == ("b", True) else GRADIENT)
+        for _ in range(4):
             await peers.ask()
-        assert peers.called.count("b") == 2, "after its term it is tried again"
+        assert peers.called.count("b") == 1
+        # A call takes a second.
+        await asyncio.sleep(TIMES_COST)
+        assert not peers.downstream.suspects
+        begun = len(peers.calls)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(12):
+                group.create_task(peers.ask())
+        assert Counter(peers.called[begun:])["b"] == 1
+        await asyncio.sleep(2 * TIMES_COST)
+        begun = len(peers.calls)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(12):
+                group.create_task(peers.ask())
+        assert Counter(peers.called[begun:])["b"] == 1, "this call succeeds, and ends the trial"
+        async with asyncio.TaskGroup() as group:
+            for _ in range(12):
+                group.create_task(peers.ask())
+        assert Counter(peers.called[begun + 12 :])["b"] >= 5
+
+    run(main())
+
+
+def test_after_our_own_absence_nobody_is_suspected_for_what_broke() -> None:
+    async def main() -> None:
+        answers: list[Answer] = [GIVEN_UP] * 2
+        peers = Peers("abc", lambda *_: answers.pop() if answers else GRADIENT)
+        assert await peers.ask() is GRADIENT
+        assert len(peers.downstream.suspects) == 2
+        peers.downstream.forgive(5.0)
+        assert not peers.downstream.suspects
+        answers.extend([GIVEN_UP] * 2)
+        assert await peers.ask() is GRADIENT
+        assert not peers.downstream.suspects
+        await asyncio.sleep(5.0)
+        answers.append(GIVEN_UP)
+        assert await peers.ask() is GRADIENT
+        assert len(peers.downstream.suspects) == 1
 
     run(main())
 

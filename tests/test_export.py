@@ -16,15 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from noloco_node.errors import Exit, Trouble
-from noloco_node.evaluation import (
-    Loss,
-    evaluate_directory,
-    generate_sample,
-    open_model,
-    unigram_entropy,
-    validation_loss,
-)
+from noloco_node.evaluation import Loss, evaluate_directory, open_model, unigram_entropy, validation_loss
 from noloco_node.export import Notes, merge, read_notes, write_checkpoint
+from noloco_node.generate import generate_sample
 from noloco_node.presets import demo_run_text
 from pipeline.anatomy import Slice
 from pipeline.partition import Prepared, build, cut, family_config, prepare

@@ -746,3 +746,68 @@ def test_a_gate_of_ours_that_does_not_drain_is_named() -> None:
     assert b.lost
     assert all("our own gate" in loss.why for loss in b.lost)
     assert not any("our own gate" in loss.why for loss in a.lost)
+
+
+# Slow lines.
+
+
+@both_forms
+def test_an_exchange_that_runs_out_of_time_has_more_next_time_unless_work_stands_still(blocking: bool) -> None:
+    async def main() -> tuple[Toy, Toy]:
+        slow = Patience(answer_s=60.0, exchange_s=4.0, sleep_s=5.0)
+        toys = pair(replace(SETTINGS, blocking=blocking, patience=slow), World(latency_s=2.5))
+        await live(list(toys), 300)
+        return toys
+
+    for toy in run(main()):
+        assert toy.lost, "the first ran out of it"
+        assert bool(toy.met) != blocking
+        if not blocking:
+            assert len(toy.met) >= 3
+
+
+@hypothesis_settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=30), st.booleans())
+def test_the_time_of_an_exchange_is_bounded_whatever_befalls_it(fates: list[bool], blocking: bool) -> None:
+    situation = pair(replace(SETTINGS, blocking=blocking), World())[0].rounds._situation
+    base_s = SETTINGS.patience.exchange_s
+    for late in fates:
+        before_s = situation.exchange_s
+        situation.note_exchange(late=late)
+        assert base_s <= situation.exchange_s <= (base_s if blocking else 16 * base_s)
+        if not blocking:
+            assert (situation.exchange_s >= before_s) if late else (situation.exchange_s <= before_s)
+
+
+class Watched:
+    """A timing that allows what it is told to, and notes what it learns."""
+
+    def __init__(self, allowed_s: float) -> None:
+        self.allowed_s, self.times, self.vain = allowed_s, list[float](), 0
+
+    def deadline_s(self, peer: str, /) -> float:
+        return self.allowed_s
+
+    def took(self, peer: str, seconds: float, /) -> None:
+        self.times.append(seconds)
+
+    def in_vain(self, peer: str, begun_s: float, now_s: float, /) -> None:
+        self.vain += 1
+        self.allowed_s *= 2.0
+
+
+def test_an_answer_is_awaited_for_as_long_as_the_shell_says() -> None:
+    async def main() -> list[Watched]:
+        world = World(latency_s=4.0)
+        toys = pair(SETTINGS, world)
+        timings = []
+        for toy in toys:
+            timings.append(Watched(3.0))
+            toy.rounds._offers._around = replace(toy.rounds._offers._around, answers=timings[-1])
+        await live(list(toys), 200)
+        assert all(toy.met for toy in toys)
+        return timings
+
+    timings = run(main())
+    assert 1 <= max(timing.vain for timing in timings) <= 4
+    assert any(timing.times and min(timing.times) >= 8.0 for timing in timings), "five seconds would not do"

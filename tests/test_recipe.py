@@ -33,6 +33,14 @@ def test_the_first_peer_with_the_right_text_is_enough() -> None:
     assert got.run == OURS.run
 
 
+def test_a_broken_file_of_one_peer_stops_nobody() -> None:
+    async def broken(conversation: Conversation) -> None:
+        await conversation.receive()
+        await conversation.send(RunFile(text="[model\n= ", unix_time=time.time()))
+
+    assert fetched({"broken": broken, "right": OURS.serve}, ["broken", "right"]).text == OURS.text
+
+
 def test_without_any_each_peer_is_named_with_its_answer() -> None:
     with pytest.raises(Trouble) as caught:
         fetched({"wrong": OTHER.serve}, ["nobody", "wrong"])
@@ -47,6 +55,6 @@ def test_a_clock_that_is_off_is_said(off_s: float, word: str) -> None:
         await conversation.receive()
         await conversation.send(RunFile(text=OURS.text, unix_time=time.time() - off_s))
 
-    with pytest.raises(Trouble, match=f"clock is 11 s {word} a peer's"):
+    with pytest.raises(Trouble, match=f"clock is 61 s {word} a peer's"):
         fetched({"right": serve}, ["right"])
     check_clock(CLOCK_ERROR_S - 1, "somebody")

@@ -203,6 +203,18 @@ def test_suspicion_doubles_once_for_each_new_disappointment() -> None:
     assert suspects.active(200.0 + 2 * FIRST_SUSPICION_S) == set()
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0.0, 60.0)), max_size=40))
+def test_a_peer_is_suspected_then_on_trial_until_it_succeeds(story: list[tuple[str, bool, float]]) -> None:
+    suspects, now_s, blamed = Suspects(), 0.0, set[str]()
+    for peer, succeeds, passed_s in story:
+        now_s += passed_s
+        suspects = suspects.clear(peer) if succeeds else suspects.suspect(peer, now_s)
+        blamed = blamed - {peer} if succeeds else blamed | {peer}
+        assert not suspects.active(now_s) & suspects.on_trial(now_s)
+        assert suspects.active(now_s) | suspects.on_trial(now_s) <= blamed
+        assert all(FIRST_SUSPICION_S <= one.length_s <= LONGEST_SUSPICION_S for one in suspects.suspicions.values())
+
+
 def test_suspicion_is_bounded_cleared_by_success_and_forgotten() -> None:
     suspects, now_s = Suspects(), 0.0
     for _ in range(20):

@@ -185,6 +185,20 @@ def test_what_a_job_raises_reaches_its_caller_after_its_time() -> None:
     run(main())
 
 
+def test_what_is_computed_beside_waits_for_no_job() -> None:
+    async def main() -> None:
+        device = VirtualDevice(job_s=10.0)
+        device.slow_down(2.0)
+        jobs = [asyncio.create_task(device.run(lambda: None)) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        assert await device.beside(sum, [1, 2]) == 3
+        assert now() == 21.0
+        await asyncio.gather(*jobs)
+        assert now() == 60.0
+
+    run(main())
+
+
 def test_a_stuttering_device_stops_as_often_as_it_was_told() -> None:
     async def main() -> None:
         device = VirtualDevice(job_s=0.01, seed="x")

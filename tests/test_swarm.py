@@ -498,19 +498,23 @@ def test_a_killed_replica_stops_nobody_and_its_microbatches_go_elsewhere(crowd: 
 def test_a_silent_replica_is_suspected_alone_and_in_seconds(crowd: Crowd) -> None:
     victim = crowd.spare()
     name, (daemon,) = peer(victim), victim.daemons()
+    # Whoever was killed in an earlier test is tried now and then until its record has expired.
+    dead = {loss.peer for replica in crowd.sound for loss in crowd.losses(replica)}
     known = max(event.at for replica in crowd.sound for event in replica.events(InnerStep))
     victim.process.send_signal(signal.SIGSTOP)
     daemon.suspend()
     try:
         crowd.commands.until(
-            lambda: all(crowd.losses(source, known) for source in crowd.sources), "it is missed", alive=crowd.sound
+            lambda: all(any(loss.peer == name for loss in crowd.losses(s, known)) for s in crowd.sources),
+            "it is missed",
+            alive=crowd.sound,
         )
-        first = [crowd.losses(source, known)[0] for source in crowd.sources]
+        first = [next(loss for loss in crowd.losses(source, known) if loss.peer == name) for source in crowd.sources]
         assert all("silent" in loss.why and loss.what == "microbatch" for loss in first), first
         assert max(loss.at for loss in first) - known < SOON_S
         crowd.goes_on()
-        suspected = {loss.peer for replica in crowd.sound for loss in crowd.losses(replica, known)}
-        assert suspected == {name}
+        losses = [loss for replica in crowd.sound for loss in crowd.losses(replica, known)]
+        assert {loss.peer for loss in losses} - dead == {name}, losses
         told = len(victim.events(Traffic))
     finally:
         daemon.resume()
@@ -521,13 +525,15 @@ def test_a_silent_replica_is_suspected_alone_and_in_seconds(crowd: Crowd) -> Non
     assert victim.wait() == Exit.OK, victim.complaint
 
 
-def test_a_node_whose_own_daemon_dies_says_so_and_leaves(crowd: Crowd) -> None:
+def test_a_node_whose_own_daemon_dies_starts_another_and_trains_on(crowd: Crowd) -> None:
     victim = crowd.spare()
-    (daemon,) = victim.daemons()
+    ((daemon,), taken) = victim.daemons(), steps(victim)
     daemon.kill()
-    assert victim.wait(within_s=SOON_S) == Exit.DAEMON
-    complains(victim, Exit.DAEMON, "daemon died")
+    crowd.commands.until(lambda: "back in the swarm" in victim.complaint, "its daemon is back", alive=[victim])
+    crowd.commands.until(lambda: steps(victim) > taken + 5, "it trains on", alive=[victim, *crowd.sound])
     crowd.goes_on()
+    victim.interrupt()
+    assert victim.wait() == Exit.OK, victim.complaint
 
 
 def test_a_new_bootstrap_peer_takes_the_place_of_a_dead_one(crowd: Crowd) -> None:
@@ -554,8 +560,9 @@ def test_one_interrupt_lets_a_node_leave_politely(crowd: Crowd) -> None:
     (finished,) = victim.events(Finished)
     assert finished.why == "asked to leave"
     assert finished.step >= taken
-    (saved,) = (victim.home / "checkpoint").iterdir()
-    assert saved.name == f"{finished.step:010d}.safetensors"
+    # One a round, the last few kept, and the last of all on leaving.
+    saved = max(path.name for path in (victim.home / "checkpoint").iterdir())
+    assert saved.endswith(f"-{finished.step:010d}.safetensors")
     listed = [record["peer"] for stage in look(crowd.commands, crowd.invite)["stages"] for record in stage]
     assert name not in listed
     assert peer(crowd.keeper) in listed

@@ -3,6 +3,9 @@
 A cell is all that a run depends on, so its digest names the run: a result is kept under it, and a cell that is asked
 for again, by another table or after an interruption, is not run twice. What a method does not look at stays at its
 default, so that two cells that would do the same are the same.
+
+A field that was added after results had been kept counts in the digest only where it is not at its default: so what
+was kept before keeps its name.
 """
 
 from __future__ import annotations
@@ -46,6 +49,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     unequally. `inner_steps`: of the fastest replica between two rounds, `late_inner_steps` at the end of the run (None:
     the same all along). `group`: replicas that meet in a round. `routing`: between two stages, None for one stage.
     `dynamic`: inner steps between rounds follow a replica's speed.
+
+    `common_start`: share of the budget that is trained data-parallel before the method begins. `often_at_end`: share of
+    it, the last one, in which rounds are as frequent as at the beginning. `last_rounds`: rounds in pairs, all replicas
+    at once, after the last inner step.
+    Of asynchronous gossip alone: `weighed`: a meeting's mean is weighed by the inner steps that each brings.
+    `slower_lines`: by which factor. `charged`: coding and outer steps take the device's time, in their turn. `beside`:
+    they take it beside the inner steps. `roster_lag_s`: by how much what is known of the others is out of date.
     """
 
     method: Method
@@ -61,6 +71,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     routing: Literal["random", "fixed"] | None = None
     dynamic: bool = False
     codec: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    common_start: float = 0.0
+    often_at_end: float = 0.0
+    last_rounds: int = 0
+    weighed: bool = False
+    slower_lines: float = 1.0
+    charged: bool = False
+    beside: bool = False
+    roster_lag_s: float = 0.0
 
     @property
     def budget(self) -> int:
@@ -70,7 +88,20 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def key(self) -> str:
         """The digest under which the result is kept."""
-        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
+        counting = {name: getattr(self, name) for name in self.__struct_fields__}
+        for name, default in ADDED_LATER.items():
+            if counting[name] == default:
+                del counting[name]
+        return hashlib.sha256(msgspec.json.encode(counting)).hexdigest()[:16]
+
+
+ADDED_LATER = {
+    field.name: field.default
+    for field in msgspec.structs.fields(Cell)
+    if field.name
+    in ("common_start", "often_at_end", "last_rounds", "weighed", "slower_lines", "charged", "beside", "roster_lag_s")
+}
+"""Fields that results from before do not know, and their defaults."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,49 +3,60 @@
 Nobody waits for anybody. Each replica trains at its own speed, and `gossip.round.Rounds` opens a round after as many
 inner steps as the run asks of a machine so fast, finds a partner, swaps weights in the run's number format while
 training goes on, and corrects the fast weights at the next pause. Messages take their time on lines of the laboratory's
-rate and latency; what a replica sends is counted by the rounds themselves.
+rate and latency; what a replica sends is counted by the rounds themselves. What rounds compute takes no time, and what
+is known of the others is never out of date, unless the cell asks for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import torch
+from tied import Device
 
 from gossip.nesterov import OuterState, Tensors
 from gossip.port import Candidate, Event, Going, Origin, OuterStep, Surroundings
 from gossip.round import Rounds
-from laboratory.machines import LATENCY_S, bytes_per_s
+from laboratory.crowd import Crowd
+from laboratory.machines import LATENCY_S, bytes_per_s, compute_s
 from laboratory.swarm import Replica, Swarm
 from laboratory.task import run_of
+from laboratory.weighing import Luggage, Weighed, check
 from noloco_node.port import Conversation, Network
 from noloco_node.post import Post, round_settings
 from noloco_node.sim.network.hub import Hub
 from noloco_node.sim.network.lines import Access, Latency, Weather
 from noloco_node.topics import GOSSIP, gossip_schema
 
-T = TypeVar("T")
 LAST_ROUND_S = 60.0
 
 
 class Gossiper:
-    """One replica with its rounds."""
+    """One replica with its rounds. `luggage`: of all replicas, what each would bring to a meeting."""
 
-    def __init__(self, swarm: Swarm, replica: Replica, network: Network, here: dict[str, Gossiper]) -> None:
+    def __init__(
+        self, swarm: Swarm, replica: Replica, network: Network, crowd: Crowd, luggage: dict[str, Luggage]
+    ) -> None:
         run, peer = run_of(swarm.cell), network.peer_id
         (stage,) = replica.stages
         self.replica = replica
-        self._swarm, self._network, self._here, self._stage = swarm, network, here, stage
+        self._swarm, self._network, self._crowd, self._stage = swarm, network, crowd, stage
+        self._luggage, self._own_luggage = luggage, luggage.setdefault(peer, Luggage(replica))
+        cell = swarm.cell
+        charged_s = compute_s(cell.codec, swarm.weight_bytes, replica.step_s) if cell.charged or cell.beside else 0.0
+        self._device = Device(charged_s, beside=cell.beside)
+        self.alone = self._device.alone
         self._schema = gossip_schema(run, stage.shapes)
         weights = stage.weights()
         state = OuterState(weights, tuple(torch.zeros_like(tensor) for tensor in weights))
-        around = Surroundings(compute=_at_once, partners=self._partners, converse=self._converse, record=self._record)
+        compute, partners = self._device.compute, self._partners
+        around = Surroundings(compute=compute, partners=partners, converse=self._converse, record=self._record)
         post = Post(run=run, run_id="", stage=0, peer=peer)
-        self.rounds = Rounds(peer, round_settings(post, swarm.weight_bytes), Origin(state), self, around)
-        self._at_work = asyncio.Lock()
+        origin = Origin(state, inner_steps=replica.steps)
+        self.rounds = Rounds(peer, round_settings(post, swarm.weight_bytes), origin, self, around)
+        crowd.join(peer, 1.0 / replica.step_s)
         self.lateness: list[int] = []
         """Inner steps between each snapshot and its correction."""
 
@@ -54,69 +65,69 @@ class Gossiper:
 
     async def snapshot(self) -> Tensors:
         """Return a copy of the fast weights."""
+        self._own_luggage.packed()
         return self._stage.weights()
 
     async def correct(self, correction: Tensors) -> None:
         """Add a correction to the fast weights."""
         self._stage.correct(correction)
 
-    @asynccontextmanager
-    async def alone(self, retry_after_s: float) -> AsyncIterator[None]:
-        """Wait for the end of the inner step in hand and begin no other."""
-        async with self._at_work:
-            yield
-
     def _partners(self) -> tuple[Candidate, ...]:
-        mine = self._network.peer_id
-        return tuple(
-            Candidate(peer, other.rounds.finished, 1.0 / other.replica.step_s)
-            for peer, other in self._here.items()
-            if peer != mine
-        )
+        return self._crowd.others(self._network.peer_id)
 
-    def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
-        return self._network.talk(peer, GOSSIP, self._schema)
+    @asynccontextmanager
+    async def _converse(self, peer: str) -> AsyncIterator[Conversation]:
+        async with self._network.talk(peer, GOSSIP, self._schema) as conversation:
+            yield self._weighing(conversation)
+
+    async def _serve(self, conversation: Conversation) -> None:
+        await self.rounds.serve(self._weighing(conversation))
+
+    def _weighing(self, conversation: Conversation) -> Conversation:
+        if not self._swarm.cell.weighed:
+            return conversation
+        return Weighed(conversation, self._own_luggage, self._luggage[conversation.peer])
 
     def _record(self, event: Event) -> None:
         if isinstance(event, OuterStep):
+            self._crowd.note(self._network.peer_id, self.rounds.finished)
             self.replica.rounds += event.partner is not None
             if event.partner is not None:
                 self.lateness.append(event.staleness)
+                self._own_luggage.met(event.staleness)
 
     async def live(self) -> None:
         """Train until the swarm's budget is spent, gossip meanwhile, meet once more, and leave."""
-        await self._network.serve(GOSSIP, self._schema, self.rounds.serve)
+        await self._network.serve(GOSSIP, self._schema, self._serve)
         async with asyncio.TaskGroup() as group:
             gossip = group.create_task(self.rounds.run())
             await self._train()
             await self.rounds.last_round(LAST_ROUND_S)
-            del self._here[self._network.peer_id]
+            self._crowd.leave(self._network.peer_id)
             await self.rounds.leave()
             gossip.cancel()
 
     async def _train(self) -> None:
         replica, swarm = self.replica, self._swarm
         while swarm.left > 0:
-            async with self._at_work:
+            async with self._device.at_work:
                 await swarm.step(replica)
-            going = Going(swarm.share, 1.0 / replica.step_s)
+                await self._device.settle()
+            going = Going(swarm.course, 1.0 / replica.step_s)
             await self.rounds.between_steps(replica.steps, replica.step_s, going)
-
-
-async def _at_once(function: Callable[..., T], /, *args: object) -> T:
-    return function(*args)
 
 
 async def gossip(swarm: Swarm) -> None:
     """Let everybody train and gossip until the budget is spent."""
-    rate, latency = bytes_per_s(swarm.weight_bytes), Latency(mean_s=LATENCY_S)
-    hub = Hub(Weather(latency=latency), seed=swarm.cell.seed)
-    here: dict[str, Gossiper] = {}
+    cell = swarm.cell
+    check(cell)
+    rate, latency = bytes_per_s(swarm.weight_bytes) / cell.slower_lines, Latency(mean_s=LATENCY_S)
+    hub = Hub(Weather(latency=latency), seed=cell.seed)
+    crowd, luggage = Crowd(cell.roster_lag_s), dict[str, Luggage]()
+    everybody: list[Gossiper] = []
     for replica in swarm.replicas:
-        peer = f"replica {replica.number}"
-        network = hub.network(peer, Access(up_bytes_per_s=rate, down_bytes_per_s=rate))
-        here[peer] = Gossiper(swarm, replica, network, here)
-    everybody = list(here.values())
+        network = hub.network(f"replica {replica.number}", Access(up_bytes_per_s=rate, down_bytes_per_s=rate))
+        everybody.append(Gossiper(swarm, replica, network, crowd, luggage))
     async with asyncio.TaskGroup() as group:
         for one in everybody:
             group.create_task(one.live())
@@ -124,7 +135,7 @@ async def gossip(swarm: Swarm) -> None:
         raise hub.failures[0][1]
     counts = [one.rounds.statistics() for one in everybody]
     for one, counted in zip(everybody, counts, strict=True):
-        one.replica.sent_bytes = counted["bytes_sent"]
+        one.replica.sent_bytes += counted["bytes_sent"]
     for name in ("met", "solo", "deferred", "retaken", "lost"):
         swarm.notes[name] = sum(counted[name] for counted in counts)
     late = [steps for one in everybody for steps in one.lateness]

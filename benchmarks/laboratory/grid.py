@@ -29,7 +29,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """A named method. `cell`: without learning rate and seed. `family`: of which it takes its learning rate.
 
     `seeds`: how many, None for as many as the grid has. `about`: what it is, in words. `tuned_by`: which loss chooses
-    the rate of the family that has the recipe's name.
+    the rate of the family that has the recipe's name. `beside`: the recipe that it is a change of; empty for the rest.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     about: str
     seeds: int | None = None
     tuned_by: Literal["merged", "single"] = "merged"
+    beside: str = ""
 
     def judged(self, result: Result) -> float:
         """Return the loss by which the recipe is tuned."""
@@ -71,8 +72,9 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(recipe.family for recipe in self.recipes))
 
     def only(self, names: Iterable[str]) -> Grid:
-        """Return the grid with these recipes, and those at which their families are tuned."""
+        """Return the grid with these recipes, what they are changes of, and those at which their families are tuned."""
         wanted = set(names)
+        wanted |= {recipe.beside for recipe in self.recipes if recipe.name in wanted and recipe.beside}
         if self.rates is None:
             wanted |= {recipe.family for recipe in self.recipes if recipe.name in wanted}
         return msgspec.structs.replace(self, recipes=tuple(r for r in self.recipes if r.name in wanted))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from laboratory.cell import Point, Result
 from laboratory.grid import Grid
+from laboratory.machines import merge_bytes
 from laboratory.store import Store
 
 WARMED_UP = 0.05
@@ -49,6 +50,7 @@ class Measured:
         self._families = {recipe.name: recipe.family for recipe in grid.recipes}
         self._cells = {recipe.name: (recipe.family, recipe.cell) for recipe in grid.recipes}
         self._heads = {recipe.name: recipe for recipe in grid.recipes if recipe.name == recipe.family}
+        self._besides = {recipe.name: recipe.beside for recipe in grid.recipes if recipe.beside}
         self._missing: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -58,6 +60,11 @@ class Measured:
     def names(self) -> tuple[str, ...]:
         """The recipes that there are."""
         return tuple(self._results)
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """The recipes that are a change of another one, and which."""
+        return self._besides
 
     def about(self, name: str) -> str:
         """Return what a recipe is."""
@@ -134,6 +141,14 @@ def figure(values: Iterable[float]) -> Figure | None:
     if not all(map(math.isfinite, every)):
         return Figure(math.nan, None, len(every))
     return Figure(mean(every), stdev(every) if len(every) > 1 else None, len(every))
+
+
+def bytes_with_merge(result: Result) -> float:
+    """Return the bytes that a replica has sent for each inner step when a last merge has made the merged model.
+
+    Where the replicas differ, each sends its weights once more; where they are alike, there is nothing to merge.
+    """
+    return result.bytes_per_step + merge_bytes(result.cell) * result.cell.replicas / sum(result.steps_taken)
 
 
 def perplexity(loss: float) -> float:

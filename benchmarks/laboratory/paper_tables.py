@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from laboratory.measured import Measured, correlation, perplexity, seconds_to
 from laboratory.published import BY_CROWD, BY_SPEEDS, PEARSON, TABLE_2
-from laboratory.recipes import CROWDS, SPEEDS, Size
+from laboratory.sizes import CROWDS, SPEEDS, Size
 from laboratory.tabulating import (
     NO_WORSE,
     NOTHING,

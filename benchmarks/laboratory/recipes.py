@@ -10,32 +10,15 @@ unless its name says otherwise: one run serves for loss and time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import Literal
 
 from msgspec.structs import replace
 
-from laboratory.cell import Cell, Rule, Speeds
+from laboratory.cell import Cell, Rule
+from laboratory.changes import Plain, changes
 from laboratory.grid import Grid, Recipe
+from laboratory.sizes import CROWDS, DILOCO, DILOCO_HB, NAIVE, NOLOCO, OURS, SPEEDS, Size, delay
 
-NOLOCO = Rule(alpha=0.5, beta=0.7, gamma=0.7)
-DILOCO = Rule(alpha=0.9, beta=0.7, lookahead=True)
-DILOCO_HB = Rule(alpha=0.3, beta=0.7)
-"""The heavy ball that the NoLoCo paper compares with."""
-NAIVE = Rule(alpha=0.9, beta=0.07, lookahead=True)
-"""Every arrival a step, at a tenth of the outer rate; the asynchronous paper's notebook also scales by sqrt(K) / K."""
-OURS = Cell(
-    method="gossip",
-    replicas=8,
-    steps=400,
-    learning_rate=0.0,
-    speeds="very",
-    rule=Rule(alpha=0.0, beta=1.0, gamma=1.0),
-    inner_steps=4,
-    late_inner_steps=16,
-    dynamic=True,
-    codec="int4",
-)
-"""Asynchronous gossip as this project recommends it."""
 SMALL_RATES = {
     "parallel": 5e-3,
     "independent": 5e-3,
@@ -43,13 +26,11 @@ SMALL_RATES = {
     "diloco": 5e-3,
     "diloco_hb": 5e-3,
     "noloco": 5e-3,
-    "async_naive": 1e-2,
-    "async_delayed": 1e-2,
+    "async_naive": 5e-3,
+    "async_delayed": 2.5e-3,
     "ours": 1e-2,
 }
 """Learning rates of the small survey, as the tuning of the full one found them."""
-SPEEDS: tuple[Speeds, ...] = get_args(Speeds)
-CROWDS = (4, 8, 16)
 RIVALS = (
     "local_sgd",
     "local_sgd_paced",
@@ -63,52 +44,11 @@ RIVALS = (
 """Synchronous rounds of all with all, of which the best is the one to beat."""
 
 
-class Size(NamedTuple):
-    """How large the runs are. `few`: replicas of the asynchronous paper. `every`: inner steps between two rounds."""
-
-    replicas: int = 8
-    few: int = 4
-    steps: int = 400
-    every: int = 50
-
-    def cell(self, replicas: int, rule: Rule | None = None) -> Cell:
-        """Return a cell of this size, with rounds where a rule is given; the method is still to be set."""
-        blank = Cell(method="independent", replicas=replicas, steps=self.steps, learning_rate=0.0, speeds="very")
-        return blank if rule is None else replace(blank, rule=rule, inner_steps=self.every)
-
-    def parallel(self, replicas: int) -> Cell:
-        """Return data parallel training."""
-        return replace(self.cell(replicas), method="parallel")
-
-    def central(self, replicas: int, rule: Rule) -> Cell:
-        """Return rounds of all with all."""
-        return replace(self.cell(replicas, rule), method="central")
-
-    def pairs(self, replicas: int, rule: Rule = NOLOCO) -> Cell:
-        """Return rounds in pairs, in step."""
-        return replace(self.cell(replicas, rule), method="pairs")
-
-    def server(self, replicas: int, rule: Rule, speeds: Speeds = "very") -> Cell:
-        """Return workers that report to a server, each when it is done."""
-        return replace(self.cell(replicas, rule), method="server", speeds=speeds)
-
-    def delayed(self, replicas: int, speeds: Speeds = "very") -> Cell:
-        """Return the asynchronous paper's method: delayed Nesterov and dynamic local updates."""
-        return replace(self.server(replicas, _delay(replicas), speeds), dynamic=True)
-
-    def ours(self, replicas: int) -> Cell:
-        """Return asynchronous gossip."""
-        return replace(OURS, replicas=replicas, steps=self.steps)
-
-
-def _delay(replicas: int) -> Rule:
-    return replace(DILOCO, period=replicas)
-
-
 def everything() -> Grid:
     """Return the survey behind the tables."""
     size = Size()
-    recipes = (*_heads(size), *_noloco_paper(size), *_async_paper(size), *_crowds(size), *_ours(size))
+    plain = (*_heads(size), *_noloco_paper(size), *_async_paper(size), *_crowds(size), *_ours(size))
+    recipes = (*plain, *changes(_plain(size)))
     return Grid(recipes=recipes, seeds=3)
 
 
@@ -150,7 +90,12 @@ def smoke() -> Grid:
         replace(head, cell=replace(head.cell, inner_steps=2, late_inner_steps=3)) if head.name == "ours" else head
         for head in _heads(size)
     )
-    return Grid(recipes=(*heads, more), seeds=1, rates=SMALL_RATES)
+    short = {"inner_steps": 2, "late_inner_steps": 3}
+    changed = tuple(
+        replace(change, beside="", cell=replace(change.cell, **short) if change.cell.late_inner_steps else change.cell)
+        for change in changes(_plain(size))
+    )
+    return Grid(recipes=(*heads, more, *changed), seeds=1, rates=SMALL_RATES)
 
 
 def _heads(size: Size) -> Iterator[Recipe]:
@@ -223,7 +168,7 @@ def _async_paper(size: Size) -> Iterator[Recipe]:
     yield Recipe(
         name="delayed_alone",
         family="async_delayed",
-        cell=size.server(few, _delay(few)),
+        cell=size.server(few, delay(few)),
         about="delayed Nesterov alone",
     )
     yield Recipe(
@@ -271,10 +216,7 @@ def _ours(size: Size) -> Iterator[Recipe]:
         "int8": (replace(own, codec="int8"), "sent as int8"),
         "int4": (replace(own, codec="int4"), "sent as int4"),
         "early": (replace(own, late_inner_steps=None), f"a round every {own.inner_steps} steps to the end"),
-        "late": (
-            replace(own, inner_steps=size.every, late_inner_steps=None),
-            f"a round every {size.every} steps to the end",
-        ),
+        "late": (_late(size), f"a round every {size.every} steps to the end"),
         "momentum": (replace(own, rule=NOLOCO), "outer momentum 0.5, gain 0.7"),
         "delayed": (replace(own, rule=delayed), "outer momentum 0.5 delayed over 4 contributions, gain 0.7"),
         "no_momentum": (replace(own, rule=Rule()), "plain averaging of the pair"),
@@ -308,6 +250,22 @@ def _ours(size: Size) -> Iterator[Recipe]:
             about=f"{name} with the rounds of asynchronous gossip",
             seeds=None if name == "local_sgd" else 1,
         )
+
+
+def _plain(size: Size) -> Plain:
+    """Return what `changes` changes."""
+    own = size.ours(size.replicas)
+    return Plain(
+        ours=own,
+        ours_float32=replace(own, codec="float32"),
+        ours_late=_late(size),
+        by_noloco_rule=_with_noloco_rule(size, size.replicas),
+        noloco=size.pairs(size.replicas),
+    )
+
+
+def _late(size: Size) -> Cell:
+    return replace(size.ours(size.replicas), inner_steps=size.every, late_inner_steps=None)
 
 
 def _paced(cell: Cell) -> Cell:

@@ -27,9 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
     "gossip/*.py",
     "pipeline/stage.py",
+    "benchmarks/tied.py",
     *(
         f"benchmarks/laboratory/{name}.py"
-        for name in ("machines", "task", "swarm", "together", "serving", "gossiping", "server_rules")
+        for name in (
+            *("machines", "task", "swarm", "together", "serving", "gossiping", "server_rules"),
+            *("crowd", "ending", "weighing"),
+        )
     ),
 )
 """What decides the numbers of a run."""

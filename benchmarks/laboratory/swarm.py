@@ -104,10 +104,16 @@ class Swarm:
         """Return the learning rate of now."""
         return learning_rate(self.share, self._schedule)
 
+    @property
+    def course(self) -> float:
+        """The progress that the length of rounds follows: the share, but that the end may be as the beginning."""
+        at_end = self.cell.often_at_end
+        return 0.0 if at_end and self.share >= 1.0 - at_end else self.share
+
     def steps_of_round(self) -> int:
         """Return the inner steps of the round that begins now, of the fastest replica."""
         late = self.cell.late_inner_steps
-        return steps_per_round(self.share, self.cell.inner_steps, late)
+        return steps_per_round(self.course, self.cell.inner_steps, late)
 
     # Inner steps.
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
 
+from laboratory.change_tables import changes, ends
 from laboratory.headline import headline
 from laboratory.measured import Measured, figure
 from laboratory.paper_tables import async_time, by_crowd, by_speeds, correlations, noloco_paper
@@ -107,7 +108,9 @@ def foot(data: Measured) -> str:
 
 def variants(data: Measured) -> Table:
     """Asynchronous gossip with one thing changed."""
-    changed = (name for name in data.names if name.startswith("ours_") and "_of_" not in name)
+    changed = (
+        name for name in data.names if name.startswith("ours_") and "_of_" not in name and name not in data.changes
+    )
     names = ("ours", *changed, "noloco_paced", "diloco_paced", "diloco_hb_paced", "local_sgd_paced")
     return _family(data, "Asynchronous gossip with one thing changed, and others at its rounds", "ours", names)
 
@@ -234,6 +237,8 @@ def every_table(data: Measured) -> list[Table]:
     makers: tuple[Callable[[Measured], Table], ...] = (
         headline,
         variants,
+        changes,
+        ends,
         by_tokens,
         noloco_paper,
         ablations,

@@ -9,6 +9,7 @@ import torch
 
 from laboratory import together
 from laboratory.cell import Cell, Result
+from laboratory.ending import last_rounds
 from laboratory.gossiping import gossip
 from laboratory.serving import server
 from laboratory.swarm import Swarm
@@ -36,7 +37,10 @@ def run(cell: Cell, tell: Callable[[float], None] = lambda share: None) -> Resul
 
 async def _run(cell: Cell, tell: Callable[[float], None]) -> Result:
     swarm = Swarm(cell, tell)
+    if cell.common_start:
+        await together.common_start(swarm)
     await METHODS[cell.method](swarm)
+    await last_rounds(swarm, cell.last_rounds)
     swarm.note_point()
     replicas = swarm.replicas
     busy = [replica.busy_s / swarm.spent_at_s for replica in replicas]

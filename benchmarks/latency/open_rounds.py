@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import NamedTuple, TypeVar
+from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple
 
 import torch
+from tied import Device
 
 from gossip.messages import Accepted, Declined, Offer, Probe, Received, Weights
 from gossip.nesterov import Outer, OuterState, Tensors
@@ -29,7 +29,6 @@ from noloco_node.sim import clock
 from noloco_node.sim.network.hub import Hub
 from noloco_node.wire import Either, MessageSpec, Schema, TensorSpec
 
-T = TypeVar("T")
 TOPIC = "gossip"
 WIDTH = 4
 MEAN_STEP_S = math.exp(MU + SIGMA**2 / 2)
@@ -74,7 +73,8 @@ class Trainee:
         self._weights = torch.full((WIDTH,), 20.0)
         self._optimum = 10.0 + number % 3
         self._steps_s = step_seconds(form.seed, number, form.inner_steps * form.outer_steps).tolist()
-        self._at_work = asyncio.Lock()
+        self._device = Device()
+        self.alone = self._device.alone
         self.took_s = 0.0
         settings = Settings(
             seed=form.seed,
@@ -84,7 +84,8 @@ class Trainee:
             blocking=form.blocking,
         )
         origin = Origin(OuterState((self._weights.clone(),), (torch.zeros(WIDTH),)))
-        around = Surroundings(compute=_at_once, partners=self._partners, converse=self._converse, record=_forget)
+        compute, partners = self._device.compute, self._partners
+        around = Surroundings(compute=compute, partners=partners, converse=self._converse, record=_forget)
         self.rounds = Rounds(network.peer_id, settings, origin, self, around)
 
     def __repr__(self) -> str:
@@ -101,12 +102,6 @@ class Trainee:
     async def correct(self, correction: Tensors) -> None:
         """Add a correction to the weights."""
         self._weights = self._weights + correction[0]
-
-    @asynccontextmanager
-    async def alone(self, retry_after_s: float) -> AsyncIterator[None]:
-        """Wait for the end of the inner step in hand and begin no other."""
-        async with self._at_work:
-            yield
 
     def _partners(self) -> tuple[Candidate, ...]:
         mine = self._network.peer_id
@@ -127,15 +122,11 @@ class Trainee:
 
     async def _train(self) -> None:
         for number, step_s in enumerate(self._steps_s, 1):
-            async with self._at_work:
+            async with self._device.at_work:
                 await asyncio.sleep(step_s)
                 self._weights = self._weights - 0.05 * (self._weights - self._optimum)
             await self.rounds.between_steps(number, MEAN_STEP_S)
         self.took_s = asyncio.get_running_loop().time()
-
-
-async def _at_once(function: Callable[..., T], /, *args: object) -> T:
-    return function(*args)
 
 
 def _forget(event: Event) -> None:

@@ -25,8 +25,9 @@ from noloco_node.console import say
 from noloco_node.data import open_blocks
 from noloco_node.demo.summary import Verdict
 from noloco_node.errors import Trouble
-from noloco_node.evaluation import BATCH, generate_sample, open_model, unigram_entropy, validation_loss
+from noloco_node.evaluation import BATCH, open_model, unigram_entropy, validation_loss
 from noloco_node.gather import Copy, gather, write_merged
+from noloco_node.generate import generate_sample
 from noloco_node.recipe import Recipe
 from noloco_node.swarm import visited
 

@@ -41,6 +41,14 @@ def parse_peer_address(text: str) -> PeerAddress:
     return PeerAddress(_join(parts[:-1]), parts[-1][1])
 
 
+def place_text(raw: bytes) -> str:
+    """Return an address that the daemon tells of as text; empty if it is of a kind that we do not know."""
+    try:
+        return str(Multiaddr(raw))
+    except Exception:  # a stranger's bytes; py-multiaddr raises errors of many kinds for them
+        return ""
+
+
 def check_listen(addresses: Sequence[str]) -> None:
     """Check that we may listen on `addresses`; Trouble when one is wrong, or its port is taken."""
     for text in addresses:
@@ -51,6 +59,8 @@ def check_listen(addresses: Sequence[str]) -> None:
         kinds = [kind for kind, _ in parts]
         if len(parts) < 2 or kinds[0] not in _FAMILIES or kinds[1] not in ("tcp", "udp"):
             raise _not_an_address(text, "an address to listen on starts with /ip4/ or /ip6/, then /tcp/ and a port")
+        if kinds[1] == "udp" and "quic-v1" not in kinds:
+            raise _not_an_address(text, "over UDP the daemon speaks QUIC alone: end it in /quic-v1")
         host, port = parts[0][1], parts[1][1]
         if host is not None and port not in (None, "0"):
             _try_port(text, kinds, host, int(port or 0))
@@ -65,6 +75,36 @@ def check_announce(addresses: Sequence[str]) -> None:
             raise _not_an_address(text, str(error)) from None
         if not parts or any(kind in ("tcp", "udp") and value == "0" for kind, value in parts):
             raise _not_an_address(text, "an announced address needs the port that others can reach")
+
+
+def port_of(text: str) -> int:
+    """Return the TCP or UDP port of an address, 0 where it has none."""
+    parts = text.split("/")
+    ports = [parts[i + 1] for i, part in enumerate(parts[:-1]) if part in ("tcp", "udp")]
+    return int(ports[0]) if ports and ports[0].isdecimal() else 0
+
+
+def with_port(text: str, port: int) -> str:
+    """Return an address with its first TCP or UDP port replaced."""
+    parts = text.split("/")
+    place = next(i for i, part in enumerate(parts) if part in ("tcp", "udp"))
+    return "/".join([*parts[: place + 1], str(port), *parts[place + 2 :]])
+
+
+def with_ports_chosen(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Return addresses to listen on with a free port wherever they leave it open.
+
+    The daemon could choose as well, but another port each time that it is started again.
+    """
+    return tuple(text if port_of(text) else with_port(text, _free_port(text)) for text in addresses)
+
+
+def _free_port(text: str) -> int:
+    parts = _parse(text)
+    kind = socket.SOCK_STREAM if parts[1][0] == "tcp" else socket.SOCK_DGRAM
+    with socket.socket(_FAMILIES[parts[0][0]], kind) as trial:
+        trial.bind((parts[0][1], 0))
+        return int(trial.getsockname()[1])
 
 
 def beyond_this_machine(addresses: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """One question, one answer: the control socket of the libp2p daemon.
 
-The daemon takes one protobuf request a connection, with its length before it as a varint, and answers in the same form.
+The daemon takes one protobuf request a connection and answers in the same form.
 Its answers must never keep us waiting: each has a deadline, and the daemon's death ends them all.
 """
 
@@ -11,10 +11,9 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from noloco_node.libp2p.daemon import Daemon
+from noloco_node.libp2p.delimited import delimited, read_delimited
 
 T = TypeVar("T")
-
-_ANSWER_BYTES = 1 << 20
 
 
 class Control:
@@ -38,7 +37,7 @@ class Control:
                 try:
                     writer.write(delimited(request))
                     await writer.drain()
-                    answer = self._messages.Response.FromString(await _read_delimited(reader))
+                    answer = self._messages.Response.FromString(await read_delimited(reader))
                 finally:
                     writer.close()
         except TimeoutError:
@@ -67,32 +66,3 @@ class Control:
             raise ConnectionAbortedError(f"no answer within {wait_s:g} s")
         finally:
             task.cancel()
-
-
-def delimited(message: Any) -> bytes:
-    """Return a protobuf message with its length before it, as a varint."""
-    content: bytes = message.SerializeToString()
-    length, prefix = len(content), bytearray()
-    while length >= 0x80:
-        prefix.append(length & 0x7F | 0x80)
-        length >>= 7
-    return bytes([*prefix, length]) + content
-
-
-async def _read_delimited(reader: asyncio.StreamReader) -> bytes:
-    """Read one message with its length before it; ConnectionResetError when the daemon stops in the middle."""
-    length = shift = 0
-    try:
-        while True:
-            byte = (await reader.readexactly(1))[0]
-            length |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                break
-            if length > _ANSWER_BYTES or shift > 28:
-                break
-        if length > _ANSWER_BYTES:
-            raise ConnectionResetError(f"the daemon announces an answer of {length} bytes")
-        return await reader.readexactly(length)
-    except asyncio.IncompleteReadError:
-        raise ConnectionResetError("the daemon did not finish its answer") from None

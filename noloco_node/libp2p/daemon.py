@@ -4,7 +4,7 @@ We start it ourselves and let hivemind connect to it, instead of letting hivemin
 then:
 
 - it runs in a session of its own, so that Ctrl-C in a terminal reaches us and not it: a polite leave needs the network;
-- its sockets lie in a private directory, which goes away with it, also when the start-up is cancelled half-way;
+- its sockets lie in a directory of ours, which goes away with it, also when the start-up is cancelled half-way;
 - its death is an event. (hivemind does not notice: its `is_alive` stays true and its calls hang.) The end of the
   child's output is that event: the pipe closes with the last process that holds it, and the daemon has no children.
 
@@ -14,10 +14,12 @@ Should we be killed, the daemon ends by itself: it lost its client.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections import deque
@@ -30,10 +32,12 @@ from noloco_node.errors import Exit, Trouble
 logger = logging.getLogger(__name__)
 
 _READY = "Peer ID:"
+_GREETINGS = ("Control socket:", "Peer Addrs:", "/")
 _TERMINATE_S = 2.0
+_NEWS_S = 0.2
+_END_S = 0.05
+"""Between the end of a process's output and its own."""
 _OUTPUT_BYTES = 1 << 16
-_LONGEST_SOCKET_PATH = 100
-"""The kernel's limit for the path of a Unix socket is 108 bytes."""
 
 
 class Daemon:
@@ -65,6 +69,16 @@ class Daemon:
         if self.died.done():
             raise _did_not_start(f"it ended at once: {self.died.result()}")
 
+    async def wait(self) -> str:
+        """Wait until the daemon is gone, and return its last words. (To await `died` itself would cancel it.)"""
+        await asyncio.wait({self.died})
+        return self.died.result()
+
+    async def is_dead(self) -> bool:
+        """Say whether the daemon is gone; its sockets break a moment before we know."""
+        await asyncio.wait({self.died}, timeout=_NEWS_S)
+        return self.died.done()
+
     async def stop(self) -> None:
         """End the process: politely, then not."""
         try:
@@ -91,21 +105,31 @@ class Daemon:
             self._partial = b""
         if not content:
             self._loop.remove_reader(self._output.fileno())
-            self.died.set_result(self._words[-1] if self._words else "it said nothing")
+            self.died.set_result(self._last_words())
             self._ready.set()
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(_END_S)
+            if code == -signal.SIGKILL:
+                return "it was killed, as the system does when memory runs out"
+        return self._words[-1] if self._words else "it said nothing"
 
     def _heed(self, text: str) -> None:
         if text.startswith(_READY):
             self._ready.set()
-        elif text:
+        elif text and not text.startswith(_GREETINGS):
             self._words.append(text)
             logger.debug("p2pd: %s", text)
 
 
 @asynccontextmanager
-async def start_daemon(binary: str, arguments: Sequence[str], start_s: float) -> AsyncIterator[Daemon]:
-    """Run p2pd with `arguments` for as long as the context; Trouble(Exit.DAEMON) when it does not start."""
-    directory = _private_directory()
+async def start_daemon(binary: str, arguments: Sequence[str], parent: Path, start_s: float) -> AsyncIterator[Daemon]:
+    """Run p2pd with `arguments` for as long as the context, its sockets in a new directory in `parent`.
+
+    Raises Trouble(Exit.DAEMON) when it does not start.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="", dir=parent))
     try:
         # Popen, not asyncio's: nothing can be cancelled between the birth of the process and our knowing of it.
         try:
@@ -128,13 +152,6 @@ async def start_daemon(binary: str, arguments: Sequence[str], start_s: float) ->
             await daemon.stop()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _private_directory() -> Path:
-    directory = tempfile.gettempdir()
-    if len(directory) > _LONGEST_SOCKET_PATH - len("/noloco-12345678/control.sock"):
-        directory = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="noloco-", dir=directory))
 
 
 def _plain(line: bytes) -> str:

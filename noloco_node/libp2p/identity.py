@@ -16,15 +16,18 @@ from noloco_node.errors import Exit, Trouble
 
 _ED25519_HEADER = bytes((0x08, 0x01, 0x12, 0x40))
 """Protobuf: field 1 (key type) = 1, Ed25519; field 2 (data): 64 bytes follow."""
+_ID_HEADER = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
+"""Multihash: identity, 36 bytes; protobuf: key type Ed25519, 32 bytes follow."""
 
 
-def ensure_identity(path: Path) -> None:
-    """Create the key file unless it is there; Trouble when it is damaged or cannot be written or read."""
+def ensure_identity(path: Path) -> bool:
+    """Create the key file unless it is there, and say whether it was; Trouble when it is damaged or cannot be used."""
     try:
         if path.exists():
             _check(path)
-        else:
-            _create(path)
+            return True
+        _create(path)
+        return False
     except OSError as error:
         raise Trouble(
             "The identity of this peer cannot be read or written.",
@@ -32,6 +35,15 @@ def ensure_identity(path: Path) -> None:
             attempt="choose a home directory on a disk that you may write to",
             code=Exit.STORAGE,
         ) from None
+
+
+def peer_bytes(path: Path) -> bytes | None:
+    """Return the peer id that a key file makes, in bytes; None for keys of other types than our own.
+
+    An Ed25519 id is the multihash `identity` of the public key in libp2p's protobuf: the key itself.
+    """
+    key = path.read_bytes()
+    return _ID_HEADER + key[-32:] if key.startswith(_ED25519_HEADER) else None
 
 
 def _check(path: Path) -> None:

@@ -4,61 +4,39 @@ The socket leads to the libp2p daemon, which sends one message of its own first 
 it does not) and then the raw bytes of the stream. `Stream` is asyncio's `BufferedProtocol`, so the kernel writes
 received bytes straight to where `wire.Intake` wants them: into the tensor itself.
 
-Liveness. Both sides send a BEAT when they have sent nothing else for `beat_s`. A peer of whom no byte came for
-`silence_s` on any of our streams is given up (one clock per peer, not per stream: on a slow link the beats of one
-stream queue up behind the bulk of another). Beats come from the event loop, not from the work, so they vouch for the
-peer, not for its progress; the caller's deadline bounds that.
+Liveness. Both sides send a BEAT when they have sent nothing else for `beat_s`. A peer of whom no byte came for longer
+than is borne with on any of our streams is given up (one `Pulse` per peer, not per stream: on a slow link the beats of
+one stream queue up behind the bulk of another). Beats come from the event loop, not from the work, so they vouch for
+the peer, not for its progress; the caller's deadline bounds that.
 
 Ends. Leaving politely sends END: the other's handler may finish what it does. Everything else that closes a stream
 breaks it and cancels the handler: a caller that was cancelled or killed wants nothing any more. Whoever ended politely
 keeps the socket open until the other has ended as well, for libp2p drops what is under way when one side closes early.
 
 Flow. Reading pauses while two messages wait to be received; writing waits until the kernel has taken every byte, so
-that a sent tensor may be changed when `send` returns.
+that a sent tensor may be changed when `send` returns. `send_paced` asks before each piece of a message whether it may
+pass. No beat fits between the pieces, so they must come oftener than beats would; until the first one, beats go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Any, cast
-
-import msgspec
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeAlias, cast
 
 from noloco_node import wire
+from noloco_node.libp2p.delimited import Preamble
+from noloco_node.libp2p.pulse import Pulse
+from noloco_node.libp2p.settings import Patience
+from noloco_node.schema import Buffer
 
 _CHUNK_BYTES = 1 << 20
 _WAITING_MESSAGES = 2
-_PREAMBLE_BYTES = 64 * 1024
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long to wait for what, in seconds."""
-
-    beat_s: float = 1.0
-    silence_s: float = 6.0
-    """A peer that was not heard for so long is given up."""
-    stall_s: float = 30.0
-    """A peer that is alive and takes none of our bytes for so long is given up."""
-    linger_s: float = 30.0
-    """How long a stream that we ended waits for the other's end."""
-    open_s: float = 20.0
-    """For a peer to accept a stream."""
-    reach_s: float = 15.0
-    """For a bootstrap peer to answer."""
-    dht_s: float = 20.0
-    """For the DHT to store or find records."""
-    start_s: float = 120.0
-    """For the libp2p daemon to start."""
-
-
-class Pulse:
-    """When a peer was last heard, shared by all streams with it."""
-
-    def __init__(self) -> None:
-        self.heard_s = 0.0
-        self.streams = 0
+Admit: TypeAlias = Callable[[int, int], Awaitable[None]]
+"""Returns when so many bytes may pass, which are (a piece of) a message of so many."""
 
 
 class Traffic:
@@ -66,36 +44,6 @@ class Traffic:
 
     def __init__(self) -> None:
         self.sent_bytes = self.received_bytes = 0
-
-
-class _Preamble:
-    """Collects the daemon's first message: a length as a varint, then so many bytes."""
-
-    def __init__(self) -> None:
-        self._length = self._shift = 0
-        self._counting = True
-        self.content = bytearray(1)
-        self._view = memoryview(self.content)
-
-    def wants(self) -> memoryview:
-        return self._view
-
-    def got(self, count: int) -> bool:
-        """Note so many bytes; say whether the message is complete."""
-        self._view = self._view[count:]
-        if self._view:
-            return False
-        if not self._counting:
-            return True
-        byte = self.content[0]
-        self._length |= (byte & 0x7F) << self._shift
-        self._shift += 7
-        self._counting = byte >= 0x80
-        if self._length > _PREAMBLE_BYTES or (self._counting and self._shift > 28):
-            raise wire.Violation(f"the daemon announces a message of {self._length} bytes")
-        self.content = bytearray(1 if self._counting else self._length)
-        self._view = memoryview(self.content)
-        return not self._counting and self._length == 0
 
 
 class Stream(asyncio.BufferedProtocol):
@@ -114,10 +62,12 @@ class Stream(asyncio.BufferedProtocol):
         self._patience, self._introduce, self._lost = patience, introduce, lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._intake: _Preamble | wire.Intake = _Preamble()
+        self._intake: Preamble | wire.Intake = Preamble()
         self._schema: wire.Schema | None = None
         self._peer = ""
-        self._pulse = Pulse()
+        self.origin = ""
+        """The multiaddr from which the other side came to us; empty for a stream that we opened."""
+        self._pulse = Pulse(patience)
         self._traffic = Traffic()
         self._inbox: deque[Any] = deque()
         self._news = asyncio.Event()
@@ -125,7 +75,9 @@ class Stream(asyncio.BufferedProtocol):
         self._sending = asyncio.Lock()
         self._broken: ConnectionError | None = None
         self._peer_ended = self._left = self._reading_paused = self._over = False
-        self._sent_s = self._moved_s = self._left_s = self._loop.time()
+        self._is_mid_frame = False
+        """Whether a part of a frame is out: then nothing but the rest of it may follow."""
+        self._sent_s = self._moved_s = self._left_s = self._listening_s = self._loop.time()
         self._unsent_bytes = 0
 
     def __repr__(self) -> str:
@@ -141,24 +93,32 @@ class Stream(asyncio.BufferedProtocol):
 
     async def send(self, message: Any) -> None:
         """Send one message; return when the kernel has taken all of it."""
+        await self._send(message, _CHUNK_BYTES, None)
+
+    async def send_paced(self, message: Any, piece_bytes: int, admit: Admit) -> None:
+        """Send one message in pieces of at most `piece_bytes`, each when `admit` lets it pass."""
+        await self._send(message, piece_bytes, admit)
+
+    async def _send(self, message: Any, piece_bytes: int, admit: Admit | None) -> None:
         self._check()
         if self._peer_ended:
             raise ConnectionResetError(f"{self._peer} ended the conversation")
         assert self._schema is not None
         buffers = wire.encode(message, self._schema)
+        message_bytes = sum(map(len, buffers))
         async with self._sending:
-            whole = False
             try:
-                for buffer in buffers:
-                    view = memoryview(buffer)
-                    for start in range(0, len(view), _CHUNK_BYTES):
-                        self._check()
-                        self._write(view[start : start + _CHUNK_BYTES])
-                        await self._writable.wait()
+                for piece in _pieces(buffers, piece_bytes):
+                    if admit is not None:
+                        await admit(len(piece), message_bytes)
+                    self._check()
+                    self._is_mid_frame = True
+                    self._write(piece)
+                    await self._writable.wait()
                 self._check()
-                whole = True
+                self._is_mid_frame = False
             finally:
-                if not whole:
+                if self._is_mid_frame:
                     # Half a frame is out; nothing that follows would make sense.
                     self.break_off(ConnectionResetError("a message was cut short by its sender"))
 
@@ -184,8 +144,8 @@ class Stream(asyncio.BufferedProtocol):
     def begin(self, peer: str, schema: wire.Schema, pulse: Pulse, traffic: Traffic) -> None:
         """Start talking in frames."""
         self._peer, self._schema, self._pulse, self._traffic = peer, schema, pulse, traffic
-        self._pulse.heard_s = self._loop.time()
         self._intake = wire.Intake(schema)
+        self._listening_s = self._loop.time()
 
     def write_raw(self, content: bytes) -> None:
         """Write bytes that are for the daemon itself."""
@@ -195,7 +155,7 @@ class Stream(asyncio.BufferedProtocol):
         """End politely: say END, and close when the other has ended too."""
         if self._over or self._left:
             return
-        if self._sending.locked():
+        if self._is_mid_frame:
             self.break_off(ConnectionResetError("the conversation was left while a message was being sent"))
             return
         self._write(wire.end())
@@ -205,7 +165,7 @@ class Stream(asyncio.BufferedProtocol):
         """End with an error that the other side gets to read."""
         if self._over or self._left:
             return
-        if self._sending.locked():
+        if self._is_mid_frame:
             self.break_off(ConnectionResetError(sentence))
             return
         self._write(wire.error(sentence))
@@ -226,18 +186,23 @@ class Stream(asyncio.BufferedProtocol):
                 self._transport.abort()
         self._lost(self, error)
 
+    def excuse(self, now: float) -> None:
+        """Count silence and standstill from now on: until now it was we who did not listen."""
+        self._listening_s = self._moved_s = now
+
     def tick(self, now: float) -> None:
         """Beat if it is time to, and give the peer up if it is silent; called every half beat."""
         if self._over or self._schema is None or self._transport is None:
             return
         patience, listening = self._patience, not (self._reading_paused or self._peer_ended)
-        if listening and now - self._pulse.heard_s > patience.silence_s:
-            self.break_off(ConnectionAbortedError(f"{self._peer} was silent for {patience.silence_s:g} s"))
+        if listening and self._pulse.is_silent(now, self._listening_s):
+            self._pulse.give_up(self._listening_s)
+            self.break_off(ConnectionAbortedError(f"{self._peer} was silent for {self._pulse.silence_s:.1f} s"))
         elif self._left and now - self._left_s > patience.linger_s:
             self._close()
         elif not self._is_moving(now):
-            self.break_off(ConnectionAbortedError(f"{self._peer} took no byte for {patience.stall_s:g} s"))
-        elif not self._left and not self._sending.locked() and now - self._sent_s >= patience.beat_s:
+            self.break_off(ConnectionAbortedError(f"{self._peer} took no byte for {self._pulse.stall_s:.0f} s"))
+        elif not self._left and not self._is_mid_frame and now - self._sent_s >= patience.beat_s:
             self._write(wire.beat())
 
     # What the event loop calls.
@@ -253,17 +218,17 @@ class Stream(asyncio.BufferedProtocol):
         return self._intake.wants()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._pulse.heard_s = self._loop.time()
         self._traffic.received_bytes += nbytes
         try:
             if isinstance(self._intake, wire.Intake):
+                self._pulse.hear(self._loop.time(), self._listening_s)
                 frame = self._intake.got(nbytes)
                 if frame is not None:
                     self._take(frame)
             elif self._intake.got(nbytes):
                 self._introduce(self, bytes(self._intake.content))
         except wire.Violation as violation:
-            if not self._over and self._schema is not None and not self._sending.locked():
+            if not self._over and self._schema is not None and not self._is_mid_frame:
                 self._write(wire.error(str(violation)))
             self.break_off(violation)
 
@@ -278,6 +243,8 @@ class Stream(asyncio.BufferedProtocol):
         self._writable.clear()
 
     def resume_writing(self) -> None:
+        # Ticks alone might see one piece after another, all of a size, and take them for the same.
+        self._note_moved(self._loop.time(), 0)
         self._writable.set()
 
     # Inside.
@@ -300,8 +267,13 @@ class Stream(asyncio.BufferedProtocol):
         assert self._transport is not None
         unsent = self._transport.get_write_buffer_size()
         if unsent == 0 or unsent != self._unsent_bytes:
-            self._unsent_bytes, self._moved_s = unsent, now
-        return now - self._moved_s <= self._patience.stall_s
+            self._note_moved(now, unsent)
+        return now - self._moved_s <= self._pulse.stall_s
+
+    def _note_moved(self, now: float, unsent_bytes: int) -> None:
+        if self._unsent_bytes:
+            self._pulse.take(now - self._moved_s)
+        self._unsent_bytes, self._moved_s = unsent_bytes, now
 
     def _take(self, frame: wire.Frame) -> None:
         if frame.kind is wire.Kind.MESSAGE:
@@ -323,7 +295,7 @@ class Stream(asyncio.BufferedProtocol):
     def _resume_reading(self) -> None:
         if self._reading_paused and self._transport is not None:
             self._reading_paused = False
-            self._pulse.heard_s = self._loop.time()
+            self._listening_s = self._loop.time()
             self._transport.resume_reading()
 
     def _linger(self) -> None:
@@ -354,6 +326,14 @@ class Stream(asyncio.BufferedProtocol):
     def _wake(self) -> None:
         self._news.set()
         self._writable.set()
+
+
+def _pieces(buffers: Sequence[Buffer], most_bytes: int) -> Iterator[memoryview]:
+    """Yield what lies in `buffers` in pieces of at most so many bytes, without copies."""
+    for buffer in buffers:
+        view = memoryview(buffer)
+        for start in range(0, len(view), most_bytes):
+            yield view[start : start + most_bytes]
 
 
 def _printable(text: str) -> str:

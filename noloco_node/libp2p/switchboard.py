@@ -13,9 +13,9 @@ import logging
 from collections import Counter
 from typing import NoReturn
 
-import msgspec
-
-from noloco_node.libp2p.stream import Patience, Pulse, Stream, Traffic
+from noloco_node.libp2p.pulse import Pulses
+from noloco_node.libp2p.settings import Capacity, Patience
+from noloco_node.libp2p.stream import Stream, Traffic
 from noloco_node.port import VIOLATION_GRACE_S, Handler
 from noloco_node.wire import Schema, Violation
 
@@ -23,14 +23,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_OFFENDERS = 1024
 _MOST_STREAMS = 4
-"""Open streams, our own and those that only linger included, to one conversation that may be answered."""
-
-
-class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """How many conversations are answered at the same time."""
-
-    conversations: int = 512
-    per_peer: int = 64
+"""Open streams, our own and those that only linger included, to one conversation that may be answered: of all peers
+together, and of each."""
 
 
 class Switchboard:
@@ -42,7 +36,7 @@ class Switchboard:
         self._answers = False
         self._topics: dict[str, tuple[Schema, Handler]] = {}
         self._streams: dict[Stream, asyncio.Task[None] | None] = {}
-        self._pulses: dict[str, Pulse] = {}
+        self._pulses = Pulses(patience)
         self._traffic: dict[str, Traffic] = {}
         self._answering: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
@@ -50,6 +44,11 @@ class Switchboard:
 
     def __repr__(self) -> str:
         return f"Switchboard({len(self._streams)} conversations, {len(self._topics)} topics)"
+
+    @property
+    def topics(self) -> tuple[str, ...]:
+        """What is served here."""
+        return tuple(self._topics)
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start: conversations, losses by kind, bytes by topic, violations by peer."""
@@ -68,7 +67,8 @@ class Switchboard:
     async def run(self, started: asyncio.Event) -> NoReturn:
         """Keep all streams beating, and answer new ones, until cancelled; set `started` when that can begin."""
         loop = asyncio.get_running_loop()
-        period_s = min(self._patience.beat_s, self._patience.silence_s) / 2
+        least_silence_s = min(self._patience.silence_s, self._patience.silences().least_s)
+        period_s = min(self._patience.beat_s, least_silence_s) / 2
         async with self._handlers:
             self._answers = True
             started.set()
@@ -77,9 +77,10 @@ class Switchboard:
                     begun = loop.time()
                     await asyncio.sleep(period_s)
                     now = loop.time()
-                    if now - begun > period_s + self._patience.silence_s / 4:
-                        self._excuse(now)
+                    we_listened = now - begun <= period_s + least_silence_s / 4
                     for stream in list(self._streams):
+                        if not we_listened:
+                            stream.excuse(now)
                         stream.tick(now)
             finally:
                 self._answers = False
@@ -89,12 +90,17 @@ class Switchboard:
         self._counts["conversations.opened"] += 1
         self._begin(stream, peer, topic, schema)
 
+    def unopened(self) -> None:
+        """Count a stream that we could not open."""
+        self._counts["conversations.unopened"] += 1
+
     def answer(self, stream: Stream, peer: str, topic: str) -> None:
         """Take in a stream that `peer` opened, and run the handler of its topic if there is room for one more."""
         if not self._answers or topic not in self._topics:
             stream.break_off(ConnectionResetError(f"nobody serves {topic} here"))
             return
-        if len(self._streams) >= _MOST_STREAMS * self._capacity.conversations:
+        crowded = len(self._streams) >= _MOST_STREAMS * self._capacity.conversations
+        if crowded or self._pulses.streams(peer) >= _MOST_STREAMS * self._capacity.per_peer:
             stream.break_off(ConnectionResetError("too many streams linger here"))
             return
         schema, handler = self._topics[topic]
@@ -117,10 +123,7 @@ class Switchboard:
         if stream not in self._streams:
             return
         task = self._streams.pop(stream)
-        pulse = self._pulses[stream.peer]
-        pulse.streams -= 1
-        if not pulse.streams:
-            del self._pulses[stream.peer]
+        self._pulses.end(stream.peer)
         if error is not None:
             self._counts[f"lost.{type(error).__name__}"] += 1
         if isinstance(error, Violation):
@@ -141,14 +144,8 @@ class Switchboard:
         for stream in list(self._streams):
             stream.break_off(ConnectionResetError("the network was closed"))
 
-    def _excuse(self, now: float) -> None:
-        """Hold no silence against anybody: it was we who did not listen, being busy or stopped."""
-        for pulse in self._pulses.values():
-            pulse.heard_s = now
-
     def _begin(self, stream: Stream, peer: str, topic: str, schema: Schema) -> None:
-        pulse = self._pulses.setdefault(peer, Pulse())
-        pulse.streams += 1
+        pulse = self._pulses.begin(peer)
         self._streams[stream] = None
         stream.begin(peer, schema, pulse, self._traffic.setdefault(topic, Traffic()))
 

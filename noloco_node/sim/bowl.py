@@ -37,13 +37,14 @@ class BowlPlan(NamedTuple):
     """The dimensions of a model of bowls (`noloco_node.machine.Dimensions`)."""
 
     shapes: tuple[Mapping[str, tuple[int, ...]], ...]
+    work: tuple[float, ...]
     width: int = 1
     vocabulary: int = VOCABULARY
 
 
-def bowl_plan(stages: int) -> BowlPlan:
-    """Return the dimensions of a pipeline of bowls."""
-    return BowlPlan(tuple({"weights": (SIZE,)} for _ in range(stages)))
+def bowl_plan(stages: int, work: Sequence[float] | None = None) -> BowlPlan:
+    """Return the dimensions of a pipeline of bowls. `work`: of a microbatch at each stage, if it is not even."""
+    return BowlPlan(tuple({"weights": (SIZE,)} for _ in range(stages)), tuple(work or (1.0,) * stages))
 
 
 class _Pass:

@@ -155,7 +155,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
+        when_s = self._now_s + delay
+        entry = _Entry(callback, args, context, when_s)
+        entry.loop = self
+        heapq.heappush(self._timers, (when_s, next(self._numbers), entry))
+        return entry
 
     def _run_once(self) -> None:
         """Run what is ready now; where nothing is, go to the next moment for which something is set."""

@@ -86,8 +86,10 @@ class VirtualDevice:
         return result
 
     async def beside(self, job: Callable[..., T], *args: object) -> T:
-        """Run `job(*args)` in its turn, as on a CPU."""
-        return await self.run(job, *args)
+        """Run `job(*args)` beside what the device does; it costs what every job costs."""
+        result = job(*args)
+        await asyncio.sleep(self._job_s * self._slowness)
+        return result
 
     async def _see_through(self, entry: _Job) -> None:
         """Wait for a job whose caller was cancelled."""

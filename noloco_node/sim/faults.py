@@ -1,9 +1,14 @@
-"""What may happen to a simulated swarm, and when: one struct a kind, all times in virtual seconds from the start."""
+"""What may happen to a simulated swarm, and when: one struct a kind, all times in virtual seconds from the start.
+
+Churn is a rule rather than an event: `unfold` draws from a seed who goes when, and what is left are departures and
+returns of single peers, which the world and its watchers know already.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from random import Random
 from typing import Literal
 
 import msgspec
@@ -11,6 +16,9 @@ import msgspec
 MOST, TINY = 1e12, 1e-12
 """Of any time, rate or size in a scenario: what is beyond is a slip, and no number that a clock could add up."""
 MOST_TAMPERED = 10**6
+HOUR_S = 3600.0
+MOST_DEPARTURES = 1000
+"""Of one peer, that a churn may make expect."""
 
 
 class _At(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
@@ -107,7 +115,20 @@ class Disk(_At, frozen=True):
     for_s: float
 
 
-Fault = Join | Crash | Restart | Leave | Slow | Stutter | Silence | Partition | Storm | Line | Tamper | Disk
+class Churn(_At, frozen=True):
+    """For a while peers go and come back: `per_hour` of them in an hour, each at a moment of its own.
+
+    Every one of them is away for `away_s`, then has its disk. `polite`: share of the departures that are asked for;
+    the rest are crashes.
+    """
+
+    for_s: float
+    per_hour: float
+    away_s: float
+    polite: float = 0.0
+
+
+Fault = Join | Crash | Restart | Leave | Slow | Stutter | Silence | Partition | Storm | Line | Tamper | Disk | Churn
 
 
 LASTING = Silence | Partition | Storm | Disk
@@ -116,6 +137,8 @@ LASTING = Silence | Partition | Storm | Disk
 
 def ends_s(fault: Fault) -> float:
     """Return when the world is as it should be again, as far as the fault itself goes."""
+    if isinstance(fault, Churn):
+        return fault.at_s + fault.for_s + fault.away_s
     return fault.at_s + (fault.for_s if isinstance(fault, LASTING) else 0.0)
 
 
@@ -123,20 +146,48 @@ def peers_of(fault: Fault) -> tuple[str, ...]:
     """Return the peers that a fault names."""
     if isinstance(fault, Partition):
         return tuple(peer for group in fault.groups for peer in group)
-    return () if isinstance(fault, Storm) else (fault.peer,)
+    return () if isinstance(fault, Storm | Churn) else (fault.peer,)
+
+
+def unfold(faults: Sequence[Fault], peers: Sequence[str], seed: int) -> tuple[Fault, ...]:
+    """Return the faults with every churn replaced by the departures and returns of `peers` that it stands for."""
+    found: list[Fault] = []
+    for number, fault in enumerate(faults):
+        if isinstance(fault, Churn):
+            for peer in peers:
+                found += _comings_and_goings(fault, peer, Random(f"{seed}|churn|{number}|{peer}"))
+        else:
+            found.append(fault)
+    return tuple(found)
+
+
+def _comings_and_goings(churn: Churn, peer: str, rng: Random) -> Iterator[Fault]:
+    """Yield when one peer goes, by a rate that does not depend on when it went last, and comes back."""
+    at_s = churn.at_s + rng.expovariate(churn.per_hour) * HOUR_S
+    while at_s < churn.at_s + churn.for_s:
+        polite = rng.random() < churn.polite
+        yield Leave(at_s=at_s, peer=peer) if polite else Crash(at_s=at_s, peer=peer)
+        at_s += churn.away_s
+        yield Restart(at_s=at_s, peer=peer)
+        at_s += rng.expovariate(churn.per_hour) * HOUR_S
 
 
 def problems(fault: Fault) -> Iterator[tuple[str, str]]:
     """Yield the fields of a fault that hold what cannot be, each with the reason."""
-    for field in ("at_s", "for_s", "pause_s", "factor", "up_bytes_per_s", "down_bytes_per_s"):
+    for field in ("at_s", "for_s", "pause_s", "away_s", "factor", "per_hour", "up_bytes_per_s", "down_bytes_per_s"):
         value = getattr(fault, field, None)
-        least = 0.0 if field in ("at_s", "for_s", "pause_s") else TINY
+        least = 0.0 if field in ("at_s", "for_s", "pause_s", "away_s") else TINY
         if value is not None and not least <= value <= MOST:
             yield field, f"{value} is {'negative' if value < 0.0 else 'no amount'}"
     for field in ("share", "loss", "late", "duplicate"):
         value = getattr(fault, field, None)
         if value is not None and not 0.0 <= value < 1.0:
             yield field, f"{value} is no share: it must be at least 0 and less than 1"
+    if isinstance(fault, Churn):
+        if not 0.0 <= fault.polite <= 1.0:
+            yield "polite", f"{fault.polite} is no share: it must be from 0 to 1"
+        if fault.per_hour * fault.for_s / HOUR_S > MOST_DEPARTURES:
+            yield "per_hour", f"each peer would go more than {MOST_DEPARTURES} times"
     if isinstance(fault, Partition):
         groups = [dict.fromkeys(group) for group in fault.groups]
         for peer, times in Counter(peer for group in groups for peer in group).items():

@@ -22,6 +22,7 @@ from noloco_node.sim.device import Stutter, VirtualDevice
 from noloco_node.sim.network.hub import Hub
 from noloco_node.sim.network.lines import Access
 from noloco_node.sim.setting import Setting
+from noloco_node.sim.shelf import MemoryShelf
 from noloco_node.sim.stage import PricedStage
 
 KEPT_LINES = 50
@@ -52,6 +53,10 @@ class Life:
         """Whether the process is there."""
         return self.task is not None and not self.task.done() and not self.crashed
 
+    def forget(self) -> None:
+        """Let go of all that an earlier life held but its words, once nobody asks for its weights and counters."""
+        self.node = self.stage = self.task = None
+
 
 class SimulatedPeer:
     """A peer of a world. `asked_stage`: the one that its owner wants; None lets it choose."""
@@ -62,6 +67,7 @@ class SimulatedPeer:
         self.first_slowness = self.slowness = 1.0
         self.stutter = Stutter()
         self.disk: Checkpoint | None = None
+        self.shelf = MemoryShelf(lambda: self.disk)
         self.disk_refuses = False
         self.lives: list[Life] = []
         self.devices: list[VirtualDevice] = []
@@ -119,6 +125,7 @@ class SimulatedPeer:
                 stage=self.asked_stage,
                 linger_s=3 * swarm.refresh_s,
                 refresh_s=swarm.refresh_s,
+                moves=swarm.moves,
                 save_every_s=swarm.save_every_s,
                 deadlines=swarm.impatient,
                 slowest_bytes_per_s=setting.slowest_bytes_per_s,
@@ -170,9 +177,6 @@ class SimulatedPeer:
             )
             return life.stage
 
-        async def load() -> Checkpoint | None:
-            return self.disk
-
         async def save(checkpoint: Checkpoint) -> str:
             if self.disk_refuses or life.crashed:
                 raise OSError("No space left on device")
@@ -183,9 +187,11 @@ class SimulatedPeer:
             device=device,
             build=build,
             open_text=self._open_text,
-            load=load,
+            load=self.shelf.load,
             save=save,
             unix_time=asyncio.get_running_loop().time,
+            served=self.shelf.served,
+            former=self.shelf,
         )
 
     async def _open_text(self) -> Text:

@@ -57,11 +57,15 @@ class SwarmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     momentum_period: int | None = None
     staleness_at_most: int | None = None
     learning_rate: float | None = None
+    budget_s: float | None = None
+    """For which a microbatch may travel; slow devices need more than the run's."""
     model: Literal["bowl", "transformer"] = "bowl"
     """bowl: costs next to nothing. transformer: the run's model is really trained, on its real text."""
     refresh_s: float = 10.0
     """How often each peer publishes its record and reads the roster."""
     save_every_s: float = 300.0
+    moves: bool = False
+    """Replicas go to another stage when they are needed there."""
     duration_s: float = 86_400.0
     """Peers that are still at work after so long are asked to leave."""
     impatient: bool = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import structs
 
 from gossip.formats import Format, wire_bytes
-from gossip.messages import Probe, ReplicaState, Weights
+from gossip.messages import Piece, Probe, ReplicaState, Weights
 from noloco_node.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
 from noloco_node.errors import Exit, Trouble
 from noloco_node.freight import PROBE_BYTES
@@ -18,6 +18,7 @@ from noloco_node.plan import mean_steps_per_round
 from noloco_node.post import SLOWEST_BYTES_PER_S
 from noloco_node.recipe import Recipe
 from noloco_node.runfile import load_run, validate
+from noloco_node.sim import faults
 from noloco_node.sim.bowl import SIZE, Bowl, bowl_plan
 from noloco_node.sim.network.lines import Access, Weather
 from noloco_node.sim.scenario import MOST_PEERS, Scenario, SwarmConfig, planned
@@ -28,6 +29,7 @@ from pipeline.messages import Gradient, Microbatch
 if TYPE_CHECKING:
     from noloco_node.blueprint import Blueprint
     from noloco_node.machine import Dimensions, Stage
+    from noloco_node.sim.faults import Fault
 
 FOREVER_S = 1e9
 """A deadline that no simulation reaches."""
@@ -41,7 +43,8 @@ WEIGHT_SETS = 4
 class Setting(NamedTuple):
     """A scenario worked out.
 
-    `prices`: by stage. `build`: makes a stage's arithmetic. `size_bytes`: of a message, by its topic.
+    `prices`: by stage. `build`: makes a stage's arithmetic. `size_bytes`: of a message, by its topic. `faults`: the
+    scenario's, each churn as the departures and returns that it stands for.
     `microbatch_tokens`: that a microbatch stands for, also where a bowl computes.
     """
 
@@ -52,6 +55,7 @@ class Setting(NamedTuple):
     build: Callable[[int], Stage]
     size_bytes: Callable[[object, str], int]
     weather: Weather
+    faults: tuple[Fault, ...]
     microbatch_tokens: int
     parameters: int = 0
     """Of the run file's whole model; 0 where there is none."""
@@ -119,15 +123,18 @@ def work_out(scenario: Scenario) -> Setting:
         run = _as_bowls(run)
     if not swarm.impatient:
         run = structs.replace(run, pipeline=structs.replace(run.pipeline, budget_s=FOREVER_S))
-    dimensions: Dimensions = plan if plan is not None and transformer else bowl_plan(run.pipeline.stages)
+    prices = _prices(scenario, run, start, plan)
+    bowls = bowl_plan(run.pipeline.stages, [price.forward_s for price in prices])
+    dimensions: Dimensions = plan if plan is not None and transformer else bowls
     return Setting(
         scenario=scenario,
         recipe=Recipe.made(run),
         dimensions=dimensions,
-        prices=_prices(scenario, run, start, plan),
+        prices=prices,
         build=_transformers(run, plan) if plan is not None and transformer else Bowl,
         size_bytes=_sizes(scenario, start, run.outer, plan),
         weather=_weather(scenario),
+        faults=faults.unfold(scenario.fault, planned(run.pipeline.stages, run.pipeline.replicas), scenario.seed),
         microbatch_tokens=start.pipeline.microbatch_size * start.pipeline.sequence_length,
         parameters=0 if plan is None else sum(math.prod(shape) for part in plan.shapes for shape in part.values()),
         slowest_bytes_per_s=SLOWEST_BYTES_PER_S * (1.0 if transformer else 4 * SIZE / _weights_bytes(scenario, plan)),
@@ -145,6 +152,7 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
             replicas=swarm.replicas,
             microbatches_per_step=swarm.microbatches_per_step,
             windows_in_flight=swarm.windows_in_flight,
+            budget_s=swarm.budget_s,
         ),
     )
     if swarm.stages is not None and start.pipeline.boundaries is not None:
@@ -246,6 +254,11 @@ def _sizes(
             return FRAME_BYTES + (1 + (message.fast is not None)) * probes.get(topic, 0)
         if isinstance(message, ReplicaState):
             return FRAME_BYTES + states.get(topic, WEIGHT_SETS * network.weights_bytes)
+        if isinstance(message, Piece):
+            # A share of a section, which is as large as the weights, or as those that a bowl stands for.
+            whole = states.get(topic, WEIGHT_SETS * network.weights_bytes) // WEIGHT_SETS
+            here = whole if scenario.swarm.model == "transformer" else 4 * SIZE
+            return FRAME_BYTES + message.data.nbytes * whole // here
         return FRAME_BYTES
 
     return size_bytes

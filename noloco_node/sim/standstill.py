@@ -33,7 +33,7 @@ def patience_s(setting: Setting) -> float:
     slowness, pause_s = max(devices.slowness), devices.stutter_pause_s
     slowest, slowest_pause_s = 1.0, 0.0
     bytes_per_s = min(line.up_bytes_per_s, line.down_bytes_per_s)
-    for fault in scenario.fault:
+    for fault in setting.faults:
         match fault:
             case faults.Slow():
                 slowest = max(slowest, fault.factor)

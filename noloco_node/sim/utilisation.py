@@ -141,7 +141,7 @@ def _node(hub: Hub, recipe: Recipe, name: str, peer: _Peer, pass_s: float, wrong
     async def open_text() -> Numbers:
         return Numbers(_MICROBATCH, int(name[-3:]) * 10_000)
 
-    async def load() -> Checkpoint | None:
+    async def load(stage: int) -> Checkpoint | None:
         return None
 
     async def save(checkpoint: Checkpoint) -> str:

@@ -118,11 +118,11 @@ class World:
 
     async def _work(self) -> None:
         """Wait until every process has ended and no fault is left that starts one."""
-        scenario = self.setting.scenario
-        duration_s, patience_s = scenario.swarm.duration_s, standstill.patience_s(self.setting)
-        starts = [fault.at_s for fault in scenario.fault if isinstance(fault, faults.Join | faults.Restart)]
+        setting = self.setting
+        duration_s, patience_s = setting.scenario.swarm.duration_s, standstill.patience_s(setting)
+        starts = [fault.at_s for fault in setting.faults if isinstance(fault, faults.Join | faults.Restart)]
         last_start_s = max(starts, default=-1.0)
-        last_fault_s = max((faults.ends_s(fault) for fault in scenario.fault), default=0.0)
+        last_fault_s = max((faults.ends_s(fault) for fault in setting.faults), default=0.0)
         while self._at_work or self._returning or last_start_s >= self.now_s:
             still_s = max(self.ended_s, last_fault_s) + patience_s
             if self.now_s >= min(duration_s, still_s):
@@ -214,7 +214,7 @@ class World:
     # What happens.
 
     async def _strike(self) -> None:
-        ordered = sorted(enumerate(self.setting.scenario.fault), key=lambda numbered: (numbered[1].at_s, numbered[0]))
+        ordered = sorted(enumerate(self.setting.faults), key=lambda numbered: (numbered[1].at_s, numbered[0]))
         async with asyncio.TaskGroup() as lasting:
             for _, fault in ordered:
                 await asyncio.sleep(max(0.0, fault.at_s - self.now_s))

@@ -6,11 +6,14 @@ to; the others strike until the end. Half of all swarms have no deadlines, so th
 
 One replica a stage is its **anchor**: it may crash but comes back, is never asked to leave, and can be reached. So the
 run can always be finished, and a run that does not end is a bug. Without an anchor that would be a matter of luck.
+
+In one swarm of four replicas move to where they are needed. Everything is then slower than in the others but for the
+refreshes, from which it follows how soon somebody moves, and some stage is left to its anchor: otherwise nobody would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any, Literal
 
@@ -27,6 +30,10 @@ SAMPLES = 48
 SLACK_S = 400.0
 """Beyond the work itself, before a run counts as one that does not end."""
 NEWCOMERS = ("n0", "n1", "n2")
+MOVING_SHARE = 0.25
+"""Of the swarms in which replicas move."""
+SLOWER = 2.0
+"""Times as long as others, their run is."""
 
 
 def draw(seed: int) -> Scenario:
@@ -34,6 +41,10 @@ def draw(seed: int) -> Scenario:
     rng = Random(f"{seed}|explore")
     work_s = rng.uniform(65.0, 95.0)
     swarm = structs.replace(_swarm(rng), **_outer(Random(f"{seed}|explore|outer")))
+    moving = Random(f"{seed}|explore|moves")
+    if moves := moving.random() < MOVING_SHARE:
+        work_s *= SLOWER
+        swarm = structs.replace(swarm, moves=True, refresh_s=round(moving.uniform(0.4, 0.7), 2))
     network = _network(rng)
     # A microbatch takes a device 3 forward_s; devices are idle for some of the time.
     devices = DevicesConfig(
@@ -43,7 +54,10 @@ def draw(seed: int) -> Scenario:
         stutter_share=rng.choice((0.0, 0.0, 0.02)),
         stutter_pause_s=1.0,
     )
-    fault = _Schedule(rng, work_s, _anchors(rng, network.dials_only)).draw()
+    anchors = _anchors(rng, network.dials_only)
+    fault = _Schedule(rng, work_s, anchors).draw()
+    if moves:
+        fault = tuple(sorted((*fault, *_starvation(moving, work_s, anchors)), key=lambda each: each.at_s))
     last_s = max((faults.ends_s(each) for each in fault), default=0.0)
     swarm = structs.replace(swarm, duration_s=round(last_s + 10.0 * work_s + SLACK_S, 1))
     return Scenario(name=f"explored {seed}", seed=seed, swarm=swarm, network=network, devices=devices, fault=fault)
@@ -101,6 +115,17 @@ def _anchors(rng: Random, dials_only: float) -> tuple[str, ...]:
     hidden = [names[int(number / dials_only) % len(names)] for number in range(int(dials_only * len(names) + 0.5))]
     reachable = [[n for n in names if n.startswith(f"s{stage}") and n not in hidden] for stage in range(STAGES)]
     return tuple(rng.choice(found) for found in reachable)
+
+
+def _starvation(rng: Random, work_s: float, anchors: tuple[str, ...]) -> Iterator[Fault]:
+    """Yield the deaths that leave a stage to its anchor; some of the dead come back much later."""
+    stage, at_s = rng.randrange(STAGES), rng.uniform(2.0, work_s / 4)
+    for replica in range(REPLICAS):
+        peer = peer_name(stage, replica)
+        if peer not in anchors:
+            yield faults.Crash(at_s=round(at_s + rng.uniform(0.0, 3.0), 2), peer=peer)
+            if rng.random() < 0.3:
+                yield faults.Restart(at_s=round(at_s + rng.uniform(10.0, work_s), 2), peer=peer)
 
 
 class _Schedule:

@@ -62,19 +62,20 @@ class Watch:
         self._states: dict[str, tuple[int, State]] = {}
         self._steps = 0
         self._struck: Counter[str] = Counter()
+        self._moved = 0
         self._disks: dict[str, None] = {}
 
     def __repr__(self) -> str:
         return f"Watch({self._steps} inner steps, {sum(self._struck.values())} faults, {self._rounds!r})"
 
     def statistics(self) -> dict[str, int | float]:
-        """Return virtual seconds, inner steps, rounds, faults by kind, whether it was excused from ending, and how
-        often each invariant was evaluated.
+        """Return virtual seconds, inner steps, moves, rounds, faults by kind, whether it was excused from ending, and
+        how often each invariant was evaluated.
         """
         struck = {f"struck.{kind}": count for kind, count in self._struck.items()}
         late = self._looked_s >= self._world.setting.scenario.swarm.duration_s - 2 * LOOK_S
         excused = int((late or self._world.standstill is not None) and not self._pace.finished)
-        seen = {"virtual_s": self._looked_s, "inner_steps": self._steps, "excused": excused}
+        seen = {"virtual_s": self._looked_s, "inner_steps": self._steps, "moved": self._moved, "excused": excused}
         return {**seen, **self._rounds.statistics(), **self._scene.statistics(), **struck}
 
     def _raise(self) -> None:
@@ -106,6 +107,17 @@ class Watch:
                 record.end(now_s)
                 self._scene.disturb()
                 self._pace.note_finished(record, event.why)
+            case journal.Moved() if record is not None:
+                self._note_moved(record, now_s)
+
+    def _note_moved(self, record: LifeRecord, now_s: float) -> None:
+        """Close the record of a stage that a peer leaves; the other stage begins one of its own, in the same life."""
+        self._moved += 1
+        record.end(now_s)
+        self._scene.disturb()
+        self._check_samples(record)
+        lives = self._scene.lives
+        lives[record.name, -len(lives)] = lives.pop((record.name, record.life))
 
     def _note_state(self, peer: SimulatedPeer, state: State, now_s: float) -> None:
         known = (peer.life.number, state)
@@ -198,9 +210,10 @@ class Watch:
         for peer in self._world.peers.values():
             for life in peer.lives:
                 self._check_rest(peer, life)
-        for record in self._scene.lives.values():
-            self._check_finite(record)
-            self._check_samples(record)
+        for (_, number), record in self._scene.lives.items():
+            if number == record.life:
+                self._check_finite(record)
+                self._check_samples(record)
         self._meetings.end()
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if left:

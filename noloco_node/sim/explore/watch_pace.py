@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from noloco_node.node import DRAIN_S
 from noloco_node.sim.explore.inside import is_closed, meets, swaps
 from noloco_node.sim.explore.lives import Asked, LifeRecord, replica_of
 from noloco_node.sim.explore.scene import Scene
@@ -13,6 +12,7 @@ from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import NetworkConfig
 from noloco_node.sim.world import LOOK_S
 from noloco_node.topics import GOSSIP
+from noloco_node.training import LONGEST_DRAIN_S
 
 STANDSTILL_S = 90.0
 """Without an inner step anywhere: a newcomer's patience with ghosts, and a suspicion, lie within."""
@@ -22,7 +22,7 @@ ANSWER_S = 6.0
 """An answer is due at once; a node that has patience gives up after 5 s."""
 EXCHANGE_S = 60.0
 """A meeting under way is given up after about so long (`gossip.port.Patience`), by a node that has patience."""
-GOING_S = DRAIN_S + EXCHANGE_S + 10.0
+GOING_S = LONGEST_DRAIN_S + EXCHANGE_S + 10.0
 """From being asked to leave until the process is gone: microbatches, a meeting, and the slowest of lines and disks."""
 STEPS_AFTER = 2
 """Inner steps that may follow a request to leave: the one under way, and that of the window that it let begin."""
@@ -32,8 +32,11 @@ OPENINGS_OF_ONE = 3
 """Times as many a replica may open without a meeting, while somebody else of its stage opens rounds too."""
 MESSAGES = 8
 """Of a meeting: offer and answer, two probes, two sets of weights, two receipts."""
-BAD_LUCK = 0.02
-"""Chance of meeting nobody in so many rounds because of the weather, above which they are too few to complain."""
+BAD_LUCK = 0.002
+"""Chance of meeting nobody in so many rounds because of the weather, above which they are too few to complain.
+
+A run has dozens of such stretches, and a search hundreds of runs.
+"""
 
 
 @dataclass(slots=True)

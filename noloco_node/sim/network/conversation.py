@@ -34,10 +34,12 @@ _ENDED = Parting(None, "")
 class Traffic:
     """Bytes that one peer sent and received about one topic."""
 
-    __slots__ = ("received_bytes", "sent_bytes")
+    __slots__ = ("received_bytes", "received_name", "sent_bytes", "sent_name")
 
-    def __init__(self) -> None:
+    def __init__(self, topic: str) -> None:
         self.sent_bytes = self.received_bytes = 0
+        # Statistics are asked for every few seconds.
+        self.sent_name, self.received_name = f"bytes.sent.{topic}", f"bytes.received.{topic}"
 
     def __repr__(self) -> str:
         return f"Traffic({self.sent_bytes} bytes sent, {self.received_bytes} received)"

@@ -53,14 +53,15 @@ class MemoryNetwork:
         self._topics[topic] = (schema, handler)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """Store a record; False when this peer is cut off or the stored one lives longer."""
+        """Store a record; False when this peer is cut off, the stored one lives longer, or the name is another's."""
         hub = self.hub
         await asyncio.sleep(hub.round_trip_s())
         if not self._alive or hub.is_cut(self._peer, self._peer):
             return False
         now_s = asyncio.get_running_loop().time()
         place = (key, subkey)
-        if not hub.records.publish(place, (value, lifetime_s), now_s, side=hub.side(self._peer)):
+        side = hub.side(self._peer)
+        if not hub.records.publish(place, (value, lifetime_s), now_s, side=side, author=self._peer):
             return False
         hub.records.forget(place, now_s - hub.weather.roster_lag_s, now_s)
         return True
@@ -79,9 +80,9 @@ class MemoryNetwork:
     def statistics(self) -> dict[str, int | float]:
         """Return the bytes sent and received by topic, open conversations, and violations by who sent them."""
         found: dict[str, int | float] = {"conversations.open": len(self.ends)}
-        for topic, traffic in self._traffic.items():
-            found[f"bytes.sent.{topic}"] = traffic.sent_bytes
-            found[f"bytes.received.{topic}"] = traffic.received_bytes
+        for traffic in self._traffic.values():
+            found[traffic.sent_name] = traffic.sent_bytes
+            found[traffic.received_name] = traffic.received_bytes
         return found | {f"violations.{peer}": count for peer, count in self._violations.items()}
 
     # What conversations and the hub need.
@@ -94,7 +95,7 @@ class MemoryNetwork:
         """Return the count of bytes about one topic."""
         traffic = self._traffic.get(topic)
         if traffic is None:
-            traffic = self._traffic[topic] = Traffic()
+            traffic = self._traffic[topic] = Traffic(topic)
         return traffic
 
     def note_violation(self, peer: str) -> None:

@@ -4,6 +4,9 @@ A record keeps a short history, for three reasons. A reading may show the world 
 partition a reader finds only what was published on its own side, and what everybody knew before. And afterwards both
 sides find what lives longest, as the peers of a DHT do when they compare two copies.
 
+Records of the real network are signed. Here it is enough to look who publishes: what one peer files under another's
+name is counted and refused, as every honest node of the DHT would.
+
 In the common case (no lag, no partition) a thousand readers of a key share one immutable mapping: it is rebuilt when a
 record of it expires, and copied when one is published after somebody has read it.
 """
@@ -41,26 +44,38 @@ class Records:
     def __init__(self) -> None:
         self._versions: dict[str, dict[str, list[_Version]]] = {}
         self._views: dict[tuple[str, int | None], _View] = {}
-        self._published = self._declined = self._rebuilt = 0
+        self._published = self._declined = self._rebuilt = self._forged = 0
 
     def __repr__(self) -> str:
         return f"Records({sum(map(len, self._versions.values()))} under {len(self._versions)} keys)"
 
     def statistics(self) -> dict[str, int | float]:
-        """Return how many records were published, were declined, and are kept, and how often a view was rebuilt."""
+        """Return how many records were published, declined and forged, how many are kept, and views rebuilt."""
         kept = sum(len(history) for records in self._versions.values() for history in records.values())
         return {
             "records.published": self._published,
             "records.declined": self._declined,
+            "records.forged": self._forged,
             "records.kept": kept,
             "records.rebuilt": self._rebuilt,
         }
 
-    def publish(self, place: tuple[str, str], record: tuple[bytes, float], now_s: float, *, side: int | None) -> bool:
+    def publish(
+        self,
+        place: tuple[str, str],
+        record: tuple[bytes, float],
+        now_s: float,
+        *,
+        side: int | None,
+        author: str | None = None,
+    ) -> bool:
         """Store `record` = (value, lifetime in seconds) at `place` = (key, subkey); False when the one that this side
-        knows lives longer.
+        knows lives longer, or the subkey is another's than its author's. None is the author that it should have.
         """
         (key, subkey), (value, lifetime_s) = place, record
+        if author not in (None, subkey):
+            self._forged += 1
+            return False
         expires_s = now_s + lifetime_s
         history = self._versions.setdefault(key, {}).setdefault(subkey, [])
         known = _newest(history, now_s, side)

@@ -15,7 +15,8 @@ import msgspec
 from noloco_node import __version__
 from noloco_node.sim.faults import Fault
 from noloco_node.sim.report.course import Moment, course_of, training_s
-from noloco_node.sim.report.tally import Cause, Stint, Tally
+from noloco_node.sim.report.stint import Stint
+from noloco_node.sim.report.tally import Cause, Tally
 from noloco_node.sim.scenario import Scenario
 from noloco_node.sim.setting import Setting
 from noloco_node.sim.world import World
@@ -75,6 +76,16 @@ class Happened(msgspec.Struct, frozen=True, kw_only=True):
     fault: Fault
 
 
+class Migrated(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that went on to another stage."""
+
+    at_s: float
+    peer: str
+    origin: int
+    target: int
+    why: str
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A whole simulation.
 
@@ -115,6 +126,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     network: dict[str, int]
     happened: tuple[Happened, ...]
     course: tuple[Moment, ...]
+    moved: tuple[Migrated, ...] = ()
     standstill: str | None = None
     """Who waited for ever, where nobody could take a step any more."""
 
@@ -162,6 +174,10 @@ def make_report(world: World, tally: Tally) -> Report:
         network=_network(hub),
         happened=tuple(Happened(at_s=struck.at_s, fault=struck.fault) for struck in tally.struck_faults),
         course=course,
+        moved=tuple(
+            Migrated(at_s=at_s, peer=peer, origin=event.origin, target=event.target, why=event.why)
+            for at_s, peer, event in tally.migrations
+        ),
         standstill=world.standstill,
     )
 
@@ -170,11 +186,10 @@ def _totals(tally: Tally) -> Counter[str]:
     """Return the replicas' counters, summed over all lives."""
     totals: Counter[str] = Counter()
     for stint in tally.placed():
-        if stint.replica is not None:
-            found = stint.replica.statistics()
-            totals.update({name: int(value) for name, value in found.items() if isinstance(value, int)})
-            if stint.stage == 0:
-                totals.update({f"source.{name}": int(found[f"worker.{name}"]) for name in ("expired", "no_route")})
+        found = stint.counters()
+        totals.update({name: int(value) for name, value in found.items() if isinstance(value, int)})
+        if found and stint.stage == 0:
+            totals.update({f"source.{name}": int(found[f"worker.{name}"]) for name in ("expired", "no_route")})
     return totals
 
 
@@ -193,7 +208,7 @@ def _nonzero(totals: Counter[str], *prefixes: str) -> dict[str, int]:
 def _stage(number: int, world: World, tally: Tally, course: Sequence[Moment]) -> StageReport:
     stints = [stint for stint in tally.placed() if stint.stage == number]
     devices = _devices(stints)
-    counts = [stint.replica.rounds.statistics() for stint in stints if stint.replica is not None]
+    counts = [counters for stint in stints if (counters := stint.counters())]
     gaps = [moment.gap[number] for moment in course if moment.gap[number] is not None]
     traffic = [stint.traffic for stint in stints if stint.traffic is not None]
     up, down = _lines(stints)
@@ -206,9 +221,9 @@ def _stage(number: int, world: World, tally: Tally, course: Sequence[Moment]) ->
         down=down,
         time=_time(devices.mean, tally.causes[number]),
         inner_steps=tally.sums.inner_steps[number],
-        met=sum(int(count["met"]) for count in counts),
-        deferred=sum(int(count["deferred"]) for count in counts),
-        solo=sum(int(count["solo"]) for count in counts),
+        met=sum(int(count["rounds.met"]) for count in counts),
+        deferred=sum(int(count["rounds.deferred"]) for count in counts),
+        solo=sum(int(count["rounds.solo"]) for count in counts),
         gap_first=gaps[0] if gaps else None,
         gap_last=gaps[-1] if gaps else None,
         sent_bytes=sum(sum(each.sent.values()) for each in traffic),

@@ -43,6 +43,8 @@ MOST_BARS = 24
 MOST_TICKS = 9
 NEAR = 0.06
 """Part of the width within which faults share a label."""
+MOST_LINES = 100
+"""Faults beyond which not each has a line."""
 WRAP = 118
 FAULT = "#D55E00"
 
@@ -180,15 +182,20 @@ def _draw_waits(panel: Axes, report: Report) -> None:
 
 
 def _mark_faults(panel: Axes, report: Report, *, named: bool) -> None:
-    """Draw a line at each fault; name the first of those that are close together, and count the others."""
+    """Draw a line at each fault; name the first of those that are close together, and count the others.
+
+    Where faults are many, a line stands for all that are close together.
+    """
     across, length_s = panel.get_xaxis_transform(), report.course[-1].until_s
     groups: list[list[Happened]] = []
     for each in report.happened:
-        panel.axvline(each.at_s, color=FAULT, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
         if groups and each.at_s - groups[-1][0].at_s < NEAR * length_s:
             groups[-1].append(each)
         else:
             groups.append([each])
+    many = len(report.happened) > MOST_LINES
+    for each in (group[0] for group in groups) if many else report.happened:
+        panel.axvline(each.at_s, color=FAULT, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
     for group in groups if named else []:
         first = group[0]
         name = f"{type(first.fault).__name__.lower()} {getattr(first.fault, 'peer', '')}".strip()

@@ -6,11 +6,13 @@ here: what devices wait for, who is suspected and rightly so, and how all of it 
 **Waiting.** About once a virtual second every peer is looked at, and a device that has nothing to do is counted under
 one `Cause`, the first that holds. The causes are exclusive and complete: with the time at work they make a whole.
 Moments are drawn at random and times at work are exact, so that it is only the division of idle time that is sampled.
+In a run of many hours it is fewer looks that count, each for as many seconds as lie between them.
 
 **Suspicions.** The world knows what a node can only guess: a suspicion is true if its peer was gone, silent, cut off,
 could not be dialled or tampered with its messages, then or within `RECENT_S`, for a dial into the dark takes long.
 
-**Time.** Rows hold running totals, so that leaving out every second one, when there are too many, loses no count.
+**Time.** Rows hold running totals, so that leaving out every second one, when there are too many, loses no count. From
+then on one is written, and the waiting looked at, half as often.
 """
 
 from __future__ import annotations
@@ -19,16 +21,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import NamedTuple
 
 from noloco_node import journal
-from noloco_node.replica import Replica
 from noloco_node.roster import State
 from noloco_node.sim import faults
-from noloco_node.sim.device import VirtualDevice
 from noloco_node.sim.faults import Fault
-from noloco_node.sim.network.transfer import LinkUse
-from noloco_node.sim.peer import Life, SimulatedPeer
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.report.stint import Stint, Stints
 from noloco_node.sim.world import World
 
 RECENT_S = 30.0
@@ -79,33 +80,12 @@ class Row(NamedTuple):
     losses: int
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Stint:
-    """One life of a peer, until its training was over. `lines`: use of its uplink and downlink by then."""
+class Migration(NamedTuple):
+    """A replica that went on to another stage."""
 
-    peer: SimulatedPeer
-    life: Life
-    device: VirtualDevice
-    stage: int | None
-    begun_s: float
-    ended_s: float | None = None
-    busy_s: float = 0.0
-    lines: tuple[LinkUse, LinkUse] | None = None
-    suspects: frozenset[str] = frozenset()
-    traffic: journal.Traffic | None = None
-
-    def worked_s(self) -> float:
-        """Return the seconds that the device was at work so far."""
-        return self.device.busy_s if self.ended_s is None else self.busy_s
-
-    def alive_s(self, now_s: float) -> float:
-        """Return how long the peer has been there."""
-        return (now_s if self.ended_s is None else self.ended_s) - self.begun_s
-
-    @property
-    def replica(self) -> Replica | None:
-        """What trains in this life."""
-        return self.life.node.replica if self.life.node is not None else None
+    at_s: float
+    peer: str
+    event: journal.Moved
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,8 +106,9 @@ class Tally:
     def __init__(self, world: World) -> None:
         self._world = world
         self._stages = world.setting.run.pipeline.stages
-        self.stints: dict[tuple[str, int], Stint] = {}
+        self.stints = Stints(self._stages)
         self.struck_faults: list[Struck] = []
+        self.migrations: list[Migration] = []
         self.causes: tuple[Counter[Cause], ...] = tuple(Counter() for _ in range(self._stages))
         self.true_suspects = self.false_suspects = 0
         self.sums = _Sums(gap=[0.0] * self._stages, gaps=[0] * self._stages)
@@ -138,11 +119,11 @@ class Tally:
         self._cut_until_s, self._sides = 0.0, dict[str, int]()
 
     def __repr__(self) -> str:
-        return f"Tally({len(self.stints)} lives, {self._looks} looks, {len(self.rows)} rows)"
+        return f"Tally({len(self.stints.all)} lives, {self._looks} looks, {len(self.rows)} rows)"
 
     def statistics(self) -> dict[str, int | float]:
         """Return how much has been seen."""
-        return {"lives": len(self.stints), "looks": self._looks, "rows": len(self.rows)}
+        return {"lives": len(self.stints.all), "looks": self._looks, "rows": len(self.rows)}
 
     # What the world tells.
 
@@ -150,24 +131,33 @@ class Tally:
         """Count what only events tell."""
         match event:
             case journal.StateChanged(state=State.JOINING):
-                self.stints[peer.name, peer.life.number] = Stint(
-                    peer=peer, life=peer.life, device=peer.device, stage=peer.stage, begun_s=self._world.now_s
-                )
+                self.stints.begin(peer, self._world.now_s)
+            case journal.Moved():
+                self._note_move(peer, event)
             case journal.Started():
-                self._stint(peer).stage = event.stage
+                self.stints.of(peer).stage = event.stage
             case journal.InnerStep():
-                self._note_step(self._stint(peer).stage or 0, event)
+                self._note_step(self.stints.of(peer).stage or 0, event)
             case journal.OuterStep() if event.gap is not None:
-                stage = self._stint(peer).stage or 0
+                stage = self.stints.of(peer).stage or 0
                 self.sums.gap[stage] += event.gap
                 self.sums.gaps[stage] += 1
             case journal.Traffic():
-                self._stint(peer).traffic = event
+                self.stints.of(peer).traffic = event
             case journal.Finished():
                 self.sums.discarded += event.discarded
-                self._end(self._stint(peer))
+                self._end(self.stints.of(peer))
             case _:
                 pass
+
+    def _note_move(self, peer: SimulatedPeer, event: journal.Moved) -> None:
+        """End the stint at one stage; what the peer says next begins that at the other."""
+        stint = self.stints.of(peer)
+        # Traffic is counted for a life: the stint at its last stage tells all of it.
+        stint.left, stint.traffic = stint.replica, None
+        self._end(stint)
+        self.migrations.append(Migration(self._world.now_s, peer.name, event))
+        self.sums.discarded += event.discarded
 
     def _note_step(self, stage: int, event: journal.InnerStep) -> None:
         self.sums.inner_steps[stage] += 1
@@ -190,34 +180,41 @@ class Tally:
             case _:
                 pass
         if isinstance(fault, faults.Crash) and fault.peer in self._world.peers:
-            self._end(self._stint(self._world.peers[fault.peer]))
+            self._end(self.stints.of(self._world.peers[fault.peer]))
 
     def _suspect(self, peer: str, until_s: float) -> None:
         self._bad_until_s[peer] = max(until_s, self._bad_until_s.get(peer, 0.0))
 
     def look(self) -> None:
-        """Look at what everybody does, and write a row."""
-        for stint in self.stints.values():
-            if stint.ended_s is None and not stint.life.running:
-                self._end(stint)
-        done = self.microbatches()
-        step = len(self.stints) // SEEN_AT_ONCE + 1
-        for stint in list(self.stints.values())[self._looks % step :: step]:
-            if stint.ended_s is None and stint.stage is not None:
-                self._see(stint, done >= self.budget)
+        """Look at whom everybody suspects, and at times at what everybody does, and write a row."""
+        for stint in self.stints.open:
+            if stint.ended_s is None:
+                if stint.life.running:
+                    self._note_suspects(stint)
+                else:
+                    self._end(stint)
         if self._looks % self._stride == 0:
+            self.stints.settle(self._world.now_s)
+            done = self.microbatches()
+            self._see(done >= self.budget)
             self.rows.append(self._row(done))
             if len(self.rows) > MOST_ROWS:
                 self.rows, self._stride = self.rows[::2], 2 * self._stride
         self._looks += 1
 
-    def _see(self, stint: Stint, over: bool) -> None:
-        assert stint.stage is not None
-        if not stint.device.busy:
-            self.causes[stint.stage][waits_for(stint, over)] += 1
-        if stint.replica is None or stint.replica.downstream is None:
+    def _see(self, over: bool) -> None:
+        """Count what those wait for that have nothing to do; one look counts for those that are left out."""
+        step = len(self.stints.open) // SEEN_AT_ONCE + 1
+        for stint in islice(self.stints.open, len(self.rows) % step, None, step):
+            if stint.ended_s is None and stint.stage is not None and not stint.device.busy:
+                self.causes[stint.stage][waits_for(stint, over)] += self._stride
+
+    def _note_suspects(self, stint: Stint) -> None:
+        """Count new suspicions. They may be over after a few seconds, so that no look is left out."""
+        replica = stint.replica
+        if replica is None or replica.downstream is None:
             return
-        suspects = stint.replica.downstream.suspects
+        suspects = replica.downstream.suspects
         if suspects != stint.suspects:
             rightly = [self._is_bad(stint.peer.name, peer) for peer in suspects - stint.suspects]
             self.true_suspects += sum(rightly)
@@ -228,31 +225,23 @@ class Tally:
 
     def close(self) -> None:
         """Write the last row; end what has not ended."""
-        for stint in self.stints.values():
-            if stint.ended_s is None:
-                self._end(stint)
+        for stint in self.stints.open:
+            self._end(stint)
         self.rows.append(self._row(self.microbatches()))
 
     def microbatches(self) -> int:
         """Return the microbatches whose gradient came back where they were drawn."""
-        return sum(
-            int(stint.replica.worker.statistics()["succeeded"])
-            for stint in self.stints.values()
-            if stint.stage == 0 and stint.replica is not None
-        )
+        return self.stints.microbatches()
 
     def _row(self, microbatches: int) -> Row:
         """Return the totals of this moment."""
-        now_s, busy_s, alive_s = self._world.now_s, [0.0] * self._stages, [0.0] * self._stages
-        for stint in self.placed():
-            busy_s[stint.stage or 0] += stint.worked_s()
-            alive_s[stint.stage or 0] += stint.alive_s(now_s)
-        sums = self.sums
+        now_s, sums = self._world.now_s, self.sums
+        busy_s, alive_s = self.stints.seconds(now_s)
         return Row(
             at_s=now_s,
             microbatches=microbatches,
-            busy_s=tuple(busy_s),
-            alive_s=tuple(alive_s),
+            busy_s=busy_s,
+            alive_s=alive_s,
             gap=tuple(sums.gap),
             gaps=tuple(sums.gaps),
             loss=sums.loss,
@@ -261,15 +250,12 @@ class Tally:
 
     def placed(self) -> Iterator[Stint]:
         """Yield the lives that had a stage."""
-        return (stint for stint in self.stints.values() if stint.stage is not None)
-
-    def _stint(self, peer: SimulatedPeer) -> Stint:
-        return self.stints[peer.name, peer.life.number]
+        return (stint for stint in self.stints.all if stint.stage is not None)
 
     def _end(self, stint: Stint) -> None:
         if stint.ended_s is None:
             stint.ended_s = self._world.now_s
-            stint.busy_s = min(stint.device.busy_s, stint.ended_s - stint.begun_s)
+            stint.busy_s = min(stint.device.busy_s - stint.before_s, stint.ended_s - stint.begun_s)
             stint.lines = self._world.hub.link_use(stint.peer.name)
 
     def _is_bad(self, me: str, name: str) -> bool:

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from noloco_node.demo.summary import readable_bytes, readable_seconds
-from noloco_node.sim.faults import Fault
+from noloco_node.sim.faults import Fault, unfold
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.figures import COMPUTING, Report, Spread, StageReport
 from noloco_node.sim.report.tally import Cause
+from noloco_node.sim.scenario import planned
 
 COLUMNS = {
     COMPUTING: "computing",
@@ -52,6 +53,7 @@ def lines(report: Report) -> list[str]:
         "",
         *_bytes(report),
         *_faults(report),
+        *_moves(report),
         "",
         f"digest of all weights {report.digest}",
     ]
@@ -164,12 +166,25 @@ def _bytes(report: Report) -> list[str]:
 
 
 def _faults(report: Report) -> list[str]:
-    planned = len(report.scenario.fault)
-    if not planned:
+    scenario = report.scenario
+    asked_for = len(unfold(scenario.fault, planned(len(report.stages), report.replicas), scenario.seed))
+    if not asked_for:
         return []
-    text = ["", f"{'faults':<12}{len(report.happened):,} of {planned:,} happened before the end"]
+    text = ["", f"{'faults':<12}{len(report.happened):,} of {asked_for:,} happened before the end"]
     text += [f"  {each.at_s:>8.1f} s   {fault_words(each.fault)}" for each in report.happened[:MOST_FAULTS]]
     more = len(report.happened) - MOST_FAULTS
+    return [*text, *([f"  and {more:,} more"] if more > 0 else [])]
+
+
+def _moves(report: Report) -> list[str]:
+    if not report.moved:
+        return []
+    text = ["", f"{'moves':<12}{len(report.moved):,}, each of a replica to another stage"]
+    text += [
+        f"  {each.at_s:>8.1f} s   {each.peer} from stage {each.origin} to stage {each.target}: {each.why}"
+        for each in report.moved[:MOST_FAULTS]
+    ]
+    more = len(report.moved) - MOST_FAULTS
     return [*text, *([f"  and {more:,} more"] if more > 0 else [])]
 
 

@@ -1,0 +1,208 @@
+"""Whether memory stays flat while a swarm of real processes trains at full load: each process's slope, with its error.
+
+    python benchmarks/soak.py                                # 2 stages x 2 replicas, an hour after ten minutes' warm-up
+    python benchmarks/soak.py --minutes 1 --warm-up 0.5      # a short form, which says little about slopes
+
+Every peer, its libp2p daemon and the bootstrap peer are looked at every few seconds: resident memory, open file
+descriptors, and tasks as the kernel counts them (threads). The warm-up is left out: allocators, caches and routing
+tables fill. What follows is averaged over `BLOCKS` blocks of equal length, for neighbouring looks at a process find
+nearly the same number, and a fit to them would be far too sure of itself; a line through the block means has the slope
+and its standard error.
+
+A process is flat where its slope is not significant (within two errors of zero), or no more than `HARMLESS` of its
+memory an hour. Descriptors and tasks may not grow by more than a few from the first quarter to the last. Exit code 1
+where one of it is not so. The directory keeps `samples.jsonl`, a line a look, and `result.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+import msgspec
+import psutil
+from lives import READY_S, Shape, Swarm, options, run, say, write
+
+from noloco_node.presets import demo_run_text
+
+BLOCKS = 12
+HARMLESS = 0.01
+"""Of its memory an hour, that a process may grow by without anybody noticing in a day."""
+FEW = 4
+"""Descriptors or tasks that may come and go."""
+ENDLESS_STEPS = 1_000_000
+HOUR_S = 3600.0
+MIB = 2**20
+SAY_EVERY_S = 60.0
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at one process; `at_s` from the end of the warm-up."""
+
+    process: str
+    at_s: float
+    memory_bytes: int
+    descriptors: int
+    tasks: int
+
+
+class Slope(NamedTuple):
+    """Of a line through block means: per second, and the standard error of that."""
+
+    per_s: float
+    error_per_s: float
+
+
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one process. `slope_bytes_per_h` has the standard error `error_bytes_per_h`.
+
+    `quarters_bytes`: mean memory in each quarter of the watch, which shows whether growth levels off.
+    """
+
+    process: str
+    memory_bytes: float
+    quarters_bytes: tuple[float, ...]
+    slope_bytes_per_h: float
+    error_bytes_per_h: float
+    descriptors: tuple[float, float]
+    tasks: tuple[float, float]
+
+    @property
+    def flat(self) -> bool:
+        """Whether its memory does not grow, as far as can be told, or by a harmless amount."""
+        slope = self.slope_bytes_per_h
+        return slope <= 2 * self.error_bytes_per_h or slope <= HARMLESS * self.memory_bytes
+
+    @property
+    def holds(self) -> bool:
+        """Whether neither memory nor descriptors nor tasks grow."""
+        return self.flat and all(last <= first + FEW for first, last in (self.descriptors, self.tasks))
+
+
+def slope(points: Sequence[tuple[float, float]], blocks: int = BLOCKS) -> Slope:
+    """Return the slope of values over times, fitted to the means of blocks of equal length; nan where it has none."""
+    begin, end = points[0][0], points[-1][0]
+    gathered: list[list[tuple[float, float]]] = [[] for _ in range(blocks)]
+    for at, value in points:
+        gathered[min(blocks - 1, int(blocks * (at - begin) / max(1e-9, end - begin)))].append((at, value))
+    means = [(fmean(at for at, _ in block), fmean(value for _, value in block)) for block in gathered if block]
+    middle, level = fmean(at for at, _ in means), fmean(value for _, value in means)
+    spread = sum((at - middle) ** 2 for at, _ in means)
+    if len(means) < 3 or spread == 0.0:
+        return Slope(math.nan, math.nan)
+    per_s = sum((at - middle) * (value - level) for at, value in means) / spread
+    left = sum((value - level - per_s * (at - middle)) ** 2 for at, value in means)
+    return Slope(per_s, math.sqrt(left / (len(means) - 2) / spread))
+
+
+def course(process: str, looks: Sequence[Look]) -> Course:
+    """Sum one process up."""
+    found = slope([(look.at_s, float(look.memory_bytes)) for look in looks])
+    quarter = max(1, len(looks) // 4)
+    quarters = [looks[begin : begin + quarter] for begin in range(0, len(looks), quarter)][:4]
+    first, last = quarters[0], quarters[-1]
+    return Course(
+        process=process,
+        memory_bytes=fmean(look.memory_bytes for look in looks),
+        quarters_bytes=tuple(fmean(look.memory_bytes for look in part) for part in quarters),
+        slope_bytes_per_h=HOUR_S * found.per_s,
+        error_bytes_per_h=HOUR_S * found.error_per_s,
+        descriptors=(median(look.descriptors for look in first), median(look.descriptors for look in last)),
+        tasks=(median(look.tasks for look in first), median(look.tasks for look in last)),
+    )
+
+
+def look_at(swarm: Swarm, at_s: float) -> Iterator[Look]:
+    """Look at every process of a swarm, daemons included."""
+    for child in swarm.children.running():
+        try:
+            process = psutil.Process(child.pid)
+            for each in (process, *process.children(recursive=True)):
+                with each.oneshot():
+                    name = child.name if each is process else f"{child.name}, {each.name()}"
+                    memory = each.memory_info().rss
+                    tasks, descriptors = each.num_threads(), each.num_fds()
+                yield Look(process=name, at_s=at_s, memory_bytes=memory, descriptors=descriptors, tasks=tasks)
+        except psutil.NoSuchProcess:
+            continue
+
+
+async def soak(home: Path, shape: Shape, warm_up_s: float, train_s: float, every_s: float) -> tuple[list[Look], float]:
+    """Train, and look; return all looks after the warm-up, and the inner steps a second over all peers."""
+    text = demo_run_text(stages=shape.stages, replicas=shape.replicas, steps=ENDLESS_STEPS, seed=shape.seed)
+    looks: list[Look] = []
+    async with Swarm(home, shape, text) as swarm:
+        await swarm.until(lambda: all(peer.steps for peer in swarm.peers), "not all took part", READY_S)
+        say(f"all train; warming up for {warm_up_s:.0f} s")
+        await asyncio.sleep(warm_up_s)
+        swarm.take_news()
+        begun_s, said_s, steps = time.monotonic(), 0.0, sum(peer.track.step for peer in swarm.peers)
+        with (home / "samples.jsonl").open("wb") as kept:
+            while (at_s := time.monotonic() - begun_s) < train_s:
+                swarm.take_news()
+                for look in look_at(swarm, at_s):
+                    looks.append(look)
+                    kept.write(msgspec.json.encode(look) + b"\n")
+                kept.flush()
+                _all_there(swarm)
+                if at_s - said_s >= SAY_EVERY_S:
+                    said_s = at_s
+                    say(f"{at_s / 60:.0f} min: {sum(peer.track.step for peer in swarm.peers) - steps} inner steps")
+                await asyncio.sleep(every_s)
+        swarm.take_news()
+        return looks, (sum(peer.track.step for peer in swarm.peers) - steps) / train_s
+
+
+def _all_there(swarm: Swarm) -> None:
+    for peer in swarm.peers:
+        if not peer.runs:
+            raise peer.child.trouble("it ended in the middle of the soak")
+
+
+def report(courses: Sequence[Course], steps_per_s: float, minutes: float) -> list[str]:
+    """Return the table as plain text."""
+    text = [f"{minutes:g} minutes after the warm-up, {steps_per_s:.1f} inner steps a second over all peers", ""]
+    text += [
+        f"{'process':<28}{'memory':>10}{'slope an hour':>24}{'descriptors':>14}{'tasks':>10}  memory by quarter, MiB"
+    ]
+    for each in courses:
+        grown = f"{each.slope_bytes_per_h / MIB:+.2f} ± {each.error_bytes_per_h / MIB:.2f} MiB"
+        descriptors, tasks = (f"{first:.0f} -> {last:.0f}" for first, last in (each.descriptors, each.tasks))
+        line = f"{each.process:<28}{each.memory_bytes / MIB:>6.0f} MiB{grown:>24}{descriptors:>14}{tasks:>10}"
+        line += "  " + ", ".join(f"{memory / MIB:.1f}" for memory in each.quarters_bytes)
+        text.append(line if each.holds else f"{line}   GROWS")
+    return text
+
+
+async def main(asked: argparse.Namespace) -> int:
+    """Soak, print, and return the exit code."""
+    shape, home = Shape(asked.stages, asked.replicas, asked.seed), asked.home.absolute()
+    looks, steps_per_s = await soak(home, shape, 60 * asked.warm_up, 60 * asked.minutes, asked.every)
+    names = dict.fromkeys(look.process for look in looks)
+    courses = [course(name, [look for look in looks if look.process == name]) for name in names]
+    text = report(courses, steps_per_s, asked.minutes)
+    document = {"minutes": asked.minutes, "steps_per_s": steps_per_s, "courses": courses}
+    write(home / "result.json", msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
+    write(home / "report.txt", "\n".join(text) + "\n")
+    print("\n".join(text))
+    return 0 if all(each.holds for each in courses) else 1
+
+
+def _asked() -> argparse.Namespace:
+    parser = options(__doc__ or "", Shape(2, 2), "noloco-soak")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after the warm-up")
+    parser.add_argument("--warm-up", type=float, default=10.0, metavar="MINUTES")
+    parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between two looks")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    asked = _asked()
+    sys.exit(run(lambda: main(asked)))

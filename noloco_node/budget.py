@@ -1,0 +1,262 @@
+"""What a peer may spend of its line, and when: rates, a monthly cap, hours of the day. Pure; `metered` acts on it.
+
+Amounts are read as people write them, and what can be read in two ways is refused rather than guessed. Rates are bits
+with `bit` (20mbit, 20 Mbit/s, 20mbps) and bytes with a capital B and a time (2.5MB/s, 1MiB/s); sizes are bytes (300GB,
+1TiB). k, M, G, T are powers of 1000, Ki, Mi, Gi, Ti of 1024.
+
+A rate is kept by a **token bucket**: it fills at the rate up to the burst, and nothing leaves that it does not hold. So
+over any stretch of t seconds no more is granted than rate * t + burst. Whoever needs more than a slice is granted one
+slice after the other, in turn with the others, so that a large copy takes its share of the line and no more; small
+messages (offers, answers, requests) come before all of them and wait for one slice at most.
+
+**Hours** are times of day on this machine's clock, "22-08" from ten in the evening until eight in the morning; equal
+ones are the whole day. A day's stretch is two instants, worked out from the dates: so on a day on which the clock is
+put forward or back it begins and ends once, an hour longer or shorter, and a time of day that the clock leaves out
+counts as the instant that it would have been.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from datetime import date, datetime, time, timedelta
+from typing import NamedTuple
+
+import msgspec
+
+from noloco_node.errors import Exit, Trouble
+
+LEAST_RATE = 16_000.0
+"""128 kbit/s: with less, records, offers and beats would take most of the budget."""
+BURST_S = 1.0
+LEAST_BURST_BYTES = 64 * 1024
+SLICE_S = 0.05
+LARGEST_SLICE_BYTES = 64 * 1024
+SMALL_BYTES = 16 * 1024
+"""Messages up to this size come first."""
+SPENT_AT = 0.99
+"""Share of the monthly cap at which a node goes: leaving takes some bytes as well."""
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_NUMBER = r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*"
+_BITS = re.compile(_NUMBER + r"(?P<prefix>[kmgt]?)(?:bits?(?:/s|ps)?|bps)\s*", re.IGNORECASE)
+_BYTES_A_SECOND = re.compile(_NUMBER + r"(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)B(?:/s|ps)\s*")
+_SIZE = re.compile(_NUMBER + r"(?P<prefix>[kmgt]?)(?P<binary>i?)b(?:ytes?)?\s*", re.IGNORECASE)
+_TIME = "([0-9]{1,2})(?::([0-9]{2}))?"
+_HOURS = re.compile(rf"\s*{_TIME}\s*-\s*{_TIME}\s*")
+
+
+class Hours(msgspec.Struct, frozen=True, kw_only=True):
+    """Minutes of the day from which and until which a node takes part; equal ones: always."""
+
+    begin_min: int
+    end_min: int
+
+    def __str__(self) -> str:
+        return "-".join(f"{minutes // 60:02}:{minutes % 60:02}" for minutes in (self.begin_min, self.end_min))
+
+
+class Allowance(msgspec.Struct, frozen=True, kw_only=True):
+    """What the owner of a peer allows; None where nothing was said."""
+
+    upload_bytes_per_s: float | None = None
+    download_bytes_per_s: float | None = None
+    monthly_cap_bytes: int | None = None
+    """Of both directions together."""
+    hours: Hours | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether traffic has to be measured or held back."""
+        return (self.upload_bytes_per_s, self.download_bytes_per_s, self.monthly_cap_bytes) != (None, None, None)
+
+
+def read_allowance(upload: str | None, download: str | None, cap: str | None, hours: str | None) -> Allowance:
+    """Return what the options --max-upload, --max-download, --monthly-cap and --hours say; `Trouble` (USAGE) if not."""
+    return Allowance(
+        upload_bytes_per_s=None if upload is None else read_rate(upload, "--max-upload"),
+        download_bytes_per_s=None if download is None else read_rate(download, "--max-download"),
+        monthly_cap_bytes=None if cap is None else read_size(cap, "--monthly-cap"),
+        hours=None if hours is None else read_hours(hours),
+    )
+
+
+def read_rate(text: str, option: str) -> float:
+    """Return bytes a second; `Trouble` (USAGE) names `option` where `text` is no rate, or one that is too low."""
+    bits, octets = _BITS.fullmatch(text), _BYTES_A_SECOND.fullmatch(text)
+    if bits is not None:
+        rate = float(bits["number"]) * 1000.0 ** _POWERS[bits["prefix"].lower()] / 8
+    elif octets is not None:
+        rate = _amount(octets)
+    else:
+        why = "it does not say how many bits, or bytes (with a capital B), a second"
+        raise _unreadable(option, text, why, "20mbit or 2.5MB/s")
+    if not LEAST_RATE <= rate < math.inf:
+        raise _unreadable(
+            option, text, "with less than 128kbit a node could hardly do more than say that it is there", "1mbit"
+        )
+    return rate
+
+
+def read_size(text: str, option: str) -> int:
+    """Return bytes; `Trouble` (USAGE) names `option` where `text` is no size."""
+    size = _SIZE.fullmatch(text)
+    if size is None:
+        raise _unreadable(option, text, "it is not a size with its unit", "300GB or 500GiB")
+    if _amount(size) < 1:
+        raise _unreadable(option, text, "nothing could ever be sent", "300GB, or leave the option out")
+    return round(_amount(size))
+
+
+def read_hours(text: str) -> Hours:
+    """Return the hours that `text` names, such as 22-08 or 22:30-6; `Trouble` (USAGE) if it names none."""
+    found = _HOURS.fullmatch(text)
+    if found is None:
+        raise _unreadable("--hours", text, "it is not two times of day", "22-08 or 22:30-06:00")
+    first, second = ((int(found[place]), int(found[place + 1] or 0)) for place in (1, 3))
+    for hour, minute in (first, second):
+        if minute > 59 or hour * 60 + minute > 24 * 60:
+            raise _unreadable("--hours", text, f"there is no {hour:02}:{minute:02} in a day", "22-08 or 22:30-06:00")
+    begin_min, end_min = ((hour * 60 + minute) % (24 * 60) for hour, minute in (first, second))
+    return Hours(begin_min=begin_min, end_min=end_min)
+
+
+def rate_words(bytes_per_s: float) -> str:
+    """Return a rate as a person writes it, in bits."""
+    return f"{_scaled(8 * bytes_per_s)}bit/s"
+
+
+def size_words(count: float) -> str:
+    """Return a size as a person writes it."""
+    return f"{_scaled(count)}B"
+
+
+def _scaled(number: float) -> str:
+    for power, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * power:
+            return f"{number / power:.3g} {prefix}" if number < 999 * power else f"{number / power:.0f} {prefix}"
+    return f"{number:.3g} "
+
+
+def _amount(found: re.Match[str]) -> float:
+    return float(found["number"]) * (1024.0 if found["binary"] else 1000.0) ** _POWERS[found["prefix"].lower()]
+
+
+def _unreadable(option: str, text: str, why: str, example: str) -> Trouble:
+    return Trouble(f"{option} {text!r} cannot be used.", why=why, attempt=f"{option} {example}", code=Exit.USAGE)
+
+
+# The token bucket.
+
+
+class Bucket(NamedTuple):
+    """A rate in bytes a second, how much of it may be saved up, and what was there at `at_s`."""
+
+    rate: float
+    burst_bytes: float
+    tokens: float
+    at_s: float
+
+    @property
+    def slice_bytes(self) -> int:
+        """How much is granted at once."""
+        return int(min(LARGEST_SLICE_BYTES, max(1024.0, self.rate * SLICE_S)))
+
+
+def full_bucket(rate: float, now_s: float) -> Bucket:
+    """Return the bucket of a rate at its fullest: one second of it, and a slice of any rate at least."""
+    burst = max(rate * BURST_S, float(LEAST_BURST_BYTES))
+    return Bucket(rate, burst, burst, now_s)
+
+
+def filled(bucket: Bucket, now_s: float) -> Bucket:
+    """Return the bucket as it is at `now_s`."""
+    tokens = min(bucket.burst_bytes, bucket.tokens + bucket.rate * max(0.0, now_s - bucket.at_s))
+    return bucket._replace(tokens=tokens, at_s=max(now_s, bucket.at_s))
+
+
+def take(bucket: Bucket, count: float, now_s: float) -> tuple[Bucket, float]:
+    """Take `count` tokens, which the burst holds; return the bucket and 0, or how long to wait for them, in seconds."""
+    bucket = filled(bucket, now_s)
+    # Rounding must not make anybody wait for a millionth of a byte.
+    if bucket.tokens >= count - 1e-6:
+        return bucket._replace(tokens=max(0.0, bucket.tokens - count)), 0.0
+    return bucket, (count - bucket.tokens) / bucket.rate
+
+
+def give_back(bucket: Bucket, count: float) -> Bucket:
+    """Return tokens that were granted and not used."""
+    return bucket._replace(tokens=min(bucket.burst_bytes, bucket.tokens + count))
+
+
+# The hours of the day.
+
+
+def stretches(hours: Hours, around: date, like: datetime) -> Iterator[tuple[float, float]]:
+    """Yield begin and end (Unix seconds) of the stretches that begin from two days before a date until three after it.
+
+    Times of day are those of `like`'s time zone; the machine's own where it has none.
+    """
+    for days in range(-2, 4):
+        day = around + timedelta(days=days)
+        until = day if hours.end_min > hours.begin_min else day + timedelta(days=1)
+        begin_s, end_s = _instant(day, hours.begin_min, like), _instant(until, hours.end_min, like)
+        if begin_s < end_s:
+            yield begin_s, end_s
+
+
+def in_hours(hours: Hours, now: datetime) -> tuple[bool, float]:
+    """Say whether `now` is within the hours, and for how many seconds that stays so (infinity: always)."""
+    if hours.begin_min == hours.end_min:
+        return True, math.inf
+    now_s, found = now.timestamp(), list(stretches(hours, now.date(), now))
+    for begin_s, end_s in found:
+        if begin_s <= now_s < end_s:
+            return True, end_s - now_s
+    return False, min(begin_s for begin_s, _ in found if begin_s > now_s) - now_s
+
+
+def _instant(day: date, minutes: int, like: datetime) -> float:
+    return datetime.combine(day, time(minutes // 60, minutes % 60), tzinfo=like.tzinfo).timestamp()
+
+
+# The calendar month.
+
+
+class Spent(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one calendar month, such as 2026-11."""
+
+    month: str
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Both directions together."""
+        return self.sent_bytes + self.received_bytes
+
+
+def month_of(now: datetime) -> str:
+    """Return the calendar month of a moment, such as 2026-11."""
+    return f"{now.year:04}-{now.month:02}"
+
+
+def spend(spent: Spent, now: datetime, sent_bytes: int, received_bytes: int) -> Spent:
+    """Add to what was spent; another month begins with nothing."""
+    if month_of(now) != spent.month:
+        return Spent(month=month_of(now), sent_bytes=sent_bytes, received_bytes=received_bytes)
+    return msgspec.structs.replace(
+        spent, sent_bytes=spent.sent_bytes + sent_bytes, received_bytes=spent.received_bytes + received_bytes
+    )
+
+
+def is_spent(spent: Spent, cap_bytes: int | None, now: datetime) -> bool:
+    """Say whether the cap of this month is used up, but for what leaving takes."""
+    return cap_bytes is not None and month_of(now) == spent.month and spent.total_bytes >= SPENT_AT * cap_bytes
+
+
+def next_month_s(now: datetime) -> float:
+    """Return the seconds until the next calendar month."""
+    year, month = divmod(now.year * 12 + now.month, 12)
+    return datetime(year, month + 1, 1, tzinfo=now.tzinfo).timestamp() - now.timestamp()

@@ -1,0 +1,240 @@
+"""How a newcomer claims a stage: it measures itself, announces its choice, reads again, and gives way if it must.
+
+It builds the stage that the roster says is the weakest, takes made-up microbatches through it (`noloco_node.probing`)
+and reads the roster once more. From then on its speed is known at every stage, for all peers know what a microbatch
+costs at each. Stages that do not fit the memory of the device are left out; the need is the plan's estimate, so where
+nothing fits the least demanding one is tried, with a word of warning.
+
+Several newcomers may choose alike. All of them compute the same answer from the same records (`pipeline.placement`), so
+that only as many move as must. It takes one reading as a rule, and a few where rosters disagree; who is still not sure
+after `CLAIMS` of them stays where it is, since a replica too many does no harm and waiting for ever does.
+
+Whoever was told its stage by its owner takes it, measures nothing, and moves for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import NamedTuple
+
+from noloco_node import __version__, journal
+from noloco_node.config import RunConfig
+from noloco_node.errors import Exit, Trouble
+from noloco_node.machine import Dimensions, Machine, Stage, Voice
+from noloco_node.presence import Presence
+from noloco_node.probing import measure
+from noloco_node.roster import PeerRecord, Roster, State
+from pipeline.placement import Claim, capacities, choose_stage, fitting, named_stage, reason, yields
+
+LOOKS = 5
+"""Readings of the roster that may fail before a newcomer gives up."""
+AGAIN_S = 30.0
+"""Between two later readings of who moves, and does not give up."""
+SETTLE_S = 1.0
+"""Between a claim and its second reading: time for a claim made at the same moment to be seen."""
+CLAIMS = 8
+"""Announced at most, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claimant:
+    """A newcomer that looks for a stage. `me`: its peer id. `wish`: the stage that its owner asked for.
+
+    `device_s`: what a microbatch takes at the stage of the wish, where that is known.
+    """
+
+    run: RunConfig
+    plan: Dimensions
+    presence: Presence
+    machine: Machine
+    voice: Voice
+    me: str
+    wish: int | None = None
+    device_s: float = 0.0
+
+
+class Place(NamedTuple):
+    """The stage that was claimed, and its slice where it has been built for a measurement."""
+
+    number: int
+    stage: Stage | None = None
+
+
+class _Own(NamedTuple):
+    """What a newcomer knows of itself: where it fits, and its device seconds a microbatch at each stage, 0 unknown."""
+
+    fits: tuple[int, ...]
+    device_s: tuple[float, ...]
+
+    def speed(self, stage: int) -> float:
+        return 1.0 / self.device_s[stage] if self.device_s[stage] > 0.0 else 0.0
+
+
+def claims_of(roster: Roster) -> list[Claim]:
+    """Return the records of all who serve a stage, or are about to, as decisions read them."""
+    return [
+        Claim(
+            record.peer,
+            record.stage,
+            record.claimed_at,
+            settled=record.state is not State.JOINING,
+            device_s=record.device_s,
+            # A newcomer that says nothing goes anywhere; a replica that says nothing stays.
+            may_serve=record.may_serve or (None if record.state is State.JOINING else ()),
+            moves_to=record.moves_to,
+            training=record.state is State.TRAINING,
+        )
+        for records in roster.stages
+        for record in records
+        if record.state is not State.FINISHED
+    ]
+
+
+def room(machine: Machine, stages: int) -> tuple[int, ...]:
+    """Return the stages that fit the memory that is free now."""
+    return fitting(machine.needs_bytes, machine.free_bytes(), stages)
+
+
+async def claim(claimant: Claimant, served: int | None) -> Place:
+    """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
+    await _first_look(claimant)
+    if claimant.wish is not None:
+        return await _take(claimant, claimant.wish)
+    presence, work = claimant.presence, claimant.plan.work
+    fits = _fits(claimant)
+    rng = Random(f"{claimant.run.seed}|placement|{claimant.me}")
+    stage = choose_stage(capacities(claims_of(presence.roster), work), fits, rng, served)
+    part = await built(claimant.machine, stage)
+    own = _Own(fits, await _measure(claimant, part, stage))
+    # Others may have come while we were building.
+    await presence.peek()
+    capacity = capacities(claims_of(presence.roster), work)
+    probed, stage = stage, choose_stage(capacity, fits, rng, stage)
+    _say(claimant, stage, reason(stage, capacity, own.speed(stage)), own)
+    stage = await _settle(claimant, stage, own)
+    return Place(stage, part if stage == probed else None)
+
+
+async def built(machine: Machine, number: int) -> Stage:
+    """Build a stage; raise `Trouble` where this machine cannot."""
+    try:
+        return await machine.device.run(machine.build, number)
+    except (MemoryError, RuntimeError, OSError, ValueError) as error:
+        raise Trouble(
+            f"Stage {number} could not be built.",
+            why=_in_a_line(error),
+            attempt="another stage with --stage, or another --device; noloco-node doctor INVITE tells what fits",
+            code=Exit.DEVICE,
+        ) from error
+
+
+async def _first_look(claimant: Claimant) -> None:
+    """Read who is there until the DHT has answered for all stages."""
+    for look in count(1):
+        roster = await claimant.presence.peek()
+        if claimant.presence.complete:
+            return
+        # Whoever moves takes part already, and knows that others do: it waits as long as it takes.
+        moves = any(record.peer == claimant.me for records in roster.stages for record in records)
+        if look >= LOOKS and not moves:
+            break
+        claimant.voice.say("the DHT did not answer; asking again who is there")
+        await asyncio.sleep(SETTLE_S if look < LOOKS else AGAIN_S)
+    raise Trouble(
+        "Nobody could tell who takes part in the run.",
+        why=f"the DHT did not answer {LOOKS} times in a row",
+        attempt="start the node again in a minute; if it happens again, ask whoever sent the invite",
+        code=Exit.UNREACHABLE,
+    )
+
+
+async def _take(claimant: Claimant, wish: int) -> Place:
+    try:
+        stage = named_stage(wish, claimant.run.pipeline.stages)
+    except ValueError as error:
+        raise Trouble(
+            f"There is no stage {wish}.",
+            why=str(error),
+            attempt="leave out --stage, or choose one that is there",
+            code=Exit.USAGE,
+        ) from error
+    await claimant.presence.claim(
+        PeerRecord(
+            peer=claimant.me,
+            stage=stage,
+            state=State.CATCHING_UP,
+            claimed_at=claimant.machine.unix_time(),
+            device_s=claimant.device_s,
+            version=__version__,
+        )
+    )
+    return Place(stage)
+
+
+def _fits(claimant: Claimant) -> tuple[int, ...]:
+    """Return the stages to choose from."""
+    machine, stages = claimant.machine, claimant.run.pipeline.stages
+    fits = room(machine, stages)
+    if fits:
+        return fits
+    least = min(range(stages), key=machine.needs_bytes.__getitem__)
+    claimant.voice.say(
+        f"no stage fits the memory that is free ({_gib(machine.free_bytes() or 0)}); trying stage {least}, which needs"
+        f" least ({_gib(machine.needs_bytes[least])}, estimated)"
+    )
+    return (least,)
+
+
+async def _measure(claimant: Claimant, stage: Stage, number: int) -> tuple[float, ...]:
+    """Return what a microbatch takes at each stage, from what one takes at this one: on the device, or on the line."""
+    machine, work, stages = claimant.machine, claimant.plan.work, claimant.run.pipeline.stages
+    device_s = await machine.device.run(
+        measure, stage, number, claimant.run.pipeline, claimant.plan, machine.device.clock
+    )
+    return tuple(max(device_s * work[each] / work[number], machine.line_s(each)) for each in range(stages))
+
+
+async def _settle(claimant: Claimant, stage: int, own: _Own) -> int:
+    """Announce a stage, read again, and move if another newcomer chose alike; return where we stay."""
+    presence, work = claimant.presence, claimant.plan.work
+    claimed_at = claimant.machine.unix_time()
+    for left in reversed(range(CLAIMS)):
+        await presence.claim(
+            PeerRecord(
+                peer=claimant.me,
+                stage=stage,
+                state=State.JOINING,
+                claimed_at=claimed_at,
+                device_s=own.device_s[stage],
+                may_serve=own.fits,
+                version=__version__,
+            )
+        )
+        await asyncio.sleep(SETTLE_S)
+        await presence.peek()
+        claims = claims_of(presence.roster)
+        elsewhere = yields(claimant.me, claims, work) if left else None
+        if elsewhere is None:
+            break
+        capacity = capacities([each for each in claims if each.peer != claimant.me], work)
+        why = f"another newcomer chose stage {stage} too; {reason(elsewhere, capacity, own.speed(elsewhere))}"
+        _say(claimant, elsewhere, why, own)
+        stage = elsewhere
+    return stage
+
+
+def _say(claimant: Claimant, stage: int, why: str, own: _Own) -> None:
+    claimant.voice.say(f"taking stage {stage}: {why}")
+    claimant.voice.record(journal.Placed(stage=stage, why=why, device_s=own.device_s[stage]))
+
+
+def _in_a_line(error: Exception) -> str:
+    told = " ".join(str(error).split())
+    return f"{type(error).__name__}: {told[:300]}" if told else type(error).__name__
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB"

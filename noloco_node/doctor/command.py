@@ -1,0 +1,207 @@
+"""`noloco-node doctor`: look at this machine, visit the swarm of an invite, say what was found and what to do.
+
+The addresses of the invite are tried one by one, each by a passing daemon of its own, so that each has its cause. Then
+the swarm is visited as a node would join it, listening where it would listen, but without a record: nobody counts on a
+doctor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from noloco_node import invite as invites
+from noloco_node.doctor import computer, visit
+from noloco_node.doctor.findings import Finding, Grade, bad, doubtful, exit_code, good, line, verdict
+from noloco_node.errors import Exit, Trouble, trouble_of
+from noloco_node.libp2p.addresses import PeerAddress
+from noloco_node.libp2p.network import Libp2p
+from noloco_node.libp2p.settings import Settings
+from noloco_node.line import Freight, freight
+from noloco_node.patience import PatientNetwork
+from noloco_node.port import Network
+from noloco_node.presence import Presence
+from noloco_node.recipe import Recipe, fetch
+from noloco_node.roster import Roster
+from noloco_node.swarm import connected, prefix
+
+MOST_TRIED, AT_ONCE = 16, 4
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """How the node would be started: what the doctor has to look at."""
+
+    home: Path
+    device: str = "auto"
+    listen: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()
+
+
+class Swarm(NamedTuple):
+    """What a visit brought home: findings, what each stage needs, and what a microbatch weighs there."""
+
+    findings: list[Finding]
+    needs: tuple[computer.Need, ...] = ()
+
+
+async def examine(invite: str | None, wish: Wish) -> list[Finding]:
+    """Return all findings, those of the machine first."""
+    if invite is None:
+        return computer.look(wish.home, wish.device, ())
+    parsed = invites.parse(invite)
+    tried = await _doors(parsed)
+    open_doors = [address for address, finding in tried if finding.grade is Grade.GOOD]
+    swarm = await _swarm(parsed.digest, open_doors, wish) if open_doors else Swarm([])
+    return [
+        *computer.look(wish.home, wish.device, swarm.needs),
+        *(finding for _, finding in tried),
+        *_no_door(tried),
+        *swarm.findings,
+    ]
+
+
+def _no_door(tried: Sequence[tuple[PeerAddress, Finding]]) -> list[Finding]:
+    """Return what follows if no address of the invite opens."""
+    if any(finding.grade is Grade.GOOD for _, finding in tried):
+        return []
+    return [
+        bad(
+            "invite",
+            "none of its addresses can be reached",
+            "ask whoever sent it for a fresh one (any peer's `noloco-node status` prints one), and check that this "
+            "machine is online",
+        )
+    ]
+
+
+async def _doors(parsed: invites.Invite) -> list[tuple[PeerAddress, Finding]]:
+    """Try each address of an invite by itself, a few at a time: one that does not answer takes its while."""
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def attempt(address: PeerAddress) -> tuple[PeerAddress, Finding]:
+        async with turns:
+            return address, await _door(parsed.digest, address)
+
+    return await asyncio.gather(*map(attempt, parsed.addresses[:MOST_TRIED]))
+
+
+async def _door(digest: str, address: PeerAddress) -> Finding:
+    about = f"bootstrap peer {address.transport}"
+    # On the loopback interface: nothing is to be found out about this machine here.
+    settings = Settings(prefix=prefix(digest), listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=(str(address),))
+    begun_s = asyncio.get_running_loop().time()
+    try:
+        async with Libp2p.open(settings):
+            return good(about, f"answers, {asyncio.get_running_loop().time() - begun_s:.1f} s after the start")
+    except Trouble as trouble:
+        if trouble.code is not Exit.UNREACHABLE:
+            return bad(about, f"{trouble.what} {trouble.why}", trouble.attempt)
+        cause = trouble.why.removeprefix(f"{address}: ")
+        return doubtful(about, cause, "ask its owner; one address that answers is enough to join")
+
+
+async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: Wish) -> Swarm:
+    """Visit the swarm by the addresses that answered."""
+    settings = Settings(prefix=prefix(digest), announce=wish.announce, bootstrap=tuple(map(str, doors)))
+    if wish.listen:
+        settings = msgspec.structs.replace(settings, listen=wish.listen)
+    found: list[Finding] = []
+    needs: tuple[computer.Need, ...] = ()
+    try:
+        async with connected(settings) as whole:
+            # A peer that does not take calls must not hold the doctor up for long.
+            network, peers = PatientNetwork(whole), [address.peer for address in doors]
+            found.append(await _clock(network, peers))
+            recipe = await fetch(network, peers, digest)
+            presence = Presence(network, digest, recipe.run.pipeline.stages)
+            roster = await presence.peek()
+            needs, freights = await asyncio.to_thread(_needs, recipe)
+            asked = list(dict.fromkeys([*peers, *_others(roster)]))
+            found += [*_census(roster), *await _line(network, asked, freights)]
+    except (Trouble, ExceptionGroup) as error:  # `connected` is a task group
+        trouble = trouble_of(error)
+        if trouble is None:
+            raise
+        found.append(bad("swarm", f"{trouble.what} {trouble.why}", trouble.attempt))
+    return Swarm(found, needs)
+
+
+async def _clock(network: Network, peers: Sequence[str]) -> Finding:
+    told = await asyncio.gather(*(visit.clock_of(network, peer) for peer in peers), return_exceptions=True)
+    for each in told:
+        if isinstance(each, BaseException) and not isinstance(each, ConnectionError):
+            raise each
+    return visit.judge_clock([each for each in told if isinstance(each, float)])
+
+
+def _census(roster: Roster) -> list[Finding]:
+    counts = [len(records) for records in roster.stages]
+    says = "replicas by stage: " + ", ".join(f"{number}: {count}" for number, count in enumerate(counts))
+    lone = [number for number, count in enumerate(counts) if not count]
+    if lone and any(counts):
+        attempt = f"a node that joins takes stage {lone[0]} by itself; training waits until every stage has a replica"
+        return [doubtful("swarm", says, attempt)]
+    return [good("swarm", says)]
+
+
+def _others(roster: Roster) -> list[str]:
+    return [record.peer for records in roster.stages for record in records]
+
+
+async def _line(network: Network, peers: Sequence[str], freights: Sequence[Freight]) -> list[Finding]:
+    """Ask peers whether they reach us, and measure the line with some of them, one after the other."""
+    addresses = await network.addresses()
+    ports = _ports(addresses)
+    reach = visit.judge_reach(await visit.dialled_back(network, peers, ports), ports, addresses)
+    rates, refusals = [], []
+    for peer in peers:
+        measured = await visit.rates_with(network, peer)
+        if isinstance(measured, str):
+            refusals.append(f"{peer[-8:]}: {measured}")
+        else:
+            rates.append(measured)
+        if len(rates) == visit.MOST_ASKED or len(refusals) == visit.MOST_ASKED:
+            break
+    return [*reach, *visit.judge_rates(rates, refusals, freights)]
+
+
+def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
+    """Return the TCP ports of our own addresses, two at most."""
+    found = dict.fromkeys(
+        int(parts[4])
+        for address in addresses
+        if "/p2p-circuit" not in address and len(parts := address.split("/")) > 4 and parts[3] == "tcp"
+    )
+    return tuple(found)[:2]
+
+
+def _needs(recipe: Recipe) -> tuple[tuple[computer.Need, ...], list[Freight]]:
+    """Return what each stage of a run needs of a machine, and what a microbatch weighs there."""
+    from noloco_node.blueprint import blueprint
+    from noloco_node.plan import plan
+
+    run, made = recipe.run, plan(recipe.run)
+    drawn = blueprint(run)
+    needs = tuple(
+        computer.Need(
+            number,
+            stage.memory.total,
+            stage.memory.computing,
+            computer.CHECKPOINT_SETS * stage.memory.weights * computer.CHECKPOINTS,
+        )
+        for number, stage in enumerate(made.stages)
+    )
+    return needs, [freight(run, drawn, number) for number in range(run.pipeline.stages)]
+
+
+async def report(invite: str | None, wish: Wish, *, as_json: bool) -> tuple[str, Exit]:
+    """Return what the doctor found, as lines or as one JSON object, and the exit code."""
+    found = await examine(invite, wish)
+    code = exit_code(found)
+    if as_json:
+        return msgspec.json.encode({"findings": found, "fit": code is Exit.OK}).decode(), code
+    return "\n".join([*map(line, found), verdict(found)]), code

@@ -1,0 +1,146 @@
+"""Relays for peers behind routers: daemons that a bootstrap peer runs beside its own, and how newcomers learn of them.
+
+A peer that nobody can dial keeps a connection to a relay, and is dialled through it (libp2p's circuits). libp2p waits
+three minutes before it is content with a single relay, and takes four at once. So a bootstrap peer runs four, each a
+daemon with a key and a port of its own, and pays for them with memory alone while nobody needs them.
+
+What passes through a relay is bounded by no bandwidth budget: the daemon knows a most of bytes and of hours for each
+circuit, and a circuit that has ended is opened again; it knows no rate.
+
+They are told of in the DHT, in one record of each bootstrap peer, not in the invite: invites stay short, and every peer
+can read it for a newcomer who asks (`dialback`). A rogue record can only lead to a relay that does not relay: what
+passes through a relay is encrypted and authenticated between its two ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from noloco_node.errors import Trouble
+from noloco_node.libp2p.addresses import (
+    beyond_this_machine,
+    check_announce,
+    check_listen,
+    port_of,
+    with_port,
+    with_ports_chosen,
+)
+from noloco_node.libp2p.again import MOST_DEATHS, pause_s
+from noloco_node.libp2p.control import Control
+from noloco_node.libp2p.daemon import start_daemon
+from noloco_node.libp2p.identity import ensure_identity
+from noloco_node.libp2p.parts import Parts
+from noloco_node.libp2p.session import attached, daemon_trouble, places
+from noloco_node.libp2p.settings import Posture, Settings, relay_arguments
+from noloco_node.libp2p.told import MOST_PLACES, record_of
+
+_LIFETIME_S = 300.0
+_TELL_EVERY_S = 60.0
+_ASK_S = 10.0
+
+
+class Yard(NamedTuple):
+    """What relays stand on: hivemind's parts, a directory for sockets, how long a daemon may take, a voice."""
+
+    parts: Parts
+    directory: Path
+    start_s: float
+    tell: Callable[[str], None]
+
+
+def postures(settings: Settings, identities: Sequence[Path]) -> tuple[Posture, ...]:
+    """Return how each relay is started: at the addresses of the settings, with its number added to every port.
+
+    None where only this machine can reach us: it needs no relay. Trouble when an address is wrong or a port taken.
+    """
+    if not beyond_this_machine(settings.listen):
+        return ()
+    made: list[Posture] = []
+    for number, identity in enumerate(identities, 1):
+        listen = _shifted(settings.listen, number)
+        announce = _shifted(settings.announce, number)
+        try:
+            check_listen(listen)
+            check_announce(announce)
+        except Trouble as trouble:
+            raise _no_place(trouble, number, len(identities)) from None
+        made.append(Posture(identity=identity, listen=with_ports_chosen(listen), announce=announce))
+    return tuple(made)
+
+
+def _no_place(trouble: Trouble, number: int, count: int) -> Trouble:
+    """Return in the words of relays why one cannot listen: its addresses are none that anybody has typed."""
+    return Trouble(
+        f"Relay {number} of {count} has no place to listen.",
+        why=f"relays take the ports after the peer's own. {trouble.what} {trouble.why[:1].upper()}{trouble.why[1:]}",
+        attempt=f"choose a port with {count} free ones after it (--listen, --announce), or have fewer with --relays",
+        code=trouble.code,
+    )
+
+
+def _shifted(addresses: Sequence[str], number: int) -> tuple[str, ...]:
+    return tuple(with_port(text, port_of(text) + number) if port_of(text) else text for text in addresses)
+
+
+@asynccontextmanager
+async def relaying(yard: Yard, chosen: Sequence[Posture]) -> AsyncIterator[tuple[str, ...]]:
+    """Run relays as long as the context, and start again those that die; yield their addresses."""
+    ready: list[asyncio.Future[tuple[str, ...]]] = []
+    tasks: list[asyncio.Task[NoReturn]] = []
+    loop = asyncio.get_running_loop()
+    try:
+        for posture in chosen:
+            ensure_identity(posture.identity)
+            ready.append(loop.create_future())
+            tasks.append(loop.create_task(_keep(yard, posture, ready[-1]), name="relay"))
+        yield tuple(place for found in await asyncio.gather(*ready) for place in found)
+    finally:
+        for each in ready:
+            each.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *ready, return_exceptions=True)
+
+
+async def _keep(yard: Yard, posture: Posture, ready: asyncio.Future[tuple[str, ...]]) -> NoReturn:
+    """Run one relay, and start it again when it dies."""
+    loop, deaths = asyncio.get_running_loop(), deque[float](maxlen=MOST_DEATHS + 1)
+    while True:
+        try:
+            async with start_daemon(
+                yard.parts.binary, relay_arguments(posture), yard.directory, yard.start_s
+            ) as daemon:
+                control = Control(daemon, yard.parts.messages)
+                async with attached(yard.parts, control, daemon, yard.start_s) as client:
+                    found = await _addresses(yard.parts, control, str(client.peer_id.to_base58()))
+                    if not ready.done():
+                        ready.set_result(found)
+                    why = await daemon.wait()
+        except (Trouble, ConnectionError) as error:
+            if not ready.done():
+                ready.set_exception(error if isinstance(error, Trouble) else daemon_trouble(str(error)))
+                raise
+            why = str(error)
+        deaths.append(loop.time())
+        wait_s = pause_s(deaths, loop.time())
+        yard.tell(f"the relay on port {port_of(posture.listen[0])} died ({why}); starting it again")
+        await asyncio.sleep(30.0 if wait_s is None else wait_s)
+
+
+async def _addresses(parts: Parts, control: Control, peer: str) -> tuple[str, ...]:
+    found = await places(parts, control, _ASK_S)
+    if not found:
+        raise daemon_trouble("a relay listens on none of the addresses asked for")
+    return tuple(f"{place}/p2p/{peer}" for place in (beyond_this_machine(found) or found)[:MOST_PLACES])
+
+
+async def tell(addresses: Sequence[str], publish: Callable[[bytes, float], Awaitable[bool]]) -> NoReturn:
+    """Publish the record of our relays again and again; `publish` takes its bytes and lifetime in seconds."""
+    while True:
+        stored = await publish(record_of(addresses), _LIFETIME_S)
+        await asyncio.sleep(_TELL_EVERY_S if stored else _TELL_EVERY_S / 10)

@@ -1,0 +1,262 @@
+"""One daemon at work for a peer: started, asked, connected to others, a node of the DHT. It ends with the daemon.
+
+What outlives it is handed in (`Exchange`: topics and streams, of which those by way of this daemon break with it), so
+that another session can follow under the same identity and addresses.
+
+The daemon is told of no bootstrap peers; we connect it to each ourselves. Its own way ends in one message for a closed
+port, an unknown host and a wrong peer id; asked about one address, it says exactly which it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from multiaddr import Multiaddr
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.acquaintances import Acquaintances
+from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address, place_text, port_of
+from noloco_node.libp2p.calls import Calls, Exchange
+from noloco_node.libp2p.control import Control
+from noloco_node.libp2p.daemon import Daemon, start_daemon
+from noloco_node.libp2p.parts import Parts
+from noloco_node.libp2p.reach import plain_cause, unreachable
+from noloco_node.libp2p.records import Records
+from noloco_node.libp2p.settings import Patience, Posture, Reach, arguments
+
+logger = logging.getLogger(__name__)
+
+REJOIN_S = 15.0
+"""Between two looks at who is connected."""
+_RELAY_S = 10.0
+"""For a relay to give us a place."""
+_LOOK_S = 0.2
+_MOMENT_S = 2.0
+"""For other peers to answer once one has."""
+_LATE = "it did not answer while others did"
+_MOST_CIRCUITS = 2
+_CIRCUIT = "/p2p-circuit"
+
+
+class Ground(NamedTuple):
+    """What every session of a peer stands on: hivemind's parts, a directory for sockets, what outlives daemons."""
+
+    parts: Parts
+    directory: Path
+    exchange: Exchange
+    reach: Reach
+
+
+class Session:
+    """Made by `Session.open`; `died` of its daemon ends it."""
+
+    def __init__(self, ground: Ground, posture: Posture, daemon: Daemon, p2p: Any) -> None:
+        self.daemon, self.peer_id = daemon, str(p2p.peer_id.to_base58())
+        self.rejoined = 0
+        self._parts, self._posture, self._p2p = ground.parts, posture, p2p
+        self._patience: Patience = ground.exchange.patience
+        self._control = Control(daemon, ground.parts.messages)
+        self.calls = Calls(ground.parts, self._control, daemon, ground.exchange)
+        self.records = Records(self._control, self._patience.dht_s, posture.identity)
+
+    def __repr__(self) -> str:
+        return f"Session({self.peer_id}, {self.daemon!r})"
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, ground: Ground, posture: Posture, doors: Sequence[PeerAddress], *, alone: bool
+    ) -> AsyncIterator[Session]:
+        """Join by whichever of `doors` open, for as long as the context; `alone`: also if none does.
+
+        Raises Trouble, with what to try, when that cannot be.
+        """
+        start_s = ground.exchange.patience.start_s
+        chosen = arguments(posture, ground.reach)
+        async with start_daemon(ground.parts.binary, chosen, ground.directory, start_s) as daemon:
+            control = Control(daemon, ground.parts.messages)
+            async with attached(ground.parts, control, daemon, start_s) as p2p:
+                session = cls(ground, posture, daemon, p2p)
+                try:
+                    await session._join(doors, alone)
+                    yield session
+                finally:
+                    session.calls.close()
+                    await session.records.close()
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Return the multiaddrs under which others may reach us, each ending in /p2p/ID; those of this machine only
+        if there are no others. Behind a router, two through relays come first.
+        """
+        found = await self._places()
+        circuits = [place for place in found if _is_circuit(place)]
+        circuits = circuits or [f"{relay}{_CIRCUIT}" for relay in self._posture.relays]
+        direct = [place for place in found if not _is_circuit(place)]
+        chosen = (*circuits[:_MOST_CIRCUITS], *(beyond_this_machine(direct) or direct))
+        return tuple(f"{place}/p2p/{self.peer_id}" for place in chosen)
+
+    async def is_placed(self) -> bool:
+        """Wait a while for a relay's place; say whether others can reach us by now as they should."""
+        try:
+            async with asyncio.timeout(_RELAY_S):
+                # The daemon sets no event when a relay has taken us in.
+                while self._posture.relays and not any(map(_is_circuit, await self._places())):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            return False
+        return True
+
+    async def neighbours(self) -> list[PeerAddress]:
+        """Return whom we are connected with, and where; relays take no part in the swarm and do not count."""
+        pb = self._parts.messages
+        answer = await self._control.ask(pb.Request(type=pb.Request.LIST_PEERS), REJOIN_S)
+        relays = {parse_peer_address(text).peer for text in self._posture.relays}
+        found = [
+            (place, self._parts.peer_text(entry.id)) for entry in answer.peers for place in map(place_text, entry.addrs)
+        ]
+        known = [(place.removesuffix(f"/p2p/{peer}"), peer) for place, peer in found if place and peer not in relays]
+        return [PeerAddress(place, peer) for place, peer in known]
+
+    async def stay_joined(self, doors: Sequence[PeerAddress], met: Acquaintances) -> NoReturn:
+        """Note whom we are connected with in `met`; when it is nobody, as after a night in sleep mode, knock at `doors`
+        and at whom we met.
+        """
+        while True:
+            with contextlib.suppress(ConnectionError, Trouble):
+                present = await self.neighbours()
+                if present:
+                    met.note(present)
+                else:
+                    for address in await self.knock(met.beside(doors)):
+                        self.rejoined += 1
+                        await self.records.greet(self._parts.PeerID.from_base58(address.peer))
+            await asyncio.sleep(REJOIN_S)
+
+    async def knock(self, doors: Sequence[PeerAddress], level: int = logging.DEBUG) -> list[PeerAddress]:
+        """Connect to peers and return those that answered; Trouble when there are some and none did. The failures of
+        others are logged.
+        """
+        causes = await knocked({asyncio.ensure_future(self.connect(address)): address for address in doors})
+        failed = {str(address): cause for address, cause in causes.items() if cause is not None}
+        if failed and len(failed) == len(doors):
+            raise unreachable(failed)
+        for place, cause in failed.items():
+            logger.log(level, "Bootstrap peer %s cannot be reached: %s", place, cause)
+        return [address for address, cause in causes.items() if cause is None]
+
+    async def connect(self, address: PeerAddress) -> str | None:
+        """Connect the daemon to one address; return None, or the cause of the failure."""
+        return await connect(self._control, self._parts, address, self._patience.reach_s)
+
+    # Inside.
+
+    async def _places(self) -> list[str]:
+        return await places(self._parts, self._control, self._patience.dht_s)
+
+    async def _join(self, doors: Sequence[PeerAddress], alone: bool) -> None:
+        reached: list[PeerAddress] = []
+        try:
+            await self._check_places()
+            await self.calls.listen()
+            try:
+                reached = await self.knock(doors, logging.DEBUG if alone else logging.WARNING)
+            except Trouble:
+                if not alone:
+                    raise
+            await self.records.join(self._parts.DHTNode, self._p2p, reached, self._patience.start_s)
+        except ConnectionError as error:
+            raise daemon_trouble(str(error)) from None
+        if doors and not self.records.neighbours and not alone:
+            raise unreachable({str(address): "it answers, but takes no part in our DHT" for address in reached})
+
+    async def _check_places(self) -> None:
+        """Raise Trouble unless the daemon listens: on a taken port it starts without a word."""
+        found = await self._places()
+        ports = {port_of(place) for place in found}
+        deaf = [] if self._posture.announce else [text for text in self._posture.listen if port_of(text) not in ports]
+        if deaf or not found:
+            raise Trouble(
+                f"The libp2p daemon does not listen on {' and '.join(deaf) or 'any address'}.",
+                why="another program took the port in that moment, or this machine has no such address",
+                attempt="start again, or choose another port with --listen",
+                code=Exit.PORT_TAKEN,
+            )
+
+
+@asynccontextmanager
+async def attached(parts: Parts, control: Control, daemon: Daemon, wait_s: float) -> AsyncIterator[Any]:
+    """Hold hivemind's P2P on a daemon of ours; Trouble when it does not answer. Without it the daemon would end."""
+    try:
+        place = parts.Multiaddr(f"/unix{daemon.control_path}")
+        p2p = await control.bounded(parts.P2P.replicate(place), wait_s)
+    except ConnectionError as error:
+        raise daemon_trouble(str(error)) from None
+    try:
+        yield p2p
+    finally:
+        await p2p.shutdown()
+        # hivemind's reader fails with a daemon that is killed, and nobody would ask it why.
+        reader = p2p._client.control._read_task
+        if reader is not None and reader.done() and not reader.cancelled():
+            reader.exception()
+
+
+async def places(parts: Parts, control: Control, wait_s: float) -> list[str]:
+    """Return the addresses that a daemon knows of itself, without its peer id."""
+    answer = await control.ask(parts.messages.Request(type=parts.messages.Request.IDENTIFY), wait_s)
+    return [place for place in map(place_text, answer.identify.addrs) if place]
+
+
+async def connect(control: Control, parts: Parts, address: PeerAddress, wait_s: float) -> str | None:
+    """Connect a daemon to one address; return None, or in plain words the cause of the failure."""
+    pb = parts.messages
+    wanted = pb.ConnectRequest(peer=parts.peer_bytes(address.peer), addrs=[Multiaddr(address.transport).to_bytes()])
+    try:
+        await control.ask(pb.Request(type=pb.Request.CONNECT, connect=wanted), wait_s)
+    except ConnectionAbortedError:
+        return f"no answer within {wait_s:g} s (is a firewall in between?)"
+    except ConnectionRefusedError as error:
+        return plain_cause(str(error), address)
+    return None
+
+
+async def knocked(knocks: Mapping[asyncio.Future[str | None], PeerAddress]) -> dict[PeerAddress, str | None]:
+    """Return for each address None or the cause of its failure, as `connect` does.
+
+    Once one has answered, the others have a moment left: the dead do not hold us up.
+    """
+    pending = set(knocks)
+    try:
+        while pending:
+            answered = any(task.done() and task.result() is None for task in knocks)
+            done, pending = await asyncio.wait(
+                pending, timeout=_MOMENT_S if answered else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                break
+        return {address: task.result() if task.done() else _LATE for task, address in knocks.items()}
+    finally:
+        for task in knocks:
+            task.cancel()
+        # Where our daemon died all have failed alike, and one of them is raised.
+        await asyncio.gather(*knocks, return_exceptions=True)
+
+
+def daemon_trouble(why: str) -> Trouble:
+    """Return the error of a daemon that runs and does not do what it should."""
+    return Trouble(
+        "The libp2p daemon did not work.",
+        why=why,
+        attempt="start again; if it happens again, reinstall hivemind, whose package holds the daemon",
+        code=Exit.DAEMON,
+    )
+
+
+def _is_circuit(place: str) -> bool:
+    return _CIRCUIT in place

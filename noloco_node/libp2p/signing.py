@@ -1,0 +1,104 @@
+"""Who wrote a record: each is signed with its peer's key, which an Ed25519 peer id contains.
+
+A peer id of ours is the public key itself, wrapped: in base 58, a multihash `identity` of libp2p's protobuf of it. So a
+reader needs nothing but the peer id, under which the record is filed, and no authority. What is signed is the place of
+the record (the DHT's hash of its key), its expiry and its content, behind words that make the signature good for
+nothing else. So whoever repeats an old record cannot have it outlive a later one, which expires later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+SIGNATURE_BYTES: Final = 64
+_KEY_BYTES = 32
+_LONGEST_ID = 64
+_PURPOSE = b"noloco record 1\x00"
+_ID_HEADER = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
+"""Multihash: identity, 36 bytes; protobuf: key type Ed25519, 32 bytes follow."""
+_FILE_HEADER = bytes((0x08, 0x01, 0x12, 0x40))
+"""Protobuf: key type Ed25519, 64 bytes follow: the seed, and the public key."""
+_DIGITS = {letter: value for value, letter in enumerate("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")}
+_VERDICTS = 2**12
+"""Kept with their records, of 8 KiB at most: 32 MiB if strangers fill them."""
+
+
+class Signer:
+    """Signs records with the private key of one peer."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    def __repr__(self) -> str:
+        return "Signer()"
+
+    def signed(self, place: bytes, expiry: float, content: bytes) -> bytes:
+        """Return a record's value: the signature, then the content. `expiry`: Unix seconds."""
+        return self._key.sign(_signable(place, expiry, content)) + content
+
+
+def read_signer(path: Path) -> Signer | None:
+    """Return the signer of an identity file; None for keys of other types than our own."""
+    raw = path.read_bytes()
+    if not raw.startswith(_FILE_HEADER) or len(raw) != len(_FILE_HEADER) + 2 * _KEY_BYTES:
+        return None
+    return Signer(Ed25519PrivateKey.from_private_bytes(raw[len(_FILE_HEADER) : -_KEY_BYTES]))
+
+
+def place_of(key: str) -> bytes:
+    """Return where the DHT files a key: 20 bytes, the SHA-1 of its MessagePack."""
+    return hashlib.sha1(msgspec.msgpack.encode(key)).digest()
+
+
+def content_of(place: bytes, peer: str, expiry: float, value: bytes) -> bytes | None:
+    """Return the content of a record if its peer has signed it for this place and expiry, else None."""
+    return value[SIGNATURE_BYTES:] if _is_signed(place, peer, expiry, value) else None
+
+
+def _signable(place: bytes, expiry: float, content: bytes) -> bytes:
+    return _PURPOSE + place + struct.pack("!d", expiry) + content
+
+
+@lru_cache(maxsize=_VERDICTS)
+def _is_signed(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
+    """Verify a signature; the verdicts are kept, for a record is read many times."""
+    key = _public_key(peer)
+    if key is None or len(value) < SIGNATURE_BYTES:
+        return False
+    try:
+        key.verify(value[:SIGNATURE_BYTES], _signable(place, expiry, value[SIGNATURE_BYTES:]))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _public_key(peer: str) -> Ed25519PublicKey | None:
+    raw = _decoded(peer)
+    if raw is None or not raw.startswith(_ID_HEADER) or len(raw) != len(_ID_HEADER) + _KEY_BYTES:
+        return None
+    try:
+        return Ed25519PublicKey.from_public_bytes(raw[len(_ID_HEADER) :])
+    except ValueError:
+        return None
+
+
+def _decoded(text: str) -> bytes | None:
+    """Decode base 58; None if it is no such text, or too long to be a peer id."""
+    if not 0 < len(text) <= _LONGEST_ID:
+        return None
+    number = 0
+    for letter in text:
+        value = _DIGITS.get(letter)
+        if value is None:
+            return None
+        number = 58 * number + value
+    zeros = len(text) - len(text.lstrip("1"))
+    return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8, "big")

@@ -1,0 +1,68 @@
+"""How much memory a stage needs on a device, and how much is free there.
+
+The need is the plan's estimate: on a GPU what it computes with, on a CPU all of it. Free is of a GPU what its driver
+says, else of the machine what Linux says, or a container's limit; None where nobody says it, since a number that was
+made up would keep a peer from a stage that fits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from noloco_node.blueprint import Blueprint
+    from noloco_node.config import RunConfig
+
+MEMINFO = Path("/proc/meminfo")
+CONTAINER = Path("/sys/fs/cgroup")
+"""Where a container of this time (cgroup 2) finds its limit; an older one says nothing here."""
+
+
+def needs_bytes(run: RunConfig, drawn: Blueprint, device: torch.device) -> tuple[int, ...]:
+    """Return what each stage needs on a device, about."""
+    from noloco_node.plan import memories
+
+    gpu = device.type == "cuda"
+    return tuple(memory.computing if gpu else memory.total for memory in memories(run, drawn))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that are free for the tensors of a device."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    known = [each for each in (available(MEMINFO), within_limit(CONTAINER)) if each is not None]
+    return min(known, default=None)
+
+
+def available(meminfo: Path) -> int | None:
+    """Return what Linux estimates that a process can still take without swapping."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(found[0][1]) if found and len(found[0]) > 1 and found[0][1].isdigit() else None
+
+
+def within_limit(directory: Path) -> int | None:
+    """Return what a container may still take; None where it has no limit.
+
+    What files it has read or written lately take in memory counts as used, and is given back as soon as it is wanted.
+    """
+    try:
+        limit, used = ((directory / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return None
+    if not (limit.isdigit() and used.isdigit()):
+        return None
+    try:
+        lines = (directory / "memory.stat").read_text().splitlines()
+    except OSError:
+        lines = []
+    files = sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+    return max(0, int(limit) - max(0, int(used) - files))

@@ -1,0 +1,87 @@
+"""Which replicas of a stage belong in its mean, and the mean.
+
+Replicas of one stage differ a little, by the nature of gossip, and their mean is better than any of them. Two kinds
+must stay out of it, and whoever is left out is named with the reason:
+
+- A gross outlier: weights that are not finite, or whose norm is more than twice, or less than half, the median norm of
+  the stage's replicas (of an even number the lower of the two in the middle: what diverges grows). Honest replicas
+  differ by a few per cent.
+- A straggler: more than `staleness_at_most` rounds behind the median round of the stage (of an even number the higher
+  one in the middle), as a round itself would judge it. A copy of a home that was at rest for a week would pull the mean
+  back by a week.
+
+The median, and never the largest or the newest, is the measure: one liar moves nobody else out of the mean. Two
+replicas of which one lies are beyond any rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median_high, median_low
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FACTOR = 2.0
+"""By which a norm may differ from the median."""
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica: whose it is, where it stood, and the norm of its slow weights."""
+
+    peer: str
+    round: int
+    inner_steps: int
+    progress: float
+    norm: float
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that is not in the mean, and why."""
+
+    peer: str
+    why: str
+
+
+def sift(standings: Sequence[Standing], rounds_behind: int) -> tuple[list[int], list[LeftOut]]:
+    """Return the places of those that belong in the mean, at least one where any is finite, and who is left out."""
+    left_out = [
+        LeftOut(peer=each.peer, why="its weights are not finite") for each in standings if not math.isfinite(each.norm)
+    ]
+    finite = [place for place, each in enumerate(standings) if math.isfinite(each.norm)]
+    if not finite:
+        return [], left_out
+    norm = median_low(standings[place].norm for place in finite)
+    near = [place for place in finite if norm / FACTOR <= standings[place].norm <= norm * FACTOR]
+    left_out += [
+        LeftOut(peer=standings[place].peer, why=f"norm {standings[place].norm:.4g}, the median is {norm:.4g}")
+        for place in finite
+        if place not in near
+    ]
+    round = median_high(standings[place].round for place in near)
+    kept = [place for place in near if standings[place].round >= round - rounds_behind]
+    left_out += [
+        LeftOut(peer=standings[place].peer, why=f"round {standings[place].round}, the median is {round}")
+        for place in near
+        if place not in kept
+    ]
+    return kept, left_out
+
+
+def norm_of(read: Callable[[int], Tensor], count: int) -> float:
+    """Return the norm of `count` tensors together, read one at a time; not finite where they are not."""
+    return math.sqrt(sum(float(read(number).double().square().sum()) for number in range(count)))
+
+
+def mean_of(replicas: Sequence[Tensor]) -> Tensor:
+    """Return the exact mean, rounded once to float32."""
+    import torch
+
+    total = replicas[0].to("cpu", torch.float64, copy=True)
+    for other in replicas[1:]:
+        total += other.to("cpu")
+    return (total / len(replicas)).float()

@@ -1,0 +1,162 @@
+"""A safetensors file that is whole or not there, and says by itself whether its bytes are the ones that were written.
+
+It is written aside, flushed to the disk, renamed, and the directory flushed: a machine that loses power, or a process
+that is killed, at any instant leaves the file as it was before or as it is after. The SHA-256 of everything stands in
+the file's own metadata, so that a flipped or a missing byte is noticed before anybody computes with it; a file without
+one, written by something else, is believed as far as its format goes.
+
+The bytes go from where they lie to the disk in one pass, hashed on the way: writing takes no second copy of the
+tensors. Reading a tensor is left to the safetensors library. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+CHUNK_BYTES = 4 * 2**20
+LARGEST_HEADER_BYTES = 100 * 2**20
+"""What the safetensors format allows."""
+SPARE_BYTES = 16 * 2**20
+"""What a file may leave free of a disk: other files on it grow too."""
+_ABOUT, _SUM = "about", "sha256"
+_BLANK = "0" * 64
+_LENGTH = struct.Struct("<Q")
+
+
+class Array(NamedTuple):
+    """One tensor as it lies in memory. `dtype`: as safetensors spells it (F32, I64). `data`: little endian."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+
+def write(path: Path, arrays: Sequence[Array], about: str) -> None:
+    """Write `arrays`, and `about` as the file's metadata, in place of `path` or not at all.
+
+    Raises `OSError` where the disk refuses, also before it is full; whatever lay at `path` is then still there.
+    """
+    head = _header(arrays, about)
+    size_bytes = 8 + len(head) + sum(len(array.data) for array in arrays)
+    free_bytes = shutil.disk_usage(path.parent).free
+    if size_bytes + SPARE_BYTES > free_bytes:
+        raise OSError(
+            errno.ENOSPC, f"{size_bytes / 2**20:.0f} MiB are needed, {free_bytes / 2**20:.0f} MiB are free", str(path)
+        )
+    aside = path.with_name(f".{path.name}.aside")
+    try:
+        _write_aside(aside, head, arrays)
+        os.replace(aside, path)
+        flush(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what a process that was killed while it wrote has left in a directory that is ours alone."""
+    for left in directory.glob(".*.aside"):
+        left.unlink(missing_ok=True)
+
+
+def about(path: Path) -> str | None:
+    """Return the metadata that `write` was given; None where the file has none. Reads the header alone.
+
+    Raises ValueError for what is no such file, `OSError` where it cannot be read.
+    """
+    with path.open("rb") as file:
+        found = _metadata(_head_of(file))
+    told = found.get(_ABOUT, found.get("counters"))  # the older name
+    return told if isinstance(told, str) else None
+
+
+def check(path: Path) -> None:
+    """Raise ValueError where the file's bytes are not the ones that were written, `OSError` where it cannot be read."""
+    with path.open("rb") as file:
+        head = _head_of(file)
+        told = _metadata(head)
+        promised = told.get(_SUM)
+        if promised is None:
+            if _ABOUT in told:
+                raise ValueError(f"{path.name} has lost its checksum")
+            return
+        total = hashlib.sha256(_LENGTH.pack(len(head)) + _blanked(head, str(promised)))
+        while chunk := file.read(CHUNK_BYTES):
+            total.update(chunk)
+    if total.hexdigest() != promised:
+        raise ValueError(f"the checksum of {path.name} is wrong: the disk has lost or changed some of it")
+
+
+def flush(path: Path) -> None:
+    """Have the disk hold what was written to a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _header(arrays: Iterable[Array], told: str) -> bytes:
+    """Return the header, padded to eight bytes as the format wants it, the checksum blank."""
+    table: dict[str, object] = {"__metadata__": {_SUM: _BLANK, _ABOUT: told}}
+    start = 0
+    for array in arrays:
+        end = start + len(array.data)
+        table[array.name] = {"dtype": array.dtype, "shape": list(array.shape), "data_offsets": [start, end]}
+        start = end
+    head = json.dumps(table, separators=(",", ":")).encode()
+    return head + b" " * (-len(head) % 8)
+
+
+def _write_aside(aside: Path, head: bytes, arrays: Iterable[Array]) -> None:
+    prefix = _LENGTH.pack(len(head))
+    total = hashlib.sha256(prefix + head)
+    with aside.open("wb") as file:
+        file.write(prefix + head)
+        for array in arrays:
+            view = memoryview(array.data)
+            for start in range(0, len(view), CHUNK_BYTES):
+                chunk = view[start : start + CHUNK_BYTES]
+                total.update(chunk)
+                file.write(chunk)
+        file.seek(len(prefix))
+        file.write(head.replace(_promise(_BLANK), _promise(total.hexdigest()), 1))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _head_of(file: BinaryIO) -> bytes:
+    prefix = file.read(_LENGTH.size)
+    if len(prefix) < _LENGTH.size:
+        raise ValueError("the file is shorter than its first number")
+    (length,) = _LENGTH.unpack(prefix)
+    if length > LARGEST_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes is none")
+    head = file.read(length)
+    if len(head) < length:
+        raise ValueError("the file ends within its header")
+    return head
+
+
+def _metadata(head: bytes) -> dict[str, object]:
+    table = json.loads(head)
+    found = table.get("__metadata__", {}) if isinstance(table, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError("the header is none of a safetensors file")
+    return found
+
+
+def _blanked(head: bytes, promised: str) -> bytes:
+    return head.replace(_promise(promised), _promise(_BLANK), 1)
+
+
+def _promise(digest: str) -> bytes:
+    return b'"%s":"%s"' % (_SUM.encode(), digest.encode())
