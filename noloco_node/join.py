@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -42,6 +43,9 @@ from noloco_node.runfile import with_source
 from noloco_node.shifts import Shifts
 from noloco_node.snapshots import DirectoryStore
 from noloco_node.swarm import connected, prefix
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 async def join(invite: str, config: NodeConfig) -> None:
@@ -126,6 +130,9 @@ class _Text:
         self._blocks = mixed(blocks, length, run.seed, peer) if data.shuffle else blocks
         self._batch = run.pipeline.microbatch_size
         self._turn = asyncio.Lock()
+        # A thread of its own: the C library keeps for each thread what it once needed, and a chunk needs ten megabytes.
+        # And a read whose reader has gone is over before the next one begins.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._ahead: tuple[Tensor, dict[str, Any]] | None = None
 
     def read_ahead(self) -> None:
@@ -138,17 +145,21 @@ class _Text:
             if self._ahead is not None:
                 (first, _), self._ahead = self._ahead, None
                 return first
-            return await asyncio.to_thread(self._blocks.next_batch, self._batch)
+            return await self._in_thread(self._blocks.next_batch, self._batch)
 
     def position(self) -> dict[str, Any]:
         return self._blocks.position() if self._ahead is None else self._ahead[1]
 
     async def restore(self, position: Mapping[str, Any]) -> bool:
         async with self._turn:
-            restored = await asyncio.to_thread(self._blocks.restore, dict(position))
+            restored = await self._in_thread(self._blocks.restore, dict(position))
             if restored:
                 self._ahead = None
             return restored
 
     def close(self) -> None:
         self._blocks.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _in_thread(self, work: Callable[[A], R], argument: A) -> asyncio.Future[R]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work, argument)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from noloco_node.config import NodeConfig
 from noloco_node.join import _Text
+from noloco_node.mixing import MixedBlocks
 from noloco_node.opening import Opening
 from noloco_node.presets import demo_run_text
 from noloco_node.runfile import decode_run
@@ -144,7 +146,7 @@ def test_a_text_that_was_read_ahead_is_where_it_was(tmp_path: Path) -> None:
         for text in (plain, ahead, again):
             text.close()
 
-    run(main())
+    asyncio.run(main())  # the text has a thread of its own
 
 
 def test_what_cannot_be_opened_says_so_to_everybody_who_asks_and_to_nobody_else() -> None:
@@ -164,3 +166,40 @@ def test_what_cannot_be_opened_says_so_to_everybody_who_asks_and_to_nobody_else(
         await asyncio.sleep(2 * OPENS_S)
 
     run(main())
+
+
+def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(2000)))
+    config = NodeConfig(home=str(tmp_path), data=str(tmp_path / "text.txt"))
+    text = _Text(decode_run(TEXT, "the test's run file"), config, "peer", 384)
+    threads: set[int] = set()
+    inside: list[int] = []
+    most = 0
+    read = MixedBlocks.next_batch
+
+    def noted(blocks: MixedBlocks, size: int) -> torch.Tensor:
+        nonlocal most
+        threads.add(threading.get_ident())
+        inside.append(size)
+        most = max(most, len(inside))
+        try:
+            return read(blocks, size)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(MixedBlocks, "next_batch", noted)
+
+    async def main() -> None:
+        for _ in range(5):
+            given_up = asyncio.ensure_future(text.draw())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.gather(text.draw(), asyncio.to_thread(int), asyncio.to_thread(int))
+        text.close()
+
+    asyncio.run(main())
+    assert len(threads) == 1
+    assert most == 1
