@@ -197,7 +197,8 @@ def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             given_up.cancel()
-            await asyncio.gather(text.draw(), asyncio.to_thread(int), asyncio.to_thread(int))
+            loop = asyncio.get_running_loop()
+            await asyncio.gather(text.draw(), *(loop.run_in_executor(None, int) for _ in range(2)))
         text.close()
 
     asyncio.run(main())
