@@ -29,13 +29,14 @@ from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, Trouble
 from noloco_node.libp2p import dialback
-from noloco_node.libp2p.addresses import beyond_this_machine, parse_peer_address, port_of
+from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.again import WITHIN_S, pause_s
 from noloco_node.libp2p.dialback import Dialled, DialMe
 from noloco_node.libp2p.directory import private_directory, remove_stale
+from noloco_node.libp2p.grants import Grant
 from noloco_node.libp2p.network import Libp2p
 from noloco_node.libp2p.records import RecordLimits, overlook_orphans
-from noloco_node.libp2p.settings import Capacity, Patience, Reach, Settings
+from noloco_node.libp2p.settings import RELAY_DATA_BYTES, RELAY_TIME_S, Capacity, Patience, Reach, Settings
 from noloco_node.port import Conversation
 from noloco_node.wire import MessageSpec, Schema, TensorSpec
 
@@ -538,6 +539,22 @@ def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None
                 while len(p2pds() - {relay}) < len(running):  # noqa: ASYNC110 (a process is born)
                     await asyncio.sleep(0.05)
                 assert "the relay on port" in said[0]
+
+    run(main())
+
+
+def test_every_relay_grants_what_it_was_told_to(tmp_path: Path) -> None:
+    # p2pd gives every few of them limits that end a circuit after 128 KiB.
+    async def main() -> None:
+        async with peer(listen=("/ip4/0.0.0.0/tcp/0",), reach=Reach.OPEN) as (boot, _):
+            async with boot.relaying([tmp_path / f"{number}.key" for number in range(6)]) as relays:
+                for relay in relays:
+                    assert await boot._granted([parse_peer_address(relay)]) == Grant(RELAY_TIME_S, RELAY_DATA_BYTES)
+                with pytest.raises(Trouble, match="reached"):
+                    await boot._granted([PeerAddress("/ip4/127.0.0.1/tcp/1", NOBODY)])
+            async with peer(*await boot.addresses()) as (other, _):
+                own = [parse_peer_address(text) for text in await other.addresses()]
+                assert (await boot._granted(own)).data_bytes > 0
 
     run(main())
 

@@ -16,16 +16,26 @@ from noloco_node.libp2p.acquaintances import Acquaintances
 from noloco_node.libp2p.addresses import (
     PeerAddress,
     check_listen,
+    from_this_machine,
     parse_peer_address,
     port_of,
     with_port,
     with_ports_chosen,
 )
 from noloco_node.libp2p.dialback import Dialled, Verdict, host_of, judge
+from noloco_node.libp2p.grants import Grant, grant_of
 from noloco_node.libp2p.relays import postures
 from noloco_node.libp2p.scout import Mission, decide, mission
 from noloco_node.libp2p.session import knocked
-from noloco_node.libp2p.settings import Posture, Reach, Settings, arguments, relay_arguments
+from noloco_node.libp2p.settings import (
+    RELAY_DATA_BYTES,
+    RELAY_TIME_S,
+    Posture,
+    Reach,
+    Settings,
+    arguments,
+    relay_arguments,
+)
 from noloco_node.libp2p.told import listed, record_of, told
 from noloco_node.sim.clock import run
 
@@ -240,3 +250,57 @@ def test_the_latest_acquaintances_are_kept_each_once(met: list[tuple[int, int]])
         latest[str(peer)] = port
     expected = list(latest.items())[-32:][::-1]
     assert known.beside([door]) == [door, *(PeerAddress(f"/ip4/192.0.2.1/tcp/{port}", peer) for peer, port in expected)]
+
+
+def reservation(duration_s: int = 0, data_bytes: int = 0, status: int = 100) -> bytes:
+    """A relay's answer to a reservation, as libp2p's circuit protocol has it."""
+
+    def number(value: int) -> bytes:
+        return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + number(value >> 7)
+
+    limit = (b"\x08" + number(duration_s) if duration_s else b"") + (
+        b"\x10" + number(data_bytes) if data_bytes else b""
+    )
+    field = b"\x22" + number(len(limit)) + limit if limit else b""
+    return b"\x08\x02" + b"\x1a\x03\x08\x9b\x01" + field + b"\x28" + number(status)
+
+
+@given(duration_s=st.integers(0, 2**31 - 1), data_bytes=st.integers(0, 2**62))
+def test_what_a_relay_grants_is_read_from_its_answer(duration_s: int, data_bytes: int) -> None:
+    grant = grant_of(reservation(duration_s, data_bytes))
+    assert grant == Grant(duration_s, data_bytes)
+    assert grant.covers(grant)
+    assert Grant(0, 0).covers(grant)
+    assert grant.covers(Grant(1, 1))
+    if data_bytes:
+        assert not grant.covers(Grant(1, data_bytes + 1))
+        assert not grant.covers(Grant(1, 0))
+
+
+@given(raw=st.one_of(st.binary(max_size=80), st.integers(0, 99).map(lambda status: reservation(1, 1, status))))
+def test_an_answer_that_grants_nothing_is_a_refusal_whatever_it_is(raw: bytes) -> None:
+    try:
+        grant = grant_of(raw)
+    except ConnectionRefusedError:
+        return
+    assert all(isinstance(limit, int) for limit in grant)
+    assert b"\x28\x64" in raw
+
+
+def test_libp2p_s_own_limits_are_not_enough() -> None:
+    # As p2pd answers when libp2p's service has taken the place of the one that was asked for.
+    assert not grant_of(b"\x08\x02\x22\x06\x08\x78\x10\x80\x80\x08\x28\x64").covers(
+        Grant(RELAY_TIME_S, RELAY_DATA_BYTES)
+    )
+
+
+@pytest.mark.parametrize(
+    ("listen", "near"),
+    [
+        ("/ip4/0.0.0.0/tcp/4001", "/ip4/127.0.0.1/tcp/4001"),
+        ("/ip6/::/udp/4001/quic-v1", "/ip6/::1/udp/4001/quic-v1"),
+        ("/ip4/192.0.2.7/tcp/4001", "/ip4/192.0.2.7/tcp/4001"),
+    ],
+)
+def test_whoever_listens_everywhere_is_reached_on_this_machine(listen: str, near: str) -> None:
+    assert from_this_machine([listen]) == [near]

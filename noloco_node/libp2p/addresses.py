@@ -112,6 +112,11 @@ def beyond_this_machine(addresses: Sequence[str]) -> list[str]:
     return [text for text in addresses if not text.startswith(("/ip4/127.", "/ip6/::1/"))]
 
 
+def from_this_machine(listen: Sequence[str]) -> list[str]:
+    """Return the addresses at which somebody on this machine reaches whoever listens at these."""
+    return [text.replace("/ip4/0.0.0.0/", "/ip4/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/") for text in listen]
+
+
 def _parse(text: str) -> list[tuple[str, str | None]]:
     try:
         return [(protocol.name, value) for protocol, value in Multiaddr(text).items()]

@@ -34,10 +34,11 @@ import msgspec
 from noloco_node.errors import Exit, Trouble
 from noloco_node.libp2p import dialback, relays
 from noloco_node.libp2p.acquaintances import Acquaintances
-from noloco_node.libp2p.addresses import check_announce, check_listen, with_ports_chosen
+from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, with_ports_chosen
 from noloco_node.libp2p.again import MOST_DEATHS, pause_s
 from noloco_node.libp2p.calls import Exchange
 from noloco_node.libp2p.directory import private_directory
+from noloco_node.libp2p.grants import Grant
 from noloco_node.libp2p.identity import ensure_identity
 from noloco_node.libp2p.parts import Parts, enter_shell
 from noloco_node.libp2p.reach import bootstrap_address
@@ -162,7 +163,8 @@ class Libp2p:
     async def relaying(self, identities: Sequence[Path]) -> AsyncIterator[tuple[str, ...]]:
         """Run a relay for each identity, at the ports after our own, and tell the swarm of them; see `relays`."""
         chosen = relays.postures(self._settings, identities)
-        yard = relays.Yard(self._ground.parts, self._ground.directory, self._settings.patience.start_s, self._tell)
+        start_s = self._settings.patience.start_s
+        yard = relays.Yard(self._ground.parts, self._ground.directory, start_s, self._tell, self._granted)
         async with relays.relaying(yard, chosen) as places, asyncio.TaskGroup() as group:
             key = self._settings.prefix + KEY
             telling = group.create_task(
@@ -297,6 +299,9 @@ class Libp2p:
         if self._session is None:
             raise ConnectionResetError("our own libp2p daemon is gone")
         return self._session
+
+    async def _granted(self, doors: Sequence[PeerAddress]) -> Grant:
+        return await (await self._now()).granted(doors)
 
     async def _relays(self) -> tuple[str, ...]:
         """Return the relays that the swarm tells of, as far as we can find out now."""

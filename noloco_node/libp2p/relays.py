@@ -7,6 +7,8 @@ daemon with a key and a port of its own, and pays for them with memory alone whi
 What passes through a relay is bounded by no bandwidth budget: the daemon knows a most of bytes and of hours for each
 circuit, and a circuit that has ended is opened again; it knows no rate.
 
+A relay that grants less than it was told to is started again (`grants`).
+
 They are told of in the DHT, in one record of each bootstrap peer, not in the invite: invites stay short, and every peer
 can read it for a newcomer who asks (`dialback`). A rogue record can only lead to a relay that does not relay: what
 passes through a relay is encrypted and authenticated between its two ends.
@@ -15,6 +17,7 @@ passes through a relay is encrypted and authenticated between its two ends.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -23,9 +26,12 @@ from typing import NamedTuple, NoReturn
 
 from noloco_node.errors import Trouble
 from noloco_node.libp2p.addresses import (
+    PeerAddress,
     beyond_this_machine,
     check_announce,
     check_listen,
+    from_this_machine,
+    parse_peer_address,
     port_of,
     with_port,
     with_ports_chosen,
@@ -33,24 +39,35 @@ from noloco_node.libp2p.addresses import (
 from noloco_node.libp2p.again import MOST_DEATHS, pause_s
 from noloco_node.libp2p.control import Control
 from noloco_node.libp2p.daemon import start_daemon
+from noloco_node.libp2p.grants import Grant
 from noloco_node.libp2p.identity import ensure_identity
 from noloco_node.libp2p.parts import Parts
 from noloco_node.libp2p.session import attached, daemon_trouble, places
-from noloco_node.libp2p.settings import Posture, Settings, relay_arguments
+from noloco_node.libp2p.settings import RELAY_DATA_BYTES, RELAY_TIME_S, Posture, Settings, relay_arguments
 from noloco_node.libp2p.told import MOST_PLACES, record_of
+
+logger = logging.getLogger(__name__)
 
 _LIFETIME_S = 300.0
 _TELL_EVERY_S = 60.0
 _ASK_S = 10.0
+_WANTED = Grant(RELAY_TIME_S, RELAY_DATA_BYTES)
+_MOST_STARTS = 12
+_LOOKS = 3
+_LOOK_S = 0.2
 
 
 class Yard(NamedTuple):
-    """What relays stand on: hivemind's parts, a directory for sockets, how long a daemon may take, a voice."""
+    """What relays stand on: hivemind's parts, a directory for sockets, how long a daemon may take, a voice.
+
+    `ask`: what the relay at one of these addresses grants; ConnectionError where it cannot be asked.
+    """
 
     parts: Parts
     directory: Path
     start_s: float
     tell: Callable[[str], None]
+    ask: Callable[[Sequence[PeerAddress]], Awaitable[Grant]]
 
 
 def postures(settings: Settings, identities: Sequence[Path]) -> tuple[Posture, ...]:
@@ -108,8 +125,8 @@ async def relaying(yard: Yard, chosen: Sequence[Posture]) -> AsyncIterator[tuple
 
 
 async def _keep(yard: Yard, posture: Posture, ready: asyncio.Future[tuple[str, ...]]) -> NoReturn:
-    """Run one relay, and start it again when it dies."""
-    loop, deaths = asyncio.get_running_loop(), deque[float](maxlen=MOST_DEATHS + 1)
+    """Run one relay, and start it again when it dies, or grants less than it should."""
+    loop, deaths, starts = asyncio.get_running_loop(), deque[float](maxlen=MOST_DEATHS + 1), 0
     while True:
         try:
             async with start_daemon(
@@ -117,7 +134,14 @@ async def _keep(yard: Yard, posture: Posture, ready: asyncio.Future[tuple[str, .
             ) as daemon:
                 control = Control(daemon, yard.parts.messages)
                 async with attached(yard.parts, control, daemon, yard.start_s) as client:
-                    found = await _addresses(yard.parts, control, str(client.peer_id.to_base58()))
+                    peer = str(client.peer_id.to_base58())
+                    found = await _addresses(yard.parts, control, peer)
+                    starts += 1
+                    if not await _grants_enough(yard, posture, found, peer):
+                        if starts < _MOST_STARTS:
+                            continue
+                        yard.tell(f"the relay on port {port_of(posture.listen[0])} breaks circuits early")
+                    starts = 0
                     if not ready.done():
                         ready.set_result(found)
                     why = await daemon.wait()
@@ -130,6 +154,23 @@ async def _keep(yard: Yard, posture: Posture, ready: asyncio.Future[tuple[str, .
         wait_s = pause_s(deaths, loop.time())
         yard.tell(f"the relay on port {port_of(posture.listen[0])} died ({why}); starting it again")
         await asyncio.sleep(30.0 if wait_s is None else wait_s)
+
+
+async def _grants_enough(yard: Yard, posture: Posture, found: Sequence[str], peer: str) -> bool:
+    """Say whether a relay grants what it was told to; also yes where that cannot be found out."""
+    # We may reach ourselves at the announced address or not: that is up to our router.
+    doors = [PeerAddress(place, peer) for place in from_this_machine(posture.listen)]
+    doors += [address for address in map(parse_peer_address, found) if address not in doors]
+    for _ in range(_LOOKS):
+        try:
+            return (await yard.ask(doors)).covers(_WANTED)
+        except (ConnectionError, Trouble) as error:
+            # Our daemon may not have noticed yet that this relay's predecessor is gone.
+            logger.warning(
+                "The relay on port %d cannot be asked what it grants: %s", port_of(doors[0].transport), error
+            )
+            await asyncio.sleep(_LOOK_S)
+    return True
 
 
 async def _addresses(parts: Parts, control: Control, peer: str) -> tuple[str, ...]:

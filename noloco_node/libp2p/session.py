@@ -25,6 +25,7 @@ from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse
 from noloco_node.libp2p.calls import Calls, Exchange
 from noloco_node.libp2p.control import Control
 from noloco_node.libp2p.daemon import Daemon, start_daemon
+from noloco_node.libp2p.grants import Grant, granted
 from noloco_node.libp2p.parts import Parts
 from noloco_node.libp2p.reach import plain_cause, unreachable
 from noloco_node.libp2p.records import Records
@@ -149,6 +150,11 @@ class Session:
         for place, cause in failed.items():
             logger.log(level, "Bootstrap peer %s cannot be reached: %s", place, cause)
         return [address for address, cause in causes.items() if cause is None]
+
+    async def granted(self, doors: Sequence[PeerAddress]) -> Grant:
+        """Return what a relay grants that can be reached at one of `doors`; Trouble or ConnectionError if it cannot."""
+        await self.knock(doors)
+        return await granted(self._parts, self._control, self.daemon, doors[0].peer, self._patience.reach_s)
 
     async def connect(self, address: PeerAddress) -> str | None:
         """Connect the daemon to one address; return None, or the cause of the failure."""

@@ -103,6 +103,8 @@ class Posture(msgspec.Struct, frozen=True, kw_only=True):
     lends_line: bool = True
 
 
+RELAY_TIME_S, RELAY_DATA_BYTES = 24 * 3600, 1 << 40
+"""What our relays grant each circuit."""
 _ENOUGH_RELAYS = 4
 _RELAY_BUFFER_BYTES = 256 * 1024
 """Each way of each circuit. By default 16 MiB: strangers who open circuits would take the memory."""
@@ -156,8 +158,8 @@ def relay_arguments(posture: Posture) -> list[str]:
         "-connLo=1024",
         "-relay=1",
         "-relayService=1",
-        "-relayTimeLimit=24h",
-        f"-relayDataLimit={1 << 40}",
+        f"-relayTimeLimit={RELAY_TIME_S}s",
+        f"-relayDataLimit={RELAY_DATA_BYTES}",
         "-relayMaxCircuits=128",
         f"-relayBufferSize={_RELAY_BUFFER_BYTES}",
         "-forceReachabilityPublic=1",
