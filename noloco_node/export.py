@@ -11,6 +11,7 @@ the end: whoever sees the target sees a complete checkpoint.
 from __future__ import annotations
 
 import copy
+import fcntl
 import os
 import shutil
 import sys
@@ -147,17 +148,27 @@ def check_target(directory: Path) -> None:
 
 @contextmanager
 def _written_aside(directory: Path) -> Iterator[Path]:
-    """Yield a directory beside `directory` that takes its place, flushed to the disk, when all has gone well."""
+    """Yield an empty directory beside `directory` that takes its place, flushed to the disk, when all has gone well.
+
+    What an export that was killed has left there goes; one that is at work keeps it locked.
+    """
     check_target(directory)
-    aside = directory.absolute().parent / f".{directory.name}.aside-{os.getpid()}"
+    aside = directory.absolute().parent / f".{directory.name}.aside"
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        for path in sorted(aside.rglob("*")):
-            flush(path)
-        flush(aside)
-        os.rename(aside, directory)
-        flush(directory.absolute().parent)
+        aside.mkdir(parents=True, exist_ok=True)
+        with _locked(aside, directory):
+            check_target(directory)
+            try:
+                for left in aside.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                yield aside
+                for path in sorted(aside.rglob("*")):
+                    flush(path)
+                flush(aside)
+                os.rename(aside, directory)
+                flush(directory.absolute().parent)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise Trouble(
             f"The checkpoint cannot be written to {directory}.",
@@ -165,5 +176,21 @@ def _written_aside(directory: Path) -> Iterator[Path]:
             attempt="free some space, or choose another directory",
             code=Exit.STORAGE,
         ) from error
+
+
+@contextmanager
+def _locked(aside: Path, directory: Path) -> Iterator[None]:
+    """Hold a directory for ourselves; `Trouble` where another process does."""
+    lock = os.open(aside, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise Trouble(
+            f"Another export is writing {directory}.",
+            why=f"it holds {aside}",
+            attempt="wait for it, or choose another --out",
+            code=Exit.USAGE,
+        ) from None
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        os.close(lock)

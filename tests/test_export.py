@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -171,6 +172,23 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / "model", recipe.config, [weights(part) for part in parts], FullDisk(), NOTES)
     assert caught.value.code == Exit.STORAGE
     assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_export_left_goes_and_one_at_work_is_left_alone(tmp_path: Path) -> None:
+    left = tmp_path / ".model.aside"
+    (left / "deeper").mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    lock = os.open(left, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(Trouble, match="Another export") as caught:
+        export(tmp_path / "model")
+    assert caught.value.code == Exit.USAGE
+    assert os.listdir(tmp_path) == [left.name]
+    assert sorted(os.listdir(left)) == ["deeper", "model.safetensors"]
+    os.close(lock)  # as the system does for whoever is killed
+    export(tmp_path / "model")
+    assert os.listdir(tmp_path) == ["model"]
+    assert "deeper" not in os.listdir(tmp_path / "model")
 
 
 def test_loss_by_hand() -> None:

@@ -1,7 +1,8 @@
 """A peer in a namespace of its own, driven by lines on its standard input: it echoes whatever others send, and calls.
 
     {"bootstrap": [...], "listen": [...], "reach": "auto", "relays": 0, "identity": null}    first of all
-    {"call": PEER}    sends 16 MiB to a peer and takes them back; answers {"took_s": ..., "ways": [...]}
+    {"greet": PEER}   sends a number to a peer and takes it back; answers {"took_s": ..., "ways": [...]}
+    {"call": PEER}    the same with 16 MiB
 
 The answer to the first line is {"peer": ..., "addresses": [...], "said": [...]}; errors are {"error": ...}.
 """
@@ -29,13 +30,17 @@ MIB = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bulk:
-    """One MiB."""
+class Numbers:
+    """As many as the topic says."""
 
     numbers: torch.Tensor
 
 
-SCHEMA = Schema({Bulk: MessageSpec({"numbers": TensorSpec((16 * MIB,), "float32")})})
+SIZES = {"greet": 1, "call": 16 * MIB}
+"""Numbers of each request, which is also the topic."""
+SCHEMAS = {
+    topic: Schema({Numbers: MessageSpec({"numbers": TensorSpec((size,), "float32")})}) for topic, size in SIZES.items()
+}
 
 
 async def echo(conversation: Conversation) -> None:
@@ -43,12 +48,12 @@ async def echo(conversation: Conversation) -> None:
         await conversation.send(await conversation.receive())
 
 
-async def call(network: Libp2p, peer: str) -> float:
-    """Send 16 MiB to a peer and take them back; return the seconds that took."""
-    numbers = torch.randn(16 * MIB)
+async def call(network: Libp2p, topic: str, peer: str) -> float:
+    """Send a topic's numbers to a peer and take them back; return the seconds that took."""
+    numbers = torch.randn(SIZES[topic])
     begun = time.monotonic()
-    async with network.talk(peer, "bulk", SCHEMA) as conversation:
-        await conversation.send(Bulk(numbers=numbers))
+    async with network.talk(peer, topic, SCHEMAS[topic]) as conversation:
+        await conversation.send(Numbers(numbers=numbers))
         answer = await conversation.receive()
     assert torch.equal(answer.numbers, numbers)
     return time.monotonic() - begun
@@ -88,12 +93,14 @@ async def main() -> None:
             return
         keys = [Path(f"{wanted['identity']}-{number}") for number in range(1, wanted.get("relays", 0) + 1)]
         await stack.enter_async_context(network.relaying(keys))
-        await network.serve("bulk", SCHEMA, echo)
+        for topic, schema in SCHEMAS.items():
+            await network.serve(topic, schema, echo)
         answer({"peer": network.peer_id, "addresses": await network.addresses(), "said": said})
         while request := await ask():
+            ((topic, other),) = request.items()
             try:
-                took_s = await call(network, request["call"])
-                answer({"took_s": took_s, "ways": await ways(network, request["call"])})
+                took_s = await call(network, topic, other)
+                answer({"took_s": took_s, "ways": await ways(network, other)})
             except ConnectionError as error:
                 answer({"error": f"{type(error).__name__}: {error}"})
 
