@@ -28,7 +28,7 @@ from noloco_node.former import OwnCheckpoints
 from noloco_node.home import Home
 from noloco_node.journal import Journal
 from noloco_node.ledger import Ledger
-from noloco_node.libp2p.settings import Reach, Settings
+from noloco_node.libp2p.settings import Capacity, Reach, Settings
 from noloco_node.line import freight, line_s, slowest_bytes_per_s
 from noloco_node.machine import Machine, Voice
 from noloco_node.memory import free_bytes, needs_bytes
@@ -62,6 +62,7 @@ async def join(invite: str, config: NodeConfig) -> None:
             reach=Reach.RELAYED if config.relayed else Reach.AUTO,
             bootstrap=tuple(map(str, parsed.addresses)),
             lends_line=not config.allowance.is_limited,
+            capacity=_capacity(),
         )
         if config.listen:
             settings = msgspec.structs.replace(settings, listen=config.listen)
@@ -113,6 +114,12 @@ async def join(invite: str, config: NodeConfig) -> None:
                     await take_part(network, leave)
                 if leaving.asked.is_set() or not shifts.goes_on():
                     break
+
+
+def _capacity() -> Capacity:
+    """Return what strangers may have waiting here: a quarter of the memory that is free."""
+    free = free_bytes(torch.device("cpu"))
+    return Capacity() if free is None else Capacity(unread_bytes=free // 4)
 
 
 def _saved(directory: Path, checkpoint: Checkpoint, keep: int) -> str:

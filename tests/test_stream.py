@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from noloco_node.libp2p.pulse import Pulse, Pulses
 from noloco_node.libp2p.settings import Capacity, Patience
 from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import Switchboard
+from noloco_node.libp2p.unread import Room, Unread
 from noloco_node.metered import MeteredConversation, Valve
 from noloco_node.patience import MOST_PEERS
 from noloco_node.port import Conversation, Handler
@@ -589,6 +591,98 @@ def test_one_peer_cannot_take_the_room_of_all_by_streams_that_only_linger() -> N
     scene(echo, play, capacity=Capacity(conversations=4, per_peer=1))
 
 
+# What waits to be received.
+
+
+async def deaf(conversation: Conversation) -> None:
+    await asyncio.Event().wait()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("acd"), st.integers(1, 3), st.booleans()), min_size=1, max_size=8))
+def test_what_waits_to_be_received_is_bounded_whoever_sends_it(calls: list[tuple[str, int, bool]]) -> None:
+    most = 4_200_000
+
+    async def play(line: Line) -> None:
+        async def send(stream: Stream, count: int) -> None:
+            with contextlib.suppress(ConnectionError):
+                for _ in range(count):
+                    await stream.send(Bulk(numbers=torch.ones(BIG)))
+
+        streams = []
+        async with asyncio.TaskGroup() as group:
+            for name, count, is_cut in calls:
+                streams.append(line.call(name))
+                sending = group.create_task(send(streams[-1], count))
+                await asyncio.sleep(0.75)
+                if is_cut:
+                    line.pipes[-2].cut = True  # half a message is all that comes
+                assert line.b.statistics()["unread.bytes"] <= most
+            await asyncio.sleep(10)
+            assert line.b.statistics()["unread.bytes"] <= most
+            sending.cancel()
+            for stream in streams[::2]:
+                stream.break_off(ConnectionResetError("enough"))
+            await asyncio.sleep(10)
+        line.b.close()
+        await asyncio.sleep(1)
+        assert line.b.statistics()["unread.bytes"] == 0
+
+    scene(deaf, play, capacity=Capacity(unread_bytes=most))
+
+
+def test_whoever_fills_the_room_makes_way_for_others() -> None:
+    async def play(line: Line) -> None:
+        greedy = [line.call() for _ in range(4)]
+        for stream in greedy:
+            await stream.send(Bulk(numbers=torch.ones(BIG)))
+        # Two of them are a share; the oldest two had to go, and say why.
+        await asyncio.sleep(1)
+        for stream in greedy[:2]:
+            with pytest.raises(ConnectionResetError):
+                await stream.receive()
+        assert line.b.statistics()["unread.evicted"] == 2
+        other = line.call("c")
+        await other.send(Bulk(numbers=torch.ones(BIG)))
+        await asyncio.sleep(1)
+        await other.send(Ask(text="still there?"))
+        assert line.b.statistics()["unread.evicted"] == 2
+
+    scene(deaf, play, capacity=Capacity(unread_bytes=4_200_000))
+
+
+def test_a_message_larger_than_all_room_comes_as_long_as_it_is_alone() -> None:
+    async def play(line: Line) -> None:
+        stream = line.call()
+        await stream.send(Bulk(numbers=torch.ones(BIG)))
+        assert len((await stream.receive()).numbers) == BIG
+        assert line.b.statistics() | {"unread.bytes": 0, "unread.evicted": 0} == line.b.statistics()
+
+    scene(echo, play, capacity=Capacity(unread_bytes=1000))
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40), st.booleans()), max_size=60))
+def test_room_is_counted_to_the_byte(acts: list[tuple[int, int, bool]]) -> None:
+    unread, gone = Unread(100, 50), set[int]()
+    rooms = [Room(unread, "abc"[number % 3], lambda number=number: gone.add(number)) for number in range(8)]
+    for number, size, takes in acts:
+        room = rooms[number]
+        if takes:
+            room.more(size)
+        else:
+            room.less(min(size, room.held))
+        for peers in ({"a"}, {"b"}, {"c"}, set("abc")):
+            held = [each.held for each in rooms if each.peer in peers and each.held]
+            assert sum(held) <= (50 if len(peers) == 1 else 100) or len(held) == 1
+        assert unread.statistics()["unread.bytes"] == sum(each.held for each in rooms)
+        assert all(rooms[each].held == 0 for each in gone)
+        gone.clear()
+    for room in rooms:
+        room.less(room.held)
+    assert not unread._held
+    assert not unread._rooms
+
+
 # Paced by a budget.
 
 
@@ -715,6 +809,7 @@ def test_nothing_is_forgotten_after_many_conversations() -> None:
         await asyncio.sleep(2)
         for board in (line.a, line.b):
             assert board.statistics()["conversations.now"] == 0
+            assert board.statistics()["unread.bytes"] == 0
             assert not any(pulse.streams for pulse in board._pulses._peers.values())
             assert not board._answering
 

@@ -53,10 +53,11 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """How many conversations are answered at the same time."""
+    """How many conversations are answered at the same time, and what may come on them before it is received."""
 
     conversations: int = 512
     per_peer: int = 64
+    unread_bytes: int = 1 << 30
 
 
 class Reach(StrEnum):

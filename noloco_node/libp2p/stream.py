@@ -13,9 +13,10 @@ Ends. Leaving politely sends END: the other's handler may finish what it does. E
 breaks it and cancels the handler: a caller that was cancelled or killed wants nothing any more. Whoever ended politely
 keeps the socket open until the other has ended as well, for libp2p drops what is under way when one side closes early.
 
-Flow. Reading pauses while two messages wait to be received; writing waits until the kernel has taken every byte, so
-that a sent tensor may be changed when `send` returns. `send_paced` asks before each piece of a message whether it may
-pass. No beat fits between the pieces, so they must come oftener than beats would; until the first one, beats go on.
+Flow. Reading pauses while two messages wait to be received (of all streams together: see `unread`); writing waits until
+the kernel has taken every byte, so that a sent tensor may be changed when `send` returns. `send_paced` asks before each
+piece of a message whether it may pass. No beat fits between the pieces, so they must come oftener than beats would;
+until the first one, beats go on.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from noloco_node import wire
 from noloco_node.libp2p.delimited import Preamble
 from noloco_node.libp2p.pulse import Pulse
 from noloco_node.libp2p.settings import Patience
+from noloco_node.libp2p.unread import Room, Unread
 from noloco_node.schema import Buffer
 
 _CHUNK_BYTES = 1 << 20
@@ -69,7 +71,11 @@ class Stream(asyncio.BufferedProtocol):
         """The multiaddr from which the other side came to us; empty for a stream that we opened."""
         self._pulse = Pulse(patience)
         self._traffic = Traffic()
-        self._inbox: deque[Any] = deque()
+        self._inbox: deque[tuple[Any, int]] = deque()
+        """Messages that nobody has received, and the bytes that each came as."""
+        self._coming_bytes = 0
+        """Of the frame under way."""
+        self._room: Room | None = None
         self._news = asyncio.Event()
         self._writable = asyncio.Event()
         self._sending = asyncio.Lock()
@@ -130,7 +136,8 @@ class Stream(asyncio.BufferedProtocol):
                 raise ConnectionResetError(f"{self._peer} ended the conversation")
             self._news.clear()
             await self._news.wait()
-        message = self._inbox.popleft()
+        message, size = self._inbox.popleft()
+        self._forget(size)
         self._resume_reading()
         return message
 
@@ -141,9 +148,12 @@ class Stream(asyncio.BufferedProtocol):
         """Whether the other side ended politely: then a lost stream is no reason to cancel our handler."""
         return self._peer_ended
 
-    def begin(self, peer: str, schema: wire.Schema, pulse: Pulse, traffic: Traffic) -> None:
-        """Start talking in frames."""
+    def begin(
+        self, peer: str, schema: wire.Schema, pulse: Pulse, traffic: Traffic, unread: Unread | None = None
+    ) -> None:
+        """Start talking in frames; `unread`: where what comes must find room."""
         self._peer, self._schema, self._pulse, self._traffic = peer, schema, pulse, traffic
+        self._room = None if unread is None else Room(unread, peer, self._evicted)
         self._intake = wire.Intake(schema)
         self._listening_s = self._loop.time()
 
@@ -177,6 +187,7 @@ class Stream(asyncio.BufferedProtocol):
             return
         self._over = True
         self._broken = error
+        self._drop_frame()
         self._wake()
         if self._transport is not None:
             # A violator is told why, as far as that is possible without waiting.
@@ -185,6 +196,11 @@ class Stream(asyncio.BufferedProtocol):
             else:
                 self._transport.abort()
         self._lost(self, error)
+
+    def discard(self) -> None:
+        """Drop what came and was not received: nobody will ask for it."""
+        self._forget(sum(size for _, size in self._inbox))
+        self._inbox.clear()
 
     def excuse(self, now: float) -> None:
         """Count silence and standstill from now on: until now it was we who did not listen."""
@@ -219,10 +235,13 @@ class Stream(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._traffic.received_bytes += nbytes
+        if self._over:
+            return
         try:
             if isinstance(self._intake, wire.Intake):
                 self._pulse.hear(self._loop.time(), self._listening_s)
-                frame = self._intake.got(nbytes)
+                self._note_coming(nbytes)
+                frame = None if self._over else self._intake.got(nbytes)
                 if frame is not None:
                     self._take(frame)
             elif self._intake.got(nbytes):
@@ -275,11 +294,28 @@ class Stream(asyncio.BufferedProtocol):
             self._pulse.take(now - self._moved_s)
         self._unsent_bytes, self._moved_s = unsent_bytes, now
 
+    def _note_coming(self, size: int) -> None:
+        self._coming_bytes += size
+        if self._room is not None:
+            self._room.more(size)
+
+    def _forget(self, size: int) -> None:
+        """Note that so many bytes of what came are no longer kept."""
+        if self._room is not None:
+            self._room.less(size)
+
+    def _evicted(self) -> None:
+        self.discard()
+        self.break_off(ConnectionResetError("too much waits here to be read, and this has waited longest"))
+
     def _take(self, frame: wire.Frame) -> None:
+        size, self._coming_bytes = self._coming_bytes, 0
+        if frame.kind is not wire.Kind.MESSAGE or self._left:
+            self._forget(size)
         if frame.kind is wire.Kind.MESSAGE:
             if self._left:
                 return
-            self._inbox.append(frame.content)
+            self._inbox.append((frame.content, size))
             if len(self._inbox) >= _WAITING_MESSAGES and self._transport is not None:
                 self._transport.pause_reading()
                 self._reading_paused = True
@@ -301,7 +337,7 @@ class Stream(asyncio.BufferedProtocol):
     def _linger(self) -> None:
         """Wait for the other's end, unless it has come already."""
         self._left, self._left_s = True, self._loop.time()
-        self._inbox.clear()
+        self.discard()
         self._wake()
         if self._peer_ended:
             self._close()
@@ -312,6 +348,7 @@ class Stream(asyncio.BufferedProtocol):
         if self._over:
             return
         self._over = True
+        self._drop_frame()
         self._wake()
         if self._transport is not None:
             self._transport.close()
@@ -322,6 +359,11 @@ class Stream(asyncio.BufferedProtocol):
             self._close()
         else:
             self.break_off(ConnectionResetError(f"the stream with {self._peer or 'the daemon'} broke"))
+
+    def _drop_frame(self) -> None:
+        """Count no more what came of a frame that will not come to its end; whole ones can still be received."""
+        size, self._coming_bytes = self._coming_bytes, 0
+        self._forget(size)
 
     def _wake(self) -> None:
         self._news.set()

@@ -16,6 +16,7 @@ from typing import NoReturn
 from noloco_node.libp2p.pulse import Pulses
 from noloco_node.libp2p.settings import Capacity, Patience
 from noloco_node.libp2p.stream import Stream, Traffic
+from noloco_node.libp2p.unread import Unread
 from noloco_node.port import VIOLATION_GRACE_S, Handler
 from noloco_node.wire import Schema, Violation
 
@@ -25,6 +26,8 @@ _MOST_OFFENDERS = 1024
 _MOST_STREAMS = 4
 """Open streams, our own and those that only linger included, to one conversation that may be answered: of all peers
 together, and of each."""
+_LEAST_PEERS = 2
+"""So many share the room for what is unread: none can take it from all others."""
 
 
 class Switchboard:
@@ -37,6 +40,7 @@ class Switchboard:
         self._topics: dict[str, tuple[Schema, Handler]] = {}
         self._streams: dict[Stream, asyncio.Task[None] | None] = {}
         self._pulses = Pulses(patience)
+        self._unread = Unread(capacity.unread_bytes, capacity.unread_bytes // _LEAST_PEERS)
         self._traffic: dict[str, Traffic] = {}
         self._answering: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
@@ -58,7 +62,7 @@ class Switchboard:
             counts[f"bytes.received.{topic}"] = traffic.received_bytes
         for peer, number in self._violations.items():
             counts[f"violations.{peer}"] = number
-        return counts | {"conversations.now": len(self._streams)}
+        return counts | {"conversations.now": len(self._streams)} | self._unread.statistics()
 
     def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         """Answer streams about `topic` from now on."""
@@ -104,7 +108,7 @@ class Switchboard:
             stream.break_off(ConnectionResetError("too many streams linger here"))
             return
         schema, handler = self._topics[topic]
-        self._begin(stream, peer, topic, schema)
+        self._begin(stream, peer, topic, schema, self._unread)
         if self._answering.total() >= self._capacity.conversations:
             self._counts["conversations.busy"] += 1
             stream.fail(f"busy with {self._capacity.conversations} conversations")
@@ -144,10 +148,10 @@ class Switchboard:
         for stream in list(self._streams):
             stream.break_off(ConnectionResetError("the network was closed"))
 
-    def _begin(self, stream: Stream, peer: str, topic: str, schema: Schema) -> None:
+    def _begin(self, stream: Stream, peer: str, topic: str, schema: Schema, unread: Unread | None = None) -> None:
         pulse = self._pulses.begin(peer)
         self._streams[stream] = None
-        stream.begin(peer, schema, pulse, self._traffic.setdefault(topic, Traffic()))
+        stream.begin(peer, schema, pulse, self._traffic.setdefault(topic, Traffic()), unread)
 
     async def _run_handler(self, stream: Stream, handler: Handler) -> None:
         try:
@@ -170,7 +174,8 @@ class Switchboard:
             stream.leave()
 
     def _finish(self, stream: Stream) -> None:
-        """Note that nobody is to be cancelled any more when this stream is lost."""
+        """Note that nobody is to be cancelled any more when this stream is lost, and nobody will receive."""
+        stream.discard()
         if stream in self._streams:
             self._streams[stream] = None
 

@@ -1,0 +1,87 @@
+"""What others send and nobody here has received yet: bounded in bytes, in all and for each peer.
+
+A message is checked against its schema before memory is taken for it, but a stranger may open many streams and send
+something good on each, faster than handlers take it, or never to its end. What is announced costs nothing, so what
+counts is the bytes that have come. When they are too many, the stream that has held some the longest is broken off:
+nobody waits for room, so nobody can keep others waiting by holding it, and to fill it again and again costs a line.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+
+class Unread:
+    """The bytes of all streams that we answer."""
+
+    def __init__(self, most_bytes: int, share_bytes: int) -> None:
+        """Bear with so many bytes in all, and of each peer; one stream alone may have more."""
+        self._most_bytes, self._share_bytes = most_bytes, share_bytes
+        self._rooms: dict[Room, None] = {}
+        """Of streams that hold something, in the order in which they began to."""
+        self._held: Counter[str] = Counter()
+        self._evicted = 0
+
+    def __repr__(self) -> str:
+        return f"Unread({self._held.total()} of {self._most_bytes} bytes on {len(self._rooms)} streams)"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the bytes that are held, and the streams broken off for them since the start."""
+        return {"unread.bytes": self._held.total(), "unread.evicted": self._evicted}
+
+    def more(self, room: Room, size: int) -> None:
+        """Hold more bytes; streams may be broken off for them, this one as well."""
+        if not room.held:
+            self._rooms[room] = None
+        room.held += size
+        self._held[room.peer] += size
+        if self._held[room.peer] > self._share_bytes:
+            self._evict([each for each in self._rooms if each.peer == room.peer], self._excess_of(room.peer))
+        if self._held.total() > self._most_bytes:
+            self._evict(list(self._rooms), self._excess)
+
+    def less(self, room: Room, size: int) -> None:
+        """Hold fewer bytes."""
+        room.held -= size
+        self._held[room.peer] -= size
+        if not room.held:
+            self._rooms.pop(room, None)
+        if not self._held[room.peer]:
+            del self._held[room.peer]
+
+    def _excess(self) -> bool:
+        return self._held.total() > self._most_bytes
+
+    def _excess_of(self, peer: str) -> Callable[[], bool]:
+        return lambda: self._held[peer] > self._share_bytes
+
+    def _evict(self, rooms: list[Room], too_many: Callable[[], bool]) -> None:
+        """Break off streams, all but the youngest at most."""
+        for room in rooms[:-1]:
+            if not too_many():
+                return
+            self._evicted += 1
+            room.evict()
+            self.less(room, room.held)
+
+
+class Room:
+    """What one stream holds; `evict` breaks it off."""
+
+    def __init__(self, unread: Unread, peer: str, evict: Callable[[], None]) -> None:
+        self.peer, self.evict, self.held = peer, evict, 0
+        self._unread = unread
+
+    def __repr__(self) -> str:
+        return f"Room({self.held} bytes of {self.peer})"
+
+    def more(self, size: int) -> None:
+        """Hold more bytes; the stream may be broken off for them."""
+        if size:
+            self._unread.more(self, size)
+
+    def less(self, size: int) -> None:
+        """Hold fewer bytes."""
+        if size:
+            self._unread.less(self, size)
