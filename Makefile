@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+# Tests run in so many processes. Each may start a swarm of its own.
+WORKERS ?= 2
 
 .PHONY: demo test check format install clean
 .DEFAULT_GOAL := help
@@ -33,7 +35,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
