@@ -20,7 +20,8 @@ from noloco_node.doctor import desk
 from noloco_node.errors import Exit, Trouble
 from noloco_node.home import Home
 from noloco_node.libp2p.addresses import parse_peer_address
-from noloco_node.libp2p.settings import Reach, Settings
+from noloco_node.libp2p.settings import Capacity, Reach, Settings
+from noloco_node.memory import machine_free_bytes
 from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA, TOPIC, Recipe
 from noloco_node.roster import Roster
@@ -64,6 +65,7 @@ async def host(config: BootstrapConfig) -> None:
             bootstrap=known,
             reach=Reach.OPEN,
             lends_line=config.relays > 0,
+            capacity=Capacity.within(machine_free_bytes()),
         )
         if config.listen:
             settings = msgspec.structs.replace(settings, listen=config.listen)

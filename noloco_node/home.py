@@ -20,6 +20,7 @@ from typing import Self
 
 import msgspec
 
+from noloco_node import atomic
 from noloco_node.errors import Exit, Trouble
 
 
@@ -84,9 +85,11 @@ class Home:
         return self.path / "run.toml"
 
     def keep_run_file(self, text: str) -> None:
-        """Write the run file as it was fetched; raise `Trouble` (STORAGE) where the disk refuses."""
+        """Have the run file as it was fetched; raise `Trouble` (STORAGE) where it is not there and the disk refuses."""
+        content = text.encode()
         try:
-            self.run_file.write_text(text, encoding="utf-8")
+            if not (self.run_file.is_file() and self.run_file.read_bytes() == content):
+                atomic.write(self.run_file, content)
         except OSError as error:
             raise _unusable(self.path, error) from error
 

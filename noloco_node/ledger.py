@@ -1,19 +1,19 @@
 """What a peer has spent of its line this month: a small file in its home, so that a restart does not forget.
 
-Written aside, synced and renamed, once a minute while anything moves and when a shift ends; a node that is killed
+Written once a minute while anything moves and when a shift ends; a node that is killed
 forgets a minute at most. A file that cannot be read counts as nothing spent, and a disk that refuses costs the counting
 and not the training: both are said.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 import msgspec
 
+from noloco_node import atomic
 from noloco_node.budget import Spent, month_of, spend
 from noloco_node.errors import Exit, Trouble
 
@@ -42,13 +42,8 @@ class Ledger:
         """Write the file if anything is new; a disk that refuses is said once."""
         if self._spent == self._written:
             return
-        aside = self._path.with_suffix(".new")
         try:
-            with aside.open("wb") as file:
-                file.write(msgspec.json.encode(self._spent))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, self._path)
+            atomic.write(self._path, msgspec.json.encode(self._spent))
         except OSError as error:
             if not self._refused:
                 self._say(

@@ -35,6 +35,11 @@ def free_bytes(device: torch.device) -> int | None:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
+    return machine_free_bytes()
+
+
+def machine_free_bytes() -> int | None:
+    """Return the bytes of the machine's own memory that are free for us."""
     known = [each for each in (available(MEMINFO), within_limit(CONTAINER)) if each is not None]
     return min(known, default=None)
 

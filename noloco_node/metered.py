@@ -37,10 +37,15 @@ MEMORY_S = 30.0
 
 @runtime_checkable
 class Paced(Protocol):
-    """A conversation that can send a message piece by piece, as streams of libp2p do."""
+    """A conversation whose messages can be sent piece by piece, and be held back where they came in, as streams of
+    libp2p do.
+    """
 
     async def send_paced(self, message: Any, piece_bytes: int, admit: Callable[[int, int], Awaitable[None]]) -> None:
         """Send one message; `admit` is asked before each piece, with its size and that of the whole message."""
+
+    async def receive_paced(self, admit: Callable[[int, int], Awaitable[None]]) -> Any:
+        """Return the next message when `admit` lets all of it pass; until then it is the stream's to count."""
 
 
 class _Wanted:
@@ -219,11 +224,12 @@ class MeteredConversation:
 
     async def receive(self) -> Any:
         """Return the next message once the budget has room for it; one that came stays for the next who asks."""
+        if self._down.bytes_per_s is None:
+            return await self._conversation.receive()
+        if isinstance(self._conversation, Paced):
+            return await self._conversation.receive_paced(self._down.admit)
         if not self._come:
-            message = await self._conversation.receive()
-            if self._down.bytes_per_s is None:
-                return message
-            self._come.append(message)
+            self._come.append(await self._conversation.receive())
         await self._down.admit(weigh(self._come[0], self._schema))
         return self._come.popleft()
 

@@ -71,6 +71,8 @@ ERROR_BYTES = 1024
 """Cap of the sentence in an ERROR frame."""
 
 _PREFIX = struct.Struct(">BIQ")
+_PART_BYTES = 16 * 1024
+"""Of a header, for which memory is taken at once."""
 
 
 class Kind(IntEnum):
@@ -107,7 +109,9 @@ class Intake:
         self._body_bytes = 0
         self._slots: list[tuple[str, TensorSpec]] = []
         self._tensors: list[Tensor] = []
+        self._header, self._header_bytes = bytearray(), 0
         self._head = bytearray(_PREFIX.size)
+        """The prefix, or the next part of the header."""
         self._view = memoryview(self._head)
 
     def wants(self) -> memoryview:
@@ -118,6 +122,11 @@ class Intake:
     def between_frames(self) -> bool:
         """Whether the bytes so far end with a complete frame."""
         return self._kind is None and len(self._view) == _PREFIX.size
+
+    @property
+    def in_message(self) -> bool:
+        """Whether a message is under way, beyond its prefix."""
+        return self._kind is Kind.MESSAGE
 
     def got(self, count: int) -> Frame | None:
         """Note that the first `count` bytes of `wants()` were filled; return the frame that they complete, if any.
@@ -139,16 +148,20 @@ class Intake:
     def _advance(self) -> Frame | None:
         """Take the step that the filled buffer allows."""
         if self._kind is None:
-            self._kind, header_bytes = self._read_prefix()
-            if not header_bytes:
+            self._kind, self._header_bytes = self._read_prefix()
+            if not self._header_bytes:
                 return self._finish(Frame(self._kind, "" if self._kind is Kind.ERROR else None))
-            self._head = bytearray(header_bytes)
-            self._view = memoryview(self._head)
+            self._next_part()
             return None
+        if len(self._header) < self._header_bytes:
+            self._header += self._head
+            if len(self._header) < self._header_bytes:
+                self._next_part()
+                return None
         if self._kind is Kind.ERROR:
-            return self._finish(Frame(Kind.ERROR, self._head.decode("utf-8", "replace")))
+            return self._finish(Frame(Kind.ERROR, self._header.decode("utf-8", "replace")))
         if self._plan is None:
-            self._plan = self._schema.plan(self._head, self._body_bytes)
+            self._plan = self._schema.plan(self._header, self._body_bytes)
             self._slots = list(self._plan.slots())
         else:
             self._check_last()
@@ -169,6 +182,11 @@ class Intake:
         if kind is not Kind.MESSAGE and self._body_bytes:
             raise Violation(f"body of a {kind.name} frame: {self._body_bytes} bytes, none allowed")
         return kind, header_bytes
+
+    def _next_part(self) -> None:
+        """Make room for the next part of the header: a long one takes its memory as it comes."""
+        self._head = bytearray(min(_PART_BYTES, self._header_bytes - len(self._header)))
+        self._view = memoryview(self._head)
 
     def _next_tensor(self, plan: Plan) -> Frame | None:
         """Make room for the next tensor that has bytes, or finish the message."""

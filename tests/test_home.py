@@ -97,6 +97,11 @@ def test_a_run_file_that_cannot_be_written_is_trouble(tmp_path: Path) -> None:
     with Home.open(tmp_path / "home") as home:
         home.keep_run_file("first")
         assert home.run_file.read_text() == "first"
+        home.keep_run_file("first, fetched again")
+        assert home.run_file.read_text() == "first, fetched again"
+        written = home.run_file.stat().st_ino
+        home.keep_run_file("first, fetched again")
+        assert home.run_file.stat().st_ino == written, "what is there is not written again"
         home.run_file.unlink()
         home.run_file.mkdir()
         with pytest.raises(Trouble) as caught:

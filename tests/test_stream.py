@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from noloco_node import wire
 from noloco_node.budget import LEAST_RATE, full_bucket
 from noloco_node.libp2p.pulse import Pulse, Pulses
 from noloco_node.libp2p.settings import Capacity, Patience
@@ -601,7 +602,7 @@ async def deaf(conversation: Conversation) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("acd"), st.integers(1, 3), st.booleans()), min_size=1, max_size=8))
 def test_what_waits_to_be_received_is_bounded_whoever_sends_it(calls: list[tuple[str, int, bool]]) -> None:
-    most = 4_200_000
+    most = 4_200_000  # two peers with two messages each
 
     async def play(line: Line) -> None:
         async def send(stream: Stream, count: int) -> None:
@@ -636,7 +637,7 @@ def test_whoever_fills_the_room_makes_way_for_others() -> None:
         greedy = [line.call() for _ in range(4)]
         for stream in greedy:
             await stream.send(Bulk(numbers=torch.ones(BIG)))
-        # Two of them are a share; the oldest two had to go, and say why.
+        # Two of them are a peer's share; the oldest two had to go.
         await asyncio.sleep(1)
         for stream in greedy[:2]:
             with pytest.raises(ConnectionResetError):
@@ -651,19 +652,73 @@ def test_whoever_fills_the_room_makes_way_for_others() -> None:
     scene(deaf, play, capacity=Capacity(unread_bytes=4_200_000))
 
 
-def test_a_message_larger_than_all_room_comes_as_long_as_it_is_alone() -> None:
+def test_there_is_room_for_the_messages_of_every_topic_whatever_the_bound() -> None:
     async def play(line: Line) -> None:
+        idle = [line.call(name) for name in "aac"]
+        for stream in idle:
+            await stream.send(Ask(text="and then silence, but for beats"))
+            await stream.receive()
         stream = line.call()
         await stream.send(Bulk(numbers=torch.ones(BIG)))
         assert len((await stream.receive()).numbers) == BIG
         assert line.b.statistics() | {"unread.bytes": 0, "unread.evicted": 0} == line.b.statistics()
 
-    scene(echo, play, capacity=Capacity(unread_bytes=1000))
+    scene(echo, play, capacity=Capacity(unread_bytes=0), rate=1e5)
+
+
+def test_what_came_with_the_end_of_its_stream_is_forgotten_with_it() -> None:
+    # uvloop may hand over a whole conversation at once, before the handler's task has begun.
+    async def play(line: Line) -> None:
+        for end in (wire.error("enough"), wire.end(), b"", b"\xff"):
+            called = Stream(PATIENCE, lambda stream, _: line.b.answer(stream, "a", "work"), line.b.lost)
+            called.connection_made(Pipe(called, 1.0, []))
+            first = b"".join(map(bytes, wire.encode(Ask(text="hello"), SCHEMA)))
+            for content in (b"\0", first, end):
+                while content:
+                    room = called.get_buffer(-1)
+                    count = min(len(room), len(content))
+                    room[:count] = content[:count]
+                    content = content[count:]
+                    called.buffer_updated(count)
+            called.connection_lost(None)
+        await asyncio.sleep(1)
+        assert line.b.statistics()["unread.bytes"] == 0
+
+    scene(echo, play)
+
+
+def test_what_a_budget_holds_back_still_counts() -> None:
+    passed, allowed = 0, asyncio.Event()
+
+    async def admit(size: int, _: int) -> None:
+        nonlocal passed
+        await allowed.wait()
+        passed += size
+
+    async def held(conversation: Conversation) -> None:
+        assert isinstance(conversation, Stream)
+        first = asyncio.create_task(conversation.receive_paced(admit))
+        await asyncio.sleep(5)
+        first.cancel()
+        await conversation.receive_paced(admit)
+        await conversation.send(Ask(text="done"))
+
+    async def play(line: Line) -> None:
+        stream = line.call()
+        await stream.send(Bulk(numbers=torch.ones(BIG)))
+        await asyncio.sleep(10)
+        assert line.b.statistics()["unread.bytes"] > 4 * BIG
+        allowed.set()
+        assert (await stream.receive()).text == "done"
+        assert line.b.statistics()["unread.bytes"] == 0
+        assert passed > 4 * BIG
+
+    scene(held, play)
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40), st.booleans()), max_size=60))
 def test_room_is_counted_to_the_byte(acts: list[tuple[int, int, bool]]) -> None:
-    unread, gone = Unread(100, 50), set[int]()
+    unread, gone = Unread(100), set[int]()
     rooms = [Room(unread, "abc"[number % 3], lambda number=number: gone.add(number)) for number in range(8)]
     for number, size, takes in acts:
         room = rooms[number]

@@ -259,6 +259,20 @@ def test_each_violation_is_named(words: str, data: bytes) -> None:
         feed(data)
 
 
+def test_a_long_header_takes_its_memory_as_it_comes() -> None:
+    text = "".join(f"{number} " for number in range(20_000))
+    intake, data = wire.Intake(SCHEMA), memoryview(b"".join(map(bytes, wire.encode(Text(text=text), SCHEMA))))
+    frame = None
+    while len(data):
+        wanted = intake.wants()
+        assert len(wanted) <= 2**14
+        part, data = data[: len(wanted)], data[len(wanted) :]
+        wanted[: len(part)] = part
+        frame = intake.got(len(part))
+    assert frame is not None
+    assert frame.content.text == text
+
+
 def test_a_long_header_is_for_the_messages_that_may_have_one() -> None:
     schema = Schema({Text: MessageSpec(header_bytes=100), Offer: MessageSpec(header_bytes=10_000)})
     header = {"message": "Text", "fields": {"text": "x" * 200}, "tensors": {}}

@@ -12,9 +12,9 @@ An earlier demo's directory is left as it is, and the next free number taken (`n
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from noloco_node import atomic
 from noloco_node.errors import Exit, Trouble
 from noloco_node.home import Home
 
@@ -57,10 +57,8 @@ def claim(wanted: Path, mark: bytes) -> Home:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file aside and rename it: nobody ever sees half of it. Raises `Trouble` where the disk will not."""
-    aside = path.with_name(f".{path.name}.part")
     try:
-        aside.write_bytes(content)
-        os.replace(aside, path)
+        atomic.write(path, content)
     except OSError as error:
         raise Trouble(
             f"cannot write {path}",
@@ -68,8 +66,6 @@ def write_whole(path: Path, content: bytes) -> None:
             attempt="free some space, or give another directory with --home",
             code=Exit.STORAGE,
         ) from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _names(path: Path) -> set[str]:

@@ -1,12 +1,12 @@
-"""Whom we have met and where: what a peer goes back by when its daemon died or its machine slept, and nobody of the
-invite is left.
+"""Whom we have met and where: what a peer goes back by when its daemon died, its machine slept or its hours have come
+again, and nobody of the invite is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from noloco_node.libp2p.addresses import PeerAddress
+from noloco_node.libp2p.addresses import PeerAddress, parse_peer_address
 
 _MOST = 32
 
@@ -33,3 +33,16 @@ class Acquaintances:
         """Return `doors`, then all others that we remember, the latest first."""
         first = list(doors)
         return [*first, *(address for address in reversed(self._places.values()) if address not in first)]
+
+    def doors(self) -> tuple[str, ...]:
+        """Return as text where they can be dialled, the latest first."""
+        return tuple(text for text in map(str, self.beside(())) if _reads(text))
+
+
+def _reads(text: str) -> bool:
+    """Say whether an address is one that a person could have typed; what daemons tell of may be of newer kinds."""
+    try:
+        parse_peer_address(text)
+    except ValueError:
+        return False
+    return True

@@ -76,10 +76,16 @@ class Libp2p:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, settings: Settings, tell: Callable[[str], None] = logger.warning) -> AsyncIterator[Libp2p]:
+    async def open(
+        cls,
+        settings: Settings,
+        tell: Callable[[str], None] = logger.warning,
+        met: Acquaintances | None = None,
+    ) -> AsyncIterator[Libp2p]:
         """Join the network for as long as the context; Trouble, with what to try, when that cannot be.
 
-        `tell` is called with a sentence when something happens that a person should know.
+        `tell` is called with a sentence when something happens that a person should know. Whom we meet is noted in
+        `met`, and so may be known to the network that follows this one.
         """
         check_listen(settings.listen)
         check_announce(settings.announce)
@@ -87,7 +93,7 @@ class Libp2p:
         overlook_orphans(asyncio.get_running_loop())
         switchboard = Switchboard(settings.patience, settings.capacity)
         with private_directory() as directory:
-            exchange = Exchange(switchboard, Acquaintances(), settings.prefix, settings.patience)
+            exchange = Exchange(switchboard, met or Acquaintances(), settings.prefix, settings.patience)
             network = cls(settings, Ground(parts, directory, exchange, settings.reach), tell)
             try:
                 await network._begin(settings.identity or directory / "identity.key")

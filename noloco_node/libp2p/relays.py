@@ -7,7 +7,7 @@ daemon with a key and a port of its own, and pays for them with memory alone whi
 What passes through a relay is bounded by no bandwidth budget: the daemon knows a most of bytes and of hours for each
 circuit, and a circuit that has ended is opened again; it knows no rate.
 
-A relay that grants less than it was told to is started again (`grants`).
+One that grants less than it was told to is started again (`grants`).
 
 They are told of in the DHT, in one record of each bootstrap peer, not in the invite: invites stay short, and every peer
 can read it for a newcomer who asks (`dialback`). A rogue record can only lead to a relay that does not relay: what
@@ -31,7 +31,6 @@ from noloco_node.libp2p.addresses import (
     check_announce,
     check_listen,
     from_this_machine,
-    parse_peer_address,
     port_of,
     with_port,
     with_ports_chosen,
@@ -137,7 +136,7 @@ async def _keep(yard: Yard, posture: Posture, ready: asyncio.Future[tuple[str, .
                     peer = str(client.peer_id.to_base58())
                     found = await _addresses(yard.parts, control, peer)
                     starts += 1
-                    if not await _grants_enough(yard, posture, found, peer):
+                    if not await _grants_enough(yard, posture, peer):
                         if starts < _MOST_STARTS:
                             continue
                         yard.tell(f"the relay on port {port_of(posture.listen[0])} breaks circuits early")
@@ -150,17 +149,20 @@ async def _keep(yard: Yard, posture: Posture, ready: asyncio.Future[tuple[str, .
                 ready.set_exception(error if isinstance(error, Trouble) else daemon_trouble(str(error)))
                 raise
             why = str(error)
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)  # or whoever waits for it would for ever
+            raise
         deaths.append(loop.time())
         wait_s = pause_s(deaths, loop.time())
         yard.tell(f"the relay on port {port_of(posture.listen[0])} died ({why}); starting it again")
         await asyncio.sleep(30.0 if wait_s is None else wait_s)
 
 
-async def _grants_enough(yard: Yard, posture: Posture, found: Sequence[str], peer: str) -> bool:
+async def _grants_enough(yard: Yard, posture: Posture, peer: str) -> bool:
     """Say whether a relay grants what it was told to; also yes where that cannot be found out."""
-    # We may reach ourselves at the announced address or not: that is up to our router.
+    # Not at the announced address: whether we reach ourselves there is up to our router.
     doors = [PeerAddress(place, peer) for place in from_this_machine(posture.listen)]
-    doors += [address for address in map(parse_peer_address, found) if address not in doors]
     for _ in range(_LOOKS):
         try:
             return (await yard.ask(doors)).covers(_WANTED)

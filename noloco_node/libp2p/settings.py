@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -58,6 +59,11 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     conversations: int = 512
     per_peer: int = 64
     unread_bytes: int = 1 << 30
+
+    @classmethod
+    def within(cls, free_bytes: int | None) -> Self:
+        """Return one for a machine with so much free memory, of which a quarter may wait to be received."""
+        return cls() if free_bytes is None else cls(unread_bytes=free_bytes // 4)
 
 
 class Reach(StrEnum):

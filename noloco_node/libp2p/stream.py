@@ -72,9 +72,9 @@ class Stream(asyncio.BufferedProtocol):
         self._pulse = Pulse(patience)
         self._traffic = Traffic()
         self._inbox: deque[tuple[Any, int]] = deque()
-        """Messages that nobody has received, and the bytes that each came as."""
+        """Messages that nobody has received, and the bytes of each."""
         self._coming_bytes = 0
-        """Of the frame under way."""
+        """Of the message under way."""
         self._room: Room | None = None
         self._news = asyncio.Event()
         self._writable = asyncio.Event()
@@ -130,12 +130,26 @@ class Stream(asyncio.BufferedProtocol):
 
     async def receive(self) -> Any:
         """Return the next message; a `ConnectionError` when none can come any more."""
+        await self._wait_for_message()
+        return self._received()
+
+    async def receive_paced(self, admit: Admit) -> Any:
+        """Return the next message when `admit` lets it pass; until then it counts as unread."""
+        await self._wait_for_message()
+        size = self._inbox[0][1]
+        await admit(size, size)
+        await self._wait_for_message()  # it may be gone with the stream
+        return self._received()
+
+    async def _wait_for_message(self) -> None:
         while not self._inbox:
             self._check()
             if self._peer_ended:
                 raise ConnectionResetError(f"{self._peer} ended the conversation")
             self._news.clear()
             await self._news.wait()
+
+    def _received(self) -> Any:
         message, size = self._inbox.popleft()
         self._forget(size)
         self._resume_reading()
@@ -240,10 +254,11 @@ class Stream(asyncio.BufferedProtocol):
         try:
             if isinstance(self._intake, wire.Intake):
                 self._pulse.hear(self._loop.time(), self._listening_s)
-                self._note_coming(nbytes)
-                frame = None if self._over else self._intake.got(nbytes)
-                if frame is not None:
-                    self._take(frame)
+                frame = self._intake.got(nbytes)
+                if frame is None and self._intake.in_message:
+                    self._note_coming(nbytes)
+                elif frame is not None:
+                    self._take(frame, nbytes)
             elif self._intake.got(nbytes):
                 self._introduce(self, bytes(self._intake.content))
         except wire.Violation as violation:
@@ -306,16 +321,19 @@ class Stream(asyncio.BufferedProtocol):
 
     def _evicted(self) -> None:
         self.discard()
-        self.break_off(ConnectionResetError("too much waits here to be read, and this has waited longest"))
+        self.break_off(ConnectionResetError("too much waits here to be received, and this has waited longest"))
 
-    def _take(self, frame: wire.Frame) -> None:
-        size, self._coming_bytes = self._coming_bytes, 0
-        if frame.kind is not wire.Kind.MESSAGE or self._left:
-            self._forget(size)
+    def _take(self, frame: wire.Frame, last_bytes: int) -> None:
+        """Take a frame that is whole now, with the last bytes that came of it."""
         if frame.kind is wire.Kind.MESSAGE:
             if self._left:
+                self._drop_frame()
                 return
-            self._inbox.append((frame.content, size))
+            self._note_coming(last_bytes)
+            if self._over:
+                return
+            self._inbox.append((frame.content, self._coming_bytes))
+            self._coming_bytes = 0
             if len(self._inbox) >= _WAITING_MESSAGES and self._transport is not None:
                 self._transport.pause_reading()
                 self._reading_paused = True

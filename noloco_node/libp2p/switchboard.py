@@ -26,8 +26,6 @@ _MOST_OFFENDERS = 1024
 _MOST_STREAMS = 4
 """Open streams, our own and those that only linger included, to one conversation that may be answered: of all peers
 together, and of each."""
-_LEAST_PEERS = 2
-"""So many share the room for what is unread: none can take it from all others."""
 
 
 class Switchboard:
@@ -40,7 +38,7 @@ class Switchboard:
         self._topics: dict[str, tuple[Schema, Handler]] = {}
         self._streams: dict[Stream, asyncio.Task[None] | None] = {}
         self._pulses = Pulses(patience)
-        self._unread = Unread(capacity.unread_bytes, capacity.unread_bytes // _LEAST_PEERS)
+        self._unread = Unread(capacity.unread_bytes)
         self._traffic: dict[str, Traffic] = {}
         self._answering: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
@@ -66,6 +64,7 @@ class Switchboard:
 
     def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         """Answer streams about `topic` from now on."""
+        self._unread.expect(schema.body_bytes)
         self._topics[topic] = (schema, handler)
 
     async def run(self, started: asyncio.Event) -> NoReturn:
@@ -120,7 +119,7 @@ class Switchboard:
             self._answering[peer] += 1
             task = self._handlers.create_task(self._run_handler(stream, handler), name=f"{topic} for {peer}")
             self._streams[stream] = task
-            task.add_done_callback(lambda _: self._done(peer))
+            task.add_done_callback(lambda _: self._done(stream, peer))
 
     def lost(self, stream: Stream, error: ConnectionError | None) -> None:
         """Forget a stream; its handler is cancelled unless the other side ended politely."""
@@ -174,12 +173,13 @@ class Switchboard:
             stream.leave()
 
     def _finish(self, stream: Stream) -> None:
-        """Note that nobody is to be cancelled any more when this stream is lost, and nobody will receive."""
-        stream.discard()
+        """Note that nobody is to be cancelled any more when this stream is lost."""
         if stream in self._streams:
             self._streams[stream] = None
 
-    def _done(self, peer: str) -> None:
+    def _done(self, stream: Stream, peer: str) -> None:
+        # Here, and not in the task: one that is cancelled in time never runs.
+        stream.discard()
         self._answering[peer] -= 1
         if not self._answering[peer]:
             del self._answering[peer]

@@ -1,23 +1,27 @@
-"""What others send and nobody here has received yet: bounded in bytes, in all and for each peer.
+"""What others send on streams that we answer, and nobody here has received yet: bounded in bytes, in all and for each
+peer.
 
 A message is checked against its schema before memory is taken for it, but a stranger may open many streams and send
-something good on each, faster than handlers take it, or never to its end. What is announced costs nothing, so what
-counts is the bytes that have come. When they are too many, the stream that has held some the longest is broken off:
-nobody waits for room, so nobody can keep others waiting by holding it, and to fill it again and again costs a line.
+something good on each, faster than handlers take it, or never to its end. Memory is taken as bytes come, so it is those
+that count. When they are too many, the stream that has held some the longest is broken off: nobody waits for room, so
+nobody can keep others waiting by holding it, and to fill it again and again costs a line.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 
 class Unread:
     """The bytes of all streams that we answer."""
 
-    def __init__(self, most_bytes: int, share_bytes: int) -> None:
-        """Bear with so many bytes in all, and of each peer; one stream alone may have more."""
-        self._most_bytes, self._share_bytes = most_bytes, share_bytes
+    def __init__(self, most_bytes: int) -> None:
+        """Bear with so many bytes in all, and half of them of one peer; one stream alone may have more."""
+        self._most_bytes = most_bytes
         self._rooms: dict[Room, None] = {}
         """Of streams that hold something, in the order in which they began to."""
         self._held: Counter[str] = Counter()
@@ -30,16 +34,20 @@ class Unread:
         """Return the bytes that are held, and the streams broken off for them since the start."""
         return {"unread.bytes": self._held.total(), "unread.evicted": self._evicted}
 
+    def expect(self, message_bytes: int) -> None:
+        """Have room for two peers who each have two messages of this size on a stream, whatever the bound was."""
+        self._most_bytes = max(self._most_bytes, 4 * message_bytes)
+
     def more(self, room: Room, size: int) -> None:
         """Hold more bytes; streams may be broken off for them, this one as well."""
         if not room.held:
             self._rooms[room] = None
         room.held += size
         self._held[room.peer] += size
-        if self._held[room.peer] > self._share_bytes:
-            self._evict([each for each in self._rooms if each.peer == room.peer], self._excess_of(room.peer))
-        if self._held.total() > self._most_bytes:
-            self._evict(list(self._rooms), self._excess)
+        if self._is_greedy(room.peer):
+            self._evict([each for each in self._rooms if each.peer == room.peer], lambda: self._is_greedy(room.peer))
+        if self._is_full():
+            self._evict(list(self._rooms), self._is_full)
 
     def less(self, room: Room, size: int) -> None:
         """Hold fewer bytes."""
@@ -50,11 +58,11 @@ class Unread:
         if not self._held[room.peer]:
             del self._held[room.peer]
 
-    def _excess(self) -> bool:
+    def _is_full(self) -> bool:
         return self._held.total() > self._most_bytes
 
-    def _excess_of(self, peer: str) -> Callable[[], bool]:
-        return lambda: self._held[peer] > self._share_bytes
+    def _is_greedy(self, peer: str) -> bool:
+        return self._held[peer] > self._most_bytes / 2
 
     def _evict(self, rooms: list[Room], too_many: Callable[[], bool]) -> None:
         """Break off streams, all but the youngest at most."""
@@ -62,6 +70,7 @@ class Unread:
             if not too_many():
                 return
             self._evicted += 1
+            logger.info("Breaking a stream with %s off: %d bytes wait on it to be received", room.peer, room.held)
             room.evict()
             self.less(room, room.held)
 
