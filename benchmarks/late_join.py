@@ -2,11 +2,13 @@
 
     python benchmarks/late_join.py                      10M and 100M parameters over 100 Mbit/s
     python benchmarks/late_join.py --millions 1 --rate 20mbit
+    python benchmarks/late_join.py --millions 10 --later      a newcomer of the second of two stages
     python benchmarks/late_join.py --kills 50           a newcomer killed while it copies (kill_catch_up.py)
 
 Real processes, real libp2p daemons: a bootstrap peer, one replica that trains a model of one stage and has
 `--max-upload`, and a newcomer. Where there is one stage a replica sends nothing but its state until it has somebody to
-meet, so its budget is the newcomer's line.
+meet, so its budget is the newcomer's line. With `--later` that replica holds the second stage, whose gradients are a
+few kilobytes, behind a source that looks at the roster every ten seconds, as nodes do by default.
 The clock runs from the newcomer's first request (before the donor freezes and hashes its copy) until a microbatch has
 gone forward and backward through the newcomer and its inner step is taken. The bytes are those of the pieces; the time
 that they need alone is bytes / rate. Starting the process, loading torch and building the model are told apart.
@@ -70,8 +72,8 @@ class Joined(NamedTuple):
         return self.useful_s / self.alone_s
 
 
-def run_text(size: Size) -> str:
-    """Return the run file: one stage, so few tokens that arithmetic matters little."""
+def run_text(size: Size, stages: int) -> str:
+    """Return the run file: each stage of that size, and so few tokens that arithmetic matters little."""
     return f"""
 name = "late"
 seed = 5
@@ -81,11 +83,11 @@ architecture = "llama"
 vocab_size = 384
 hidden_size = {size.hidden}
 intermediate_size = {size.intermediate}
-num_hidden_layers = {size.layers}
+num_hidden_layers = {stages * size.layers}
 num_attention_heads = 4
 max_position_embeddings = 32
 [pipeline]
-stages = 1
+stages = {stages}
 replicas = 2
 sequence_length = 16
 microbatch_size = 1
@@ -100,11 +102,11 @@ overlap_steps = 4
 """
 
 
-async def join_late(directory: Path, size: Size, rate: str) -> Joined:
+async def join_late(directory: Path, size: Size, rate: str, *, later: bool) -> Joined:
     """Run one swarm and one newcomer; raise `Trouble` with a process's last words where that fails."""
     children = Children()
     run_file = directory / "run.toml"
-    run_file.write_text(run_text(size))
+    run_file.write_text(run_text(size, 2 if later else 1))
 
     def start(name: str, *arguments: str) -> Child:
         home = directory / name
@@ -116,7 +118,10 @@ async def join_late(directory: Path, size: Size, rate: str) -> Joined:
 
     try:
         invite = await start("bootstrap", "bootstrap", "--run", str(run_file)).line("noloco1:", READY_S)
-        joining = ("join", invite, "--stage", "0", "--device", "cpu", "--threads", "1", "--refresh", "2")
+        computing = ("join", invite, "--device", "cpu", "--threads", "1")
+        joining = (*computing, "--stage", "1" if later else "0", "--refresh", "2")
+        if later:
+            start("source", *computing, "--stage", "0")
         old = start("old", *joining, "--max-upload", rate)
         await until(lambda: steps(directory, "old") >= 25, old, "the first replica trains")
         begun_unix_s = time.time()
@@ -177,7 +182,7 @@ def row(joined: Joined) -> str:
     )
 
 
-async def main(millions: list[int], rate: str) -> int:
+async def main(millions: list[int], rate: str, *, later: bool) -> int:
     """Measure each size and print a table; return 1 where a newcomer took longer than the goal."""
     print(f"Over {rate}:\n")
     print("| parameters | bytes | bytes alone | copied | first step | times | start-up before | donor's step |")
@@ -185,7 +190,7 @@ async def main(millions: list[int], rate: str) -> int:
     failed = False
     for number in millions:
         with tempfile.TemporaryDirectory() as directory:
-            joined = await join_late(Path(directory), SIZES[number], rate)
+            joined = await join_late(Path(directory), SIZES[number], rate, later=later)
         print(row(joined), flush=True)
         failed |= joined.times > WITHIN_TIMES
     print(f"\nGoal: the first step within {WITHIN_TIMES} times the bytes alone: {'missed' if failed else 'met'}")
@@ -196,10 +201,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure how long a newcomer takes, or kill it while it copies.")
     parser.add_argument("--millions", type=int, nargs="+", choices=sorted(SIZES), default=[10, 100])
     parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--later", action="store_true", help="a newcomer of the second of two stages")
     parser.add_argument("--kills", type=int, help="instead: kill a newcomer so often while it copies")
     parser.add_argument("--megabytes", type=float, default=16.0, help="of the state that is copied with --kills")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.kills is not None:
         sys.exit(run_kills(options.kills, options.megabytes, options.seed))
-    sys.exit(asyncio.run(main(options.millions, options.rate)))
+    sys.exit(asyncio.run(main(options.millions, options.rate, later=options.later)))

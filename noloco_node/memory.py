@@ -1,4 +1,4 @@
-"""How much memory a stage needs on a device, and how much is free there.
+"""How much memory a stage needs on a device, how much is free there, and how what is free comes back to the system.
 
 The need is the plan's estimate: on a GPU what it computes with, on a CPU all of it. Free is of a GPU what its driver
 says, else of the machine what Linux says, or a container's limit; None where nobody says it, since a number that was
@@ -7,6 +7,8 @@ made up would keep a peer from a stage that fits.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +44,17 @@ def machine_free_bytes() -> int | None:
     """Return the bytes of the machine's own memory that are free for us."""
     known = [each for each in (available(MEMINFO), within_limit(CONTAINER)) if each is not None]
     return min(known, default=None)
+
+
+def trim() -> None:
+    """Have the C library give back the pages that it keeps free, where it can (glibc).
+
+    It keeps for each thread what that thread once needed, in pieces that fit less and less: a replica that makes and
+    drops tensors for days would grow by some megabytes an hour.
+    """
+    # Of the program itself, so of whichever C library it runs on; others than glibc have no such function.
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def available(meminfo: Path) -> int | None:

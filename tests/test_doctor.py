@@ -116,6 +116,13 @@ def test_who_cannot_be_dialled_needs_a_relay(
     assert [found.grade for found in visit.judge_reach(said, (4001,), addresses)] == grades
 
 
+def test_whoever_listens_over_quic_alone_is_told_that_nobody_tries_that() -> None:
+    nobody = dialback.Verdict(None, (), ())
+    (over_quic,), (over_tcp,) = (visit.judge_reach(nobody, ports, ()) for ports in ((), (4001,)))
+    assert "over TCP alone" in over_quic.says
+    assert "over TCP alone" not in over_tcp.says
+
+
 def test_the_best_line_counts_and_a_microbatch_that_takes_long_is_said() -> None:
     measured = [visit.Rates(1e5, 1e7), visit.Rates(2e5, None)]
     up, down = visit.judge_rates(measured, (), [Freight(up=1e6, down=1e6), Freight(up=1e7, down=1e6)])

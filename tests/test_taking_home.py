@@ -234,11 +234,12 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
         visitor = hub.network("visitor")
         without = seen(msgspec.structs.replace(whole, stages=(whole.stages[0], ())))
         roster = seen(whole)
-        with pytest.raises(Trouble, match="Nobody gave the weights of stage 1"):
+        with pytest.raises(Trouble, match="Nobody serves stage 1, and nobody keeps a snapshot of it"):
             await from_swarm(visitor, what, without, plan, (parts, ()))
         assert asked == ["peer-00", "peer-01"]
         assert [path.name for path in parts.iterdir()] == ["stage-0.safetensors"], "replicas are removed once merged"
-        stages = await from_swarm(visitor, what, roster, plan, (parts, ()))
+        found = await from_swarm(visitor, what, roster, plan, (parts, ()))
+        stages = [each.stage for each in found]
         assert asked[2:] == ["peer-10", "peer-11"]
         assert [[each.peer for each in stage.taken] for stage in stages] == [asked[:2], asked[2:]]
         assert all(list(stage.weights) == list(shapes) for stage, shapes in zip(stages, plan.shapes, strict=True))
@@ -250,10 +251,10 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
         assert asked[4:] == ["peer-10", "peer-11"]
         # And so is one that its stage has left far behind.
         behind = what.run.outer.staleness_at_most
-        far = [each.round + behind + 1 for each in stages[0].taken]
-        assert exporting.outdated(stages[0], far, behind)
-        assert not exporting.outdated(stages[0], [round - 1 for round in far], behind)
-        assert not exporting.outdated(stages[0], [], behind)
+        far = [max(each.round for each in stages[0].taken) + behind + 1]
+        assert not exporting.is_kept(found[0], far, behind)
+        assert exporting.is_kept(found[0], [round - 1 for round in far], behind)
+        assert exporting.is_kept(found[0], [], behind)
         for peer in peers:
             peer.leave.set()
         await asyncio.gather(*[peer.task for peer in peers])

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 TESTS = Path(__file__).parent
 ONE_WAY_S = 0.025
+LOSS = 0.002
 LONG_S = 240.0
 """For a process to begin its work, torch and transformers loaded, and to do some of it."""
 NEVER = threading.Event()
@@ -75,6 +76,9 @@ microbatches_per_step = 4
 [inner]
 steps = 100000
 warmup_steps = 5
+[outer]
+inner_steps_per_round = 6
+overlap_steps = 2
 """
 STEPS = 5
 
@@ -141,10 +145,15 @@ class Node:
         """Whether it has told the person in front of it so."""
         return words in (self.home / "err").read_text()
 
-    def steps(self) -> int:
-        """Return how many inner steps it has taken."""
+    def journalled(self, words: str) -> int:
+        """Return how often its journal says so."""
         journal = self.home / "journal.jsonl"
-        return journal.read_text().count('"inner_step"') if journal.exists() else 0
+        return journal.read_text().count(words) if journal.exists() else 0
+
+    def peer(self) -> str:
+        """Return its id."""
+        (found,) = re.findall(r"we are (\w+)", (self.home / "err").read_text())
+        return str(found)
 
 
 class Country:
@@ -193,9 +202,9 @@ class Country:
             "nft add rule ip home door iifname wan ct state new counter drop",
         )
 
-    def lay_line(self) -> None:
-        """Delay what the core forwards from now on."""
-        line = self.start("core", [str(TESTS / "wan_line.py"), str(ONE_WAY_S)])
+    def lay_line(self, loss: float = 0.0) -> None:
+        """Delay what the core forwards from now on, and lose a share of it."""
+        line = self.start("core", [str(TESTS / "wan_line.py"), str(ONE_WAY_S), str(loss)])
         assert line.stdout is not None
         assert line.stdout.readline() == "ready\n"
         self(
@@ -233,11 +242,22 @@ class Country:
             command = ["-m", "noloco_node", *arguments, "--home", str(home)]
             return Node(home, self.start(space, command, stdout=out, stderr=err))
 
+    def doctor(self, space: str, invite: str) -> Callable[[], dict[str, Any]]:
+        """Call the doctor in a namespace; return what waits for the findings, by what they are about."""
+        home = str(self.directory / "doctor")
+        process = self.start(space, ["-m", "noloco_node", "doctor", invite, "--json", "--home", home])
+
+        def findings() -> dict[str, Any]:
+            out, _ = process.communicate(timeout=LONG_S)
+            return {finding["about"]: finding for finding in json.loads(out)["findings"]}
+
+        return findings
+
     def until(self, condition: Callable[[], T], what: str) -> T:
         """Return what `condition` returns once that is true; fail when a process ends or it takes too long."""
         deadline = time.monotonic() + LONG_S
         while not (found := condition()):
-            ended = [process.args for process in self._processes if process.poll() is not None]
+            ended = [process.args for process in self._processes if process.poll()]
             words = "\n".join(path.read_text()[-1500:] for path in self.directory.glob("*/err"))
             assert not ended, f"{what}: {ended} ended\n{words}"
             assert time.monotonic() < deadline, f"{what}: waited {LONG_S:g} s\n{words}"
@@ -368,22 +388,34 @@ def test_two_peers_behind_routers_meet_directly_once_others_know_where_they_come
         assert country.dropped(router) > 0
 
 
-def test_two_nodes_train_from_site_to_site_one_of_them_behind_a_router(country: Country) -> None:
+def test_nodes_train_from_site_to_site_one_of_them_behind_a_router_and_one_that_comes_late(country: Country) -> None:
     host = country.site("boot", 1)
     country.site("open", 2)
     country.site("router", 3)
     country.home("inside", "router")
-    country.lay_line()
+    country.site("late", 4)
+    country.lay_line(LOSS)
     run = country.directory / "run.toml"
     run.write_text(RUN)
     listen = ("--listen", f"/ip4/{host}/tcp/4001", "--relays", "4")
     boot = country.node("boot", "bootstrap", "--run", str(run), *listen)
     invite = country.until(boot.output, "the bootstrap peer prints its invite").strip()
-    # The first stage calls the second one, behind the router.
-    inside = country.node("inside", "join", invite, "--stage", "1", "--threads", "1", "--relayed")
+    # The first stage calls the second one, behind the router, which nobody has told that there is one.
+    inside = country.node("inside", "join", invite, "--stage", "1", "--threads", "1")
     outside = country.node("open", "join", invite, "--stage", "0", "--threads", "1")
     country.until(lambda: boot.said("relays for peers behind routers"), "the bootstrap peer tells of its relays")
-    country.until(lambda: inside.said("being reached through 4 relays: as you asked"), "it is reached through relays")
+    country.until(lambda: inside.said("through 4 relays: nobody can dial us"), "it is reached through relays")
     for node in (inside, outside):
-        country.until(lambda node=node: node.steps() >= STEPS, f"{STEPS} inner steps")
+        country.until(lambda node=node: node.journalled("inner_step") >= STEPS, f"{STEPS} inner steps")
     assert not outside.said("relays")
+
+    findings = country.doctor("inside", invite)
+    # A second replica of that stage copies its weights from behind the router, and meets it.
+    late = country.node("late", "join", invite, "--stage", "1", "--threads", "1")
+    country.until(lambda: late.journalled("catch_up"), "a newcomer copies the weights")
+    country.until(lambda: late.journalled("inner_step"), "a newcomer gets work")
+    country.until(lambda: late.journalled(f'"partner":"{inside.peer()}"'), "two replicas meet")
+
+    found = findings()
+    assert found["dialled back"]["grade"] == "doubtful"
+    assert found["relay"]["grade"] == "good"

@@ -1,4 +1,7 @@
-"""A long line between two sites, in user space: every packet that is forwarded comes out again `DELAY_S` later.
+"""A long line between two sites, in user space: every packet that is forwarded comes out again `DELAY_S` later, but for
+the share `LOSS`, which never does.
+
+    python wan_line.py DELAY_S LOSS
 
 Run in the namespace of a router: packets that the kernel routes to the device `late` are read there, kept, and given
 back to the kernel by the device `early`, from where they go their way. Not every kernel has netem; all have TUN.
@@ -11,6 +14,7 @@ import fcntl
 import os
 import struct
 import sys
+from random import Random
 
 _TUNSETIFF, _TUN, _NO_HEADER = 0x400454CA, 0x0001, 0x1000
 _PACKET_BYTES = 65536
@@ -23,9 +27,9 @@ def device(name: str) -> int:
     return file
 
 
-async def carry(delay_s: float) -> None:
+async def carry(delay_s: float, loss: float) -> None:
     """Carry packets until the process is ended."""
-    loop = asyncio.get_running_loop()
+    loop, rng = asyncio.get_running_loop(), Random(0)
     late, early = device("late"), device("early")
 
     def give(packet: bytes) -> None:
@@ -37,7 +41,9 @@ async def carry(delay_s: float) -> None:
     def take() -> None:
         try:
             while True:
-                loop.call_later(delay_s, give, os.read(late, _PACKET_BYTES))
+                packet = os.read(late, _PACKET_BYTES)
+                if rng.random() >= loss:
+                    loop.call_later(delay_s, give, packet)
         except BlockingIOError:
             return
 
@@ -47,4 +53,4 @@ async def carry(delay_s: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(carry(float(sys.argv[1])))
+    asyncio.run(carry(float(sys.argv[1]), float(sys.argv[2])))

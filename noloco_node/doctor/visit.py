@@ -94,7 +94,8 @@ def judge_reach(verdict: dialback.Verdict, ports: Sequence[int], addresses: Sequ
         f"again; open it in the firewall as well (tried: {listed})"
     )
     if verdict.dialled is None:
-        said = doubtful(about, "no peer could try: they were reached through a relay, or do not answer that", forward)
+        why = "they were reached through a relay, or do not answer that" if ports else "it is tried over TCP alone"
+        said = doubtful(about, f"no peer could try: {why}", forward)
         return [said, relay] if relayed else [said]
     if relayed:
         return [
