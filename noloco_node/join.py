@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import invite as invites
-from noloco_node.blueprint import blueprint, make_stage
+from noloco_node.blueprint import Blueprint, blueprint, make_stage
 from noloco_node.checkpoint import Checkpoint, save
 from noloco_node.clocks import asleep_s
 from noloco_node.config import NodeConfig, RunConfig
@@ -28,17 +28,19 @@ from noloco_node.former import OwnCheckpoints
 from noloco_node.home import Home
 from noloco_node.journal import Journal
 from noloco_node.ledger import Ledger
+from noloco_node.libp2p.acquaintances import Acquaintances
 from noloco_node.libp2p.settings import Capacity, Reach, Settings
 from noloco_node.line import freight, line_s, slowest_bytes_per_s
 from noloco_node.machine import Machine, Voice
-from noloco_node.memory import free_bytes, needs_bytes
+from noloco_node.memory import free_bytes, machine_free_bytes, needs_bytes, trim
 from noloco_node.mixing import mixed
 from noloco_node.node import Node, Wishes
 from noloco_node.opening import Opening
 from noloco_node.partial import Partial
 from noloco_node.port import Network
 from noloco_node.post import SLOWEST_BYTES_PER_S
-from noloco_node.recipe import fetch
+from noloco_node.recipe import Recipe, fetch
+from noloco_node.returning import shift_by_shift
 from noloco_node.runfile import with_source
 from noloco_node.shifts import Shifts
 from noloco_node.snapshots import DirectoryStore
@@ -62,16 +64,24 @@ async def join(invite: str, config: NodeConfig) -> None:
             reach=Reach.RELAYED if config.relayed else Reach.AUTO,
             bootstrap=tuple(map(str, parsed.addresses)),
             lends_line=not config.allowance.is_limited,
-            capacity=_capacity(),
+            capacity=Capacity.within(machine_free_bytes()),
         )
         if config.listen:
             settings = msgspec.structs.replace(settings, listen=config.listen)
 
-        async def take_part(network: Network, leave: asyncio.Event) -> None:
-            say(f"we are {network.peer_id}")
+        met = Acquaintances()
+        brought: tuple[Recipe, Blueprint] | None = None
+
+        async def bring(network: Network) -> tuple[Recipe, Blueprint]:
             recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
             home.keep_run_file(recipe.text)
-            plan = await asyncio.to_thread(blueprint, recipe.run)
+            return recipe, await asyncio.to_thread(blueprint, recipe.run)
+
+        async def take_part(network: Network, leave: asyncio.Event) -> None:
+            nonlocal brought
+            say(f"we are {network.peer_id}")
+            # In the first shift alone: in a later one nobody of the invite may be there to ask.
+            recipe, plan = brought = brought or await bring(network)
             own = OwnCheckpoints(home.checkpoint, home.snapshots, recipe.digest, network.peer_id, say)
             # Closed before the device: a thread that waits for text ends with it, and so does not keep us.
             text = Opening(lambda: _Text(recipe.run, config, network.peer_id, plan.vocabulary), _Text.read_ahead)
@@ -107,23 +117,13 @@ async def join(invite: str, config: NodeConfig) -> None:
 
         shifts = Shifts(config.allowance, Ledger(home.path / "traffic.json", datetime.now, say), datetime.now, say)
         async with departure(say) as leaving:
-            while True:
-                leaving.polite = False
-                await shifts.begin()
-                async with connected(settings) as whole, shifts.shift(whole, leaving.asked) as (network, leave):
-                    await take_part(network, leave)
-                if leaving.asked.is_set() or not shifts.goes_on():
-                    break
-
-
-def _capacity() -> Capacity:
-    """Return what strangers may have waiting here: a quarter of the memory that is free."""
-    free = free_bytes(torch.device("cpu"))
-    return Capacity() if free is None else Capacity(unread_bytes=free // 4)
+            await shift_by_shift(shifts, leaving, lambda: connected(settings, met), take_part, say)
 
 
 def _saved(directory: Path, checkpoint: Checkpoint, keep: int) -> str:
-    return str(save(directory, checkpoint, keep))
+    path = str(save(directory, checkpoint, keep))
+    trim()  # about as often as anything large is made and dropped
+    return path
 
 
 class _Text:

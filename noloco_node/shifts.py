@@ -9,6 +9,7 @@ minute at most.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -66,6 +67,23 @@ class Shifts:
                 until = datetime.fromtimestamp(now.timestamp() + reason.for_s, now.tzinfo)
                 self._say(f"{reason.why}: waiting until {until:%Y-%m-%d %H:%M}, Ctrl-C leaves now")
             await asyncio.sleep(min(max(reason.for_s, 0.01), LOOK_EVERY_S))
+
+    def lasts_s(self) -> float:
+        """Return for how many seconds the node may work as far as the hours say (infinity: always); 0 if not now."""
+        now = self._now()
+        if rest(self._allowance, self._ledger.spent, now) is not None:
+            return 0.0
+        return math.inf if self._allowance.hours is None else in_hours(self._allowance.hours, now)[1]
+
+    async def pause(self, for_s: float) -> None:
+        """Wait so long, or until the node may not work any more."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + for_s
+        while True:
+            left_s = min(until_s - loop.time(), self.lasts_s())
+            if left_s <= 0.0:
+                return
+            await asyncio.sleep(min(max(left_s, 0.01), LOOK_EVERY_S))
 
     @asynccontextmanager
     async def shift(self, network: Network, asked: asyncio.Event) -> AsyncIterator[tuple[Network, asyncio.Event]]:

@@ -1,13 +1,21 @@
-"""How a command reaches a swarm: the network of one run, opened for as long as the command needs it."""
+"""How a command reaches a swarm: the network of one run, opened for as long as the command needs it.
+
+A node whose hours have come again also knows whom it met before. It goes in by the invite as long as anybody of the
+invite opens; where nobody does, it knocks at those others as well before it calls the swarm unreachable.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
 
 from noloco_node import invite as invites
 from noloco_node.console import say
+from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.acquaintances import Acquaintances
 from noloco_node.libp2p.network import Libp2p
 from noloco_node.libp2p.settings import Settings
 from noloco_node.patience import PatientNetwork
@@ -23,14 +31,37 @@ def prefix(digest: str) -> str:
 
 
 @asynccontextmanager
-async def connected(settings: Settings) -> AsyncIterator[Libp2p]:
-    """Open the network, and end the body with `Trouble` should our libp2p daemon die again and again."""
-    async with Libp2p.open(settings, say) as network, asyncio.TaskGroup() as group:
+async def connected(settings: Settings, met: Acquaintances | None = None) -> AsyncIterator[Libp2p]:
+    """Open the network, and end the body with `Trouble` should our libp2p daemon die again and again.
+
+    `met`: whom earlier networks of this peer met; whom this one meets is added.
+    """
+    async with _entered(settings, met) as network, asyncio.TaskGroup() as group:
         watch = group.create_task(network.wait_daemon(), name="daemon watch")
         try:
             yield network
         finally:
             watch.cancel()
+
+
+@asynccontextmanager
+async def _entered(settings: Settings, met: Acquaintances | None) -> AsyncIterator[Libp2p]:
+    """Open the network by the bootstrap peers; if nobody opens, by those or anybody that we met."""
+    async with AsyncExitStack() as stack:
+        try:
+            network = await stack.enter_async_context(Libp2p.open(settings, say, met))
+        except Trouble as trouble:
+            wider = settings if met is None else with_doors(settings, met.doors())
+            if trouble.code is not Exit.UNREACHABLE or wider == settings:
+                raise
+            network = await stack.enter_async_context(Libp2p.open(wider, say, met))
+            say("no bootstrap peer opened; back by way of peers that we met before")
+        yield network
+
+
+def with_doors(settings: Settings, doors: tuple[str, ...]) -> Settings:
+    """Return settings with further peers to join by, each address once."""
+    return msgspec.structs.replace(settings, bootstrap=tuple(dict.fromkeys((*settings.bootstrap, *doors))))
 
 
 @asynccontextmanager

@@ -6,10 +6,12 @@ The nodes are the production's, in memory and virtual time.
 from __future__ import annotations
 
 import asyncio
+import platform
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from swarms import Peer, recipe, until
@@ -19,7 +21,7 @@ from noloco_node.blueprint import blueprint, make_stage
 from noloco_node.claiming import CLAIMS, LOOKS, Claimant, Place, claim, claims_of
 from noloco_node.errors import Exit, Trouble
 from noloco_node.machine import Machine, Voice
-from noloco_node.memory import available, needs_bytes, within_limit
+from noloco_node.memory import available, needs_bytes, trim, within_limit
 from noloco_node.presence import Presence
 from noloco_node.probing import TIMES, measure
 from noloco_node.replica import Replica
@@ -243,6 +245,18 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
         # A step on what was left behind would be a step on nothing.
         assert stage.step(0.1, 1).gradient_norm == 0.0
     assert plan.work[2] > plan.work[0] > 0.0, "the head costs, the embedding hardly"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to")
+def test_memory_that_is_free_goes_back_to_the_system() -> None:
+    process = psutil.Process()
+    made = [bytearray(20_000) for _ in range(4000)]
+    kept = made[::40]  # between them nothing is large enough to be given back by itself
+    before = process.memory_info().rss
+    del made
+    trim()
+    assert process.memory_info().rss < before - 40_000_000
+    assert len(kept) == 100
 
 
 def test_memory_is_read_where_somebody_says_it(tmp_path: Path) -> None:
