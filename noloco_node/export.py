@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,28 @@ from pipeline.partition import skeleton
 NOTES = "noloco.json"
 
 
+class FromSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage that nobody served any more: the weights of one replica, as another peer kept them.
+
+    `round` and `progress` are the snapshot's; `others_round` and `others_progress` those of the other stages, their
+    median, None where there is no other.
+    """
+
+    stage: int
+    kept_by: str
+    round: int
+    progress: float
+    others_round: int | None
+    others_progress: float | None
+
+
 class Notes(msgspec.Struct, frozen=True, kw_only=True):
     """Where a checkpoint comes from.
 
     `rounds`: rounds finished, and `replicas`: replicas merged, of each stage. `untied`: embedding and vocabulary head
     were one tensor in the original config, and are two here. `run_file`: the run file as its author wrote it.
-    `taken` and `left_out`: of each stage, which replicas are in the mean, and which are not and why.
+    `taken` and `left_out`: of each stage, which replicas are in the mean, and which are not and why. `snapshots`: the
+    stages that come from one; `taken` then names who kept it.
     """
 
     run_id: str
@@ -50,6 +66,7 @@ class Notes(msgspec.Struct, frozen=True, kw_only=True):
     run_file: str
     taken: tuple[tuple[Standing, ...], ...] = ()
     left_out: tuple[tuple[LeftOut, ...], ...] = ()
+    snapshots: tuple[FromSnapshot, ...] = ()
 
 
 def quiet_unless_watched() -> None:
@@ -155,20 +172,22 @@ def _written_aside(directory: Path) -> Iterator[Path]:
     check_target(directory)
     aside = directory.absolute().parent / f".{directory.name}.aside"
     try:
-        aside.mkdir(parents=True, exist_ok=True)
-        with _locked(aside, directory):
+        lock = _lock(aside, directory)
+        try:
             check_target(directory)
-            try:
-                for left in aside.iterdir():
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-                yield aside
-                for path in sorted(aside.rglob("*")):
-                    flush(path)
-                flush(aside)
-                os.rename(aside, directory)
-                flush(directory.absolute().parent)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
+            for left in aside.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield aside
+            for path in sorted(aside.rglob("*")):
+                flush(path)
+            flush(aside)
+            os.rename(aside, directory)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
+        flush(directory.absolute().parent)
     except (OSError, SafetensorError) as error:
         raise Trouble(
             f"The checkpoint cannot be written to {directory}.",
@@ -178,19 +197,22 @@ def _written_aside(directory: Path) -> Iterator[Path]:
         ) from error
 
 
-@contextmanager
-def _locked(aside: Path, directory: Path) -> Iterator[None]:
-    """Hold a directory for ourselves; `Trouble` where another process does."""
-    lock = os.open(aside, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise Trouble(
-            f"Another export is writing {directory}.",
-            why=f"it holds {aside}",
-            attempt="wait for it, or choose another --out",
-            code=Exit.USAGE,
-        ) from None
-    finally:
-        os.close(lock)
+def _lock(aside: Path, directory: Path) -> int:
+    """Make a directory ours alone and return the descriptor that holds it; `Trouble` where another process does."""
+    while True:
+        aside.mkdir(parents=True, exist_ok=True)
+        lock = os.open(aside, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise Trouble(
+                f"Another export is writing {directory}.",
+                why=f"it holds {aside}",
+                attempt="wait for it, or choose another --out",
+                code=Exit.USAGE,
+            ) from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(aside)):
+                return lock
+        os.close(lock)  # of a directory that its owner has just removed or renamed

@@ -13,25 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from gossip.catch_up import Occupied, Wanted, catch_up
+from gossip.catch_up import Occupied, catch_up
 from gossip.exchange import Compute
-from gossip.messages import Parts
+from gossip.messages import Manifest
 from noloco_node.blueprint import Blueprint
 from noloco_node.console import say
 from noloco_node.errors import Exit, Trouble
 from noloco_node.merging import Standing, norm_of
+from noloco_node.outlines import Subject
 from noloco_node.port import Network
 from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe
-from noloco_node.roster import Roster, State
-from noloco_node.topics import STATE, state_schema, topic
+from noloco_node.roster import PeerRecord, Roster, State
+from noloco_node.topics import STATE
 
 SLOWEST_BYTES_PER_S = 2**20
 BUSY_S = 900.0
@@ -45,6 +46,8 @@ MOST_ASKED = 1024
 
 Look = Callable[[], Awaitable[Roster]]
 """Reads the roster again."""
+Objection = Callable[[str, Manifest], Awaitable[str | None]]
+"""Says why what a peer offers is not to be believed, or None."""
 
 
 class Copy(NamedTuple):
@@ -81,22 +84,25 @@ async def gather(network: Network, recipe: Recipe, presence: Presence, plan: Blu
 
 
 async def fetched(
-    network: Network, look: Look, number: int, shapes: Mapping[str, tuple[int, ...]]
+    network: Network, look: Look, number: int, shapes: Mapping[str, tuple[int, ...]], here: Collection[str] = ()
 ) -> AsyncIterator[Copy]:
-    """Yield one replica of a stage after the other, as many as answer, `MOST_GIVEN` at most."""
+    """Yield one replica of a stage after the other, as many as answer, `MOST_GIVEN` at most.
+
+    `here`: peers whose weights need not be asked for any more; they count among those that have given.
+    """
     loop = asyncio.get_running_loop()
-    begun_s, given = loop.time(), 0
+    begun_s, given = loop.time(), len(here)
     again_s: dict[str, float] = {}
     """Of each replica that was asked: when to ask it again, infinity for never."""
     while given < MOST_GIVEN and len(again_s) < MOST_ASKED:
-        listed = _givers(await look(), number)
+        listed = [record.peer for record in at_work(await look(), number) if record.peer not in here]
         peer = next_to_ask(listed, again_s)
         if peer is None:
             return
         if peer in again_s:
             await asyncio.sleep(again_s[peer] - loop.time())
         else:
-            say(f"stage {number}: fetching from {peer}; {given} of {len(listed)} replicas are here")
+            say(f"stage {number}: fetching from {peer}; {given} of {len(here) + len(listed)} replicas are here")
         before_s, again_s[peer] = again_s.get(peer), math.inf
         try:
             copy = await fetch(network, peer, number, shapes)
@@ -122,24 +128,25 @@ def next_to_ask(listed: Collection[str], again_s: Mapping[str, float]) -> str | 
     return min(left, key=lambda peer: (again_s.get(peer, -math.inf), peer), default=None)
 
 
-def _givers(roster: Roster, number: int) -> list[str]:
-    working = (State.TRAINING, State.FINISHED)
-    return [record.peer for record in roster.stage(number) if record.state in working]
+def at_work(roster: Roster, number: int) -> list[PeerRecord]:
+    """Return the replicas of a stage that may give weights: whoever is only on its way to it has none."""
+    return [record for record in roster.stage(number) if record.state in (State.TRAINING, State.FINISHED)]
 
 
 async def fetch(network: Network, peer: str, number: int, shapes: Mapping[str, tuple[int, ...]]) -> Copy:
     """Fetch one replica's slow weights; raise a `ConnectionError` where it does not give them, Occupied if not now."""
-    like = tuple(torch.empty(shape, device="meta") for shape in shapes.values())
-    schema = state_schema(tuple(shapes.values()))
-    wanted = Wanted(
-        parts=Parts.SLOW,
-        like=like,
-        deadline_s=60.0 + sum(tensor.nbytes for tensor in like) / SLOWEST_BYTES_PER_S,
-    )
-    state = await catch_up(
-        [peer], lambda donor: network.talk(donor, topic(STATE, number), schema), wanted, _in_a_thread(), passes=1
-    )
-    return Copy(peer, state.round, state.inner_steps, state.progress, dict(zip(shapes, state.slow, strict=True)))
+    return await fetch_of(network, peer, Subject(number, tuple(shapes.values()), STATE), shapes)
+
+
+async def fetch_of(
+    network: Network, peer: str, subject: Subject, names: Iterable[str], objection: Objection | None = None
+) -> Copy:
+    """Do what `fetch` does, for what a peer has of any subject; `names`: of the parameters."""
+    wanted = subject.wanted(60.0 + subject.weight_bytes / SLOWEST_BYTES_PER_S)
+    if objection is not None:
+        wanted = replace(wanted, objection=objection)
+    state = await catch_up([peer], subject.converse(network), wanted, _in_a_thread(), passes=1)
+    return Copy(peer, state.round, state.inner_steps, state.progress, dict(zip(names, state.slow, strict=True)))
 
 
 def nobody(recipe: Recipe, roster: Roster, number: int) -> Trouble:

@@ -6,10 +6,11 @@ A newcomer that finds the run begun and its stage empty asks everybody in the ro
 has one, comes first unless a snapshot is clearly newer, for it holds the momenta too. Where there is neither, the stage
 starts from the run's first weights: what it had learned is lost, and that is said as loudly as it deserves.
 
-Nobody vouches for a snapshot, so it is believed within bounds. One that claims far more progress than the run has made
-is passed over. Rounds say less: a stage with a quarter of another's replicas takes four times its steps. Where three
-or more peers offer one, the median norm is the measure. It carries neither momenta nor the optimiser's memory: those
-begin at zero, as for the run's first step, in the middle of the schedule.
+Nobody vouches for a snapshot, so it is believed within bounds, by whoever takes one home too (`noloco_node.keepers`).
+One that claims far more progress than the run has made is passed over. Rounds say less: a stage with a quarter of
+another's replicas takes four times its steps. Where three or more peers offer one, the median norm is the measure. It
+carries neither momenta nor the optimiser's memory: those begin at zero, as for the run's first step, in the middle of
+the schedule.
 """
 
 from __future__ import annotations

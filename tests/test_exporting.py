@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from test_taking_home import seen
 from torch import Tensor
 from toys import at_once
 
+from gossip.catch_up import Occupied
 from gossip.donor import Donor, Terms
 from gossip.matching import ROUND_BOUND
 from gossip.messages import Busy, Parts, ReplicaState
@@ -30,12 +33,13 @@ from noloco_node.checkpoint import Checkpoint, arrays_of, load
 from noloco_node.copies import Filed, Merged
 from noloco_node.errors import Exit, Trouble
 from noloco_node.export import read_notes
-from noloco_node.exporting import Found, from_swarm, is_kept, path_of, write
+from noloco_node.exporting import Found, Order, export, from_swarm, is_kept, parts_beside, path_of
 from noloco_node.gather import Copy
 from noloco_node.keepers import noted, told_of
 from noloco_node.merging import Standing
 from noloco_node.outlines import SNAPSHOT, Subject
-from noloco_node.port import Conversation
+from noloco_node.port import Conversation, Network
+from noloco_node.recipe import Recipe
 from noloco_node.reviving import AGAIN_S, ATTEMPTS
 from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.sim.clock import run
@@ -60,7 +64,7 @@ class Swarm:
     """Peers that give weights of a run, their own and such as they keep, and an export that comes to them.
 
     `asked`: of whom weights were fetched, and of which kind. `interrupted_at`: the fetch at which the export ends.
-    `fails`: who says what it has, and does not give it.
+    `fails`: who says what it has, and does not give it; `full_until_s`: not yet.
     """
 
     def __init__(self, parts: Path) -> None:
@@ -69,10 +73,10 @@ class Swarm:
         self.asked: list[tuple[str, str]] = []
         self.interrupted_at = math.inf
         self.busy_until_s: dict[tuple[str, str], float] = {}
+        self.full_until_s: dict[tuple[str, str], float] = {}
         self.fails: set[tuple[str, str]] = set()
         self._states: dict[tuple[str, str], ReplicaState] = {}
-        self._networks: dict[str, Any] = {}
-        self._visitor = self.hub.network("visitor")
+        self._networks: dict[str, Network] = {}
 
     async def replica(self, peer: str, stage: int, round: int = 40) -> None:
         """Let a peer train at a stage, and give its weights."""
@@ -112,9 +116,12 @@ class Swarm:
             await conversation.receive()
             await conversation.send(Busy(retry_after_s=5.0))
 
+        await self._network(peer).serve(topic(kind, stage), state_schema(shapes), serve)
+
+    def _network(self, peer: str) -> Network:
         if peer not in self._networks:
             self._networks[peer] = self.hub.network(peer)
-        await self._networks[peer].serve(topic(kind, stage), state_schema(shapes), serve)
+        return self._networks[peer]
 
     def given(self, peer: str, kind: str = STATE) -> tuple[Tensor, ...]:
         return self._states[peer, kind].slow
@@ -123,10 +130,15 @@ class Swarm:
         stages = range(len(PLAN.shapes))
         return Roster(stages=tuple(tuple(r for r in self.records.values() if r.stage == stage) for stage in stages))
 
+    @contextlib.asynccontextmanager
+    async def visited(self, _: str) -> AsyncIterator[tuple[Network, Recipe, Any]]:
+        """Stand in for `swarm.visited`."""
+        yield self._network("visitor"), RUN, SimpleNamespace(peek=self.look)
+
     async def exported(self, *filed: Filed) -> list[Found]:
         """Export, or go on with it; `asked` begins anew."""
         self.asked.clear()
-        return await from_swarm(self._visitor, RUN, self.look, PLAN, (self.parts, filed))
+        return await from_swarm(self._network("visitor"), RUN, self.look, PLAN, (self.parts, filed))
 
     async def interrupted(self, at: int) -> None:
         """Export until so many replicas have come."""
@@ -146,6 +158,8 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
         if len(swarm.asked) >= swarm.interrupted_at:
             raise Interrupted
         swarm.asked.append((peer, subject.kind))
+        if asyncio.get_running_loop().time() < swarm.full_until_s.get((peer, subject.kind), 0.0):
+            raise Occupied("it serves others", 5.0)
         return await fetch_of(network, peer, subject, *others)
 
     async def thread(job: Any, *args: Any) -> Any:
@@ -154,7 +168,7 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
     monkeypatch.setattr(gather, "fetch_of", watched)
     monkeypatch.setattr(keepers, "fetch_of", watched)
     monkeypatch.setattr(asyncio, "to_thread", thread)
-    made.append(Swarm(tmp_path / ".model.parts"))
+    made.append(Swarm(parts_beside(tmp_path / "model")))
     return made[0]
 
 
@@ -274,7 +288,12 @@ def test_a_finished_part_is_kept_until_its_stage_is_far_or_lives_again(
 # A stage that died.
 
 
-def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(swarm: Swarm, tmp_path: Path) -> None:
+def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("noloco_node.swarm.visited", swarm.visited)
+    out = tmp_path / "model"
+
     async def main() -> str:
         for peer in ("a", "b", "c"):
             await swarm.replica(peer, 0)
@@ -286,17 +305,18 @@ def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(swarm
         assert same_tensors(tuple(found[1].stage.weights.values()), swarm.given("b", SNAPSHOT))
         assert {path.name for path in swarm.parts.iterdir()} == {"stage-0.safetensors", "stage-1.safetensors"}
         # Also where it is read from a part that an interrupted export has left.
-        again = await swarm.exported()
+        swarm.asked.clear()
+        told = await export(Order(out=out, invite="to the swarm"))
         assert swarm.asked == []
-        assert [each.kept_by for each in again] == [None, "b"]
-        return write(tmp_path / "model", RUN, PLAN, [each.stage for each in again], {1: "b"})
+        assert not swarm.parts.exists()
+        return told
 
     told = run(main())
-    (note,) = read_notes(tmp_path / "model").snapshots
+    (note,) = read_notes(out).snapshots
     assert (note.stage, note.kept_by, note.round, note.others_round) == (1, "b", 12, 40)
     assert (note.progress, note.others_progress) == (0.25, 0.5)
     assert (
-        "No replica of stage 1 gave its weights: they are from a snapshot of its round 12 that b keeps, 28 rounds "
+        "No replica of stage 1 gave its weights; in their place is a snapshot of its round 12 that b keeps, 28 rounds "
         "behind the other stages (round 40); its progress is 25.0%, theirs 50.0%."
     ) in told
 
@@ -340,12 +360,13 @@ def test_a_stage_that_nobody_serves_and_nobody_keeps_is_named_with_what_to_try(s
         assert trouble.code is Exit.UNREACHABLE
 
 
+@pytest.mark.parametrize("busy", ["busy_until_s", "full_until_s"])
 @pytest.mark.parametrize(("busy_s", "comes"), [(60.0, True), (math.inf, False)])
-def test_a_busy_keeper_is_waited_for_and_not_for_ever(swarm: Swarm, busy_s: float, comes: bool) -> None:
+def test_a_busy_keeper_is_waited_for_and_not_for_ever(swarm: Swarm, busy: str, busy_s: float, comes: bool) -> None:
     async def main() -> float:
         await swarm.replica("a", 0)
         await swarm.keeper("a", 1, round=10)
-        swarm.busy_until_s = {("a", SNAPSHOT): busy_s}
+        setattr(swarm, busy, {("a", SNAPSHOT): busy_s})
         if comes:
             assert (await swarm.exported())[1].kept_by == "a"
         else:
