@@ -4,7 +4,8 @@ Each peer has one record, under the key of its stage and its own id as the subke
 each time with a higher serial number, and a peer of which no news comes for `lifetime_s` (or as long as its record asks
 for, within bounds) leaves the roster: a peer that dies without a word leaves by itself (`noloco_node.sightings` has the
 rules). In the same rhythm the stages are read: all of them by whoever looks for a place, by a peer at work those that
-it has to do with (`focus`). Decisions only ever look at the last snapshot; they never wait for the DHT.
+it has to do with (`focus`). Where a newcomer of the next stage is copying its weights they are read four times as
+often, so that it does not wait for work. Decisions only ever look at the last snapshot; they never wait for the DHT.
 
 In the DHT a record stays for five minutes longer than it is believed, since it expires by the clocks of others. If our
 own clock turns out to be behind theirs, we ask for as much more.
@@ -62,6 +63,8 @@ CLOCK_ERROR_S = 300.0
 LONGEST_IN_DHT_S = 3600.0
 MOST_WORKED = 16 * MOST_RECORDS
 """Peers that are remembered to have been at work: strangers may make many."""
+LOOKS_FOR_NEWCOMERS = 4
+"""Readings in the time of one, while somebody is about to take work from us."""
 CLOCKS_ASKED = 64
 """Of other peers, to learn how right our own is."""
 _SOURCE_LIFETIME_S = 600.0
@@ -194,9 +197,27 @@ class Presence:
             if self._own is not None:
                 await self._publish(self._own)
             await self.peek()
+            await self._rest(self._refresh_s * self._rng.uniform(0.9, 1.1))
+
+    async def _rest(self, pause_s: float) -> None:
+        """Wait until it is time for the next round, or for haste; look out for newcomers meanwhile."""
+        now_s = asyncio.get_running_loop().time
+        until_s = now_s() + pause_s
+        while (left_s := until_s - now_s()) > 0:
+            expects = self._expects_newcomer()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._refresh_s * self._rng.uniform(0.9, 1.1)):
+                async with asyncio.timeout(min(left_s, self._refresh_s / LOOKS_FOR_NEWCOMERS) if expects else left_s):
                     await self._hurry.wait()
+                    return
+            if expects and now_s() < until_s:
+                await self.peek()
+
+    def _expects_newcomer(self) -> bool:
+        """Say whether a replica of the stage after ours is about to begin its work."""
+        after = None if self._own is None else self._own.stage + 1
+        if after is None or after not in self.watched:
+            return False
+        return any(record.state is State.CATCHING_UP for record in self._roster.stages[after])
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start, and the sizes of the roster."""

@@ -116,6 +116,47 @@ def test_a_peer_that_dies_without_a_word_leaves_by_itself() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("copies_s", [12.0, 17.0, 33.0])
+def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
+    copies_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        hub = Hub(WEATHER)
+        network, one = present(hub, "a")
+        _, other = present(hub, "b")
+        now = asyncio.get_running_loop().time
+        looks: list[int] = []
+        read = network.read
+
+        async def noted(key: str) -> Mapping[str, bytes]:
+            if "/stage/" in key:
+                looks.append(int(key[-1]))
+            return await read(key)
+
+        monkeypatch.setattr(network, "read", noted)
+        await one.claim(record("a", 0))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(presence.run()) for presence in (one, other)]
+            await asyncio.sleep(1.0)
+            await other.claim(record("b", 1, state=State.CATCHING_UP))
+            await asyncio.sleep(copies_s)
+            other.update(record("b", 1))
+            begun = now()
+            while not one.roster.stage(1) or one.roster.stage(1)[0].state is State.CATCHING_UP:
+                await one.changed()
+            assert now() - begun < 4.0
+            # In peace it reads as seldom as ever, and it never published more often.
+            await asyncio.sleep(20.0)
+            looks.clear()
+            await asyncio.sleep(30.0)
+            assert 2 <= looks.count(1) <= 4
+            assert one.statistics()["published"] < now() / 8.5 + 3
+            for task in tasks:
+                task.cancel()
+
+    run(main())
+
+
 class Forgetful:
     """A network whose readings fail or come back empty while `blind`."""
 

@@ -2,7 +2,8 @@
 
 Each side applies its step when its own next pause comes, so the two are heard of at different times. They are of one
 meeting if both saw the same gap: the numbers of their rounds may differ, since healing is bounded by each side's own
-roster. Both must have applied the same mean, and it must be that of the two snapshots.
+roster. Where there is no gap to tell meetings apart, those are that applied the same mean. Both must have applied the
+same mean, and it must be that of the two snapshots.
 
 Of all messages the loss of the last receipt alone leaves one side stepped and the other not. So a side that finds no
 other is looked into when the run is over. The other must have said that it lost this very exchange, each such loss
@@ -115,7 +116,7 @@ class Meetings:
         """Compare a side that has just been applied with its other side, if that is there already."""
         first, second = sorted((record.name, side.partner))
         waiting = self._open.setdefault((first, second), [])
-        found = [other for other in waiting if _of_one_meeting(other, side)]
+        found = [other for other in waiting if _of_one_meeting(other, side) and self._tells(side, other)]
         if not found:
             waiting.append(side)
             return
@@ -125,18 +126,31 @@ class Meetings:
             return
         self.compared += 1
         self.checked["pair"] += 1
-        codec, scale = Format(self.outer.codec), max(side.scale, other.scale)
-        # Where gamma differs from beta, what each applied is the mean of the fast weights and a pull of its own.
-        pull = (1.0 - self.outer.gamma / self.outer.beta) / 2 * (side.slow - other.slow)
-        exact = TOLERANCE if self.outer.gamma == self.outer.beta else ROUNDING[codec]
-        away = float((side.mean - other.mean - 2 * pull).abs().max())
-        if not away <= exact * scale:
+        codec, scale, pull = Format(self.outer.codec), max(side.scale, other.scale), self._pull(side, other)
+        away, bound = self._apart(side, other)
+        if not away <= bound:
             sentence = f"{side.name} and {other.name} met in round {event.round} and applied means that differ"
             self.complain("pair", f"{sentence} by {away:.3g}")
         away = float((side.mean - pull - (side.snapshot + other.snapshot) / 2).abs().max())
         if not away <= ROUNDING[codec] * scale:
             sentence = f"{side.name} and {other.name} met in round {event.round} and applied a mean of other weights"
             self.complain("pair", f"{sentence} than their snapshots: {away:.3g} off")
+
+    def _pull(self, side: Side, other: Side) -> Tensor:
+        # Where gamma differs from beta, what each applied is the mean of the fast weights and a pull of its own.
+        return (1.0 - self.outer.gamma / self.outer.beta) / 2 * (side.slow - other.slow)
+
+    def _apart(self, side: Side, other: Side) -> tuple[float, float]:
+        """Return by how much two sides' means differ, and by how much they may."""
+        exact = TOLERANCE if self.outer.gamma == self.outer.beta else ROUNDING[Format(self.outer.codec)]
+        away = float((side.mean - other.mean - 2 * self._pull(side, other)).abs().max())
+        return away, exact * max(side.scale, other.scale)
+
+    def _tells(self, side: Side, other: Side) -> bool:
+        """Say whether the gap tells this meeting from others; where there is none, the other may be the half of an
+        earlier one, whose last receipt was lost, if its mean is another."""
+        away, bound = self._apart(side, other)
+        return max(side.gap, other.gap) > NO_GAP or away <= bound
 
     def _is_spoilt(self, side: Side) -> bool:
         return self.spoilt(side.name, side.begun_s) or self.spoilt(side.partner, side.begun_s)
