@@ -1,5 +1,4 @@
-"""What others send on streams that we answer, and nobody here has received yet: bounded in bytes, in all and for each
-peer.
+"""What others send on streams that we answer and nobody has received yet: bounded in bytes, for each peer and in all.
 
 A message is checked against its schema before memory is taken for it, but a stranger may open many streams and send
 something good on each, faster than handlers take it, or never to its end. Memory is taken as bytes come, so it is those
