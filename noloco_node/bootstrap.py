@@ -21,7 +21,7 @@ from noloco_node.errors import Exit, Trouble
 from noloco_node.home import Home
 from noloco_node.libp2p.addresses import parse_peer_address
 from noloco_node.libp2p.settings import Capacity, Reach, Settings
-from noloco_node.memory import machine_free_bytes
+from noloco_node.memory import machine_free_bytes, share_arenas
 from noloco_node.presence import Presence
 from noloco_node.recipe import SCHEMA, TOPIC, Recipe
 from noloco_node.roster import Roster
@@ -45,6 +45,7 @@ class BootstrapConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 async def host(config: BootstrapConfig) -> None:
     """Serve the run file until asked to leave; print the invite on the standard output."""
+    share_arenas()
     recipe = Recipe(read_run_text(config.run), str(config.run))
     known: tuple[str, ...] = ()
     if config.invite is not None:

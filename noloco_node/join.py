@@ -32,7 +32,7 @@ from noloco_node.libp2p.acquaintances import Acquaintances
 from noloco_node.libp2p.settings import Capacity, Reach, Settings
 from noloco_node.line import freight, line_s, slowest_bytes_per_s
 from noloco_node.machine import Machine, Voice
-from noloco_node.memory import free_bytes, machine_free_bytes, needs_bytes, trim
+from noloco_node.memory import free_bytes, machine_free_bytes, needs_bytes, share_arenas, trim
 from noloco_node.mixing import mixed
 from noloco_node.node import Node, Wishes
 from noloco_node.opening import Opening
@@ -53,6 +53,7 @@ R = TypeVar("R")
 async def join(invite: str, config: NodeConfig) -> None:
     """Join the swarm of an invite and stay until the run ends or we are asked to leave."""
     parsed = invites.parse(invite)
+    share_arenas()
     torch_device = choose_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +23,7 @@ from noloco_node.blueprint import blueprint, make_stage
 from noloco_node.claiming import CLAIMS, LOOKS, Claimant, Place, claim, claims_of
 from noloco_node.errors import Exit, Trouble
 from noloco_node.machine import Machine, Voice
-from noloco_node.memory import available, needs_bytes, trim, within_limit
+from noloco_node.memory import ARENAS, available, needs_bytes, trim, within_limit
 from noloco_node.presence import Presence
 from noloco_node.probing import TIMES, measure
 from noloco_node.replica import Replica
@@ -257,6 +259,30 @@ def test_memory_that_is_free_goes_back_to_the_system() -> None:
     trim()
     assert process.memory_info().rss < before - 40_000_000
     assert len(kept) == 100
+
+
+THREADS_THAT_ALLOCATE = """
+import ctypes, threading
+from noloco_node.memory import share_arenas
+share_arenas()
+barrier = threading.Barrier(6)
+def allocate():
+    barrier.wait()
+    kept = [bytearray(5000) for _ in range(200)]
+    barrier.wait()
+threads = [threading.Thread(target=allocate) for _ in range(6)]
+for each in threads: each.start()
+for each in threads: each.join()
+libc = ctypes.CDLL(None)
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to")
+def test_threads_share_the_arenas_of_the_c_library() -> None:
+    told = subprocess.run([sys.executable, "-c", THREADS_THAT_ALLOCATE], capture_output=True, text=True, check=True)
+    assert 1 <= told.stdout.count("<heap nr=") <= ARENAS
 
 
 def test_memory_is_read_where_somebody_says_it(tmp_path: Path) -> None:
