@@ -28,8 +28,10 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
 from statistics import median_low
+
+import torch
+from torch import Tensor
 
 from gossip.messages import Accepted, Declined, DeclineReason, Offer
 
@@ -39,7 +41,9 @@ PICKY_SHARE = 0.5
 """Share of the time between two openings after which anybody will do."""
 ROUND_BOUND = 4
 """Rounds beyond the roster's median that a replica lets itself be told."""
-_MASK = 2**64 - 1
+_LOW_31 = 2**31 - 1
+"""What a shift of 64 bits by 33 leaves; tensors are signed, and shift copies of the sign into the rest."""
+_SIGN = -(2**63)
 SOON_S = 0.25
 """When to ask again somebody who is only waiting for an answer."""
 
@@ -100,12 +104,14 @@ def partners_of_round(replicas: Collection[str], seed: int, round: int) -> Mappi
 
 @lru_cache(maxsize=32)
 def _greedy(replicas: tuple[str, ...], seed: int, round: int) -> Mapping[str, str]:
-    partner: dict[str, str] = {}
     paired = _without_idle(replicas, seed, round)
-    ticket = {peer: _ticket(f"{seed}|match|{round}", peer) for peer in paired}
-    for low, high in sorted(combinations(paired, 2), key=lambda pair: _score(ticket[pair[0]], ticket[pair[1]])):
-        if low not in partner and high not in partner:
-            partner[low], partner[high] = high, low
+    tickets = _tickets(f"{seed}|match|{round}", paired)
+    low, high = torch.triu_indices(len(paired), len(paired), offset=1)
+    order = torch.argsort(_scores(tickets[low], tickets[high]), stable=True)
+    partner: dict[str, str] = {}
+    for one, other in zip(low[order].tolist(), high[order].tolist(), strict=True):
+        if paired[one] not in partner and paired[other] not in partner:
+            partner[paired[one]], partner[paired[other]] = paired[other], paired[one]
             if len(partner) == len(paired):
                 break
     return partner
@@ -126,25 +132,44 @@ def _ticket(salt: str, peer: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{salt}|{peer}".encode()).digest()[:8], "big")
 
 
-def _score(one: int, other: int) -> int:
-    """Hash a pair of tickets, the same for both; a cryptographic hash for each pair would cost four times as much."""
-    mixed = one ^ other
-    mixed = (mixed ^ mixed >> 33) * 0xFF51AFD7ED558CCD & _MASK
-    mixed = (mixed ^ mixed >> 33) * 0xC4CEB9FE1A85EC53 & _MASK
-    return mixed ^ mixed >> 33
+@lru_cache(maxsize=64)
+def _tickets(salt: str, peers: tuple[str, ...]) -> Tensor:
+    """Return the tickets of many, in their order, as int64 (n); a whole simulated stage asks for the same."""
+    return torch.tensor([_signed(_ticket(salt, peer)) for peer in peers], dtype=torch.int64)
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the bits of an unsigned number of 64."""
+    return number - 2**64 if number >> 63 else number
+
+
+_FACTORS = (_signed(0xFF51AFD7ED558CCD), _signed(0xC4CEB9FE1A85EC53))
+"""Of the last step of MurmurHash3 (public domain): every bit of a ticket moves every bit of a score."""
+
+
+def _scores(some: Tensor, others: Tensor) -> Tensor:
+    """Hash pairs of tickets, the same for both sides, to int64 whose order is the scores'; products are modulo 2^64.
+
+    A cryptographic hash for each of twenty thousand pairs would cost far more.
+    """
+    mixed = some ^ others
+    for factor in _FACTORS:
+        mixed = (mixed ^ (mixed >> 33 & _LOW_31)) * factor
+    return mixed ^ (mixed >> 33 & _LOW_31) ^ _SIGN
 
 
 def preferences(me: str, replicas: Collection[str], seed: int, round: int) -> tuple[str, ...]:
     """Return the others in the order in which to ask them: first the greedy partner, if any, then in hash order."""
-    others = {peer for peer in replicas if peer != me}
-    salt = f"{seed}|match|{round}"
-    mine = _ticket(salt, me)
-    order = sorted(others, key=lambda peer: _score(mine, _ticket(salt, peer)))
-    if len(others) >= GREEDY_AT_MOST:
-        return tuple(order)
-    first = partners_of_round(others | {me}, seed, round).get(me)
+    everybody = tuple(sorted({me, *replicas}))
+    tickets = _tickets(f"{seed}|match|{round}", everybody)
+    mine = everybody.index(me)
+    by_hash = torch.argsort(_scores(tickets, tickets[mine]), stable=True).tolist()
+    order = tuple([everybody[place] for place in by_hash if place != mine])
+    if len(order) >= GREEDY_AT_MOST:
+        return order
+    first = partners_of_round(everybody, seed, round).get(me)
     if first is None:
-        return tuple(order)
+        return order
     return (first, *(peer for peer in order if peer != first))
 
 

@@ -52,8 +52,8 @@ def machine_free_bytes() -> int | None:
 def share_arenas() -> None:
     """Have the C library's threads share `ARENAS` stores of memory instead of eight a core, where it can (glibc).
 
-    Call it before threads are started. A thread keeps the store that it once took, and so what a task needed that any of
-    a pool's threads may do would in time be kept as often as the pool has threads.
+    Call it before threads are started. A thread keeps the store that it once took, and so what a task needed that any
+    of a pool's threads may do would in time be kept as often as the pool has threads.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)

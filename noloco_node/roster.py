@@ -33,7 +33,7 @@ class State(StrEnum):
     LEAVING = "leaving"
 
 
-class PeerRecord(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
+class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer says of itself. Nobody else vouches for it: readers bound what they believe."""
 
     peer: str

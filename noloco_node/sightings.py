@@ -25,7 +25,6 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from statistics import median
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -34,6 +33,7 @@ from noloco_node.roster import PeerRecord
 RECORD_BYTES = 4096
 SOURCE_BYTES = 64
 MOST_RECORDS = 4096
+MOST_DECODED = 4 * MOST_RECORDS
 LARGEST_COUNT = 2**53
 LATEST_UNIX_S = 2.0**40
 CLOCK_S = 60.0
@@ -42,7 +42,7 @@ LONGEST_LIFETIME_S = 300.0
 """For which a record is believed, whatever it asks for."""
 
 
-class Published(msgspec.Struct, frozen=True, array_like=True, weakref=True):
+class Published(msgspec.Struct, frozen=True, array_like=True):
     """A record as it is stored. `serial` grows with each publication; `at`: Unix time of it, 0 if not said.
 
     `lifetime_s`: for which it asks to be believed, since its peer may publish more seldom than we do; 0 if not said.
@@ -61,7 +61,7 @@ class SourceRecord(msgspec.Struct, frozen=True, array_like=True):
     finished: bool
 
 
-class Sighting(NamedTuple):
+class Sighting(msgspec.Struct, frozen=True):
     """A peer's last record, its bytes, and when they were new to us, on the clock of `Sightings`.
 
     `believed`: whether the peer counts as there. `offset_s`: our clock minus its own, its record's age included; None
@@ -145,7 +145,7 @@ class Sightings:
         for peer in aged:
             sighting = self._seen[peer]
             if raws.get(peer) == sighting.raw:
-                self._seen[peer] = sighting._replace(believed=False)
+                self._seen[peer] = msgspec.structs.replace(sighting, believed=False)
             else:
                 del self._seen[peer]
 
@@ -180,24 +180,28 @@ def at_most(found: Collection[str], known: Mapping[str, Any]) -> Iterable[str]:
     return sorted(found, key=lambda peer: (peer not in known, peer))[:MOST_RECORDS]
 
 
-_decoded: WeakValueDictionary[bytes, Published] = WeakValueDictionary()
-"""Records that somebody holds, by their bytes: the many peers of a simulation share one of each."""
+_decoded: dict[str, tuple[bytes, Published]] = {}
+"""Each peer's record as it was decoded last, and its bytes: the many readers of a simulation share one of each."""
 
 
 def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:
     """Return the record if it is one that this peer may publish for this stage."""
-    published = _decoded.get(raw)
-    if published is None:
+    last = _decoded.get(peer)
+    if last is not None and last[0] == raw:
+        published = last[1]
+    else:
         if len(raw) > RECORD_BYTES:
             return None
         try:
             published = msgspec.msgpack.decode(raw, type=Published)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-        if not _is_possible(published):
+        if published.record.peer != peer or not _is_possible(published):
             return None
-        _decoded[raw] = published
-    return published if (published.record.peer, published.record.stage) == (peer, stage) else None
+        if len(_decoded) >= MOST_DECODED:
+            _decoded.clear()
+        _decoded[peer] = raw, published
+    return published if published.record.stage == stage else None
 
 
 def _is_possible(published: Published) -> bool:

@@ -83,7 +83,7 @@ def test_the_scenario_of_the_documentation_is_a_day_of_a_hundred_peers() -> None
     setting = complete(load_scenario(SCENARIO), None)
     assert len(setting.peers) == 100
     departures = [fault for fault in setting.faults if isinstance(fault, Crash | Leave)]
-    assert len(departures) / 100 / 23 == pytest.approx(0.3, rel=0.1)
+    assert len(departures) / 100 / 24 == pytest.approx(0.3, rel=0.1)
     assert decode_scenario(scenario_text(setting.scenario), "its own text").fault == setting.scenario.fault
 
 
