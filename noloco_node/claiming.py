@@ -2,8 +2,10 @@
 
 It builds the stage that the roster says is the weakest, takes made-up microbatches through it (`noloco_node.probing`)
 and reads the roster once more. From then on its speed is known at every stage, for all peers know what a microbatch
-costs at each. Stages that do not fit the memory of the device are left out; the need is the plan's estimate, so where
-nothing fits the least demanding one is tried, with a word of warning.
+costs at each. Stages that do not fit the memory of the device are left out. The need is the plan's estimate, in which
+the weights are certain and what microbatches in flight keep is not: that is measured too, and whoever finds that a
+stage needs more than is free looks at the others. Where nothing fits the least demanding one is tried, with a word of
+warning.
 
 Several newcomers may choose alike. All of them compute the same answer from the same records (`pipeline.placement`), so
 that only as many move as must. It takes one reading as a rule, and a few where rosters disagree; who is still not sure
@@ -93,26 +95,22 @@ def claims_of(roster: Roster) -> list[Claim]:
     ]
 
 
-def room(machine: Machine, stages: int) -> tuple[int, ...]:
-    """Return the stages that fit the memory that is free now."""
-    return fitting(machine.needs_bytes, machine.free_bytes(), stages)
-
-
 async def claim(claimant: Claimant, served: int | None) -> Place:
     """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
     await _first_look(claimant)
     if claimant.wish is not None:
         return await _take(claimant, claimant.wish)
-    presence, work = claimant.presence, claimant.plan.work
-    fits = _fits(claimant)
+    presence, work, memory = claimant.presence, claimant.plan.work, _Memory(claimant)
     rng = Random(f"{claimant.run.seed}|placement|{claimant.me}")
-    stage = choose_stage(capacities(claims_of(presence.roster), work), fits, rng, served)
+    stage = choose_stage(capacities(claims_of(presence.roster), work), memory.fits(), rng, served)
     part = await built(claimant.machine, stage)
-    own = _Own(fits, await _measure(claimant, part, stage))
+    device_s, kept_bytes = await _measure(claimant, part, stage)
+    memory.note(stage, kept_bytes)
+    own = _Own(memory.fits(), device_s)
     # Others may have come while we were building.
     await presence.peek()
     capacity = capacities(claims_of(presence.roster), work)
-    probed, stage = stage, choose_stage(capacity, fits, rng, stage)
+    probed, stage = stage, choose_stage(capacity, own.fits, rng, stage)
     _say(claimant, stage, reason(stage, capacity, own.speed(stage)), own)
     stage = await _settle(claimant, stage, own)
     return Place(stage, part if stage == probed else None)
@@ -174,27 +172,49 @@ async def _take(claimant: Claimant, wish: int) -> Place:
     return Place(stage)
 
 
-def _fits(claimant: Claimant) -> tuple[int, ...]:
-    """Return the stages to choose from."""
-    machine, stages = claimant.machine, claimant.run.pipeline.stages
-    fits = room(machine, stages)
-    if fits:
-        return fits
-    least = min(range(stages), key=machine.needs_bytes.__getitem__)
-    claimant.voice.say(
-        f"no stage fits the memory that is free ({_gib(machine.free_bytes() or 0)}); trying stage {least}, which needs"
-        f" least ({_gib(machine.needs_bytes[least])}, estimated)"
-    )
-    return (least,)
+class _Memory:
+    """Which stages fit the memory that is free before one is built: by the plan's estimate, until one is measured."""
+
+    def __init__(self, claimant: Claimant) -> None:
+        self._run, self._machine, self._say = claimant.run, claimant.machine, claimant.voice.say
+        self._free, self._needs = claimant.machine.free_bytes(), list(claimant.machine.needs_bytes)
+
+    def fits(self) -> tuple[int, ...]:
+        """Return the stages to choose from: those that fit, or the one that needs least."""
+        stages = self._run.pipeline.stages
+        fits = fitting(self._needs, self._free, stages)
+        if fits:
+            return fits
+        least = min(range(stages), key=self._needs.__getitem__)
+        self._say(
+            f"no stage fits the memory that is free ({_gib(self._free or 0)}); trying stage {least}, which needs least"
+            f" ({_gib(self._needs[least])}, estimated)"
+        )
+        return (least,)
+
+    def note(self, stage: int, kept_bytes: int) -> None:
+        """Replace the estimate of what microbatches in flight keep at a stage, given what one was seen to keep."""
+        pipeline, machine = self._run.pipeline, self._machine
+        if not (self._needs and machine.in_flight_bytes and kept_bytes):
+            return
+        at_once = pipeline.microbatches_per_step * pipeline.windows_in_flight if stage < pipeline.stages - 1 else 1
+        estimate = machine.needs_bytes[stage]
+        self._needs[stage] = estimate - machine.in_flight_bytes[stage] + kept_bytes * at_once
+        if self._free is not None and estimate <= self._free < self._needs[stage]:
+            self._say(
+                f"stage {stage} does not fit: it needs {_gib(self._needs[stage])} by what a microbatch takes"
+                f" ({_gib(estimate)} were estimated), and {_gib(self._free)} are free"
+            )
 
 
-async def _measure(claimant: Claimant, stage: Stage, number: int) -> tuple[float, ...]:
-    """Return what a microbatch takes at each stage, from what one takes at this one: on the device, or on the line."""
+async def _measure(claimant: Claimant, stage: Stage, number: int) -> tuple[tuple[float, ...], int]:
+    """Take a microbatch through a stage. Return the seconds of one at every stage, on the device or on the line, and
+    the bytes that it keeps at this one.
+    """
     machine, work, stages = claimant.machine, claimant.plan.work, claimant.run.pipeline.stages
-    device_s = await machine.device.run(
-        measure, stage, number, claimant.run.pipeline, claimant.plan, machine.device.clock
-    )
-    return tuple(max(device_s * work[each] / work[number], machine.line_s(each)) for each in range(stages))
+    probe = await machine.device.run(measure, stage, number, claimant.run.pipeline, claimant.plan, machine.device.clock)
+    device_s = tuple(max(probe.device_s * work[each] / work[number], machine.line_s(each)) for each in range(stages))
+    return device_s, probe.kept_bytes
 
 
 async def _settle(claimant: Claimant, stage: int, own: _Own) -> int:

@@ -32,7 +32,7 @@ from noloco_node.libp2p.acquaintances import Acquaintances
 from noloco_node.libp2p.settings import Capacity, Reach, Settings
 from noloco_node.line import freight, line_s, slowest_bytes_per_s
 from noloco_node.machine import Machine, Voice
-from noloco_node.memory import free_bytes, machine_free_bytes, needs_bytes, share_arenas, trim
+from noloco_node.memory import free_bytes, in_flight_bytes, machine_free_bytes, needs_bytes, share_arenas, trim
 from noloco_node.mixing import mixed
 from noloco_node.node import Node, Wishes
 from noloco_node.opening import Opening
@@ -102,6 +102,7 @@ async def join(invite: str, config: NodeConfig) -> None:
                     keep=lambda number, size: Partial(home.path / "catch-up", recipe.digest, number, size, say),
                     line_s=lambda number: line_s(freight(recipe.run, plan, number), config.allowance),
                     needs_bytes=needs_bytes(recipe.run, plan, torch_device),
+                    in_flight_bytes=in_flight_bytes(recipe.run, plan),
                     free_bytes=lambda: free_bytes(torch_device),
                 )
                 wishes = Wishes(

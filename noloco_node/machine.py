@@ -162,11 +162,11 @@ class Machine:
     and `save`: this peer's own checkpoints, the last of a stage. `unix_time`: the time of day, in seconds. `served`:
     the stage that this peer served last. `former`: what is kept of those before; None keeps nothing. `asleep_s`:
     seconds for which the machine has slept since its start. `line_s`: seconds that the owner's budget of bandwidth
-    needs for a microbatch at a stage. `needs_bytes`: memory that each stage takes on the device, about; `free_bytes`:
-    memory that is free there. `keep`: where pieces of a stage's state are noted while
-    it is copied, given its number and the bytes of its weights; None keeps them in memory alone. `copies`: is told of
-    which stage the state is about to be copied, so that what it takes besides is made ready meanwhile. `snapshots`: of
-    other stages, None where nobody asked to keep any.
+    needs for a microbatch at a stage. `needs_bytes`: memory that each stage takes on the device, about;
+    `in_flight_bytes`: what of it microbatches in flight keep; `free_bytes`: memory that is free there. `keep`: where
+    pieces of a stage's state are noted while it is copied, given its number and the bytes of its weights; None keeps
+    them in memory alone. `copies`: is told of which stage the state is about to be copied, so that what it takes
+    besides is made ready meanwhile. `snapshots`: of other stages, None where nobody asked to keep any.
     """
 
     device: Runner
@@ -180,6 +180,7 @@ class Machine:
     asleep_s: Callable[[], float] = awake
     line_s: Callable[[int], float] = unlimited
     needs_bytes: tuple[int, ...] = ()
+    in_flight_bytes: tuple[int, ...] = ()
     free_bytes: Callable[[], int | None] = unknown
     keep: Callable[[int, int], Keep] | None = None
     copies: Callable[[int], None] = nothing_besides

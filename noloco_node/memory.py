@@ -1,6 +1,7 @@
 """How much memory a stage needs on a device, how much is free there, and how what is free comes back to the system.
 
-The need is the plan's estimate: on a GPU what it computes with, on a CPU all of it. Free is of a GPU what its driver
+The need is the plan's estimate: on a GPU what it computes with, on a CPU all of it. (Of the stage that it is about to
+take a newcomer measures the part that can only be estimated: `noloco_node.claiming`.) Free is of a GPU what its driver
 says, else of the machine what Linux says, or a container's limit; None where nobody says it, since a number that was
 made up would keep a peer from a stage that fits.
 """
@@ -32,6 +33,13 @@ def needs_bytes(run: RunConfig, drawn: Blueprint, device: torch.device) -> tuple
 
     gpu = device.type == "cuda"
     return tuple(memory.computing if gpu else memory.total for memory in memories(run, drawn))
+
+
+def in_flight_bytes(run: RunConfig, drawn: Blueprint) -> tuple[int, ...]:
+    """Return what of it the microbatches in flight keep at each stage, about: a newcomer measures it at its own."""
+    from noloco_node.plan import memories
+
+    return tuple(memory.activations for memory in memories(run, drawn))
 
 
 def free_bytes(device: torch.device) -> int | None:

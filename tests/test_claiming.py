@@ -18,14 +18,14 @@ import pytest
 import torch
 from swarms import Peer, recipe, until
 
-from noloco_node import journal
+from noloco_node import claiming, journal
 from noloco_node.blueprint import blueprint, make_stage
 from noloco_node.claiming import CLAIMS, LOOKS, Claimant, Place, claim, claims_of
 from noloco_node.errors import Exit, Trouble
 from noloco_node.machine import Machine, Voice
-from noloco_node.memory import ARENAS, available, needs_bytes, trim, within_limit
+from noloco_node.memory import ARENAS, available, in_flight_bytes, needs_bytes, trim, within_limit
 from noloco_node.presence import Presence
-from noloco_node.probing import TIMES, measure
+from noloco_node.probing import TIMES, Probe, measure
 from noloco_node.replica import Replica
 from noloco_node.roster import PeerRecord, State
 from noloco_node.sim.bowl import Bowl, Numbers, bowl_plan
@@ -64,6 +64,7 @@ class Seeker:
             save=self._never,
             unix_time=asyncio.get_running_loop().time,
             needs_bytes=(100, 200, 300),
+            in_flight_bytes=(20, 20, 20),
             free_bytes=lambda: free,
         )
         voice = Voice(record=self.events.append, say=self.said.append)
@@ -180,6 +181,25 @@ def test_a_stage_that_does_not_fit_is_left_out_and_the_least_is_tried_where_noth
     assert "no stage fits the memory that is free" in tiny.said[0]
 
 
+def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claiming, "measure", lambda *_: Probe(0.6, 100))
+
+    async def main(hub: Hub) -> tuple[Seeker, Place, Place]:
+        await Seeker(hub, "a").serve(0, 0.5)
+        await Seeker(hub, "b").serve(1, 1.0)
+        # Of stage 2, the last, one microbatch is in flight: 300 - 20 + 100.
+        small, large = Seeker(hub, "small", free=379), Seeker(hub, "large", free=380)
+        place = await claim(small.claimant, None)
+        return small, place, await claim(large.claimant, None)
+
+    small, place, ample = claimed(main)  # type: ignore[misc]
+    assert (place, small.built) == (Place(1), [2]), "what was built for the measurement is let go"
+    assert "stage 2 does not fit" in small.said[0]
+    assert ample.number == 2
+
+
 def test_of_equals_the_stage_of_an_earlier_life() -> None:
     async def main(hub: Hub) -> set[tuple[int, int]]:
         found = set()
@@ -241,7 +261,10 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
     for number in range(3):
         stage = make_stage(what.run, plan, number, torch.device("cpu"))
         before = [tensor.clone() for tensor in stage.weights()]
-        assert measure(stage, number, what.run.pipeline, plan, lambda: float(next(ticks))) == 1.0
+        probe = measure(stage, number, what.run.pipeline, plan, lambda: float(next(ticks)))
+        assert probe.device_s == 1.0
+        at_once = 1 if number == 2 else what.run.pipeline.microbatches_per_step * what.run.pipeline.windows_in_flight
+        assert probe.kept_bytes * at_once == pytest.approx(in_flight_bytes(what.run, plan)[number], rel=0.1)
         assert stage.statistics()["backwards"] == TIMES
         assert all(torch.equal(was, now) for was, now in zip(before, stage.weights(), strict=True))
         # A step on what was left behind would be a step on nothing.
