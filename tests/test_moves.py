@@ -6,9 +6,6 @@ The nodes are the production's, in memory and virtual time.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from random import Random
 from typing import TypeVar
@@ -17,28 +14,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from real_nodes import RealNodes
 from swarms import until
 
 from noloco_node import journal
 from noloco_node.checkpoint import Checkpoint, Counters, files, save
-from noloco_node.device import Device
 from noloco_node.errors import Exit, Trouble
 from noloco_node.former import KEPT, OwnCheckpoints
 from noloco_node.joining import is_shortage
-from noloco_node.libp2p.network import Libp2p
-from noloco_node.libp2p.settings import Settings
-from noloco_node.machine import Machine, Stage, Voice
-from noloco_node.node import Node, Wishes
+from noloco_node.machine import Stage, Voice
+from noloco_node.node import Wishes
 from noloco_node.reviving import MOST_ASKED, asked_of
 from noloco_node.roster import PeerRecord, Roster, State
-from noloco_node.sim.bowl import Numbers
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import Hub
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import decode_scenario
 from noloco_node.sim.setting import work_out
 from noloco_node.sim.shelf import MemoryShelf
-from noloco_node.swarm import prefix
 
 T = TypeVar("T")
 
@@ -55,7 +48,6 @@ microbatches_per_step = 2
 [devices]
 forward_s = 0.2
 """
-LOCAL = "/ip4/127.0.0.1/tcp/0"
 MOVING_S = 600.0
 """Within which somebody of a swarm out of balance has moved."""
 
@@ -288,37 +280,22 @@ class Heard:
 
 @pytest.mark.network
 def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
-    """Two replicas of stage 1 and a slow one of stage 0: of the two only one is willing, and it goes.
-
-    One process, for the start of three takes longer on a busy machine than all the rest; but a daemon for each peer.
-    """
+    """Two replicas of stage 1 and a slow one of stage 0: of the two only one is willing, and it goes."""
     setting = work_out(decode_scenario(SCENARIO, "the test's scenario"))
 
     async def main() -> list[Heard]:
-        heard, tasks, leave = list[Heard](), list[asyncio.Task[None]](), asyncio.Event()
-        async with AsyncExitStack() as open_until_then:
-            bootstrap: tuple[str, ...] = ()
+        heard, leave = list[Heard](), asyncio.Event()
+        async with RealNodes(setting) as nodes:
             for number, (stage, slowdown) in enumerate(((0, 1000.0), (1, 1.0), (1, 1.0))):
-                settings = Settings(prefix=prefix(setting.recipe.digest), listen=(LOCAL,), bootstrap=bootstrap)
-                network = await open_until_then.enter_async_context(Libp2p.open(settings, print))
-                bootstrap = bootstrap or await network.addresses()
-                device = open_until_then.enter_context(closing(Device(torch.device("cpu"), slowdown)))
                 heard.append(Heard())
-                node = Node(
-                    setting.recipe,
-                    setting.dimensions,
-                    network,
-                    in_memory(device, setting.build, number),
-                    Wishes(stage=stage, moves=number == 1, refresh_s=0.15),
-                    Voice(record=heard[-1], say=print),
-                )
-                tasks.append(asyncio.create_task(node.live(leave)))
+                wishes = Wishes(stage=stage, moves=number == 1, refresh_s=0.15)
+                await nodes.start(wishes, Voice(record=heard[-1], say=print), leave, slowdown=slowdown)
             arrived = asyncio.create_task(heard[1].there.wait())
-            await asyncio.wait([arrived, *tasks], timeout=120.0, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([arrived, *nodes.tasks], timeout=120.0, return_when=asyncio.FIRST_COMPLETED)
             leave.set()
-            await asyncio.wait(tasks)
+            await asyncio.wait(nodes.tasks)
             arrived.cancel()
-        for task in tasks:
+        for task in nodes.tasks:
             task.result()
         return heard
 
@@ -330,30 +307,6 @@ def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
     for each in (slow, stays):
         assert not any(isinstance(event, journal.Moved | journal.Violation) for event in each.events)
         assert [event.why for event in each.events if isinstance(event, journal.Finished)] == ["asked to leave"]
-
-
-def in_memory(device: Device, build: Callable[[int], Stage], number: int) -> Machine:
-    """A real device, and everything else of a machine in memory."""
-    saved: list[Checkpoint] = []
-    shelf = MemoryShelf(lambda: saved[-1] if saved else None)
-
-    async def open_text() -> Numbers:
-        return Numbers((1, 1), 1000 * number)
-
-    async def save_it(checkpoint: Checkpoint) -> str:
-        saved.append(checkpoint)
-        return "memory"
-
-    return Machine(
-        device=device,
-        build=build,
-        open_text=open_text,
-        load=shelf.load,
-        save=save_it,
-        unix_time=time.time,
-        served=shelf.served,
-        former=shelf,
-    )
 
 
 # On the disk.

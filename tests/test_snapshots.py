@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from real_nodes import RealNodes
 from swarms import Peer, recipe, until
 
 from gossip.matching import ROUND_BOUND
@@ -20,13 +23,17 @@ from gossip.messages import Manifest, Parts, StateRequest
 from noloco_node import journal, snapshots
 from noloco_node.alongside import running
 from noloco_node.checkpoint import Checkpoint, Counters
+from noloco_node.machine import Voice
 from noloco_node.merging import Standing
+from noloco_node.node import Wishes
 from noloco_node.outlines import SNAPSHOT, Subject, outlines
 from noloco_node.reviving import ATTEMPTS, MOST_TIMES, NORM_FACTOR, Reached, asks_again, donors, kept_word, reached
 from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.sightings import CLOCK_S
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.scenario import decode_scenario
+from noloco_node.sim.setting import work_out
 from noloco_node.snapshots import KEPT, DirectoryStore, next_stage, possible
 from noloco_node.topics import STATE, state_schema, topic
 
@@ -219,6 +226,67 @@ def test_a_stage_that_lost_all_its_replicas_comes_back_from_a_snapshot() -> None
     assert any("keeping snapshots of stage 1" in line for line in keeper.said)
     assert any("reviving stage 1 from a snapshot" in line for line in newcomer.said)
     assert not any("LOST ITS WEIGHTS" in line for line in newcomer.said)
+
+
+REAL = """
+[swarm]
+stages = 2
+replicas = 1
+rounds = 4000
+refresh_s = 0.5
+inner_steps_per_round = 2
+microbatches_per_step = 2
+[devices]
+forward_s = 0.2
+"""
+
+
+@pytest.mark.network
+def test_a_stage_comes_back_from_a_snapshot_over_real_daemons() -> None:
+    """A source keeps snapshots of stage 1, whose only replica leaves; a newcomer goes on from the last one."""
+    setting = work_out(decode_scenario(REAL, "the test's scenario"))
+
+    async def main() -> tuple[Memory, Checkpoint, list[journal.Event], list[str]]:
+        store, said = Memory(), list[str]()
+        events: tuple[list[journal.Event], ...] = ([], [], [])
+        leaves, happened = [asyncio.Event() for _ in events], asyncio.Event()
+
+        async with RealNodes(setting) as nodes:
+
+            async def start(number: int, stage: int, snapshots: Memory | None = None) -> None:
+                wishes = Wishes(stage=stage, refresh_s=0.15, keep_snapshots=2 if snapshots else 0)
+                voice = Voice(record=partial(heard, number), say=said.append)
+                await nodes.start(wishes, voice, leaves[number], snapshots=snapshots)
+
+            def heard(number: int, event: journal.Event) -> None:
+                events[number].append(event)
+                happened.set()
+
+            async def seen(condition: Callable[[], bool]) -> None:
+                async with asyncio.timeout(120.0):
+                    while not condition():
+                        happened.clear()
+                        await happened.wait()
+
+            await start(0, 0, store)
+            await start(1, 1)
+            await seen(lambda: len(store.kept.get(1, ())) >= 2)
+            leaves[1].set()
+            await nodes.tasks[1]
+            last = store.kept[1][-1]
+            await start(2, 1)
+            await seen(lambda: any(isinstance(event, journal.InnerStep) for event in events[2]))
+            leaves[0].set()
+            leaves[2].set()
+            await asyncio.gather(*nodes.tasks)
+        return store, last, events[2], said
+
+    store, last, events, said = asyncio.run(main())
+    assert any("reviving stage 1 from a snapshot" in line for line in said)
+    first = next(event for event in events if isinstance(event, journal.InnerStep))
+    assert first.step == last.counters.inner_steps + 1
+    assert 0 not in store.kept
+    assert not any(isinstance(event, journal.Violation) for event in events)
 
 
 def test_without_a_snapshot_it_is_said_loudly_and_a_returning_checkpoint_is_better() -> None:

@@ -1,0 +1,94 @@
+"""Production nodes over real libp2p daemons in one process: real time and lines, the rest of each machine in memory.
+
+One process, for the start of several takes longer on a busy machine than all the rest; but a daemon for each peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
+
+import torch
+
+from noloco_node.checkpoint import Checkpoint
+from noloco_node.device import Device
+from noloco_node.libp2p.network import Libp2p
+from noloco_node.libp2p.settings import Settings
+from noloco_node.machine import Machine, SnapshotStore, Stage, Voice
+from noloco_node.node import Node, Wishes
+from noloco_node.sim.bowl import Numbers
+from noloco_node.sim.setting import Setting
+from noloco_node.sim.shelf import MemoryShelf
+from noloco_node.swarm import prefix
+
+LOCAL = "/ip4/127.0.0.1/tcp/0"
+
+
+class RealNodes:
+    """The nodes of one swarm; the first is where the others enter. Daemons end with the block."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._bootstrap: tuple[str, ...] = ()
+        self._open = AsyncExitStack()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> RealNodes:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self.tasks:
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        await self._open.aclose()
+
+    async def start(
+        self,
+        wishes: Wishes,
+        voice: Voice,
+        leave: asyncio.Event,
+        *,
+        slowdown: float = 1.0,
+        snapshots: SnapshotStore | None = None,
+    ) -> asyncio.Task[None]:
+        """Start a daemon, and a node that lives until it is asked to leave."""
+        setting = self._setting
+        settings = Settings(prefix=prefix(setting.recipe.digest), listen=(LOCAL,), bootstrap=self._bootstrap)
+        network = await self._open.enter_async_context(Libp2p.open(settings, print))
+        self._bootstrap = self._bootstrap or await network.addresses()
+        device = self._open.enter_context(closing(Device(torch.device("cpu"), slowdown)))
+        machine = _in_memory(device, setting.build, len(self.tasks), snapshots)
+        node = Node(setting.recipe, setting.dimensions, network, machine, wishes, voice)
+        task = asyncio.create_task(node.live(leave))
+        self.tasks.append(task)
+        return task
+
+
+def _in_memory(
+    device: Device, build: Callable[[int], Stage], number: int, snapshots: SnapshotStore | None = None
+) -> Machine:
+    """A real device, and everything else of a machine in memory."""
+    saved: list[Checkpoint] = []
+    shelf = MemoryShelf(lambda: saved[-1] if saved else None)
+
+    async def open_text() -> Numbers:
+        return Numbers((1, 1), 1000 * number)
+
+    async def save_it(checkpoint: Checkpoint) -> str:
+        saved.append(checkpoint)
+        return "memory"
+
+    return Machine(
+        device=device,
+        build=build,
+        open_text=open_text,
+        load=shelf.load,
+        save=save_it,
+        unix_time=time.time,
+        served=shelf.served,
+        former=shelf,
+        snapshots=snapshots,
+    )
