@@ -120,6 +120,7 @@ class Copying:
         except ConnectionError as error:
             return str(error)
         finally:
+            self._account.close()
             # Whoever is asked to leave in the middle never comes to `discard`.
             if self._keep is not None:
                 self._keep.rest()
@@ -167,15 +168,17 @@ class Account:
             case Arrived():
                 self._fetched_bytes += news.size_bytes
                 self._held_bytes += news.size_bytes
-                if self._now() - self._said_s >= SAY_EVERY_S:
-                    self._said_s = self._now()
-                    self._voice.say(self._progress())
+                self._tell()
             case Left():
                 self._record("refused" if news.refused else "lost", news.donor, news.why)
                 if news.refused:
                     self._voice.say(f"refused the copy of {news.donor}: {news.why}")
                 else:
                     self._voice.say(f"lost {news.donor} while copying from it ({news.why}); what came is kept")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._voice.draw(1.0, "")
 
     def done(self, mixed: bool) -> None:
         """Say that all is here."""
@@ -202,11 +205,15 @@ class Account:
         self._voice.say(f"copying stage {self._stage} from {news.donor} (round {news.round}): {words[what]}")
         self._record(what, news.donor)
 
-    def _progress(self) -> str:
+    def _tell(self) -> None:
         seconds = self._now() - self._since_s
         rate = (self._fetched_bytes - self._since_bytes) / seconds if seconds > 0 else 0.0
         left_bytes = self._total_bytes - self._held_bytes
-        return progress_line(self._stage, self._held_bytes, self._total_bytes, rate, left_bytes)
+        line = progress_line(self._stage, self._held_bytes, self._total_bytes, rate, left_bytes)
+        drawn = self._voice.draw(self._held_bytes / self._total_bytes if self._total_bytes else 1.0, line)
+        if not drawn and self._now() - self._said_s >= SAY_EVERY_S:
+            self._said_s = self._now()
+            self._voice.say(line)
 
     def _seconds(self) -> float:
         return 0.0 if self._begun_s is None else self._now() - self._begun_s

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import invite as invites
+from noloco_node.bar import Bar
 from noloco_node.blueprint import Blueprint, blueprint, make_stage
 from noloco_node.checkpoint import Checkpoint, save
 from noloco_node.clocks import asleep_s
@@ -57,7 +58,7 @@ async def join(invite: str, config: NodeConfig) -> None:
     torch_device = choose_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    with Home.open(Path(config.home)) as home, Journal(home.journal) as journal:
+    with Home.open(Path(config.home)) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
         settings = Settings(
             prefix=prefix(parsed.digest),
             identity=home.identity,
@@ -113,7 +114,7 @@ async def join(invite: str, config: NodeConfig) -> None:
                     keep_snapshots=config.keep_snapshots,
                     slowest_bytes_per_s=slowest_bytes_per_s(config.allowance, SLOWEST_BYTES_PER_S),
                 )
-                node = Node(recipe, plan, network, machine, wishes, Voice(record=journal.write, say=say))
+                node = Node(recipe, plan, network, machine, wishes, Voice(record=journal.write, say=say, draw=bar.draw))
                 leaving.polite = True
                 await node.live(leave)
 

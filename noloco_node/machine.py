@@ -187,9 +187,18 @@ class Machine:
     snapshots: SnapshotStore | None = None
 
 
+def nowhere_to_draw(_: float, __: str) -> bool:
+    """Draw nothing, and say so."""
+    return False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Voice:
-    """How a node tells what it does: `record` to the journal, `say` to a person."""
+    """How a node tells what it does: `record` to the journal, `say` to a person, a line each.
+
+    `draw`: a bar, full to a share from 0 to 1 and with a text behind it, gone at 1; False where none can be drawn.
+    """
 
     record: Callable[[journal.Event], None]
     say: Callable[[str], None]
+    draw: Callable[[float, str], bool] = nowhere_to_draw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -12,12 +13,15 @@ import pytest
 from copies import LIKE, SHAPES, of_parts, same, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from swarms import Peer, recipe, until
 from toys import at_once
 
 from gossip.donor import Donor, Terms
 from gossip.messages import Parts, ReplicaState
 from noloco_node import journal
+from noloco_node.bar import Bar
+from noloco_node.console import say
 from noloco_node.copying import (
     COPY_AGAIN_S,
     LONGEST_PAUSE_S,
@@ -57,6 +61,12 @@ class Newcomers:
         self.directory = directory
         self.events: list[journal.Event] = []
         self.said: list[str] = []
+        self.drawn: list[tuple[float, str]] = []
+        self.terminal = False
+
+    def draw(self, share: float, text: str) -> bool:
+        self.drawn.append((share, text))
+        return self.terminal
 
     async def donor(self, name: str, whole: ReplicaState) -> None:
         async def provide(parts: Parts) -> ReplicaState:
@@ -67,7 +77,7 @@ class Newcomers:
 
     def newcomer(self, down_bytes_per_s: float = RATE) -> Copying:
         network = self.hub.network("new", Access(down_bytes_per_s=down_bytes_per_s))
-        voice = Voice(record=self.events.append, say=self.said.append)
+        voice = Voice(record=self.events.append, say=self.said.append, draw=self.draw)
         keep = None
         if self.directory is not None:
             keep = Partial(self.directory, "run", 1, TOTAL_BYTES // 4, self.said.append)
@@ -199,6 +209,37 @@ def test_a_person_reads_how_far_it_is_every_few_seconds() -> None:
     lines = [line for line in said if line.endswith("left")]
     assert 3 <= len(lines) <= 4
     assert all("MiB/s" in line for line in lines)
+
+
+def test_on_a_terminal_a_bar_takes_the_place_of_these_lines_and_is_gone_in_the_end() -> None:
+    async def main() -> Newcomers:
+        world = Newcomers()
+        world.terminal = True
+        await world.donor("donor", state())
+        await world.newcomer().attempt(("donor",), listed("donor"))
+        return world
+
+    world = run(main())
+    assert [line.partition(" stage")[0] for line in world.said] == ["copying", "copied"]
+    *shares, last = [share for share, _ in world.drawn]
+    assert shares == sorted(shares)
+    assert (shares[-1], last) == (1.0, 1.0)
+    assert all(0.0 < share <= 1.0 for share in shares)
+
+
+def test_the_bar_is_drawn_below_what_others_say_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = io.StringIO()
+    bar = Bar(Console(file=screen, force_terminal=True, width=80))
+    assert bar.draw(0.5, "half of [it]")
+    assert "half of [it]" in screen.getvalue()
+    say("in the middle")
+    assert bar.draw(1.0, "")
+    told = screen.getvalue()
+    assert "in the middle" in told
+    assert told.endswith("\x1b[2K"), "its line is empty again"
+    bar.close()
+    assert not Bar(Console(file=io.StringIO())).draw(0.5, "half")
+    assert capsys.readouterr() == ("", "")
 
 
 @settings(deadline=None)
