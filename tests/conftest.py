@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from types import ModuleType
 
+import pytest
 from hypothesis import settings
 
 # A machine with other work to do is no reason for an example to fail, and the same code must pass or fail everywhere:
@@ -15,3 +17,17 @@ settings.load_profile("same")
 # A shell that runs the tests in the background lets them ignore Ctrl-C, and every process that they start inherits
 # that: tests of Ctrl-C would then test nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs in virtual time, so that `pytest -m virtual` shows what all of it together takes."""
+    for item in items:
+        real = any(item.get_closest_marker(name) for name in ("network", "wan"))
+        if not real and isinstance(item, pytest.Function) and _simulates(item.module):
+            item.add_marker("virtual")
+
+
+def _simulates(module: ModuleType) -> bool:
+    """Say whether a module uses the simulator, or the swarms that run in it."""
+    origins = (str(getattr(value, "__module__", "")) for value in vars(module).values())
+    return any(origin == "swarms" or origin.startswith("noloco_node.sim.") for origin in origins)

@@ -148,7 +148,7 @@ class Session:
         if failed and len(failed) == len(doors):
             raise unreachable(failed)
         for place, cause in failed.items():
-            logger.log(level, "Bootstrap peer %s cannot be reached: %s", place, cause)
+            logger.log(level, "Of the ways into the swarm %s cannot be reached: %s", place, cause)
         return [address for address, cause in causes.items() if cause is None]
 
     async def granted(self, doors: Sequence[PeerAddress]) -> Grant:
