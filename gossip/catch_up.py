@@ -192,7 +192,7 @@ class _Copying:
         self._compute, self._holding = compute, holding
         self._missing: deque[Key] = deque()
         self._snapshot = ""
-        self._streams = self._arrived = self._arrived_before = 0
+        self._streams = self._arrived = 0
         self._piece_s = piece_s(wanted.deadline_s, len(holding.spans))
 
     async def run(self) -> ReplicaState:
@@ -253,11 +253,12 @@ class _Copying:
         failures, arrived = 0, self._arrived
         while self._missing:
             try:
+                # Silence and a slow line look alike as long as nothing has come: each try in vain waits twice as long.
                 if conversation is not None:
-                    await self._drain(conversation)
+                    await self._drain(conversation, 2**failures)
                 else:
                     async with self._converse(self._donor) as another:
-                        await self._drain(another)
+                        await self._drain(another, 2**failures)
             except Implausible:
                 raise
             except ConnectionError:
@@ -271,20 +272,18 @@ class _Copying:
                 await asyncio.sleep(DIAL_AGAIN_S * 2**failures)
         self._streams -= 1  # what is still under way on the others is theirs alone
 
-    async def _drain(self, conversation: Conversation) -> None:
+    async def _drain(self, conversation: Conversation, times: int) -> None:
+        """Fetch one piece after the other; the first may take so many times as long as the others."""
         while self._missing:
             key = self._missing.popleft()
+            begun_s, allowed_s = _now(), min(times * self._piece_s, self._wanted.deadline_s)
             arrived = False
             try:
-                async with asyncio.timeout(self._piece_s):
+                async with asyncio.timeout(allowed_s):
                     await self._one(conversation, key)
-                arrived = True
+                arrived, times = True, 1
+                self._piece_s = min(max(self._piece_s, 2.0 * (_now() - begun_s)), self._wanted.deadline_s)
             except TimeoutError as silence:
-                allowed_s = self._piece_s
-                if self._arrived > self._arrived_before:
-                    # Not silent, but slower than anybody thought: the next piece has twice as long.
-                    self._arrived_before = self._arrived
-                    self._piece_s = min(2 * self._piece_s, self._wanted.deadline_s)
                 raise ConnectionAbortedError(f"no piece within {allowed_s:g} s") from silence
             finally:
                 if not arrived:
@@ -302,6 +301,10 @@ class _Copying:
         await self._compute(self._holding.put, key, reply.data)
         self._arrived += 1
         self._holding.tell(Arrived(size_bytes=reply.data.nbytes))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _check_norm(state: ReplicaState, manifest: Manifest) -> None:

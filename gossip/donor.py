@@ -4,17 +4,18 @@ Asked for a manifest it freezes a copy: the slow weights and momenta are never w
 and the inner optimiser's tensors are copied once. The hashes are computed in jobs of some milliseconds, between which
 training goes on. Newcomers of the same round share a copy.
 
-What strangers can cost is bounded: at most `COPIES` copies, each let go `HOLD_S` after it was last asked for and
-`Terms.deadline_s` after it was made; at most `VISITORS` newcomers at once, each with at most `STREAMS` streams, and
-none for good (`gossip.visits`); and no stream may be idle for longer than `Terms.piece_s`. The others are told to come
-back. A copy outlives its newcomer for a while, so that one that was killed finds it again.
+What strangers can cost is bounded: at most `COPIES` copies, each let go `HOLD_S` after a piece of it was last on its
+way and `Terms.deadline_s` after it was made; at most `VISITORS` newcomers at once, each with at most `STREAMS` streams,
+and none for good (`gossip.visits`); and no stream may be idle for longer than `Terms.piece_s`. The others are told to
+come back. A copy outlives its newcomer for a while, so that one that was killed finds it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -52,13 +53,14 @@ class Terms:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A state held still. `used_s`: when it was last asked for."""
+    """A state held still. `used_s`: when it was last asked for, or given from; `giving`: pieces on their way."""
 
     state: ReplicaState
     manifest: Manifest
     parts: Parts
     made_s: float
     used_s: float
+    giving: int = 0
 
 
 class Donor:
@@ -143,7 +145,8 @@ class Donor:
             piece = self._piece(request)
             visit.begin(self._section_bytes)
             # Nor is how long our own budget of upload lets a piece wait.
-            await _within(self._terms.deadline_s, conversation.send(piece))
+            with self._giving(request.snapshot):
+                await _within(self._terms.deadline_s, conversation.send(piece))
             visit.given_bytes += piece.data.nbytes if isinstance(piece, Piece) else 0
         else:
             raise ConnectionAbortedError(f"expected a request, got {type(request).__name__}")
@@ -160,6 +163,19 @@ class Donor:
         self._counts["pieces"] += 1
         self._counts["bytes"] += data.nbytes
         return Piece(data=data)
+
+    @contextmanager
+    def _giving(self, snapshot: str) -> Iterator[None]:
+        """Hold a copy as long as a piece of it is on its way: over a slow line that takes minutes."""
+        copy = self._copies.get(snapshot)
+        if copy is not None:
+            copy.giving += 1
+        try:
+            yield
+        finally:
+            if copy is not None:
+                copy.giving -= 1
+                copy.used_s = asyncio.get_running_loop().time()
 
     # Copies.
 
@@ -251,7 +267,8 @@ class Donor:
         self._copies = {name: copy for name, copy in self._copies.items() if self._until_s(copy) > now_s}
 
     def _until_s(self, copy: _Copy) -> float:
-        return min(copy.used_s + HOLD_S, copy.made_s + self._terms.deadline_s)
+        used_s = asyncio.get_running_loop().time() if copy.giving else copy.used_s
+        return min(used_s + HOLD_S, copy.made_s + self._terms.deadline_s)
 
 
 async def _given_up(_: Parts) -> ReplicaState:

@@ -25,16 +25,17 @@ from gossip.exchange import Compute
 from gossip.messages import Manifest
 from noloco_node.blueprint import Blueprint
 from noloco_node.console import say
+from noloco_node.copying import copying_s
 from noloco_node.errors import Exit, Trouble
 from noloco_node.merging import Standing, norm_of
 from noloco_node.outlines import Subject
 from noloco_node.port import Network
+from noloco_node.post import SLOWEST_BYTES_PER_S
 from noloco_node.presence import Presence
 from noloco_node.recipe import Recipe
 from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.topics import STATE
 
-SLOWEST_BYTES_PER_S = 2**20
 BUSY_S = 900.0
 """For which a stage is waited for whose replicas all serve others: two newcomers may take so long."""
 BUSY_BESIDE_S = 120.0
@@ -142,7 +143,8 @@ async def fetch_of(
     network: Network, peer: str, subject: Subject, names: Iterable[str], objection: Objection | None = None
 ) -> Copy:
     """Do what `fetch` does, for what a peer has of any subject; `names`: of the parameters."""
-    wanted = subject.wanted(60.0 + subject.weight_bytes / SLOWEST_BYTES_PER_S)
+    # A newcomer's patience, who copies five times as much: a line at home may be slow, and nobody waits for us.
+    wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
     if objection is not None:
         wanted = replace(wanted, objection=objection)
     state = await catch_up([peer], subject.converse(network), wanted, _in_a_thread(), passes=1)

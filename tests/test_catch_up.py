@@ -497,8 +497,9 @@ def test_a_donor_that_falls_silent_in_the_middle_is_given_up_and_its_pieces_stay
         return asyncio.get_running_loop().time(), news
 
     seconds, news = run(main())
-    # A stream waits three times, and after the first time, when pieces had come, twice as long.
-    assert seconds == pytest.approx(5 * piece_s(300.0, 4 * len(SPANS)), abs=10.0)
+    # A stream waits three times, each time twice as long, for a slow line would look the same; the donor a bit less.
+    wait_s = piece_s(300.0, 4 * len(SPANS))
+    assert 5 * wait_s < seconds < 7 * wait_s + 10.0
     assert sum(isinstance(each, Arrived) for each in news) == 4 * len(SPANS)
 
 

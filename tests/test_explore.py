@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -280,7 +281,9 @@ def test_a_roster_that_never_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -
     def never_forget(self: Sightings, *news: Any) -> None:
         before = dict(self._seen)
         taken(self, *news)
-        self._seen = {peer: sighting._replace(believed=True) for peer, sighting in (before | self._seen).items()}
+        self._seen = {
+            peer: msgspec.structs.replace(sighting, believed=True) for peer, sighting in (before | self._seen).items()
+        }
         self._believed = None
 
     monkeypatch.setattr(Sightings, "take", never_forget)

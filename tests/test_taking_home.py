@@ -46,6 +46,7 @@ from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.runfile import decode_run
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.lines import Access
 from noloco_node.topics import STATE, state_schema, topic
 
 TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
@@ -284,11 +285,11 @@ class Replicas:
         self.busy_until_s: dict[str, float] = {}
         self._visitor = self.hub.network("visitor")
 
-    async def add(self, name: str, seed: int) -> None:
+    async def add(self, name: str, seed: int, access: Access | None = None) -> None:
         async def provide(parts: Parts) -> ReplicaState:
             return of_parts(state(seed), parts)
 
-        donor = Donor(provide, at_once, SHAPES, Terms(deadline_s=600.0, piece_s=60.0))
+        donor = Donor(provide, at_once, SHAPES, Terms(deadline_s=6000.0, piece_s=600.0))
 
         async def serve(conversation: Conversation) -> None:
             if name not in self.asked[-1:]:
@@ -299,7 +300,7 @@ class Replicas:
             await conversation.receive()
             await conversation.send(Busy(retry_after_s=5.0))
 
-        await self.hub.network(name).serve(topic(STATE, 1), state_schema(SHAPES), serve)
+        await self.hub.network(name, access).serve(topic(STATE, 1), state_schema(SHAPES), serve)
         self.listed.append(name)
 
     async def look(self) -> Roster:
@@ -332,6 +333,21 @@ def test_who_died_meanwhile_is_not_asked_and_who_came_is() -> None:
         assert swarm.asked == ["a", "c", "d"]
         for copy in found:
             assert same_tensors(tuple(copy.weights.values()), state("abcd".index(copy.peer)).slow)
+
+    run(main())
+
+
+@pytest.mark.usefixtures("at_the_same_time")
+def test_a_slow_line_at_home_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifteen times slower than a line that is good enough: 0.6 Mbit/s."""
+    size_bytes = 4 * sum(map(math.prod, SHAPES))
+    monkeypatch.setattr(gather, "SLOWEST_BYTES_PER_S", size_bytes / 100.0)
+
+    async def main() -> None:
+        swarm = Replicas()
+        await swarm.add("slow", 0, Access(up_bytes_per_s=size_bytes / 1500.0))
+        assert [copy.peer async for copy in swarm.fetched()] == ["slow"]
+        assert asyncio.get_running_loop().time() > 1400.0
 
     run(main())
 
