@@ -26,6 +26,7 @@ from noloco_node import __version__, journal
 from noloco_node.config import RunConfig
 from noloco_node.errors import Exit, Trouble
 from noloco_node.machine import Dimensions, Machine, Stage, Voice
+from noloco_node.port import Network
 from noloco_node.presence import Presence
 from noloco_node.probing import measure
 from noloco_node.roster import PeerRecord, Roster, State
@@ -43,19 +44,24 @@ CLAIMS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claimant:
-    """A newcomer that looks for a stage. `me`: its peer id. `wish`: the stage that its owner asked for.
+    """A newcomer that looks for a stage. `wish`: the stage that its owner asked for.
 
     `device_s`: what a microbatch takes at the stage of the wish, where that is known.
     """
 
     run: RunConfig
     plan: Dimensions
+    network: Network
     presence: Presence
     machine: Machine
     voice: Voice
-    me: str
     wish: int | None = None
     device_s: float = 0.0
+
+    @property
+    def me(self) -> str:
+        """Its peer id."""
+        return self.network.peer_id
 
 
 class Place(NamedTuple):
@@ -95,11 +101,18 @@ def claims_of(roster: Roster) -> list[Claim]:
     ]
 
 
+def servable(claimant: Claimant) -> range:
+    """Return the stages at which others can reach this peer; its own calls are all that the first one needs."""
+    return range(claimant.run.pipeline.stages if claimant.network.dialable else 1)
+
+
 async def claim(claimant: Claimant, served: int | None) -> Place:
     """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
     await _first_look(claimant)
     if claimant.wish is not None:
         return await _take(claimant, claimant.wish)
+    if not claimant.network.dialable:
+        claimant.voice.say("looking at stage 0 alone, which dials the others: nobody can dial us")
     presence, work, memory = claimant.presence, claimant.plan.work, _Memory(claimant)
     rng = Random(f"{claimant.run.seed}|placement|{claimant.me}")
     stage = choose_stage(capacities(claims_of(presence.roster), work), memory.fits(), rng, served)
@@ -159,6 +172,8 @@ async def _take(claimant: Claimant, wish: int) -> Place:
             attempt="leave out --stage, or choose one that is there",
             code=Exit.USAGE,
         ) from error
+    if stage not in servable(claimant):
+        claimant.voice.say(f"nobody can dial us, and stage {stage} lives on calls: expect no work; stage 0 needs none")
     await claimant.presence.claim(
         PeerRecord(
             peer=claimant.me,
@@ -173,19 +188,23 @@ async def _take(claimant: Claimant, wish: int) -> Place:
 
 
 class _Memory:
-    """Which stages fit the memory that is free before one is built: by the plan's estimate, until one is measured."""
+    """Which stages fit the memory that is free before one is built: by the plan's estimate, until one is measured.
+
+    For whoever can only dial that is the first stage or none: all others are dialled by the stage before.
+    """
 
     def __init__(self, claimant: Claimant) -> None:
         self._run, self._machine, self._say = claimant.run, claimant.machine, claimant.voice.say
+        self._within = servable(claimant)
         self._free, self._needs = claimant.machine.free_bytes(), list(claimant.machine.needs_bytes)
 
     def fits(self) -> tuple[int, ...]:
         """Return the stages to choose from: those that fit, or the one that needs least."""
-        stages = self._run.pipeline.stages
-        fits = fitting(self._needs, self._free, stages)
+        fits = fitting(self._needs, self._free, self._run.pipeline.stages)
+        fits = tuple(stage for stage in fits if stage in self._within)
         if fits:
             return fits
-        least = min(range(stages), key=self._needs.__getitem__)
+        least = min(self._within, key=self._needs.__getitem__)
         self._say(
             f"no stage fits the memory that is free ({_gib(self._free or 0)}); trying stage {least}, which needs least"
             f" ({_gib(self._needs[least])}, estimated)"

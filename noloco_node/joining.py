@@ -70,7 +70,7 @@ class Newcomer:
             presence=self.presence,
             machine=self.machine,
             voice=self.voice,
-            me=self.me,
+            network=self.network,
             wish=self.wish,
             device_s=self.device_s,
         )

@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from noloco_node.around import Around
 from noloco_node.budget import SMALL_BYTES, Allowance, full_bucket, give_back, rate_words, size_words, take
 from noloco_node.port import Conversation, Handler, Network
 
@@ -136,11 +137,12 @@ class Valve:
         return self._used_per_s * math.exp((self._used_at_s - now_s) / MEMORY_S)
 
 
-class MeteredNetwork:
+class MeteredNetwork(Around):
     """Implements `port.Network` over another network, within an allowance."""
 
     def __init__(self, network: Network, allowance: Allowance) -> None:
-        self._network, self.allowance = network, allowance
+        super().__init__(network)
+        self.allowance = allowance
         self.up = Valve(allowance.upload_bytes_per_s)
         self.down = Valve(allowance.download_bytes_per_s)
         self.month_bytes = 0
@@ -148,15 +150,6 @@ class MeteredNetwork:
 
     def __repr__(self) -> str:
         return f"MeteredNetwork({self.up!r}, {self.down!r}, {self._network!r})"
-
-    @property
-    def peer_id(self) -> str:
-        """Our own peer id."""
-        return self._network.peer_id
-
-    async def addresses(self) -> tuple[str, ...]:
-        """Return where others can dial us."""
-        return await self._network.addresses()
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
         """Open a conversation; see `port.Network.talk`."""
@@ -175,17 +168,9 @@ class MeteredNetwork:
 
         await self._network.serve(topic, schema, metered)
 
-    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """Store a record, which waits for nothing."""
-        return await self._network.publish(key, subkey, value, lifetime_s)
-
-    async def read(self, key: str) -> Mapping[str, bytes]:
-        """Return the live records under `key`."""
-        return await self._network.read(key)
-
     def statistics(self) -> dict[str, int | float]:
         """Return the network's counts, and under `budget.` what is allowed and used, in bytes (a second)."""
-        counts = self._network.statistics()
+        counts = super().statistics()
         for name, valve in (("upload", self.up), ("download", self.down)):
             if valve.bytes_per_s is not None:
                 counts[f"budget.{name}.allowed"] = valve.bytes_per_s

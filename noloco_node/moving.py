@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from noloco_node import __version__
-from noloco_node.claiming import Claimant, claims_of
+from noloco_node.claiming import Claimant, claims_of, servable
 from noloco_node.config import RunConfig
 from noloco_node.machine import Dimensions
 from noloco_node.roster import PeerRecord, State
@@ -105,7 +105,8 @@ class Moving:
         if free is not None and machine.needs_bytes:
             free += machine.needs_bytes[self._stage]
         fits = fitting(machine.needs_bytes, free, self._claimant.run.pipeline.stages)
-        return tuple(stage for stage in fits if stage != self._stage and stage not in self._unfit)
+        within = servable(self._claimant)
+        return tuple(stage for stage in fits if stage in within and stage != self._stage and stage not in self._unfit)
 
     async def _look(self) -> Move | None:
         """Read all stages once and judge; return the move for which it is time."""

@@ -14,14 +14,15 @@ for.) The bounds are wide: an event loop that was busy for a second must not acc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, NamedTuple
+
+from noloco_node.around import Around
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from noloco_node.port import Conversation, Handler, Network
+    from noloco_node.port import Conversation, Network
     from noloco_node.wire import Schema
 
 MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
@@ -113,45 +114,24 @@ class Timing:
             del self._peers[next(iter(self._peers))]
 
 
-class PatientNetwork:
+class PatientNetwork(Around):
     """A network whose dials are given up when they take much longer than usual; all else is that of `network`."""
 
     def __init__(self, network: Network) -> None:
-        self._network = network
+        super().__init__(network)
         self._timing = Timing(DIALS)
         self._given_up = 0
 
     def __repr__(self) -> str:
         return f"PatientNetwork({self._network!r}, {self._given_up} dials given up)"
 
-    @property
-    def peer_id(self) -> str:
-        """Our own peer id."""
-        return self._network.peer_id
-
-    async def addresses(self) -> tuple[str, ...]:
-        """See `port.Network.addresses`."""
-        return await self._network.addresses()
-
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
         """Open a conversation; see `port.Network.talk`. ConnectionRefusedError too when the peer takes too long."""
         return _Dial(self, peer, self._network.talk(peer, topic, schema))
 
-    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """See `port.Network.serve`."""
-        await self._network.serve(topic, schema, handler)
-
-    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """See `port.Network.publish`."""
-        return await self._network.publish(key, subkey, value, lifetime_s)
-
-    async def read(self, key: str) -> Mapping[str, bytes]:
-        """See `port.Network.read`."""
-        return await self._network.read(key)
-
     def statistics(self) -> dict[str, int | float]:
         """Return the network's counts, and how many dials were given up for taking too long."""
-        return self._network.statistics() | {"dials.given_up": self._given_up}
+        return super().statistics() | {"dials.given_up": self._given_up}
 
     async def dial(self, peer: str, opening: AbstractAsyncContextManager[Conversation]) -> Conversation:
         """Enter `opening` within what is usual for the peer, and learn from what it took."""

@@ -46,6 +46,10 @@ class Network(Protocol):
     def peer_id(self) -> str:
         """Our own peer id in base 58."""
 
+    @property
+    def dialable(self) -> bool:
+        """Whether others can dial us, directly or through a relay, as far as is known."""
+
     async def addresses(self) -> tuple[str, ...]:
         """Return the multiaddrs at which others can dial us, each ending in /p2p/ and our id."""
 

@@ -33,6 +33,7 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.device import VirtualDevice
 from noloco_node.sim.explore.search import Verdict, examine
 from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.lines import Access
 from noloco_node.sim.scenario import decode_scenario
 from noloco_node.sim.setting import work_out
 from noloco_node.sim.stage import PricedStage, Prices
@@ -46,7 +47,14 @@ class Seeker:
     """A peer that does nothing but claim a stage, on a device that takes `forward_s` for a pass at stage 0."""
 
     def __init__(
-        self, hub: Hub, name: str, *, forward_s: float = 0.1, wish: int | None = None, free: int | None = None
+        self,
+        hub: Hub,
+        name: str,
+        *,
+        forward_s: float = 0.1,
+        wish: int | None = None,
+        free: int | None = None,
+        dials_only: bool = False,
     ) -> None:
         self.said: list[str] = []
         self.events: list[journal.Event] = []
@@ -54,7 +62,7 @@ class Seeker:
         self._device = VirtualDevice()
         self._forward_s = forward_s
         what = recipe(stages=3)
-        network = hub.network(name)
+        network = hub.network(name, Access(dials_only=dials_only))
         self.presence = Presence(network, what.digest, 3, refresh_s=5.0)
         machine = Machine(
             device=self._device,
@@ -74,7 +82,7 @@ class Seeker:
             presence=self.presence,
             machine=machine,
             voice=voice,
-            me=name,
+            network=network,
             wish=wish,
         )
 
@@ -179,6 +187,21 @@ def test_a_stage_that_does_not_fit_is_left_out_and_the_least_is_tried_where_noth
     assert (place.number, least.number) == (1, 0)
     assert any("we cannot serve stage 2, which is weaker (0)" in line for line in small.said)
     assert "no stage fits the memory that is free" in tiny.said[0]
+
+
+def test_whom_nobody_can_dial_takes_the_first_stage_though_another_is_weaker() -> None:
+    async def main(hub: Hub) -> tuple[Seeker, Place, Seeker]:
+        for name, stage in (("a", 0), ("b", 0), ("c", 1)):
+            await Seeker(hub, name).serve(stage, 0.5)
+        hidden, told = (Seeker(hub, name, dials_only=True, wish=wish) for name, wish in (("hidden", None), ("told", 2)))
+        place = await claim(hidden.claimant, served=2)
+        assert (await claim(told.claimant, None)).number == 2, "its owner knows best"
+        return hidden, place, told
+
+    hidden, place, told = claimed(main)  # type: ignore[misc]
+    assert place.number == 0
+    assert "nobody can dial us" in hidden.said[0]
+    assert "expect no work" in told.said[0]
 
 
 def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_others(

@@ -119,7 +119,8 @@ def test_relays_are_used_where_nobody_can_dial_us_and_never_without_a_word(
 
 def test_a_swarm_without_relays_is_said_to_whom_it_concerns() -> None:
     said: list[str] = []
-    assert decide(wanted(), POSTURE, [], Verdict(False, (), ()), said.append) == POSTURE
+    alone = decide(wanted(), POSTURE, [], Verdict(False, (), ()), said.append)
+    assert alone == msgspec.structs.replace(POSTURE, dialable=False), "it takes the first stage, which dials the others"
     assert "the swarm has no relay" in said[0]
 
 

@@ -64,7 +64,7 @@ class Libp2p:
         self._settings, self._ground, self._tell = settings, ground, tell
         self._switchboard = ground.exchange.switchboard
         self._doors = [bootstrap_address(text) for text in settings.bootstrap]
-        self._peer_id = ""
+        self._peer_id, self._dialable = "", True
         self._session: Session | None = None
         self._present = asyncio.Event()
         self._service: asyncio.Task[None] | None = None
@@ -107,6 +107,11 @@ class Libp2p:
     def peer_id(self) -> str:
         """Our own peer id in base 58."""
         return self._peer_id
+
+    @property
+    def dialable(self) -> bool:
+        """Whether others can dial us, by what the peers that we joined by found out."""
+        return self._dialable
 
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Stream]:
@@ -203,6 +208,7 @@ class Libp2p:
         )
         if any(goal):
             posture = await scouted(self._ground, settings, posture, goal, self._tell)
+        self._dialable = posture.dialable
         loop = asyncio.get_running_loop()
         self._service = loop.create_task(self._serve(posture), name="network")
         present = loop.create_task(self._present.wait())

@@ -158,4 +158,4 @@ def decide(
         "nobody can dial us, and the swarm has no relay: we can call others, but they cannot call us. "
         "Forward a port of the router and give it with --listen and --announce, or ask for a bootstrap peer with relays"
     )
-    return posture
+    return msgspec.structs.replace(posture, dialable=False)

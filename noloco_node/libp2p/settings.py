@@ -100,7 +100,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 class Posture(msgspec.Struct, frozen=True, kw_only=True):
     """How the daemon is started. `relays`: not empty if others reach us through these alone. `lends_line`: as in
-    `Settings`.
+    `Settings`. `dialable`: whether others reach us at all, as far as is known.
     """
 
     identity: Path
@@ -108,6 +108,7 @@ class Posture(msgspec.Struct, frozen=True, kw_only=True):
     announce: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()
     lends_line: bool = True
+    dialable: bool = True
 
 
 RELAY_TIME_S, RELAY_DATA_BYTES = 24 * 3600, 1 << 40

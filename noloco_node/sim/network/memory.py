@@ -38,6 +38,11 @@ class MemoryNetwork:
     def peer_id(self) -> str:
         return self._peer
 
+    @property
+    def dialable(self) -> bool:
+        """Whether this peer's line lets others in."""
+        return not self.hub.dials_only(self._peer)
+
     async def addresses(self) -> tuple[str, ...]:
         """Return no address: whoever knows a peer's id can reach it here."""
         return ()
