@@ -6,6 +6,7 @@ A `Cast` is a hub and its peers, production nodes with bowls for stages, of whic
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -80,7 +81,9 @@ class Cast:
     def __init__(self, text: str) -> None:
         setting = work_out(decode_scenario(text, "the test's scenario"))
         self.hub = Hub(setting.weather, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
-        self.events: list[tuple[float, str, journal.Event]] = []
+        self._events: defaultdict[tuple[str, type[journal.Event]], list[tuple[float, journal.Event]]] = defaultdict(
+            list
+        )
         self.listen: Tell | None = None
         replicas = setting.run.pipeline.replicas
         self.peers = {
@@ -101,13 +104,13 @@ class Cast:
             await self.listen(heard)
 
     def _hear(self, peer: SimulatedPeer, event: journal.Event) -> None:
-        self.events.append((asyncio.get_running_loop().time(), peer.name, event))
+        self._events[peer.name, type(event)].append((asyncio.get_running_loop().time(), event))
 
     # What a test asks.
 
     def since(self, name: str, kind: type[Any], at_s: float = 0.0) -> list[Any]:
         """Return the events of one kind that a peer has journalled since a time."""
-        return [event for at, who, event in self.events if who == name and at > at_s and isinstance(event, kind)]
+        return [event for at, event in self._events[name, kind] if at > at_s]
 
     def of_stage(self, stage: int) -> list[SimulatedPeer]:
         return [peer for peer in self.peers.values() if peer.asked_stage == stage]

@@ -45,8 +45,8 @@ class Record:
         self.faults.append((self.world.now_s, fault))
 
     def look(self) -> None:
-        counts: Counter[str] = Counter()
-        counts.update({name: int(value) for name, value in self.world.hub.statistics().items()})
+        counts = Counter(self.world.hub.counts)
+        counts["held"] = self.world.hub.held
         self.counts.append((self.world.now_s, counts))
 
     def of(self, peer: str, kind: type[journal.Event]) -> list[tuple[float, journal.Event]]:

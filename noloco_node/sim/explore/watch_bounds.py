@@ -79,7 +79,7 @@ class BoundsWatch:
         hub, setting = self.scene.world.hub, self.scene.world.setting
         peers, scenario = len(self.scene.world.peers), setting.scenario
         # A stream is there while it is open; one that was left in a cut is dropped when patience ends.
-        self._check("messages and streams held back", int(hub.statistics()["held"]), most_streams)
+        self._check("messages and streams held back", hub.held, most_streams)
         # Under the key of each stage that a peer has served, and as a source.
         places = peers * (setting.run.pipeline.stages + 1)
         versions = VERSIONS + math.ceil(2 * scenario.network.roster_lag_s / scenario.swarm.refresh_s)

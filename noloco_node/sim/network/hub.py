@@ -102,8 +102,13 @@ class Hub:
             counts.update(network.sent_bytes())
         for kind, count in self.messages.items():
             counts[f"messages.{kind.__name__}"] += count
-        sizes = {"held": len(self._held) + len(self.holding), "failures": len(self.failures)}
+        sizes = {"held": self.held, "failures": len(self.failures)}
         return {**self.counts, **counts, **self.records.statistics(), **sizes}
+
+    @property
+    def held(self) -> int:
+        """How many messages and streams are held back just now."""
+        return len(self._held) + len(self.holding)
 
     # The lines.
 
