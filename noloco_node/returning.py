@@ -24,7 +24,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 _MOST_GROWTHS = 10
 STEADY_S = 1800.0
 """A shift that lasted so long was no attempt: what ends it is the first failure of its row."""
-_PASSING = frozenset({Exit.UNREACHABLE, Exit.PORT_TAKEN, Exit.DAEMON})
+_PASSING = frozenset({Exit.UNREACHABLE, Exit.PORT_TAKEN, Exit.DAEMON, Exit.CONFIG})
+"""The config among them: an earlier shift began with it, so what is wrong now is the machine, as where an address to
+listen at is away together with the router."""
 
 Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[Network]]
 TakePart: TypeAlias = Callable[[Network, asyncio.Event], Awaitable[None]]

@@ -39,7 +39,7 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import Hub
 
 HOUR_S = 3600.0
-PASSING = (Exit.UNREACHABLE, Exit.DAEMON, Exit.PORT_TAKEN)
+PASSING = (Exit.UNREACHABLE, Exit.DAEMON, Exit.PORT_TAKEN, Exit.CONFIG)
 PEERS = (
     "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu",
     "12D3KooWDew3PbJwkmKi9CybWvVzPR45JWKmhBr4v7wX92tMdw52",
