@@ -19,7 +19,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,8 +143,10 @@ def fingerprint(state: ReplicaState) -> str:
 # The child.
 
 
-async def copy(directory: Path, port: int, section_bytes: int) -> None:
-    """Copy the state, and tell of it line by line: what happened, the bytes that are there, the state at the end."""
+async def copy(directory: Path, port: int, section_bytes: int, round: int) -> None:
+    """Copy the state of a donor in this round, and tell of it line by line: what happened, the bytes that are there,
+    the state at the end.
+    """
 
     def record(event: journal.Event) -> None:
         if isinstance(event, journal.CatchUp):
@@ -155,7 +157,7 @@ async def copy(directory: Path, port: int, section_bytes: int) -> None:
     keep = Partial(directory, "run", 0, section_bytes, lambda line: print(line, file=sys.stderr))
     line = Line(Lanes(port), device, 600.0)  # type: ignore[arg-type]
     copying = Copying(0, shapes, line, voice, keep)  # type: ignore[arg-type]
-    living = (PeerRecord(peer="donor", stage=0, state=State.TRAINING),)
+    living = (PeerRecord(peer="donor", stage=0, state=State.TRAINING, round=round),)
     state = await copying.attempt(("donor",), lambda: living)
     assert isinstance(state, ReplicaState), state
     print(json.dumps({"what": "state", "is": fingerprint(state)}), flush=True)
@@ -194,7 +196,8 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
         while killed < kills or not finished:
             # The last life is left alone.
             delay_s = rng.uniform(0.0, 1.6) if killed < kills else STARTS_S
-            lines, finished = await live_and_die(directory, port, section_bytes, delay_s)
+            asked = (str(directory), str(port), str(section_bytes), str(present["state"].round))
+            lines, finished = await live_and_die(asked, delay_s)
             first = lines[0]
             assert first["what"] in ("began", "resumed"), lines
             assert first["held"] == before, f"{before} bytes were on the disk, and {first['held']} are taken over"
@@ -216,12 +219,10 @@ def on_disk(directory: Path, section_bytes: int) -> int:
     return sum({key: data.nbytes for key, _, data in keep.pieces()}.values())
 
 
-async def live_and_die(
-    directory: Path, port: int, section_bytes: int, delay_s: float
-) -> tuple[list[dict[str, Any]], bool]:
+async def live_and_die(asked: Sequence[str], delay_s: float) -> tuple[list[dict[str, Any]], bool]:
     """Let a child copy for so long and kill it; return its lines, and whether it had finished before."""
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(Path(__file__)), str(directory), str(port), str(section_bytes)),
+        *(sys.executable, str(Path(__file__)), *asked),
         stdout=asyncio.subprocess.PIPE,
     )
     assert child.stdout is not None
@@ -265,6 +266,7 @@ if __name__ == "__main__":
     parser.add_argument("directory", type=Path)
     parser.add_argument("port", type=int)
     parser.add_argument("section_bytes", type=int)
+    parser.add_argument("round", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    asyncio.run(copy(options.directory, options.port, options.section_bytes))
+    asyncio.run(copy(options.directory, options.port, options.section_bytes, options.round))

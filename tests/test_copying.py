@@ -13,6 +13,7 @@ import pytest
 from copies import LIKE, SHAPES, of_parts, same, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kill_catch_up import kill_many
 from rich.console import Console
 from swarms import Peer, recipe, until
 from toys import at_once
@@ -90,6 +91,14 @@ class Newcomers:
 def listed(*names: str, round: int = 6, progress: float = 0.25) -> Callable[[], tuple[PeerRecord, ...]]:
     records = [PeerRecord(peer=name, stage=1, state=State.TRAINING, round=round, progress=progress) for name in names]
     return lambda: tuple(records)
+
+
+def test_a_process_killed_while_it_copies_takes_over_every_whole_piece(tmp_path: Path) -> None:
+    """Five real processes, five SIGKILLs at random instants; what a life takes over is checked in there."""
+    told = asyncio.run(kill_many(tmp_path, kills=5, megabytes=4.0, seed=0))
+    assert told.kills == 5
+    assert told.copies >= 1
+    assert told.resumed >= 1, "none of the lives had anything to go on from"
 
 
 @pytest.mark.parametrize("seed", range(5))
