@@ -113,13 +113,13 @@ async def claim(claimant: Claimant, served: int | None) -> Place:
         return await _take(claimant, claimant.wish)
     if not claimant.network.dialable:
         claimant.voice.say("looking at stage 0 alone, which dials the others: nobody can dial us")
-    presence, work, memory = claimant.presence, claimant.plan.work, _Memory(claimant)
+    presence, work, choice = claimant.presence, claimant.plan.work, _Choice(claimant)
     rng = Random(f"{claimant.run.seed}|placement|{claimant.me}")
-    stage = choose_stage(capacities(claims_of(presence.roster), work), memory.fits(), rng, served)
+    stage = choose_stage(capacities(claims_of(presence.roster), work), choice.fits(), rng, served)
     part = await built(claimant.machine, stage)
     device_s, kept_bytes = await _measure(claimant, part, stage)
-    memory.note(stage, kept_bytes)
-    own = _Own(memory.fits(), device_s)
+    choice.note(stage, kept_bytes)
+    own = _Own(choice.fits(), device_s)
     # Others may have come while we were building.
     await presence.peek()
     capacity = capacities(claims_of(presence.roster), work)
@@ -187,7 +187,7 @@ async def _take(claimant: Claimant, wish: int) -> Place:
     return Place(stage)
 
 
-class _Memory:
+class _Choice:
     """Which stages fit the memory that is free before one is built: by the plan's estimate, until one is measured.
 
     For whoever can only dial that is the first stage or none: all others are dialled by the stage before.
