@@ -21,13 +21,24 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gossip.exchange import NORM_RATIO, Compute, Conversation, check_finite, check_like, norm
 from gossip.holding import Arrived, Holding, Key, Left
-from gossip.messages import Busy, Gone, Implausible, Manifest, Parts, Piece, PieceRequest, ReplicaState, StateRequest
+from gossip.messages import (
+    Busy,
+    Gone,
+    Implausible,
+    Manifest,
+    Parts,
+    Piece,
+    PieceRequest,
+    ReplicaState,
+    Section,
+    StateRequest,
+)
 from gossip.nesterov import Tensors
 from gossip.pieces import DIGEST_BYTES, present, sections
 from gossip.visits import STREAMS
@@ -83,6 +94,10 @@ class _Lost(Exception):
     def __init__(self, why: str, retry_after_s: float | None = None) -> None:
         super().__init__(why)
         self.retry_after_s = retry_after_s
+
+
+class _Silence(ConnectionAbortedError):
+    """Nothing came in time."""
 
 
 def donors(newcomer: str, replicas: Collection[str], seed: int) -> tuple[str, ...]:
@@ -198,14 +213,15 @@ class _Copying:
     async def run(self) -> ReplicaState:
         """Return the state once it is complete; raise `_Lost` or Implausible where the donor does not complete it."""
         try:
-            async with self._converse(self._donor) as first:
+            async with AsyncExitStack() as line:
+                first = await line.enter_async_context(self._converse(self._donor))
                 manifest = await self._agree(first)
                 needed, followed = await self._compute(self._holding.follow, manifest, self._donor)
                 self.following = True
                 self._holding.tell(followed)
                 self._missing, self._snapshot = deque(needed), manifest.snapshot
                 self._piece_s = piece_s(self._wanted.deadline_s, len(present(manifest)) * len(self._holding.spans))
-                await self._fetch(first)
+                await self._fetch(first, line)
         except Implausible:
             raise
         except ConnectionError as loss:
@@ -219,7 +235,8 @@ class _Copying:
     async def _agree(self, conversation: Conversation) -> Manifest:
         request = StateRequest(parts=self._wanted.parts, snapshot=self._holding.snapshot)
         # To freeze and hash a copy may take as long as to send a good part of it.
-        agree_s = LEAST_PIECE_S + self._wanted.deadline_s / 4
+        share = 1.0 if self._wanted.parts is Parts.ALL else 1.0 / len(Section)
+        agree_s = LEAST_PIECE_S + share * self._wanted.deadline_s / 4
         try:
             async with asyncio.timeout(agree_s):
                 reply = await manifest_of(conversation, request, len(self._holding.spans))
@@ -232,11 +249,11 @@ class _Copying:
             raise Implausible(refusal)
         return reply
 
-    async def _fetch(self, first: Conversation) -> None:
-        """Let several streams take what is missing; all end with the first that fails."""
+    async def _fetch(self, first: Conversation, line: AsyncExitStack) -> None:
+        """Let several streams take what is missing; all end with the first that fails. `first` stays open in `line`."""
         self._streams = max(1, min(STREAMS, len(self._missing)))
         places = range(self._streams)
-        tasks = [asyncio.create_task(self._stream(first if place == 0 else None)) for place in places]
+        tasks = [asyncio.create_task(self._stream(*((first, line) if place == 0 else ()))) for place in places]
         failures: list[BaseException] = []
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -248,22 +265,29 @@ class _Copying:
         for failure in sorted(failures, key=lambda failure: not isinstance(failure, Implausible)):
             raise failure
 
-    async def _stream(self, conversation: Conversation | None) -> None:
-        """Fetch pieces until none is missing, over one conversation after the other as they break."""
-        failures, arrived = 0, self._arrived
+    async def _stream(self, conversation: Conversation | None = None, line: AsyncExitStack | None = None) -> None:
+        """Fetch pieces until none is missing, over one conversation after the other as they break.
+
+        `conversation`: one that is open, in `line`; it is broken off like the others.
+        """
+        failures, silences, arrived = 0, 0, self._arrived
         while self._missing:
             try:
                 # Silence and a slow line look alike as long as nothing has come: each try in vain waits twice as long.
                 if conversation is not None:
-                    await self._drain(conversation, 2**failures)
+                    await self._drain(conversation, 2**silences)
                 else:
                     async with self._converse(self._donor) as another:
-                        await self._drain(another, 2**failures)
+                        await self._drain(another, 2**silences)
             except Implausible:
                 raise
-            except ConnectionError:
-                conversation = None
-                failures, arrived = (1 if self._arrived > arrived else failures + 1), self._arrived
+            except ConnectionError as loss:
+                if line is not None:
+                    await line.__aexit__(type(loss), loss, loss.__traceback__)
+                conversation = line = None
+                if self._arrived > arrived:
+                    failures = silences = 0
+                failures, silences, arrived = failures + 1, silences + isinstance(loss, _Silence), self._arrived
                 if failures >= FAILURES_AT_MOST:
                     self._streams -= 1
                     if self._streams:
@@ -284,7 +308,7 @@ class _Copying:
                 arrived, times = True, 1
                 self._piece_s = min(max(self._piece_s, 2.0 * (_now() - begun_s)), self._wanted.deadline_s)
             except TimeoutError as silence:
-                raise ConnectionAbortedError(f"no piece within {allowed_s:g} s") from silence
+                raise _Silence(f"no piece within {allowed_s:g} s") from silence
             finally:
                 if not arrived:
                     self._missing.appendleft(key)

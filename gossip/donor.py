@@ -53,14 +53,13 @@ class Terms:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A state held still. `used_s`: when it was last asked for, or given from; `giving`: pieces on their way."""
+    """A state held still. `used_s`: when somebody last asked for it, or left."""
 
     state: ReplicaState
     manifest: Manifest
     parts: Parts
     made_s: float
     used_s: float
-    giving: int = 0
 
 
 class Donor:
@@ -79,6 +78,8 @@ class Donor:
         self._provide, self._compute, self._terms = provide, compute, terms
         self._spans = cut([4 * prod(shape) for shape in shapes])
         self._copies: dict[str, _Copy] = {}
+        self._under_way: Counter[str] = Counter()
+        """Pieces on their way, by the snapshot that they are of."""
         self._freezing, self._asking = asyncio.Lock(), asyncio.Lock()
         self._norm: tuple[int, float] | None = None
         """Of the slow weights, and the round that they are of."""
@@ -124,8 +125,9 @@ class Donor:
             return
         async with self._visits.turn(conversation.peer, visit):
             while request is not None:
-                await self._answer(conversation, request, visit)
-                request = await self._next(conversation)
+                with self._giving(request):
+                    await self._answer(conversation, request, visit)
+                    request = await self._next(conversation)
 
     async def _next(self, conversation: Conversation) -> object | None:
         """Return the next request; None where the newcomer has what it wants."""
@@ -145,8 +147,7 @@ class Donor:
             piece = self._piece(request)
             visit.begin(self._section_bytes)
             # Nor is how long our own budget of upload lets a piece wait.
-            with self._giving(request.snapshot):
-                await _within(self._terms.deadline_s, conversation.send(piece))
+            await _within(self._terms.deadline_s, conversation.send(piece))
             visit.given_bytes += piece.data.nbytes if isinstance(piece, Piece) else 0
         else:
             raise ConnectionAbortedError(f"expected a request, got {type(request).__name__}")
@@ -165,16 +166,19 @@ class Donor:
         return Piece(data=data)
 
     @contextmanager
-    def _giving(self, snapshot: str) -> Iterator[None]:
-        """Hold a copy as long as a piece of it is on its way: over a slow line that takes minutes."""
-        copy = self._copies.get(snapshot)
-        if copy is not None:
-            copy.giving += 1
+    def _giving(self, request: object) -> Iterator[None]:
+        """Hold a copy while a piece of it is on its way, until the next is asked for: on a slow line that is minutes.
+
+        By its name: a copy that is let go all the same, for a new one or with its stage, is no longer in memory.
+        """
+        name = request.snapshot if isinstance(request, PieceRequest) else ""
+        self._under_way[name] += 1
         try:
             yield
         finally:
+            self._under_way -= Counter([name])  # which forgets names of which none is left
+            copy = self._copies.get(name)
             if copy is not None:
-                copy.giving -= 1
                 copy.used_s = asyncio.get_running_loop().time()
 
     # Copies.
@@ -228,7 +232,7 @@ class Donor:
             return None
         if recent:
             return recent[-1]
-        unused = min(self._copies.values(), key=lambda copy: copy.used_s)
+        unused = min(self._copies.values(), key=lambda copy: (self._under_way[copy.manifest.snapshot] > 0, copy.used_s))
         del self._copies[unused.manifest.snapshot]
         return None
 
@@ -267,7 +271,7 @@ class Donor:
         self._copies = {name: copy for name, copy in self._copies.items() if self._until_s(copy) > now_s}
 
     def _until_s(self, copy: _Copy) -> float:
-        used_s = asyncio.get_running_loop().time() if copy.giving else copy.used_s
+        used_s = asyncio.get_running_loop().time() if self._under_way[copy.manifest.snapshot] else copy.used_s
         return min(used_s + HOLD_S, copy.made_s + self._terms.deadline_s)
 
 

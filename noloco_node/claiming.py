@@ -194,34 +194,34 @@ class _Choice:
     """
 
     def __init__(self, claimant: Claimant) -> None:
-        self._run, self._machine, self._say = claimant.run, claimant.machine, claimant.voice.say
-        self._within = servable(claimant)
-        self._free, self._needs = claimant.machine.free_bytes(), list(claimant.machine.needs_bytes)
+        self._pipeline, self._machine, self._say = claimant.run.pipeline, claimant.machine, claimant.voice.say
+        self._within, self._free = servable(claimant), claimant.machine.free_bytes()
 
     def fits(self) -> tuple[int, ...]:
         """Return the stages to choose from: those that fit, or the one that needs least."""
-        fits = fitting(self._needs, self._free, self._run.pipeline.stages)
+        needs = self._machine.needs_bytes
+        fits = fitting(needs, self._free, self._pipeline.stages)
         fits = tuple(stage for stage in fits if stage in self._within)
         if fits:
             return fits
-        least = min(self._within, key=self._needs.__getitem__)
+        least = min(self._within, key=needs.__getitem__)
         self._say(
-            f"no stage fits the memory that is free ({_gib(self._free or 0)}); trying stage {least}, which needs least"
-            f" ({_gib(self._needs[least])}, estimated)"
+            f"no stage fits the memory that is free ({_gib(self._free or 0)}); trying stage {least}, which needs least,"
+            f" about {_gib(needs[least])}"
         )
         return (least,)
 
     def note(self, stage: int, kept_bytes: int) -> None:
-        """Replace the estimate of what microbatches in flight keep at a stage, given what one was seen to keep."""
-        pipeline, machine = self._run.pipeline, self._machine
-        if not (self._needs and machine.in_flight_bytes and kept_bytes):
+        """Correct what microbatches in flight keep at a stage, given what one was seen to keep."""
+        pipeline, needs, in_flight = self._pipeline, self._machine.needs_bytes, self._machine.in_flight_bytes
+        if not (needs and in_flight and kept_bytes):
             return
         at_once = pipeline.microbatches_per_step * pipeline.windows_in_flight if stage < pipeline.stages - 1 else 1
-        estimate = machine.needs_bytes[stage]
-        self._needs[stage] = estimate - machine.in_flight_bytes[stage] + kept_bytes * at_once
-        if self._free is not None and estimate <= self._free < self._needs[stage]:
+        estimate, measured = needs[stage], needs[stage] - in_flight[stage] + kept_bytes * at_once
+        needs[stage], in_flight[stage] = measured, kept_bytes * at_once
+        if self._free is not None and estimate <= self._free < measured:
             self._say(
-                f"stage {stage} does not fit: it needs {_gib(self._needs[stage])} by what a microbatch takes"
+                f"stage {stage} does not fit: it needs {_gib(measured)} by what a microbatch takes"
                 f" ({_gib(estimate)} were estimated), and {_gib(self._free)} are free"
             )
 

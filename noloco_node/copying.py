@@ -120,10 +120,10 @@ class Copying:
         except ConnectionError as error:
             return str(error)
         finally:
-            self._account.close()
             # Whoever is asked to leave in the middle never comes to `discard`.
             if self._keep is not None:
                 self._keep.rest()
+            self._account.close()
         self._account.done(self._holding.mixed)
         return state
 

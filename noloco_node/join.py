@@ -102,8 +102,8 @@ async def join(invite: str, config: NodeConfig) -> None:
                     asleep_s=asleep_s,
                     keep=lambda number, size: Partial(home.path / "catch-up", recipe.digest, number, size, say),
                     line_s=lambda number: line_s(freight(recipe.run, plan, number), config.allowance),
-                    needs_bytes=needs_bytes(recipe.run, plan, torch_device),
-                    in_flight_bytes=in_flight_bytes(recipe.run, plan),
+                    needs_bytes=list(needs_bytes(recipe.run, plan, torch_device)),
+                    in_flight_bytes=list(in_flight_bytes(recipe.run, plan)),
                     free_bytes=lambda: free_bytes(torch_device),
                 )
                 wishes = Wishes(

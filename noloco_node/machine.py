@@ -7,7 +7,7 @@ cannot tell the difference.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from noloco_node import journal
@@ -163,10 +163,11 @@ class Machine:
     the stage that this peer served last. `former`: what is kept of those before; None keeps nothing. `asleep_s`:
     seconds for which the machine has slept since its start. `line_s`: seconds that the owner's budget of bandwidth
     needs for a microbatch at a stage. `needs_bytes`: memory that each stage takes on the device, about;
-    `in_flight_bytes`: what of it microbatches in flight keep; `free_bytes`: memory that is free there. `keep`: where
-    pieces of a stage's state are noted while it is copied, given its number and the bytes of its weights; None keeps
-    them in memory alone. `copies`: is told of which stage the state is about to be copied, so that what it takes
-    besides is made ready meanwhile. `snapshots`: of other stages, None where nobody asked to keep any.
+    `in_flight_bytes`: what of it microbatches in flight keep (both are corrected where that has been measured);
+    `free_bytes`: memory that is free there. `keep`: where pieces of a stage's state are noted while it is copied, given
+    its number and the bytes of its weights; None keeps them in memory alone. `copies`: is told of which stage the state
+    is about to be copied, so that what it takes besides is made ready meanwhile. `snapshots`: of other stages, None
+    where nobody asked to keep any.
     """
 
     device: Runner
@@ -179,8 +180,8 @@ class Machine:
     former: FormerStages | None = None
     asleep_s: Callable[[], float] = awake
     line_s: Callable[[int], float] = unlimited
-    needs_bytes: tuple[int, ...] = ()
-    in_flight_bytes: tuple[int, ...] = ()
+    needs_bytes: list[int] = field(default_factory=list)
+    in_flight_bytes: list[int] = field(default_factory=list)
     free_bytes: Callable[[], int | None] = unknown
     keep: Callable[[int, int], Keep] | None = None
     copies: Callable[[int], None] = nothing_besides

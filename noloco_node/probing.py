@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from noloco_node.machine import Dimensions, Stage
 
 TIMES = 2
+LOGITS_BESIDE = 2
+"""Of the last stage: beside the logits that autograd keeps its pass holds them once more, and their gradient."""
 
 
 class Probe(NamedTuple):
-    """What a microbatch takes: device seconds, forward and backward, and the bytes that lie between the two passes.
+    """What a microbatch takes: device seconds, forward and backward, and bytes that lie between the two passes.
 
     `kept_bytes` does without the weights, which are there anyway; 0 from a stage without autograd.
     """
@@ -67,7 +69,9 @@ def measure(stage: Stage, number: int, pipeline: PipelineConfig, plan: Dimension
         stage.forward(hidden)
         marks.append(clock())
     stage.discard()
-    return Probe(min(after - before for before, after in pairwise(marks)), kept.bytes)
+    last = kept.bytes and number == pipeline.stages - 1
+    beside = LOGITS_BESIDE * 4 * plan.vocabulary * targets.numel() if last else 0
+    return Probe(min(after - before for before, after in pairwise(marks)), kept.bytes + beside)
 
 
 class _Kept:

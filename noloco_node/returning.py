@@ -25,8 +25,8 @@ _MOST_GROWTHS = 10
 STEADY_S = 1800.0
 """A shift that lasted so long was no attempt: what ends it is the first failure of its row."""
 _PASSING = frozenset({Exit.UNREACHABLE, Exit.PORT_TAKEN, Exit.DAEMON, Exit.CONFIG})
-"""The config among them: an earlier shift began with it, so what is wrong now is the machine, as where an address to
-listen at is away together with the router."""
+"""The config among them: an earlier shift began with it, so what is wrong now is around it, as where an address to
+listen at is away with the router, or a data set with its disk."""
 
 Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[Network]]
 TakePart: TypeAlias = Callable[[Network, asyncio.Event], Awaitable[None]]

@@ -34,6 +34,8 @@ RECORD_BYTES = 4096
 SOURCE_BYTES = 64
 MOST_RECORDS = 4096
 MOST_DECODED = 4 * MOST_RECORDS
+USUAL_BYTES = 1024
+"""Of a record that is worth keeping decoded."""
 LARGEST_COUNT = 2**53
 LATEST_UNIX_S = 2.0**40
 CLOCK_S = 60.0
@@ -200,7 +202,8 @@ def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:
             return None
         if len(_decoded) >= MOST_DECODED:
             _decoded.clear()
-        _decoded[peer] = raw, published
+        if len(raw) <= USUAL_BYTES:
+            _decoded[peer] = raw, published
     return published if published.record.stage == stage else None
 
 

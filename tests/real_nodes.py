@@ -34,6 +34,7 @@ class RealNodes:
         self._bootstrap: tuple[str, ...] = ()
         self._open = AsyncExitStack()
         self.tasks: list[asyncio.Task[None]] = []
+        self.peers: list[str] = []
 
     async def __aenter__(self) -> RealNodes:
         return self
@@ -64,6 +65,7 @@ class RealNodes:
         node = Node(setting.recipe, setting.dimensions, network, machine, wishes, voice)
         task = asyncio.create_task(node.live(leave))
         self.tasks.append(task)
+        self.peers.append(network.peer_id)
         return task
 
 

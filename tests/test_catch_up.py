@@ -563,6 +563,26 @@ def test_a_donor_that_is_closed_gives_nothing_and_keeps_nothing() -> None:
     run(main())
 
 
+def test_a_donor_that_is_closed_while_a_piece_is_on_its_way_keeps_none_of_the_state() -> None:
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", state(7))
+        kept = [weakref.ref(tensor) for tensor in giving.whole.slow]
+        async with world.conversing("new")("donor") as line:
+            await line.send(StateRequest(parts=Parts.ALL))
+            manifest = await line.receive()
+            assert isinstance(manifest, Manifest)
+            await line.send(PieceRequest(snapshot=manifest.snapshot, section=Section.SLOW, number=0))
+            assert isinstance(await line.receive(), Piece)
+            giving.donor.close()
+            giving.whole = WHOLE
+            await asyncio.sleep(1.0)
+            gc.collect()
+            assert [each() for each in kept] == [None] * len(kept)
+
+    run(main())
+
+
 def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
     async def main() -> None:
         world = World()

@@ -71,8 +71,8 @@ class Seeker:
             load=self._no_disk,
             save=self._never,
             unix_time=asyncio.get_running_loop().time,
-            needs_bytes=(100, 200, 300),
-            in_flight_bytes=(20, 20, 20),
+            needs_bytes=[100, 200, 300],
+            in_flight_bytes=[20, 20, 20],
             free_bytes=lambda: free,
         )
         voice = Voice(record=self.events.append, say=self.said.append)
@@ -221,6 +221,7 @@ def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_o
     assert (place, small.built) == (Place(1), [2]), "what was built for the measurement is let go"
     assert "stage 2 does not fit" in small.said[0]
     assert ample.number == 2
+    assert small.claimant.machine.needs_bytes == [100, 200, 380], "nor will it move there"
 
 
 def test_of_equals_the_stage_of_an_earlier_life() -> None:
@@ -287,7 +288,7 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
         probe = measure(stage, number, what.run.pipeline, plan, lambda: float(next(ticks)))
         assert probe.device_s == 1.0
         at_once = 1 if number == 2 else what.run.pipeline.microbatches_per_step * what.run.pipeline.windows_in_flight
-        assert probe.kept_bytes * at_once == pytest.approx(in_flight_bytes(what.run, plan)[number], rel=0.1)
+        assert probe.kept_bytes * at_once == pytest.approx(in_flight_bytes(what.run, plan)[number], rel=0.2)
         assert stage.statistics()["backwards"] == TIMES
         assert all(torch.equal(was, now) for was, now in zip(before, stage.weights(), strict=True))
         # A step on what was left behind would be a step on nothing.

@@ -238,7 +238,7 @@ def test_on_a_terminal_a_bar_takes_the_place_of_these_lines_and_is_gone_in_the_e
 
 def test_the_bar_is_drawn_below_what_others_say_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     screen = io.StringIO()
-    bar = Bar(Console(file=screen, force_terminal=True, width=80))
+    bar = Bar(Console(file=screen, force_terminal=True, width=80, _environ={}))
     assert bar.draw(0.5, "half of [it]")
     assert "half of [it]" in screen.getvalue()
     say("in the middle")
@@ -247,7 +247,8 @@ def test_the_bar_is_drawn_below_what_others_say_and_leaves_nothing(capsys: pytes
     assert "in the middle" in told
     assert told.endswith("\x1b[2K"), "its line is empty again"
     bar.close()
-    assert not Bar(Console(file=io.StringIO())).draw(0.5, "half")
+    assert not Bar(Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})).draw(0.5, "half")
+    assert not Bar().draw(0.5, "half"), "this test's standard error is no terminal"
     assert capsys.readouterr() == ("", "")
 
 

@@ -245,6 +245,23 @@ def test_records_expire_and_the_longer_lived_wins() -> None:
     run(main())
 
 
+def test_a_record_that_was_long_on_its_way_replaces_no_later_one() -> None:
+    """It expires by the moment of its publication, as a signed record of the real DHT does."""
+
+    async def main() -> None:
+        hub = Hub(WEATHER)
+        a = hub.network("a")
+        trips = iter((2.0, 0.1, 0.1))
+        hub.round_trip_s = lambda: next(trips)  # type: ignore[method-assign]
+        first = asyncio.create_task(a.publish("key", "a", b"earlier", 30.0))
+        await asyncio.sleep(0.5)
+        assert await a.publish("key", "a", b"later", 30.0)
+        assert not await first
+        assert await a.read("key") == {"a": b"later"}
+
+    run(main())
+
+
 async def lost(call: Awaitable[object]) -> tuple[str, float]:
     """Return what a call raises that is bound to be lost, and when."""
     try:

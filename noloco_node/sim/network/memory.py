@@ -59,14 +59,16 @@ class MemoryNetwork:
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record; False when this peer is cut off, the stored one lives longer, or the name is another's."""
-        hub = self.hub
+        hub, loop = self.hub, asyncio.get_running_loop()
+        expires_s = loop.time() + lifetime_s
         await asyncio.sleep(hub.round_trip_s())
         if not self._alive or hub.is_cut(self._peer, self._peer):
             return False
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop.time()
         place = (key, subkey)
         side = hub.side(self._peer)
-        if not hub.records.publish(place, (value, lifetime_s), now_s, side=side, author=self._peer):
+        # It expires by the moment of its publication, so that one that was long on its way replaces no later one.
+        if not hub.records.publish(place, (value, expires_s - now_s), now_s, side=side, author=self._peer):
             return False
         hub.records.forget(place, now_s - hub.weather.roster_lag_s, now_s)
         return True
