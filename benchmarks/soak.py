@@ -2,12 +2,15 @@
 
     python benchmarks/soak.py                                # 2 stages x 2 replicas, an hour after ten minutes' warm-up
     python benchmarks/soak.py --minutes 1 --warm-up 0.5      # a short form, which says little about slopes
+    python benchmarks/soak.py --judge DIR/samples.jsonl      # what an earlier one has seen, once more
 
 Every peer, its libp2p daemon and the bootstrap peer are looked at every few seconds: resident memory, open file
 descriptors, and tasks as the kernel counts them (threads). The warm-up is left out: allocators, caches and routing
-tables fill. What follows is averaged over `BLOCKS` blocks of equal length, for neighbouring looks at a process find
-nearly the same number, and a fit to them would be far too sure of itself; a line through the block means has the slope
-and its standard error.
+tables fill. What follows is cut into `BLOCKS` blocks of equal length, for neighbouring looks at a process find nearly
+the same number, and a fit to them would be far too sure of itself; a line through one number a block has the slope and
+its standard error. That number is the block's highest: a replica gives free memory back after each checkpoint, so that
+what it holds goes up and down by a tenth within a minute, and what must fit is the peak. The slope of the means is
+told beside it.
 
 A process is flat where its slope is not significant (within two errors of zero), or no more than `HARMLESS` of its
 memory an hour. Descriptors and tasks may not grow by more than a few from the first quarter to the last. Exit code 1
@@ -21,7 +24,7 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -54,16 +57,16 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slope(NamedTuple):
-    """Of a line through block means: per second, and the standard error of that."""
+    """Of a line through the blocks: per second, and the standard error of that."""
 
     per_s: float
     error_per_s: float
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one process. `slope_bytes_per_h` has the standard error `error_bytes_per_h`.
+    """What became of one process: the slope of its peaks, and that of its means, each with its standard error.
 
-    `quarters_bytes`: mean memory in each quarter of the watch, which shows whether growth levels off.
+    `quarters_bytes`: the highest in each quarter of the watch, which shows whether growth levels off.
     """
 
     process: str
@@ -71,6 +74,8 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     quarters_bytes: tuple[float, ...]
     slope_bytes_per_h: float
     error_bytes_per_h: float
+    mean_slope_bytes_per_h: float
+    mean_error_bytes_per_h: float
     descriptors: tuple[float, float]
     tasks: tuple[float, float]
 
@@ -86,13 +91,15 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         return self.flat and all(last <= first + FEW for first, last in (self.descriptors, self.tasks))
 
 
-def slope(points: Sequence[tuple[float, float]], blocks: int = BLOCKS) -> Slope:
-    """Return the slope of values over times, fitted to the means of blocks of equal length; nan where it has none."""
+def slope(
+    points: Sequence[tuple[float, float]], blocks: int = BLOCKS, of: Callable[[Iterable[float]], float] = fmean
+) -> Slope:
+    """Return the slope of values over times, fitted to one value `of` each block of equal length; nan without one."""
     begin, end = points[0][0], points[-1][0]
     gathered: list[list[tuple[float, float]]] = [[] for _ in range(blocks)]
     for at, value in points:
         gathered[min(blocks - 1, int(blocks * (at - begin) / max(1e-9, end - begin)))].append((at, value))
-    means = [(fmean(at for at, _ in block), fmean(value for _, value in block)) for block in gathered if block]
+    means = [(fmean(at for at, _ in block), of([value for _, value in block])) for block in gathered if block]
     middle, level = fmean(at for at, _ in means), fmean(value for _, value in means)
     spread = sum((at - middle) ** 2 for at, _ in means)
     if len(means) < 3 or spread == 0.0:
@@ -104,16 +111,19 @@ def slope(points: Sequence[tuple[float, float]], blocks: int = BLOCKS) -> Slope:
 
 def course(process: str, looks: Sequence[Look]) -> Course:
     """Sum one process up."""
-    found = slope([(look.at_s, float(look.memory_bytes)) for look in looks])
+    points = [(look.at_s, float(look.memory_bytes)) for look in looks]
+    peaks, means = slope(points, of=max), slope(points)
     quarter = max(1, len(looks) // 4)
     quarters = [looks[begin : begin + quarter] for begin in range(0, len(looks), quarter)][:4]
     first, last = quarters[0], quarters[-1]
     return Course(
         process=process,
         memory_bytes=fmean(look.memory_bytes for look in looks),
-        quarters_bytes=tuple(fmean(look.memory_bytes for look in part) for part in quarters),
-        slope_bytes_per_h=HOUR_S * found.per_s,
-        error_bytes_per_h=HOUR_S * found.error_per_s,
+        quarters_bytes=tuple(float(max(look.memory_bytes for look in part)) for part in quarters),
+        slope_bytes_per_h=HOUR_S * peaks.per_s,
+        error_bytes_per_h=HOUR_S * peaks.error_per_s,
+        mean_slope_bytes_per_h=HOUR_S * means.per_s,
+        mean_error_bytes_per_h=HOUR_S * means.error_per_s,
         descriptors=(median(look.descriptors for look in first), median(look.descriptors for look in last)),
         tasks=(median(look.tasks for look in first), median(look.tasks for look in last)),
     )
@@ -166,28 +176,42 @@ def _all_there(swarm: Swarm) -> None:
             raise peer.child.trouble("it ended in the middle of the soak")
 
 
-def report(courses: Sequence[Course], steps_per_s: float, minutes: float) -> list[str]:
+def report(courses: Sequence[Course]) -> list[str]:
     """Return the table as plain text."""
-    text = [f"{minutes:g} minutes after the warm-up, {steps_per_s:.1f} inner steps a second over all peers", ""]
-    text += [
-        f"{'process':<28}{'memory':>10}{'slope an hour':>24}{'descriptors':>14}{'tasks':>10}  memory by quarter, MiB"
+    text = [
+        f"{'process':<24}{'memory':>9}{'slope of peaks, an hour':>24}{'of means':>20}{'descriptors':>13}{'tasks':>10}"
+        "  highest by quarter, MiB"
     ]
     for each in courses:
         grown = f"{each.slope_bytes_per_h / MIB:+.2f} ± {each.error_bytes_per_h / MIB:.2f} MiB"
+        mean = f"{each.mean_slope_bytes_per_h / MIB:+.2f} ± {each.mean_error_bytes_per_h / MIB:.2f} MiB"
         descriptors, tasks = (f"{first:.0f} -> {last:.0f}" for first, last in (each.descriptors, each.tasks))
-        line = f"{each.process:<28}{each.memory_bytes / MIB:>6.0f} MiB{grown:>24}{descriptors:>14}{tasks:>10}"
+        line = f"{each.process:<24}{each.memory_bytes / MIB:>5.0f} MiB{grown:>24}{mean:>20}{descriptors:>13}{tasks:>10}"
         line += "  " + ", ".join(f"{memory / MIB:.1f}" for memory in each.quarters_bytes)
         text.append(line if each.holds else f"{line}   GROWS")
     return text
+
+
+def judged(looks: Sequence[Look]) -> list[Course]:
+    """Sum every process up."""
+    names = dict.fromkeys(look.process for look in looks)
+    return [course(name, [look for look in looks if look.process == name]) for name in names]
+
+
+def judge(samples: Path) -> int:
+    """Print the table of an earlier soak, and return the exit code."""
+    courses = judged([msgspec.json.decode(line, type=Look) for line in samples.read_bytes().splitlines()])
+    print("\n".join(report(courses)))
+    return 0 if all(each.holds for each in courses) else 1
 
 
 async def main(asked: argparse.Namespace) -> int:
     """Soak, print, and return the exit code."""
     shape, home = Shape(asked.stages, asked.replicas, asked.seed), asked.home.absolute()
     looks, steps_per_s = await soak(home, shape, 60 * asked.warm_up, 60 * asked.minutes, asked.every)
-    names = dict.fromkeys(look.process for look in looks)
-    courses = [course(name, [look for look in looks if look.process == name]) for name in names]
-    text = report(courses, steps_per_s, asked.minutes)
+    courses = judged(looks)
+    head = f"{asked.minutes:g} minutes after the warm-up, {steps_per_s:.1f} inner steps a second over all peers"
+    text = [head, "", *report(courses)]
     document = {"minutes": asked.minutes, "steps_per_s": steps_per_s, "courses": courses}
     write(home / "result.json", msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
     write(home / "report.txt", "\n".join(text) + "\n")
@@ -199,10 +223,11 @@ def _asked() -> argparse.Namespace:
     parser = options(__doc__ or "", Shape(2, 2), "noloco-soak")
     parser.add_argument("--minutes", type=float, default=60.0, help="after the warm-up")
     parser.add_argument("--warm-up", type=float, default=10.0, metavar="MINUTES")
+    parser.add_argument("--judge", type=Path, metavar="SAMPLES", help="instead: judge what an earlier soak has seen")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between two looks")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     asked = _asked()
-    sys.exit(run(lambda: main(asked)))
+    sys.exit(judge(asked.judge) if asked.judge else run(lambda: main(asked)))
