@@ -59,6 +59,8 @@ class LifeRecord:
     asked: Asked | None = None
     training: bool = True
     ended_s: float | None = None
+    unemployed_s: float = 0.0
+    """When it last had nothing in its hands, its window not being full."""
 
     @property
     def name(self) -> str:

@@ -181,7 +181,11 @@ class PaceWatch:
             scene.complain("wait", f"nobody has taken an inner step for {idle_s:.0f} s:\n  " + self._waits())
         for record, replica in scene.training():
             gate = replica.gate
-            idle_s = now_s - max(scene.quiet_s, record.stepped_s[-1] if record.stepped_s else record.began_s)
+            if not gate.in_flight and gate.succeeded < gate.window:
+                # Nothing is in its hands: whoever suspects it lets it wait for minutes.
+                record.unemployed_s = now_s
+            stepped_s = record.stepped_s[-1] if record.stepped_s else record.began_s
+            idle_s = now_s - max(scene.quiet_s, stepped_s, record.unemployed_s)
             if idle_s > STANDSTILL_S + 8 * window_s and (gate.in_flight or gate.succeeded == gate.window):
                 sentence = f"{record.name} has begun a window and not ended it for {idle_s:.0f} s"
                 scene.complain("wait", f"{sentence}: {gate!r}\n  " + self._waits())
