@@ -7,10 +7,9 @@
 Every peer, its libp2p daemon and the bootstrap peer are looked at every few seconds: resident memory, open file
 descriptors, and tasks as the kernel counts them (threads). The warm-up is left out: allocators, caches and routing
 tables fill. What follows is cut into `BLOCKS` blocks of equal length, for neighbouring looks at a process find nearly
-the same number, and a fit to them would be far too sure of itself; a line through one number a block has the slope and
-its standard error. That number is the block's highest: a replica gives free memory back after each checkpoint, so that
-what it holds goes up and down by a tenth within a minute, and what must fit is the peak. The slope of the means is
-told beside it.
+the same number, and a fit to them would be far too sure of itself; a line through the block means has the slope and its
+standard error. The slope of the blocks' peaks is told beside it: a replica gives free memory back after each
+checkpoint, so that what it holds goes up and down by a tenth within a minute, and what must fit is the peak.
 
 A process is flat where its slope is not significant (within two errors of zero), or no more than `HARMLESS` of its
 memory an hour. Descriptors and tasks may not grow by more than a few from the first quarter to the last. Exit code 1
@@ -64,7 +63,8 @@ class Slope(NamedTuple):
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one process: the slope of its peaks, and that of its means, each with its standard error.
+    """What became of one process. `slope_bytes_per_h` is of the block means and judged, `peaks_bytes_per_h` of the
+    blocks' peaks; each has its standard error.
 
     `quarters_bytes`: the highest in each quarter of the watch, which shows whether growth levels off.
     """
@@ -74,8 +74,8 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     quarters_bytes: tuple[float, ...]
     slope_bytes_per_h: float
     error_bytes_per_h: float
-    mean_slope_bytes_per_h: float
-    mean_error_bytes_per_h: float
+    peaks_bytes_per_h: float
+    peaks_error_bytes_per_h: float
     descriptors: tuple[float, float]
     tasks: tuple[float, float]
 
@@ -120,10 +120,10 @@ def course(process: str, looks: Sequence[Look]) -> Course:
         process=process,
         memory_bytes=fmean(look.memory_bytes for look in looks),
         quarters_bytes=tuple(float(max(look.memory_bytes for look in part)) for part in quarters),
-        slope_bytes_per_h=HOUR_S * peaks.per_s,
-        error_bytes_per_h=HOUR_S * peaks.error_per_s,
-        mean_slope_bytes_per_h=HOUR_S * means.per_s,
-        mean_error_bytes_per_h=HOUR_S * means.error_per_s,
+        slope_bytes_per_h=HOUR_S * means.per_s,
+        error_bytes_per_h=HOUR_S * means.error_per_s,
+        peaks_bytes_per_h=HOUR_S * peaks.per_s,
+        peaks_error_bytes_per_h=HOUR_S * peaks.error_per_s,
         descriptors=(median(look.descriptors for look in first), median(look.descriptors for look in last)),
         tasks=(median(look.tasks for look in first), median(look.tasks for look in last)),
     )
@@ -179,14 +179,16 @@ def _all_there(swarm: Swarm) -> None:
 def report(courses: Sequence[Course]) -> list[str]:
     """Return the table as plain text."""
     text = [
-        f"{'process':<24}{'memory':>9}{'slope of peaks, an hour':>24}{'of means':>20}{'descriptors':>13}{'tasks':>10}"
+        f"{'process':<24}{'memory':>9}{'slope an hour':>24}{'of the peaks':>20}{'descriptors':>13}{'tasks':>10}"
         "  highest by quarter, MiB"
     ]
     for each in courses:
         grown = f"{each.slope_bytes_per_h / MIB:+.2f} ± {each.error_bytes_per_h / MIB:.2f} MiB"
-        mean = f"{each.mean_slope_bytes_per_h / MIB:+.2f} ± {each.mean_error_bytes_per_h / MIB:.2f} MiB"
+        peaks = f"{each.peaks_bytes_per_h / MIB:+.2f} ± {each.peaks_error_bytes_per_h / MIB:.2f} MiB"
         descriptors, tasks = (f"{first:.0f} -> {last:.0f}" for first, last in (each.descriptors, each.tasks))
-        line = f"{each.process:<24}{each.memory_bytes / MIB:>5.0f} MiB{grown:>24}{mean:>20}{descriptors:>13}{tasks:>10}"
+        line = (
+            f"{each.process:<24}{each.memory_bytes / MIB:>5.0f} MiB{grown:>24}{peaks:>20}{descriptors:>13}{tasks:>10}"
+        )
         line += "  " + ", ".join(f"{memory / MIB:.1f}" for memory in each.quarters_bytes)
         text.append(line if each.holds else f"{line}   GROWS")
     return text

@@ -356,9 +356,8 @@ def test_two_by_two_meet_as_often(two_by_two: Pair) -> None:
             assert first == sorted(set(first))
     for real, simulated in each(two_by_two):
         # Real processes are fast and slow by turns: whoever is late for a round defers, and a few are missed. How many
-        # can be met at all depends on how long the first process had to wait for the second, in both swarms alike. (Of
-        # sixteen a quick real swarm has met all, where the simulated one, of another phase, met eleven.)
-        few = 6
+        # can be met at all depends on how long the first process had to wait for the second, in both swarms alike.
+        few = 4
         assert min(len(real.met), len(simulated.met)) > 0
         assert abs(len(real.met) - len(simulated.met)) <= few
         assert abs(real.finished.round - simulated.finished.round) <= few

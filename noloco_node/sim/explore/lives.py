@@ -59,8 +59,11 @@ class LifeRecord:
     asked: Asked | None = None
     training: bool = True
     ended_s: float | None = None
-    unemployed_s: float = 0.0
-    """When it last had nothing in its hands, its window not being full."""
+    closed_s: float | None = None
+    """Since when it lets nobody in any more."""
+    looked_s: float = 0.0
+    idle_s: float = 0.0
+    """For how long, since its last inner step, it was seen with nothing in its hands and its window not full."""
 
     @property
     def name(self) -> str:
@@ -78,6 +81,7 @@ class LifeRecord:
 
     def note_step(self, now_s: float, fast: Tensor) -> None:
         """Take note of an inner step and of the weights after it."""
+        self.idle_s = 0.0
         self.all_steps_s.append(now_s)
         self.stepped_s.append(now_s)
         self.note_fast(fast)

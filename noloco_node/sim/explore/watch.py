@@ -177,20 +177,24 @@ class Watch:
             self._scene.complain("failure", f"{peer.name} ended with an error: {told(error)}")
 
     def _check_rosters(self) -> None:
-        if self._scene.idle_s <= self._scene.delays.roster_s or self._scene.sent_home:
+        training, now_s, roster_s = self._scene.training(), self._world.now_s, self._scene.delays.roster_s
+        # Who drains before it moves says that it leaves: as long as that is news it may be seen, and then no more.
+        going, gone = set[str](), set[str]()
+        for record, replica in training:
+            record.closed_s = (record.closed_s or now_s) if is_closed(replica) else None
+            if record.closed_s is not None:
+                (gone if now_s - record.closed_s > roster_s else going).add(record.name)
+        if self._scene.idle_s <= roster_s or self._scene.sent_home:
             return
         stages = range(self._world.setting.run.pipeline.stages)
-        training = self._scene.training()
         truth = {stage: {record.name for record, _ in training if record.stage == stage} for stage in stages}
-        # Who drains before it moves says that it leaves, for a minute at most, and may be seen or not.
-        going = {record.name for record, replica in training if is_closed(replica)}
         for record, _ in training:
             node = record.peer.life.node
             assert node is not None
             for stage in sorted({0, record.stage, min(record.stage + 1, stages[-1])}):
                 seen = {entry.peer for entry in node.roster.stage(stage) if entry.state is State.TRAINING}
                 self._scene.checked["roster"] += 1
-                if seen - going != truth[stage] - going:
+                if seen - going != truth[stage] - going - gone:
                     sentence = f"{record.name} sees {sorted(seen)} at stage {stage}, where {sorted(truth[stage])} train"
                     quiet = f"nothing has happened for {self._scene.idle_s:.0f} s"
                     self._scene.complain("roster", f"{sentence}; {quiet}")

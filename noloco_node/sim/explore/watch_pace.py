@@ -182,10 +182,11 @@ class PaceWatch:
         for record, replica in scene.training():
             gate = replica.gate
             if not gate.in_flight and gate.succeeded < gate.window:
-                # Nothing is in its hands: whoever suspects it lets it wait for minutes.
-                record.unemployed_s = now_s
+                # Nothing is in its hands: whoever suspects it lets it wait for minutes, which are not its own.
+                record.idle_s += now_s - (record.looked_s or now_s)
+            record.looked_s = now_s
             stepped_s = record.stepped_s[-1] if record.stepped_s else record.began_s
-            idle_s = now_s - max(scene.quiet_s, stepped_s, record.unemployed_s)
+            idle_s = now_s - max(scene.quiet_s, stepped_s) - record.idle_s
             if idle_s > STANDSTILL_S + 8 * window_s and (gate.in_flight or gate.succeeded == gate.window):
                 sentence = f"{record.name} has begun a window and not ended it for {idle_s:.0f} s"
                 scene.complain("wait", f"{sentence}: {gate!r}\n  " + self._waits())
