@@ -60,7 +60,7 @@ class LifeRecord:
     training: bool = True
     ended_s: float | None = None
     closed_s: float | None = None
-    """Since when it lets nobody in any more."""
+    """Since when it lets nobody in any more, though nobody asked it to leave: it moves."""
     looked_s: float = 0.0
     idle_s: float = 0.0
     """For how long, since its last inner step, it was seen with nothing in its hands and its window not full."""

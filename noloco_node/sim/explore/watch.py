@@ -181,7 +181,8 @@ class Watch:
         # Who drains before it moves says that it leaves: as long as that is news it may be seen, and then no more.
         going, gone = set[str](), set[str]()
         for record, replica in training:
-            record.closed_s = (record.closed_s or now_s) if is_closed(replica) else None
+            moves = record.asked is None and is_closed(replica)
+            record.closed_s = (record.closed_s or now_s) if moves else None
             if record.closed_s is not None:
                 (gone if now_s - record.closed_s > roster_s else going).add(record.name)
         if self._scene.idle_s <= roster_s or self._scene.sent_home:
