@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py                                # 2 stages x 2 replicas, an hour after ten minutes' warm-up
     python benchmarks/soak.py --minutes 1 --warm-up 0.5      # a short form, which says little about slopes
+    python benchmarks/soak.py --light                        # ten times the steps: what grows by the step or the round?
     python benchmarks/soak.py --judge DIR/samples.jsonl      # what an earlier one has seen, once more
 
 Every peer, its libp2p daemon and the bootstrap peer are looked at every few seconds: resident memory, open file
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +42,8 @@ HARMLESS = 0.01
 FEW = 4
 """Descriptors or tasks that may come and go."""
 ENDLESS_STEPS = 1_000_000
+LIGHT = {"hidden_size": 32, "intermediate_size": 48, "sequence_length": 32, "microbatch_size": 2}
+"""Of a run file: small enough for ten times the steps, so that what a step or a round leaves behind shows ten times."""
 HOUR_S = 3600.0
 MIB = 2**20
 SAY_EVERY_S = 60.0
@@ -144,9 +148,19 @@ def look_at(swarm: Swarm, at_s: float) -> Iterator[Look]:
             continue
 
 
-async def soak(home: Path, shape: Shape, warm_up_s: float, train_s: float, every_s: float) -> tuple[list[Look], float]:
-    """Train, and look; return all looks after the warm-up, and the inner steps a second over all peers."""
-    text = demo_run_text(stages=shape.stages, replicas=shape.replicas, steps=ENDLESS_STEPS, seed=shape.seed)
+def lightened(text: str) -> str:
+    """Return a run file with a lighter model and smaller microbatches."""
+    for field, value in LIGHT.items():
+        text, found = re.subn(rf"(?m)^{field} = \d+$", f"{field} = {value}", text)
+        if found != 1:
+            raise ValueError(f"the run file says {field} {found} times")
+    return text
+
+
+async def soak(
+    home: Path, shape: Shape, text: str, warm_up_s: float, train_s: float, every_s: float
+) -> tuple[list[Look], float]:
+    """Train a run file, and look; return all looks after the warm-up, and the inner steps a second over all peers."""
     looks: list[Look] = []
     async with Swarm(home, shape, text) as swarm:
         await swarm.until(lambda: all(peer.steps for peer in swarm.peers), "not all took part", READY_S)
@@ -210,14 +224,16 @@ def judge(samples: Path) -> int:
 async def main(asked: argparse.Namespace) -> int:
     """Soak, print, and return the exit code."""
     shape, home = Shape(asked.stages, asked.replicas, asked.seed), asked.home.absolute()
-    looks, steps_per_s = await soak(home, shape, 60 * asked.warm_up, 60 * asked.minutes, asked.every)
+    text = demo_run_text(stages=shape.stages, replicas=shape.replicas, steps=ENDLESS_STEPS, seed=shape.seed)
+    text = lightened(text) if asked.light else text
+    looks, steps_per_s = await soak(home, shape, text, 60 * asked.warm_up, 60 * asked.minutes, asked.every)
     courses = judged(looks)
     head = f"{asked.minutes:g} minutes after the warm-up, {steps_per_s:.1f} inner steps a second over all peers"
-    text = [head, "", *report(courses)]
+    told = [head, "", *report(courses)]
     document = {"minutes": asked.minutes, "steps_per_s": steps_per_s, "courses": courses}
     write(home / "result.json", msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
-    write(home / "report.txt", "\n".join(text) + "\n")
-    print("\n".join(text))
+    write(home / "report.txt", "\n".join(told) + "\n")
+    print("\n".join(told))
     return 0 if all(each.holds for each in courses) else 1
 
 
@@ -225,6 +241,7 @@ def _asked() -> argparse.Namespace:
     parser = options(__doc__ or "", Shape(2, 2), "noloco-soak")
     parser.add_argument("--minutes", type=float, default=60.0, help="after the warm-up")
     parser.add_argument("--warm-up", type=float, default=10.0, metavar="MINUTES")
+    parser.add_argument("--light", action="store_true", help="a lighter model, for ten times the steps")
     parser.add_argument("--judge", type=Path, metavar="SAMPLES", help="instead: judge what an earlier soak has seen")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between two looks")
     return parser.parse_args()

@@ -126,7 +126,7 @@ def _without_idle(replicas: tuple[str, ...], seed: int, round: int) -> tuple[str
     return tuple(peer for peer in replicas if peer != idle)
 
 
-@lru_cache(maxsize=2**16)
+@lru_cache(maxsize=2**12)
 def _ticket(salt: str, peer: str) -> int:
     """Draw a replica's 64-bit number for one purpose."""
     return int.from_bytes(hashlib.sha256(f"{salt}|{peer}".encode()).digest()[:8], "big")

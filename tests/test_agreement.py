@@ -190,15 +190,24 @@ def _trace(node: Command) -> Trace:
 
 
 def train_simulated(run: Path, real: Swarm) -> Swarm:
-    """Train the run in virtual time, with the real peers' ids, the moments of their starts and their speed."""
-    steps_s = [step.seconds for trace in real.peers.values() for step in trace.of(InnerStep)[1:]]
+    """Train the run in virtual time, with the real peers' ids, the moments of their starts and their speed.
+
+    A process that shares two cores with others is fast and slow by turns, and how often two replicas can meet follows
+    from whose turn it is: a round is due when the first of them has done its inner steps. So each device takes as long
+    for an inner step, compared with its others, as the real process took for its own of that number.
+    """
+    typical_s = fmean(step.seconds for trace in real.peers.values() for step in trace.of(InnerStep)[1:])
+    paces = {
+        peer: {step.step: step.seconds / typical_s for step in trace.of(InnerStep)[1:]}
+        for peer, trace in real.peers.items()
+    }
     setting = work_out(
         Scenario(
             seed=SEED,
             swarm=SwarmConfig(run=str(run), model="transformer", refresh_s=REFRESH_S),
             network=NetworkConfig(latency=Latency(mean_s=0.001)),
             # A window takes as long as its microbatches at one stage and one more, until the other stage has work.
-            devices=DevicesConfig(forward_s=fmean(steps_s) / (3 * (WINDOW + 1))),
+            devices=DevicesConfig(forward_s=typical_s / (3 * (WINDOW + 1))),
         )
     )
     # The very same run, although it never was a file here.
@@ -207,6 +216,8 @@ def train_simulated(run: Path, real: Swarm) -> Swarm:
 
     def observe(peer: SimulatedPeer, event: Event) -> None:
         journals[peer.name].append(structs.replace(event, at=asyncio.get_running_loop().time()))
+        if isinstance(event, InnerStep):
+            peer.slow_down(paces[peer.name].get(event.step + 1, 1.0))
 
     async def main() -> dict[str, Trace]:
         hub = Hub(setting.weather, seed=SEED, size_bytes=setting.size_bytes)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p import signing
 from noloco_node.libp2p.identity import ensure_identity, peer_bytes
 from noloco_node.libp2p.network import Libp2p, _load_hivemind
 from noloco_node.libp2p.records import Records, Signatures, chosen, keep_signed, next_expiry
@@ -58,6 +59,27 @@ def test_a_record_is_its_peer_s_at_its_place_to_the_last_bit(
     spoiled[where % len(spoiled)] ^= change
     assert content_of(PLACE, one.name, 7.0, bytes(spoiled)) is None
     assert content_of(PLACE, one.name, 7.0, value[:-1]) is None
+
+
+@given(content=st.binary(max_size=20), moved=st.integers(1, 20))
+def test_what_was_found_good_is_good_for_nobody_else(
+    two: tuple[Identity, Identity], content: bytes, moved: int
+) -> None:
+    one, _ = two
+    value = one.signer.signed(PLACE, 7.0, content)
+    assert content_of(PLACE, one.name, 7.0, value) == content
+    assert content_of(PLACE, one.name[:-moved], 7.0, value + one.name[-moved:].encode()) is None
+    assert content_of(PLACE, one.name[moved:], 7.0, one.name[:moved].encode() + value) is None
+    assert content_of(PLACE, one.name, 7.0, value) == content
+
+
+def test_what_is_remembered_of_signatures_is_bounded(two: tuple[Identity, Identity]) -> None:
+    one, _ = two
+    value = one.signer.signed(PLACE, 7.0, b"kept")
+    for number in range(signing.VERDICTS + 10):
+        assert content_of(PLACE, one.name, float(number + 8), value) is None
+    assert len(signing._verdicts) == signing.VERDICTS
+    assert content_of(PLACE, one.name, 7.0, value) == b"kept"
 
 
 @given(st.text(max_size=80))

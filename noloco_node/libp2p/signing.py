@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -27,8 +26,11 @@ _ID_HEADER = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
 _FILE_HEADER = bytes((0x08, 0x01, 0x12, 0x40))
 """Protobuf: key type Ed25519, 64 bytes follow: the seed, and the public key."""
 _DIGITS = {letter: value for value, letter in enumerate("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")}
-_VERDICTS = 2**12
-"""Kept with their records, of 8 KiB at most: 32 MiB if strangers fill them."""
+VERDICTS = 2**12
+_verdicts: dict[bytes, bool] = {}
+"""Whether a record is signed, by its digest, the newest last: a record is read many times, and to keep it would take up
+to 8 KiB.
+"""
 
 
 class Signer:
@@ -63,13 +65,24 @@ def content_of(place: bytes, peer: str, expiry: float, value: bytes) -> bytes | 
     return value[SIGNATURE_BYTES:] if _is_signed(place, peer, expiry, value) else None
 
 
+def _is_signed(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
+    """Look a verdict up, or find and keep it."""
+    whose = f"{len(peer)} {peer} ".encode(errors="replace")
+    digest = hashlib.blake2b(whose + _signable(place, expiry, value), digest_size=16).digest()
+    verdict = _verdicts.pop(digest, None)
+    if verdict is None:
+        verdict = _verifies(place, peer, expiry, value)
+    while len(_verdicts) >= VERDICTS:
+        del _verdicts[next(iter(_verdicts))]
+    _verdicts[digest] = verdict
+    return verdict
+
+
 def _signable(place: bytes, expiry: float, content: bytes) -> bytes:
     return _PURPOSE + place + struct.pack("!d", expiry) + content
 
 
-@lru_cache(maxsize=_VERDICTS)
-def _is_signed(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
-    """Verify a signature; the verdicts are kept, for a record is read many times."""
+def _verifies(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
     key = _public_key(peer)
     if key is None or len(value) < SIGNATURE_BYTES:
         return False
