@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from noloco_node.config import ModelConfig, RunConfig
 from noloco_node.errors import Exit, Trouble
-from pipeline.partition import Prepared, cut, family_config, parameter_shapes, prepare, stage_costs, verify_family
+from pipeline.partition import Prepared, cut, family_config, forward_flops, parameter_shapes, prepare, verify_family
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ class Blueprint(NamedTuple):
     prepared: Prepared
     cuts: tuple[Cut, ...]
     shapes: tuple[dict[str, tuple[int, ...]], ...]
-    work: tuple[float, ...]
+    work: tuple[int, ...]
 
     @property
     def width(self) -> int:
@@ -52,8 +52,7 @@ def blueprint(run: RunConfig) -> Blueprint:
             prepared.config, run.pipeline.stages, run.pipeline.boundaries, sequence_length=run.pipeline.sequence_length
         )
         shapes = tuple(parameter_shapes(prepared.config, part) for part in cuts)
-        length = run.pipeline.sequence_length
-        work = tuple(float(stage_costs(prepared.config, part, length).flops_per_token) for part in cuts)
+        work = forward_flops(prepared.config, cuts, run.pipeline.sequence_length)
     except ValueError as error:
         raise Trouble(
             "The run file describes a model that cannot be built.",

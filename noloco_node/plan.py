@@ -10,6 +10,7 @@ The efficiency, and what would raise it, is `outlook`'s.
 
 from __future__ import annotations
 
+import math
 from math import log, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from noloco_node.config import OuterConfig, RunConfig
-from noloco_node.errors import Exit, Trouble
 from noloco_node.freight import Shapes, gossip_memory, round_bytes
 from noloco_node.outlook import BUSY, Remedy, in_words, predict, remedies
 from noloco_node.runfile import content_hashes, load_run, run_digest
@@ -113,36 +113,22 @@ def plan(run: RunConfig) -> Plan:
     """Work out what a run means; raise `Trouble` (Exit.CONFIG) where model, cut or tokenizer do not fit together."""
     from noloco_node.blueprint import blueprint
     from noloco_node.data import check_vocabulary
-    from pipeline.partition import stage_costs, verify_family
 
     drawn = blueprint(run)
-    config, cuts = drawn.prepared.config, drawn.cuts
-    try:
-        verify_family(config)
-        costs = [stage_costs(config, cut, run.pipeline.sequence_length) for cut in cuts]
-    except ValueError as error:
-        raise Trouble(
-            "This model cannot be trained in stages.",
-            why=str(error),
-            attempt="another architecture: llama, gpt2, qwen2 and mistral are known to work",
-            code=Exit.CONFIG,
-        ) from error
-    check_vocabulary(run.data, config.vocab_size)
-    work = sum(cost.flops_per_token for cost in costs)
+    check_vocabulary(run.data, drawn.vocabulary)
     stage_shapes = [tuple(named.values()) for named in drawn.shapes]
-    needs = memories(run, drawn)
     stages = tuple(
         StagePlan(
             layers=(cut.first_layer, cut.end_layer),
-            parameters=cost.parameters,
-            flops_per_token=cost.flops_per_token,
-            work=cost.flops_per_token / work,
+            parameters=sum(map(math.prod, shapes)),
+            flops_per_token=flops,
+            work=flops / sum(drawn.work),
             memory=memory,
             round_bytes=round_bytes(run.outer, shapes),
         )
-        for cut, cost, shapes, memory in zip(cuts, costs, stage_shapes, needs, strict=True)
+        for cut, flops, shapes, memory in zip(drawn.cuts, drawn.work, stage_shapes, memories(run, drawn), strict=True)
     )
-    hop, targets = _hop_bytes(run, config.hidden_size)
+    hop, targets = _hop_bytes(run, drawn.width)
     shares = tuple(stage.work for stage in stages)
     efficiency = predict(run.pipeline, shares)
     return Plan(

@@ -13,7 +13,6 @@ at small sizes, and compares with the whole model.
 from __future__ import annotations
 
 import copy
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,13 +36,6 @@ class Prepared(NamedTuple):
 
     config: Config
     tied: bool
-
-
-class StageCost(NamedTuple):
-    """Forward floating-point operations a token, and parameters, of one stage."""
-
-    flops_per_token: int
-    parameters: int
 
 
 def _dropout_fields(config: Config) -> list[str]:
@@ -109,7 +101,10 @@ def _weights_on_meta() -> Iterator[None]:
     def move(_module: nn.Module, _name: str, weight: nn.Parameter | None) -> Any:
         if weight is None or threading.get_ident() != thread:
             return None
-        return nn.Parameter(weight.to("meta"), requires_grad=weight.requires_grad)
+        moved = nn.Parameter(weight.to("meta"), requires_grad=weight.requires_grad)
+        # Says that it has its initial value already: to draw one that nobody will see would take most of the time.
+        moved._is_hf_initialized = True  # type: ignore[attr-defined]
+        return moved
 
     hook = register_module_parameter_registration_hook(move)
     try:
@@ -224,12 +219,15 @@ def parameter_shapes(config: Config, cut: Cut) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in part.named_parameters()}
 
 
-def stage_costs(config: Config, cut: Cut, sequence_length: int) -> StageCost:
-    """Estimate the forward work a token of a slice at this sequence length, and count its parameters."""
+def forward_flops(config: Config, cuts: Sequence[Cut], sequence_length: int) -> tuple[int, ...]:
+    """Estimate each slice's floating-point operations a token, forward, at this sequence length."""
     work = _measure(config, sequence_length)
-    flops = sum(work.layers[cut.first_layer : cut.end_layer])
-    flops += (work.before if cut.embeds else 0) + (work.after if cut.head else 0)
-    return StageCost(flops, sum(math.prod(shape) for shape in parameter_shapes(config, cut).values()))
+    return tuple(
+        sum(work.layers[cut.first_layer : cut.end_layer])
+        + (work.before if cut.embeds else 0)
+        + (work.after if cut.head else 0)
+        for cut in cuts
+    )
 
 
 def build(prepared: Prepared, cut: Cut, seed: int, device: torch.device | str = "cpu") -> Slice:
@@ -284,6 +282,10 @@ def _tiny(config: Config) -> Config:
     return tiny
 
 
+_verified: set[str] = set()
+"""Tiny configs, in JSON, whose families are known to run in slices."""
+
+
 @torch.no_grad()
 def verify_family(config: Config) -> None:
     """Check, at tiny sizes, that the stages one after the other compute what the whole model does, and causally.
@@ -296,7 +298,11 @@ def verify_family(config: Config) -> None:
     changed = ids.clone()
     changed[:, -1] = 9
     try:
-        prepared = prepare(_tiny(config))
+        tiny = _tiny(config)
+        described = tiny.to_json_string(use_diff=False)
+        if described in _verified:
+            return
+        prepared = prepare(tiny)
         parts = [build(prepared, piece, seed=0).eval() for piece in cut(prepared.config, 3, (1, 2), sequence_length=8)]
         weights = {name: weight for part in parts for name, weight in part.named_parameters()}
         with torch.random.fork_rng(devices=[]):
@@ -314,3 +320,4 @@ def verify_family(config: Config) -> None:
         raise ValueError(f"a {family} model computes something outside its layers that slices do not")
     if not torch.dist(otherwise[:, :-1], expected[:, :-1]) <= 1e-5 * expected.norm():
         raise ValueError(f"a {family} model looks at the tokens that it has to predict")
+    _verified.add(described)

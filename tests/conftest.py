@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from types import ModuleType
 
@@ -19,10 +20,16 @@ settings.load_profile("same")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_finish() -> None:
+    """Keep the collector away from what was imported: to walk through all of torch takes it half a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what runs in virtual time, so that `pytest -m virtual` shows what all of it together takes."""
     for item in items:
-        real = any(item.get_closest_marker(name) for name in ("network", "wan"))
+        real = any(item.get_closest_marker(name) for name in ("network", "processes", "wan"))
         if not real and isinstance(item, pytest.Function) and _simulates(item.module):
             item.add_marker("virtual")
 

@@ -93,6 +93,7 @@ def listed(*names: str, round: int = 6, progress: float = 0.25) -> Callable[[], 
     return lambda: tuple(records)
 
 
+@pytest.mark.processes
 def test_a_process_killed_while_it_copies_takes_over_every_whole_piece(tmp_path: Path) -> None:
     """Five real processes, five SIGKILLs at random instants; what a life takes over is checked in there."""
     told = asyncio.run(kill_many(tmp_path, kills=5, megabytes=4.0, seed=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import resource
 from itertools import combinations, pairwise
 from typing import Any
@@ -23,11 +24,11 @@ from pipeline.partition import (
     build,
     cut,
     family_config,
+    forward_flops,
     load,
     parameter_shapes,
     prepare,
     skeleton,
-    stage_costs,
     verify_family,
 )
 
@@ -164,26 +165,26 @@ def test_a_slice_holds_its_own_weights_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shapes_and_costs_without_memory(family: str) -> None:
+def test_shapes_without_memory(family: str) -> None:
     recipe = prepared(family)
     for piece in cut(recipe.config, 3, None, 32):
         part = build(recipe, piece, seed=0)
         shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
         assert parameter_shapes(recipe.config, piece) == shapes
         assert list(parameter_shapes(recipe.config, piece)) == list(shapes), "the same order"
-        assert stage_costs(recipe.config, piece, 32).parameters == sum(w.numel() for w in part.parameters())
 
 
 def test_cost_of_a_layer_by_hand() -> None:
     config = prepared("qwen2").config
     layer = 4 * 32 * 32 + 3 * 32 * 48
     attention = 2 * 32 * (64 + 1)
-    inner = stage_costs(config, Cut(1, 2, embeds=False, head=False), 64)
-    assert inner.flops_per_token == 2 * layer + attention
-    assert stage_costs(config, Cut(0, 1, embeds=True, head=False), 64).flops_per_token == inner.flops_per_token
-    assert stage_costs(config, Cut(1, 2, embeds=False, head=True), 64).flops_per_token == (
-        inner.flops_per_token + 2 * 32 * 96
-    )
+    pieces = [
+        Cut(0, 1, embeds=True, head=False),
+        Cut(1, 2, embeds=False, head=False),
+        Cut(1, 2, embeds=False, head=True),
+    ]
+    inner = 2 * layer + attention
+    assert forward_flops(config, pieces, 64) == (inner, inner, inner + 2 * 32 * 96)
 
 
 def test_a_token_pays_for_the_experts_that_it_meets() -> None:
@@ -193,8 +194,12 @@ def test_a_token_pays_for_the_experts_that_it_meets() -> None:
     )
     piece = Cut(1, 2, embeds=False, head=False)
     router = 2 * 32 * 4
-    assert stage_costs(many, piece, 32).flops_per_token == stage_costs(few, piece, 32).flops_per_token + router
-    assert stage_costs(many, piece, 32).parameters > stage_costs(few, piece, 32).parameters + 10_000
+    (few_flops,), (many_flops,) = (forward_flops(config, [piece], 32) for config in (few, many))
+    assert many_flops == few_flops + router
+    few_weights, many_weights = (
+        sum(map(math.prod, parameter_shapes(config, piece).values())) for config in (few, many)
+    )
+    assert many_weights > few_weights + 10_000
 
 
 @given(

@@ -435,6 +435,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Homes, list[Path], 
     return made, homes, out
 
 
+@pytest.mark.processes
 def test_a_stranger_with_transformers_alone_loads_it(taken: tuple[Homes, list[Path], Path]) -> None:
     """A process that cannot see this project: nothing of it is on its path."""
     _, _, out = taken

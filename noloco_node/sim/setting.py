@@ -213,13 +213,9 @@ def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: Blueprin
     devices, stages = scenario.devices, run.pipeline.stages
     if devices.tflops is None or plan is None:
         return (Prices(forward_s=devices.forward_s, step_s=devices.step_s),) * stages
-    from pipeline.partition import stage_costs
-
     tokens = start.pipeline.microbatch_size * start.pipeline.sequence_length
-    costs = [stage_costs(plan.prepared.config, cut, start.pipeline.sequence_length) for cut in plan.cuts]
     return tuple(
-        Prices(forward_s=tokens * cost.flops_per_token / (devices.tflops * 1e12), step_s=devices.step_s)
-        for cost in costs
+        Prices(forward_s=tokens * flops / (devices.tflops * 1e12), step_s=devices.step_s) for flops in plan.work
     )
 
 
