@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
@@ -47,9 +47,9 @@ class Around:
         """See `port.Network.publish`."""
         return await self._network.publish(key, subkey, value, lifetime_s)
 
-    async def read(self, key: str) -> Mapping[str, bytes]:
-        """See `port.Network.read`."""
-        return await self._network.read(key)
+    async def read_all(self, keys: Sequence[str]) -> Sequence[Mapping[str, bytes] | None]:
+        """See `port.Network.read_all`."""
+        return await self._network.read_all(keys)
 
     def statistics(self) -> dict[str, int | float]:
         """See `port.Network.statistics`."""

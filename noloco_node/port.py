@@ -10,7 +10,7 @@ stream breaks or ends without its end mark.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,8 +67,8 @@ class Network(Protocol):
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store our record under (key, subkey) for `lifetime_s` seconds; say whether the DHT took it."""
 
-    async def read(self, key: str) -> Mapping[str, bytes]:
-        """Return all live records under `key` by subkey; empty when there is none."""
+    async def read_all(self, keys: Sequence[str]) -> Sequence[Mapping[str, bytes] | None]:
+        """Return all live records under each key by subkey, empty where there is none; None where nobody answered."""
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start, among them `bytes.sent.TOPIC` and `bytes.received.TOPIC`."""

@@ -172,18 +172,10 @@ class Presence:
         async with self._reading:
             watched = self._watched if stages is None else tuple(stages)
             keys = [*map(self._stage_key, watched), self._sources_key]
-            readings: list[Mapping[str, bytes] | None] = [None] * len(keys)
-
-            async def read(place: int) -> None:
-                try:
-                    readings[place] = await self._network.read(keys[place])
-                except ConnectionError:
-                    self._counts["reads.failed"] += 1
-
-            async with asyncio.TaskGroup() as group:
-                for place in range(len(keys)):
-                    group.create_task(read(place))
-            self.complete = all(reading is not None for reading in readings)
+            readings = await self._network.read_all(keys)
+            failed = sum(reading is None for reading in readings)
+            self._counts["reads.failed"] += failed
+            self.complete = not failed
             now_s = asyncio.get_running_loop().time()
             self._take_stages(dict(zip(watched, readings, strict=False)), now_s)
             self._take_sources(readings[-1])

@@ -52,7 +52,7 @@ inner_steps_per_round = 3
 microbatches_per_step = 2
 overlap_steps = 1
 codec = "float32"
-refresh_s = 2.0
+refresh_s = 5.0
 budget_s = 100.0
 blocking = {{blocking}}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -126,14 +126,13 @@ def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
         _, other = present(hub, "b")
         now = asyncio.get_running_loop().time
         looks: list[int] = []
-        read = network.read
+        read_all = network.read_all
 
-        async def noted(key: str) -> Mapping[str, bytes]:
-            if "/stage/" in key:
-                looks.append(int(key[-1]))
-            return await read(key)
+        async def noted(keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
+            looks.extend(int(key[-1]) for key in keys if "/stage/" in key)
+            return await read_all(keys)
 
-        monkeypatch.setattr(network, "read", noted)
+        monkeypatch.setattr(network, "read_all", noted)
         await one.claim(record("a", 0))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(presence.run()) for presence in (one, other)]
@@ -165,10 +164,10 @@ class Forgetful:
         self.peer_id, self.publish = network.peer_id, network.publish
         self.talk, self.serve, self.statistics = network.talk, network.serve, network.statistics
 
-    async def read(self, key: str) -> Mapping[str, bytes]:
+    async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
         if self.fails:
-            raise ConnectionAbortedError("no answer")
-        return {} if self.blind else await self._network.read(key)
+            return [None] * len(keys)
+        return [{}] * len(keys) if self.blind else await self._network.read_all(keys)
 
 
 @pytest.mark.parametrize("how", ["blind", "fails"])

@@ -16,7 +16,7 @@ from noloco_node.freight import round_bytes
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import Hub
 
-PER_ROUND, STEPS = 5, 40
+PER_ROUND, STEPS = 5, 30
 CPU = torch.device("cpu")
 
 

@@ -114,7 +114,7 @@ def test_who_is_stranded_with_gradients_of_the_next_window_knows_it() -> None:
         return peers[0], asyncio.get_running_loop().time() - begun_s, both
 
     kinds = set()
-    for steps in range(2, 50, 6):
+    for steps in range(2, 32, 4):
         peer, took_s, both = run(main(steps))
         assert peer.of(journal.Finished)[0].why == "asked to leave"
         assert took_s < 10.0, "virtual time: it did not wait for what could not come back"
@@ -137,7 +137,7 @@ def last_loss(windows: int) -> float:
 
     async def main() -> float:
         hub = Hub(FAR)
-        what = with_windows(recipe(steps=120, window=4, per_round=10_000), windows)
+        what = with_windows(recipe(steps=90, window=4, per_round=10_000), windows)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
         peers[0].text = Song(what.run, "peer-0")
         async with asyncio.timeout(600):

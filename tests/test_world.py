@@ -310,14 +310,14 @@ def test_a_device_is_slowed_down_from_what_it_was_at_first() -> None:
 
 def test_a_swarm_that_can_never_go_on_is_sent_home() -> None:
     dead = "".join(fault("crash", 100.0, f"peer = 's1r{replica}'") for replica in (0, 1))
-    record, _ = seen(dead, rounds=100, refresh_s=20.0)
+    record, _ = seen(dead, rounds=100, refresh_s=60.0)
     assert record.world.standstill is not None
     assert "nobody serves stage 1. s0r0, s0r1 waited for ever" in record.world.standstill
     assert re.match(r"Nobody took an inner step after 10\d s", record.world.standstill)
     assert LEAST_S + 90.0 < record.counts[-1][0] < LEAST_S + 200.0
     assert {event.why for event in finished(record)} == {"asked to leave"}
     # While a fault is to come, somebody may come back.
-    record, _ = seen(dead + fault("restart", 4000.0, "peer = 's1r0'"), rounds=40, refresh_s=20.0)
+    record, _ = seen(dead + fault("restart", 4000.0, "peer = 's1r0'"), rounds=40, refresh_s=60.0)
     assert record.world.standstill is None
     assert {event.why for event in finished(record)} == {"the run is over"}
 
@@ -332,7 +332,7 @@ def test_a_swarm_that_can_never_go_on_is_sent_home() -> None:
 )
 def test_a_slow_swarm_does_not_stand_still(text: str) -> None:
     record, _ = seen(
-        "duration_s = 1e6\ninner_steps_per_round = 2\nimpatient = false\n" + text, rounds=1, refresh_s=60.0
+        "duration_s = 1e6\ninner_steps_per_round = 2\nimpatient = false\n" + text, rounds=1, refresh_s=300.0
     )
     steps_s = [at for at, _, event in record.events if isinstance(event, journal.InnerStep)]
     assert record.world.standstill is None

@@ -25,7 +25,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -153,6 +153,18 @@ class Libp2p:
     async def read(self, key: str) -> Mapping[str, bytes]:
         """Return the live records under `key`; ConnectionAbortedError when the DHT does not answer in time."""
         return await (await self._now()).records.read(key)
+
+    async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
+        """Read several keys at a time; see `port.Network.read_all`."""
+
+        async def read(key: str) -> Mapping[str, bytes] | None:
+            with suppress(ConnectionError):
+                return await self.read(key)
+            return None
+
+        async with asyncio.TaskGroup() as group:
+            reading = [group.create_task(read(key)) for key in keys]
+        return [task.result() for task in reading]
 
     # What the shell needs besides.
 

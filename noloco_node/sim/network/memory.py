@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -73,16 +73,18 @@ class MemoryNetwork:
         hub.records.forget(place, now_s - hub.weather.roster_lag_s, now_s)
         return True
 
-    async def read(self, key: str) -> Mapping[str, bytes]:
-        """Return the live records under `key`, which must not be changed; none when this peer is cut off."""
+    async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
+        """Return the live records under each key, which must not be changed; none when this peer is cut off.
+
+        They are asked for at once, and the slowest answer is waited for.
+        """
         hub = self.hub
-        await asyncio.sleep(hub.round_trip_s())
+        await asyncio.sleep(max([hub.round_trip_s() for _ in keys], default=0.0))
         if not self._alive or hub.is_cut(self._peer, self._peer):
-            return {}
-        lag_s = hub.weather.roster_lag_s
-        if lag_s:
-            lag_s *= hub.lags.random()
-        return hub.records.read(key, asyncio.get_running_loop().time(), lag_s=lag_s, side=hub.side(self._peer))
+            return [{}] * len(keys)
+        now_s, side, lag_s = asyncio.get_running_loop().time(), hub.side(self._peer), hub.weather.roster_lag_s
+        lags = [lag_s * hub.lags.random() if lag_s else 0.0 for _ in keys]
+        return [hub.records.read(key, now_s, lag_s=lag, side=side) for key, lag in zip(keys, lags, strict=True)]
 
     def statistics(self) -> dict[str, int | float]:
         """Return the bytes sent and received by topic, open conversations, and violations by who sent them."""
