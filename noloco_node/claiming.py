@@ -259,7 +259,9 @@ async def _settle(claimant: Claimant, stage: int, own: _Own) -> int:
         if elsewhere is None:
             break
         capacity = capacities([each for each in claims if each.peer != claimant.me], work)
-        why = f"another newcomer chose stage {stage} too; {reason(elsewhere, capacity, own.speed(elsewhere))}"
+        rivals = any(each.peer != claimant.me and each.stage == stage and not each.settled for each in claims)
+        news = f"another newcomer chose stage {stage} too" if rivals else "the swarm is another one by now"
+        why = f"{news}; {reason(elsewhere, capacity, own.speed(elsewhere))}"
         _say(claimant, elsewhere, why, own)
         stage = elsewhere
     return stage

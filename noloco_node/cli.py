@@ -140,7 +140,7 @@ def join(
     invite: InviteArgument,
     stage: Annotated[
         int | None,
-        typer.Option(help="Stage to serve, and never to leave.", show_default="the one that limits the swarm"),
+        typer.Option(min=0, help="Stage to serve, and never to leave.", show_default="the one that limits the swarm"),
     ] = None,
     stay: Annotated[
         bool, typer.Option("--stay", help="Do not move to another stage later, even if it is needed there.")
@@ -185,7 +185,8 @@ def join(
         ),
     ] = 0,
     linger: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to go on serving the weights after the end of the run.")
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run."),
     ] = 600.0,
     refresh: Annotated[
         float,
@@ -196,7 +197,10 @@ def join(
     slowdown: Annotated[
         float,
         typer.Option(
-            metavar="TIMES", help="Act as a device so many times slower than yours: for trials of uneven swarms."
+            metavar="TIMES",
+            min=1.0,
+            max=1000.0,
+            help="Act as a device so many times slower than yours: for trials of uneven swarms.",
         ),
     ] = 1.0,
 ) -> None:
@@ -320,8 +324,9 @@ def generate(
     from noloco_node.generate import Sampling
     from noloco_node.generate import generate as pieces
 
+    added = pieces(directory, prompt, Sampling(max_tokens, temperature, top_k, seed))
     typer.echo(prompt, nl=False)
-    for piece in pieces(directory, prompt, Sampling(max_tokens, temperature, top_k, seed)):
+    for piece in added:
         typer.echo(piece, nl=False)
     typer.echo()
 

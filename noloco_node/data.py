@@ -26,10 +26,18 @@ from torch import Tensor
 from noloco_node.config import DataConfig
 from noloco_node.documents import Documents, FileDocuments, Order, Part, Place, find_files, pieces_of, stdlib_files
 from noloco_node.errors import Exit, Trouble
+from noloco_node.runfile import with_source
 
 SMALLEST_PIECE_BYTES = 64 * 1024
 BYT5_VOCABULARY = 384
 _BYT5_END, _BYT5_OFFSET = 1, 3
+
+
+def check_source(source: str) -> None:
+    """Raise `Trouble` where the source that a person named is not understood, or no file here; no hub is asked."""
+    data = with_source(DataConfig(), source)
+    if data.path is not None and data.source != "hub":
+        find_files(data.path)
 
 
 class Encoder(NamedTuple):

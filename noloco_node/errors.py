@@ -16,7 +16,7 @@ class Exit(IntEnum):
     CONFIG = 3
     """A run file, an invite or a data source is wrong; the message names the field."""
     UNREACHABLE = 4
-    """No bootstrap peer could be reached; the message says which address failed and why."""
+    """Nobody could be reached who is needed: no bootstrap peer, or nobody with the weights of a stage."""
     OTHER_RUN = 5
     """The peers that answered belong to another run, or to another version of the protocol."""
     HOME_IN_USE = 6
@@ -44,6 +44,11 @@ class Trouble(Exception):
 
     def __str__(self) -> str:
         return f"{self.what}\n  why: {self.why}\n  try: {self.attempt}"
+
+
+def refusal(error: OSError) -> str:
+    """Say what the system refused, and at which file, without its number."""
+    return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
 
 
 def trouble_of(error: BaseException | None) -> Trouble | None:

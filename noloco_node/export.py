@@ -83,7 +83,7 @@ def read_notes(directory: Path) -> Notes:
     except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
         raise Trouble(
             f"{directory} is no checkpoint of a swarm.",
-            why=f"{path}: {error}",
+            why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
             attempt="give a directory that `noloco-node export` or the demo wrote",
             code=Exit.CONFIG,
         ) from error

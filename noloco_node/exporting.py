@@ -30,7 +30,7 @@ from noloco_node.blueprint import Blueprint, blueprint
 from noloco_node.checkpoint import Checkpoint, Counters, arrays_of, counters_of
 from noloco_node.console import say
 from noloco_node.copies import Filed, Merged, Opened, Shapes, in_home, merged, newest
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, Trouble, refusal
 from noloco_node.gather import Copy, Look, at_work, fetched
 from noloco_node.keepers import InVain, fetch_kept, lost, noted, told_of
 from noloco_node.merging import LeftOut, Standing
@@ -167,7 +167,7 @@ async def from_swarm(
             raise
         raise Trouble(
             f"The stages cannot be laid down in {parts}.",
-            why=str(error),
+            why=refusal(error),
             attempt="free some space there, or export to another disk; finished stages are kept",
             code=Exit.STORAGE,
         ) from error

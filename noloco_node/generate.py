@@ -125,9 +125,9 @@ class ByteSpelling:
 
 
 def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
-    """Yield what an exported checkpoint adds to `prompt`, in pieces of whole characters.
+    """Return what an exported checkpoint adds to `prompt`, in pieces of whole characters, as they come.
 
-    Raises `Trouble` where there is no such checkpoint, or no token to go on from.
+    Raises `Trouble` at once where there is no such checkpoint, or no token to go on from.
     """
     from noloco_node.data import open_encoder, open_tokenizer
 
@@ -147,7 +147,11 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     else:
         tokenizer = open_tokenizer(data)
         spelling = Spelling(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
-    for token in continuation(open_model(directory), given, sampling, encoder.end):
+    return _pieces(continuation(open_model(directory), given, sampling, encoder.end), spelling)
+
+
+def _pieces(tokens: Iterator[int], spelling: Spelling | ByteSpelling) -> Iterator[str]:
+    for token in tokens:
         if piece := spelling.add(token):
             yield piece
     if piece := spelling.rest():

@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 
 from noloco_node import atomic
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, Trouble, refusal
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +143,7 @@ def _in_use(path: Path, lock: int) -> Trouble:
 def _unusable(path: Path, error: OSError) -> Trouble:
     return Trouble(
         f"cannot use the home {path}",
-        why=f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else ""),
+        why=refusal(error),
         attempt="free some space, repair its permissions, or give another directory with --home",
         code=Exit.STORAGE,
     )

@@ -22,7 +22,7 @@ from noloco_node.checkpoint import Checkpoint, save
 from noloco_node.clocks import asleep_s
 from noloco_node.config import NodeConfig, RunConfig
 from noloco_node.console import say
-from noloco_node.data import check_vocabulary, open_blocks
+from noloco_node.data import check_source, check_vocabulary, open_blocks
 from noloco_node.departure import departure
 from noloco_node.device import Device, choose_device
 from noloco_node.former import OwnCheckpoints
@@ -54,6 +54,8 @@ R = TypeVar("R")
 async def join(invite: str, config: NodeConfig) -> None:
     """Join the swarm of an invite and stay until the run ends or we are asked to leave."""
     parsed = invites.parse(invite)
+    if config.data is not None:
+        check_source(config.data)
     share_arenas()
     torch_device = choose_device(config.device)
     if config.threads is not None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from gossip.holding import Key
 from gossip.messages import Manifest, Section
 from gossip.pieces import DIGEST_BYTES, MOST_PIECE_BYTES, present, raw
-from noloco_node.wholefile import SPARE_BYTES
+from noloco_node.wholefile import SPARE_BYTES, lacking
 
 _PREFIX = struct.Struct(">I")
 _HEADER_BYTES = 2**26
@@ -175,7 +175,7 @@ class Partial:
                 self._open()
             free_bytes = shutil.disk_usage(self.path.parent).free
             if frame_bytes + SPARE_BYTES > free_bytes:
-                raise OSError(errno.ENOSPC, f"{free_bytes / 2**20:.0f} MiB are free")
+                raise OSError(errno.ENOSPC, lacking(frame_bytes, free_bytes))
             for part in (memoryview(_PREFIX.pack(len(header)) + header), body):
                 while part:
                     part = part[os.write(self._file, part) :]
@@ -183,7 +183,9 @@ class Partial:
         except OSError as error:
             self._refused = True
             self.rest()
-            self._complain(f"pieces of the copy cannot be kept on the disk ({error}): killed, we would begin again")
+            self._complain(
+                f"pieces of the copy cannot be kept on the disk ({error.strerror}): killed, we would begin again"
+            )
 
     def _open(self) -> None:
         """Open the file for what comes, behind the last whole record."""

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from noloco_node.checkpoint import Checkpoint
+from noloco_node.errors import refusal
 
 SHARE = 0.05
 """Of the time, at most, is spent on writing."""
@@ -88,7 +89,7 @@ class Saving:
             try:
                 where = await self._save(checkpoint)
             except OSError as error:
-                cause = " ".join(str(error).split())
+                cause = " ".join(refusal(error).split())
             self._last = Last(checkpoint.counters.round, _now(), _now() - began_s)
         self._counts["failed" if cause else "saved"] += 1
         if cause is not None:

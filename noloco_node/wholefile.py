@@ -49,9 +49,7 @@ def write(path: Path, arrays: Sequence[Array], about: str) -> None:
     size_bytes = 8 + len(head) + sum(len(array.data) for array in arrays)
     free_bytes = shutil.disk_usage(path.parent).free
     if size_bytes + SPARE_BYTES > free_bytes:
-        raise OSError(
-            errno.ENOSPC, f"{size_bytes / 2**20:.0f} MiB are needed, {free_bytes / 2**20:.0f} MiB are free", str(path)
-        )
+        raise OSError(errno.ENOSPC, lacking(size_bytes, free_bytes), str(path))
     aside = path.with_name(f".{path.name}.aside")
     try:
         _write_aside(aside, head, arrays)
@@ -59,6 +57,12 @@ def write(path: Path, arrays: Sequence[Array], about: str) -> None:
         flush(path.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def lacking(needed_bytes: int, free_bytes: int) -> str:
+    """Say that a disk has too little room."""
+    spare, needed, free = (f"{size / 2**20:.0f} MiB" for size in (SPARE_BYTES, needed_bytes + SPARE_BYTES, free_bytes))
+    return f"{needed} are needed ({spare} of them to spare), {free} are free"
 
 
 def sweep(directory: Path) -> None:

@@ -24,7 +24,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from noloco_node import rows
 from noloco_node.config import DataConfig
-from noloco_node.data import Blocks, check_vocabulary, encode_bytes, open_blocks, open_encoder, vocab_size
+from noloco_node.data import Blocks, check_source, check_vocabulary, encode_bytes, open_blocks, open_encoder, vocab_size
 from noloco_node.documents import (
     FileDocuments,
     Order,
@@ -449,3 +449,20 @@ def test_orders_are_permutations() -> None:
         count, shuffle = rng.randrange(1, 50), rng.random() < 0.5
         order = Order("train", rng.randrange(5), "p", shuffle).permutation(count, rng.randrange(3))
         assert sorted(order) == list(range(count))
+
+
+@pytest.mark.parametrize("source", ["text:no/such/file", "no/such/*.txt", "rows.jsonl", "json:", "hub:owner/name"])
+def test_a_source_that_is_not_here_is_refused_before_anything_begins(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Trouble) as trouble:
+        check_source(source)
+    assert trouble.value.code is Exit.CONFIG
+
+
+def test_a_source_that_is_here_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    for source in ("rows.jsonl", "text:rows.*", "json:rows.jsonl", "stdlib", f"hub:owner/name@{'a' * 40}"):
+        check_source(source)

@@ -562,6 +562,20 @@ def test_a_child_that_dies_early_is_quoted(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_of_a_child_that_says_why_it_ends_no_more_is_quoted(tmp_path: Path) -> None:
+    async def main() -> None:
+        children = Children(HURRY)
+        words = "17:00:00  copying\\nnoloco-node: The disk is full.\\n  why: it is small\\n  try: a larger one"
+        child = children.start("full", python(f'import sys; sys.stderr.write("{words}"); sys.exit(9)'), tmp_path)
+        with pytest.raises(Trouble) as trouble:
+            await child.line("never", DEADLINE_S)
+        assert trouble.value.why == "The disk is full.\n  why: it is small\n  try: a larger one"
+        assert trouble.value.code is Exit.STORAGE
+        await children.stop()
+
+    asyncio.run(main())
+
+
 def test_a_child_that_never_speaks_is_given_up(tmp_path: Path) -> None:
     async def main() -> None:
         children = Children(Patience(interrupt_s=DEADLINE_S))

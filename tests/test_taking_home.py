@@ -573,3 +573,11 @@ def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], 
     assert said.startswith(prompt)
     typed("init", str(tmp_path / "run.toml"), "--from", str(tmp_path / "model"))
     assert str(tmp_path / "model") in (tmp_path / "run.toml").read_text()
+
+
+def test_a_model_that_is_not_there_is_said_before_anything_is_printed(tmp_path: Path) -> None:
+    for words in (["generate", str(tmp_path / "none"), "--prompt", "import"], ["evaluate", str(tmp_path / "none")]):
+        done = CliRunner().invoke(app, words)
+        assert isinstance(done.exception, Trouble)
+        assert done.exception.why.endswith("noloco.json: No such file or directory")
+        assert done.stdout == ""

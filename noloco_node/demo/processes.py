@@ -25,6 +25,8 @@ from typing import NamedTuple
 from noloco_node.errors import Exit, Trouble
 
 POLL_S = 0.05
+COMPLAINT = "noloco-node: "
+"""Begins what a node says of its end."""
 LAST_WORDS = 12
 """Lines of a dead child's output that an error message quotes."""
 
@@ -91,9 +93,12 @@ class Child:
         return code
 
     def last_words(self) -> str:
-        """Return the last lines of its standard error, or of its output where it left no complaint."""
+        """Return what it complained of last, else the last lines of its standard error, else of its output."""
         for name in ("err.log", "out.log"):
             lines = (self.logs / name).read_text(errors="replace").strip().splitlines()
+            complaints = [number for number, line in enumerate(lines) if line.startswith(COMPLAINT)]
+            if complaints:
+                return "\n".join(lines[complaints[-1] :]).removeprefix(COMPLAINT)
             if lines:
                 return "\n".join(lines[-LAST_WORDS:])
         return "(it said nothing)"

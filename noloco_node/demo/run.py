@@ -254,8 +254,9 @@ class _Demo:
                 self._print(f"    {line}")
             self._print("")
         kept = (("loss.png", "the picture"), ("model", "the merged model"), ("summary.json", "the numbers"))
-        for name, what in kept if self._demo.judged else (kept[0], kept[2]):
-            self._print(f"{what + ':':<18} {self._home.path / name}")
+        for name, what in kept:
+            if name != "model" or verdict is not None:
+                self._print(f"{what + ':':<18} {self._home.path / name}")
 
 
 def _whole_track(peer: Peer, home: Path) -> Track:
