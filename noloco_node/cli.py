@@ -15,7 +15,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from noloco_node import __version__
-from noloco_node.errors import Exit, Trouble, trouble_of
+from noloco_node.config import MOST_SLOWDOWN
+from noloco_node.errors import COMPLAINT, Exit, Trouble, trouble_of
 from noloco_node.options import (
     AnnounceOption,
     CapOption,
@@ -199,7 +200,7 @@ def join(
         typer.Option(
             metavar="TIMES",
             min=1.0,
-            max=1000.0,
+            max=MOST_SLOWDOWN,
             help="Act as a device so many times slower than yours: for trials of uneven swarms.",
         ),
     ] = 1.0,
@@ -402,7 +403,7 @@ def simulate(
             code = simulate_scenario(scenario, flags, wanted, typer.echo)
         raise typer.Exit(code)
     except KeyboardInterrupt:  # typer would leave without a word
-        typer.echo("noloco-node: interrupted, nothing was written", err=True)
+        typer.echo(f"{COMPLAINT}interrupted, nothing was written", err=True)
         raise typer.Exit(Exit.INTERRUPTED) from None
 
 
@@ -425,16 +426,16 @@ def main() -> None:
     try:
         app()
     except Trouble as trouble:
-        typer.echo(f"noloco-node: {trouble}", err=True)
+        typer.echo(f"{COMPLAINT}{trouble}", err=True)
         sys.exit(trouble.code)
     except BaseExceptionGroup as group:
         held = trouble_of(group)
         if held is None:
             raise
-        typer.echo(f"noloco-node: {held}", err=True)
+        typer.echo(f"{COMPLAINT}{held}", err=True)
         sys.exit(held.code)
     except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `departure`
-        typer.echo("noloco-node: interrupted", err=True)
+        typer.echo(f"{COMPLAINT}interrupted", err=True)
         sys.exit(Exit.INTERRUPTED)
     finally:
         gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone

@@ -13,6 +13,8 @@ import msgspec
 
 from noloco_node.budget import Allowance
 
+MOST_SLOWDOWN = 1000.0
+
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which decoder to train.

@@ -26,6 +26,7 @@ from torch import Tensor
 from noloco_node.config import DataConfig
 from noloco_node.documents import Documents, FileDocuments, Order, Part, Place, find_files, pieces_of, stdlib_files
 from noloco_node.errors import Exit, Trouble
+from noloco_node.rows import SUFFIXES, RowDocuments, load_rows
 from noloco_node.runfile import with_source
 
 SMALLEST_PIECE_BYTES = 64 * 1024
@@ -37,7 +38,7 @@ def check_source(source: str) -> None:
     """Raise `Trouble` where the source that a person named is not understood, or no file here; no hub is asked."""
     data = with_source(DataConfig(), source)
     if data.path is not None and data.source != "hub":
-        find_files(data.path)
+        find_files(data.path, SUFFIXES.get(data.source, ("",)))
 
 
 class Encoder(NamedTuple):
@@ -181,8 +182,6 @@ def _documents(data: DataConfig, order: Order, sequence_length: int) -> Document
         # A piece holds several blocks, so that few of them are of two texts.
         pieces = pieces_of(find_files(data.path or ""), max(SMALLEST_PIECE_BYTES, 16 * sequence_length))
         return FileDocuments(pieces, order, data.validation_percent)
-    from noloco_node.rows import RowDocuments, load_rows
-
     return RowDocuments(data, order, lambda: load_rows(data))
 
 

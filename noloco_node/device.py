@@ -28,11 +28,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from noloco_node.config import MOST_SLOWDOWN
 from noloco_node.errors import Exit, Trouble
 
 T = TypeVar("T")
-
-MOST_SLOWDOWN = 1000.0
 
 
 class Wall(NamedTuple):

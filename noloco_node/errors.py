@@ -35,6 +35,10 @@ class Exit(IntEnum):
     """Interrupted before the work was done."""
 
 
+COMPLAINT = "noloco-node: "
+"""Begins what a command says on its way out."""
+
+
 class Trouble(Exception):
     """An error that a person can act on: what happened, why, and what to try."""
 

@@ -55,7 +55,7 @@ async def join(invite: str, config: NodeConfig) -> None:
     """Join the swarm of an invite and stay until the run ends or we are asked to leave."""
     parsed = invites.parse(invite)
     if config.data is not None:
-        check_source(config.data)
+        await asyncio.to_thread(check_source, config.data)
     share_arenas()
     torch_device = choose_device(config.device)
     if config.threads is not None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from gossip.holding import Key
 from gossip.messages import Manifest, Section
 from gossip.pieces import DIGEST_BYTES, MOST_PIECE_BYTES, present, raw
+from noloco_node.errors import refusal
 from noloco_node.wholefile import SPARE_BYTES, lacking
 
 _PREFIX = struct.Struct(">I")
@@ -184,7 +185,7 @@ class Partial:
             self._refused = True
             self.rest()
             self._complain(
-                f"pieces of the copy cannot be kept on the disk ({error.strerror}): killed, we would begin again"
+                f"pieces of the copy cannot be kept on the disk ({refusal(error)}): killed, we would begin again"
             )
 
     def _open(self) -> None:

@@ -10,7 +10,6 @@ The efficiency, and what would raise it, is `outlook`'s.
 
 from __future__ import annotations
 
-import math
 from math import log, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +119,7 @@ def plan(run: RunConfig) -> Plan:
     stages = tuple(
         StagePlan(
             layers=(cut.first_layer, cut.end_layer),
-            parameters=sum(map(math.prod, shapes)),
+            parameters=sum(map(prod, shapes)),
             flops_per_token=flops,
             work=flops / sum(drawn.work),
             memory=memory,

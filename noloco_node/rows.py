@@ -31,7 +31,7 @@ CHUNK_ROWS = 8192
 CHUNK_CHARACTERS = 8 * 1024 * 1024
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 """Pauses before the tries after the first; then the source is given up."""
-_SUFFIXES = {
+SUFFIXES = {
     "json": tuple(f".{kind}{packed}" for kind in ("jsonl", "json", "ndjson") for packed in ("", ".gz", ".zst", ".xz")),
     "parquet": (".parquet",),
 }
@@ -243,7 +243,7 @@ def load_rows(data: DataConfig) -> Any:
             data.path, name=data.subset, revision=data.commit, split=data.split, streaming=True
         )
     # The library reads names as patterns.
-    found = find_files(data.path or "", _SUFFIXES[data.source])
+    found = find_files(data.path or "", SUFFIXES[data.source])
     files = [glob.escape(str(path)) for _, path in found if path.stat().st_size]
     if not files:
         raise _trouble(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")

@@ -31,6 +31,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let it work at once in a process that collects no tests, because others run them."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what runs in virtual time, so that `pytest -m virtual` shows what all of it together takes."""
     for item in items:

@@ -354,7 +354,7 @@ def test_two_by_two_divide_the_inner_steps_alike(two_by_two: Pair) -> None:
     # last microbatches go unheard of depends on when the refreshes fall (seen: from 4 to 17 % of all).
     real_total, simulated_total = (sum(source.trained for source in swarm.sources) for swarm in two_by_two)
     for real, simulated in each(two_by_two):
-        # Of two real processes the faster one, or the one that came first, does more; simulated ones are equally fast.
+        # Of two real processes the faster one, or the one that came first, does more; simulated ones keep their pace.
         share = len(real.of(InnerStep)) * WINDOW / real_total
         assert share == pytest.approx(len(simulated.of(InnerStep)) * WINDOW / simulated_total, rel=0.35)
 
@@ -379,7 +379,7 @@ def test_two_by_two_share_the_next_hops_alike(two_by_two: Pair) -> None:
     for real, simulated in each(two_by_two):
         if real.started.stage == 0:
             assert real.hops.keys() == simulated.hops.keys()
-            # Equally fast devices get one entry of each bag. Real ones get entries by their measured speed, and of two
+            # Real replicas get entries of the bags by their measured speed, and of two
             # processes on a busy machine one may look twice as fast as the other: a third instead of a half.
             for peer, count in real.hops.items():
                 assert abs(count / real.trained - simulated.hops[peer] / simulated.trained) < 0.2
@@ -403,5 +403,5 @@ def _bytes_by(trace: Trace, way: str) -> dict[str, float]:
 
 
 def test_two_by_two_take_about_as_long(two_by_two: Pair) -> None:
-    # A price for all devices stands for processes that share two cores with whatever else runs there.
+    # Simulated devices keep the real pace, waits included, and may wait once more.
     assert 0.5 < two_by_two.simulated.duration_s / two_by_two.real.duration_s < 2.0

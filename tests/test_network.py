@@ -320,6 +320,7 @@ def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place(loo
             while not await other.publish("key", other.peer_id, b"x", 10.0):  # noqa: ASYNC110 (the DHT sets no event)
                 await asyncio.sleep(0.1)
             assert await one.read("key") == {other.peer_id: b"x"}
+            assert await one.read_all(["another", "key"]) == [{}, {other.peer_id: b"x"}]
 
     run(main(), loop)
 
@@ -368,6 +369,8 @@ def test_daemons_that_die_again_and_again_are_given_up() -> None:
             # Nothing hangs.
             assert await took(one.publish("key", "me", b"x", 10.0)) < 2.0
             await fails(lambda: one.read("key"), ConnectionResetError, "our own libp2p daemon")
+            assert await took(one.read_all(["key", "another"])) < 2.0
+            assert await one.read_all(["key", "another"]) == [None, None]
             await fails(one.talk(NOBODY, "x", SMALL).__aenter__, ConnectionResetError, "our own libp2p daemon")
 
     run(main())

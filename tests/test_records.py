@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,16 +62,20 @@ def test_a_record_is_its_peer_s_at_its_place_to_the_last_bit(
     assert content_of(PLACE, one.name, 7.0, value[:-1]) is None
 
 
-@given(content=st.binary(max_size=20), moved=st.integers(1, 20))
-def test_what_was_found_good_is_good_for_nobody_else(
-    two: tuple[Identity, Identity], content: bytes, moved: int
+@given(content=st.binary(max_size=20), expiry=st.floats(0.0, 2.0**32))
+def test_no_other_cut_of_the_same_bytes_has_the_verdict_of_a_record(
+    two: tuple[Identity, Identity], content: bytes, expiry: float
 ) -> None:
     one, _ = two
-    value = one.signer.signed(PLACE, 7.0, content)
-    assert content_of(PLACE, one.name, 7.0, value) == content
-    assert content_of(PLACE, one.name[:-moved], 7.0, value + one.name[-moved:].encode()) is None
-    assert content_of(PLACE, one.name[moved:], 7.0, one.name[:moved].encode() + value) is None
-    assert content_of(PLACE, one.name, 7.0, value) == content
+    value = one.signer.signed(PLACE, expiry, content)
+    told = PLACE + struct.pack("!d", expiry) + value
+    for cut in range(len(PLACE) + len(value)):
+        if cut != len(PLACE):
+            (forged,) = struct.unpack("!d", told[cut : cut + 8])
+            assert content_of(told[:cut], one.name, forged, told[cut + 8 :]) is None
+    assert content_of(PLACE, one.name, expiry, value) == content
+    assert content_of(PLACE, one.name[:-1], expiry, value) is None
+    assert content_of(PLACE, one.name[1:], expiry, one.name[:1].encode() + value) is None
 
 
 def test_what_is_remembered_of_signatures_is_bounded(two: tuple[Identity, Identity]) -> None:

@@ -133,7 +133,7 @@ class Song(Text):
 
 
 def last_loss(windows: int) -> float:
-    """Return the mean loss of the last quarter of a run of two stages, one window in flight or two."""
+    """Return the mean loss of the last third of a run of two stages, one window in flight or two."""
 
     async def main() -> float:
         hub = Hub(FAR)

@@ -22,11 +22,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import COMPLAINT, Exit, Trouble
 
 POLL_S = 0.05
-COMPLAINT = "noloco-node: "
-"""Begins what a node says of its end."""
 LAST_WORDS = 12
 """Lines of a dead child's output that an error message quotes."""
 
@@ -98,7 +96,7 @@ class Child:
             lines = (self.logs / name).read_text(errors="replace").strip().splitlines()
             complaints = [number for number, line in enumerate(lines) if line.startswith(COMPLAINT)]
             if complaints:
-                return "\n".join(lines[complaints[-1] :]).removeprefix(COMPLAINT)
+                return "\n".join(lines[complaints[-1] :][:LAST_WORDS]).removeprefix(COMPLAINT)
             if lines:
                 return "\n".join(lines[-LAST_WORDS:])
         return "(it said nothing)"

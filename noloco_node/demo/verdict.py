@@ -24,7 +24,7 @@ from noloco_node.config import RunConfig
 from noloco_node.console import say
 from noloco_node.data import open_blocks
 from noloco_node.demo.summary import Verdict
-from noloco_node.errors import Trouble
+from noloco_node.errors import COMPLAINT, Trouble
 from noloco_node.evaluation import BATCH, open_model, unigram_entropy, validation_loss
 from noloco_node.gather import Copy, gather, write_merged
 from noloco_node.generate import generate_sample
@@ -106,5 +106,5 @@ if __name__ == "__main__":
         first: BaseException = troubles
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
-        print(first, file=sys.stderr)
+        print(f"{COMPLAINT}{first}", file=sys.stderr)
         sys.exit(first.code if isinstance(first, Trouble) else 1)

@@ -9,6 +9,7 @@ nothing else. So whoever repeats an old record cannot have it outlive a later on
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,7 @@ _FILE_HEADER = bytes((0x08, 0x01, 0x12, 0x40))
 """Protobuf: key type Ed25519, 64 bytes follow: the seed, and the public key."""
 _DIGITS = {letter: value for value, letter in enumerate("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")}
 VERDICTS = 2**12
+_SECRET = os.urandom(32)
 _verdicts: dict[bytes, bool] = {}
 """Whether a record is signed, by its digest, the newest last: a record is read many times, and to keep it would take up
 to 8 KiB.
@@ -67,8 +69,9 @@ def content_of(place: bytes, peer: str, expiry: float, value: bytes) -> bytes | 
 
 def _is_signed(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
     """Look a verdict up, or find and keep it."""
-    whose = f"{len(peer)} {peer} ".encode(errors="replace")
-    digest = hashlib.blake2b(whose + _signable(place, expiry, value), digest_size=16).digest()
+    # Lengths first: no other place, peer and value, which strangers choose, may make the same bytes.
+    told = f"{len(peer)} {len(place)} {peer}".encode(errors="surrogatepass") + _signable(place, expiry, value)
+    digest = hashlib.blake2b(told, key=_SECRET, digest_size=16).digest()
     verdict = _verdicts.pop(digest, None)
     if verdict is None:
         verdict = _verifies(place, peer, expiry, value)
