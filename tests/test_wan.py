@@ -244,14 +244,18 @@ class Country:
 
     def doctor(self, space: str, invite: str) -> Callable[[], dict[str, Any]]:
         """Call the doctor in a namespace; return what waits for the findings, by what they are about."""
-        home = str(self.directory / "doctor")
-        process = self.start(space, ["-m", "noloco_node", "doctor", invite, "--json", "--home", home])
+        told = self._asks(space, "doctor", invite, "--home", str(self.directory / "doctor"))
+        return lambda: {finding["about"]: finding for finding in told()["findings"]}
 
-        def findings() -> dict[str, Any]:
-            out, _ = process.communicate(timeout=LONG_S)
-            return {finding["about"]: finding for finding in json.loads(out)["findings"]}
+    def has_begun(self, space: str, invite: str) -> bool:
+        """Say whether whoever comes now reads of somebody who has finished a round."""
+        told = self._asks(space, "status", invite)()
+        return any(record["round"] for stage in told["stages"] for record in stage)
 
-        return findings
+    def _asks(self, space: str, *words: str) -> Callable[[], Any]:
+        """Start a command of noloco-node that answers in JSON; return what waits for it."""
+        process = self.start(space, ["-m", "noloco_node", *words, "--json"])
+        return lambda: json.loads(process.communicate(timeout=LONG_S)[0])
 
     def until(self, condition: Callable[[], T], what: str) -> T:
         """Return what `condition` returns once that is true; fail when a process ends or it takes too long."""
@@ -410,7 +414,9 @@ def test_nodes_train_from_site_to_site_one_of_them_behind_a_router_and_one_that_
     assert not outside.said("relays")
 
     findings = country.doctor("inside", invite)
-    # A second replica of that stage copies its weights from behind the router, and meets it.
+    # A second replica of that stage copies its weights from behind the router, and meets it. Before the first round,
+    # and until everybody has read of it, there would be nothing to copy.
+    country.until(lambda: country.has_begun("late", invite), "a newcomer reads that the training has begun")
     late = country.node("late", "join", invite, "--stage", "1", "--threads", "1")
     country.until(lambda: late.journalled("catch_up"), "a newcomer copies the weights")
     country.until(lambda: late.journalled("inner_step"), "a newcomer gets work")
