@@ -133,11 +133,11 @@ class Song(Text):
 
 
 def last_loss(windows: int) -> float:
-    """Return the mean loss of the last third of a run of two stages, one window in flight or two."""
+    """Return the mean loss of the last 30 steps of a run of two stages, one window in flight or two."""
 
     async def main() -> float:
         hub = Hub(FAR)
-        what = with_windows(recipe(steps=90, window=4, per_round=10_000), windows)
+        what = with_windows(recipe(steps=80, window=4, per_round=10_000), windows)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
         peers[0].text = Song(what.run, "peer-0")
         async with asyncio.timeout(600):

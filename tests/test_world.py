@@ -317,7 +317,7 @@ def test_a_swarm_that_can_never_go_on_is_sent_home() -> None:
     assert LEAST_S + 90.0 < record.counts[-1][0] < LEAST_S + 200.0
     assert {event.why for event in finished(record)} == {"asked to leave"}
     # While a fault is to come, somebody may come back.
-    record, _ = seen(dead + fault("restart", 4000.0, "peer = 's1r0'"), rounds=40, refresh_s=60.0)
+    record, _ = seen(dead + fault("restart", 2500.0, "peer = 's1r0'"), rounds=40, refresh_s=60.0)
     assert record.world.standstill is None
     assert {event.why for event in finished(record)} == {"the run is over"}
 
@@ -326,7 +326,7 @@ def test_a_swarm_that_can_never_go_on_is_sent_home() -> None:
     "text",
     [
         "[devices]\nforward_s = 600.0\n",
-        "[devices]\nstutter_share = 0.5\nstutter_pause_s = 3000.0\n",
+        "[devices]\nstutter_share = 0.5\nstutter_pause_s = 2000.0\n",
         fault("slow", 0.0, "peer = 's1r0'\nfactor = 9000.0") + fault("crash", 0.0, "peer = 's1r1'"),
     ],
 )
