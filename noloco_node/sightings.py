@@ -221,7 +221,7 @@ def _is_possible(published: Published) -> bool:
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # for the many readers of a simulation: one node decodes as many in a millisecond
 def decode_source(raw: bytes) -> SourceRecord | None:
     """Return what a source left behind, if it can be."""
     if len(raw) > SOURCE_BYTES:

@@ -332,7 +332,7 @@ def test_a_swarm_that_can_never_go_on_is_sent_home() -> None:
 )
 def test_a_slow_swarm_does_not_stand_still(text: str) -> None:
     record, _ = seen(
-        "duration_s = 1e6\ninner_steps_per_round = 2\nimpatient = false\n" + text, rounds=1, refresh_s=300.0
+        "duration_s = 1e6\ninner_steps_per_round = 2\nimpatient = false\n" + text, rounds=1, refresh_s=60.0
     )
     steps_s = [at for at, _, event in record.events if isinstance(event, journal.InnerStep)]
     assert record.world.standstill is None
