@@ -84,8 +84,8 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gossip round. The defaults are what docs/results.md shows to be best, "The laboratory"; NoLoCo as published
-    (arXiv 2506.10911) is 0.5, 0.7, 0.7, a round every 50 steps, float32, blocking.
+    """The gossip round. The defaults were chosen in the laboratory, mostly on one seed (docs/results.md); NoLoCo as
+    published (arXiv 2506.10911) is 0.5, 0.7, 0.7, a round every 50 steps, float32, blocking.
     """
 
     inner_steps_per_round: int = 10

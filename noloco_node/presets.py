@@ -328,14 +328,14 @@ def _outer(n: Numbers) -> str:
 [outer]
 # Gossip: after this many inner steps a peer meets one random peer of its own stage, and both move towards their mean.
 inner_steps_per_round = {n.per_round}
-# The same at the end of the run: from one to the other in equal proportions. Peers drift apart while the learning rate
-# is high, so often early and rarely late gives more for the same traffic. Left out, it stays as it is.
+# The same at the end of the run: from one to the other in equal proportions. Peers drift apart most while the learning
+# rate is high, so rounds become rarer later, which saves traffic. Left out, it stays as it is.
 late_inner_steps_per_round = {n.late_per_round}
 # true: a slower peer takes fewer inner steps a round, in proportion to its speed (Asynchronous Local-SGD), so that all
 # replicas of a stage reach their rounds together. Among equals it changes nothing.
 dynamic_steps = true
 # The outer step: momentum, length along the pair's mean progress, and pull of the pair together. 0, 1 and 1 is the
-# plain mean of the two. With rounds as often as here it came closest to training in one place (docs/results.md, "The
+# plain mean of the two, chosen for frequent rounds by small trials, mostly on one seed (docs/results.md, "The
 # laboratory"); the NoLoCo paper has 0.5, 0.7 and 0.7 with a round every 50 steps. Many peers stay together only for
 # 0 < gamma < 2 (1 - alpha^2). gamma equal to beta halves the traffic: then only one copy of the weights travels.
 alpha = 0.0

@@ -6,7 +6,22 @@ from collections.abc import Iterator
 
 from laboratory.cell import Result
 from laboratory.measured import Measured, bytes_with_merge
-from laboratory.tabulating import Table, compared, gap, merged, shown, signed, single, single_gap, spread
+from laboratory.tabulating import (
+    SEEDS,
+    Table,
+    apart,
+    at_rounds,
+    compared,
+    gap,
+    is_enough,
+    merged,
+    seeds,
+    shown,
+    signed,
+    single,
+    single_gap,
+    spread,
+)
 
 ENDS = ("noloco", "ours", "ours_last_rounds", "ours_often_at_end")
 """Recipes whose replicas differ at the end."""
@@ -53,15 +68,20 @@ def _steps_late(result: Result) -> float:
 
 
 def _said_of_changes(data: Measured) -> Iterator[str]:
+    few = []
     for name, other in data.changes.items():
         found = data.against(name, other, gap)
-        if found is None:
+        if not is_enough(found):
+            few += [name] if found is not None else []
             continue
         late = [data.figure(one, _steps_late) for one in (name, other)]
         more = ""
         if "_lines_" in name and late[0] is not None and late[1] is not None:
             more = f", with corrections {late[0].mean:.1f} instead of {late[1].mean:.1f} inner steps late"
-        yield f"{name} is {compared(found)} {other} ({signed(found)} nats{more})."
+        more = at_rounds(data, name, other) + more
+        yield f"{name} is {compared(found)} {other} ({apart(found)}{more})."
+    if few:
+        yield f"On fewer than {SEEDS} seeds, and so undecided: {', '.join(few)}."
 
 
 def ends(data: Measured) -> Table:
@@ -95,7 +115,10 @@ def ends(data: Measured) -> Table:
 
 def _said_of_ends(data: Measured) -> Iterator[str]:
     for name in ENDS:
-        gain = data.figure(name, lambda result: result.single - result.merged)
+        gain = data.figure(name, lambda result: result.merged - result.single)
         cost = data.figure(name, lambda result: bytes_with_merge(result) / result.bytes_per_step - 1.0)
-        if gain is not None and cost is not None:
-            yield f"A last merge takes {gain.mean:.4f} nats from replicas of {name}, for {cost.mean:.1%} more bytes."
+        if is_enough(gain) and cost is not None:
+            yield (
+                f"A last merge changes the loss of replicas of {name} by {signed(gain, 4)} nats ({seeds(gain)}), for "
+                f"{cost.mean:.1%} more bytes."
+            )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from laboratory.cell import Point, Result
+from laboratory.cell import Cell, Point, Result
 from laboratory.grid import Grid
 from laboratory.machines import merge_bytes
 from laboratory.store import Store
@@ -69,6 +69,11 @@ class Measured:
     def about(self, name: str) -> str:
         """Return what a recipe is."""
         return self._about.get(name, name)
+
+    def cell(self, name: str) -> Cell | None:
+        """Return what a recipe runs, without learning rate and seed; None if there is no such recipe."""
+        found = self._cells.get(name)
+        return None if found is None else found[1]
 
     def rate(self, name: str) -> str:
         """Return the learning rate of a recipe; the family that it was tuned for and the loss that chose it, if others

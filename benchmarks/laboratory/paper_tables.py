@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
+from laboratory.choices import said_of_unequal
 from laboratory.measured import Measured, correlation, perplexity, seconds_to
 from laboratory.published import BY_CROWD, BY_SPEEDS, PEARSON, TABLE_2
 from laboratory.sizes import CROWDS, SPEEDS, Size
@@ -16,19 +18,18 @@ from laboratory.tabulating import (
     NO_WORSE,
     NOTHING,
     Table,
-    best_of,
+    apart,
     compared,
     gap,
+    is_enough,
     judged,
     merged,
     merged_ratio,
     ratio,
     shown,
-    signed,
     single_gap,
     spread,
     time_to,
-    verdict,
     worst_end,
 )
 
@@ -94,20 +95,20 @@ def _said_of_noloco(data: Measured) -> Iterator[str]:
         f"{min(ratios):.2f} to {max(ratios):.2f} of data parallel's perplexity."
     )
     _, parallel, diloco, noloco = HERE[0]
-    beside, apart = data.against(noloco, diloco, single_gap), data.against(noloco, parallel, ratio)
-    if beside is not None and apart is not None:
+    beside, over = data.against(noloco, diloco, single_gap), data.against(noloco, parallel, ratio)
+    if is_enough(beside) and over is not None:
         yield (
-            f"Here, with the paper's rounds, it is at {apart.mean:.2f} and {compared(beside)} DiLoCo "
-            f"({signed(beside)} nats): 'NoLoCo lower' {judged(beside, 'better than')}."
+            f"Here, with the paper's rounds, it is at {over.text(2)} and {compared(beside)} DiLoCo ({apart(beside)}): "
+            f"'NoLoCo lower' {judged(beside, 'better than')}."
         )
     found = {label: data.against(noloco, diloco, single_gap) for label, _, diloco, noloco in EQUAL_ROUNDS}
-    equal = {label: value for label, value in found.items() if value is not None}
+    equal = {label: value for label, value in found.items() if is_enough(value)}
     if equal:
         words = "; ".join(
-            f"{label.partition('both ')[2]}: {signed(value)}, 'level' {judged(value, 'level with')}"
+            f"{label.partition('both ')[2]}: {apart(value)}, 'level' {judged(value, 'level with')}"
             for label, value in equal.items()
         )
-        yield f"At equal rounds NoLoCo minus DiLoCo is, in nats, {words}."
+        yield f"At equal rounds NoLoCo against DiLoCo is, {words}."
 
 
 def by_speeds(data: Measured) -> Table:
@@ -139,21 +140,25 @@ def by_speeds(data: Measured) -> Table:
 
 def _said_of_speeds(data: Measured) -> Iterator[str]:
     naive, delayed = (data.against(name, "diloco_of_4", gap) for name in ("async_naive", "async_delayed"))
-    if naive is not None:
+    if is_enough(naive):
         yield (
-            f"Naive asynchronous is {compared(naive)} synchronous DiLoCo ({signed(naive)} nats): 'worse' "
-            f"{judged(naive, 'worse than')}."
+            f"On very unequal machines naive asynchronous is {compared(naive)} synchronous DiLoCo ({apart(naive)}): "
+            f"'worse' {judged(naive, 'worse than')}."
         )
-    if delayed is not None:
+    if is_enough(delayed):
         yield (
-            f"Delayed Nesterov with dynamic steps is {compared(delayed)} it ({signed(delayed)} nats): 'level or "
-            f"better' {judged(delayed, *NO_WORSE)}."
+            f"Delayed Nesterov with dynamic steps is {compared(delayed)} it ({apart(delayed)}): 'level or better' "
+            f"{judged(delayed, *NO_WORSE)}."
         )
     ends = {name: data.figure(name, merged) for name in ("async_naive", *SERVERS, "async_delayed")}
-    known = {name: value.mean for name, value in ends.items() if value is not None and math.isfinite(value.mean)}
-    if len(known) > 1:
-        order = sorted(known, key=lambda name: known[name])
-        yield f"On very unequal machines, from best to worst: {', '.join(order)}."
+    known = {name: value.mean for name, value in ends.items() if is_enough(value) and math.isfinite(value.mean)}
+    steps = (
+        f"{after} is {compared(found)} {before} ({apart(found)})"
+        for before, after in pairwise(sorted(known, key=lambda name: known[name]))
+        if (found := data.against(after, before, gap)) is not None
+    )
+    if words := "; ".join(steps):
+        yield f"On them, by their means, each beside the one before it: {words}."
     yield from _said_of_rates(data, "diloco_of_4", "parallel_of_4")
 
 
@@ -179,17 +184,13 @@ def by_crowd(data: Measured) -> Table:
         pairs = list(zip(of[name], of["diloco"], strict=True))
         rows.append((name, "here", *(shown(data.against(mine, base, merged_ratio)) for mine, base in pairs)))
         rows.append((name, "here, nats", *(shown(data.figure(mine, merged), 4, "diverged") for mine in of[name])))
-    says = []
-    for number, crowd in enumerate(CROWDS):
-        best = best_of(data, [of[name][number] for name in names[1:]])
-        if best is not None:
-            says.append(f"Of {crowd} replicas the best but data parallel is {best}.")
+    says = [said_of_unequal(data, names[1:])]
     rest = NOTHING not in (data.rate(of[name][number]) for name in names for number in range(len(CROWDS)))
     if rest:
         words = ", ".join(f"{name} at {count}" for name, count in tuned_at.items())
         says.append(f"Each is tuned once, at {Size().replicas} replicas ({words}), and keeps its rate at the others.")
     title = "Perplexity of the merged model over synchronous DiLoCo's, by number of replicas"
-    return Table(title, " ".join(says), ("method", "", *map(str, CROWDS)), tuple(rows), data.take_missing(), 2)
+    return Table(title, " ".join(says).strip(), ("method", "", *map(str, CROWDS)), tuple(rows), data.take_missing(), 2)
 
 
 def async_time(data: Measured) -> Table:
@@ -208,14 +209,14 @@ def async_time(data: Measured) -> Table:
         for name in names
     ]
     says = ""
-    fast = data.figure("async_delayed", lambda run: run.virtual_s)
-    slow = data.figure("diloco_of_4", lambda run: run.virtual_s)
-    if fast is not None and slow is not None:
+    taken = data.against("async_delayed", "diloco_of_4", lambda run, other: run.virtual_s / other.virtual_s)
+    if is_enough(taken):
         says = (
-            f"For the same tokens delayed Nesterov with dynamic steps takes {fast.mean / slow.mean:.2f} of synchronous "
-            f"DiLoCo's time: 'ahead in time' {verdict(fast.mean < slow.mean)}."
+            f"For the same tokens delayed Nesterov with dynamic steps takes {taken.text(2)} of synchronous DiLoCo's "
+            "time. DiLoCo has no dynamic steps here: the slowest machine takes as many as the fastest."
         )
-    says = " ".join((says, *_said_of_rates(data, "diloco_of_4", "parallel_of_4", "ours_of_4"))).strip()
+    words = (says, said_of_unequal(data, names), *_said_of_rates(data, "diloco_of_4", "parallel_of_4", "ours_of_4"))
+    says = " ".join(part for part in words if part)
     header = (
         "4 replicas, very unequal",
         "loss, merged",
@@ -237,7 +238,7 @@ def correlations(data: Measured) -> Table:
         if name == "parallel":
             continue
         found = data.figure(name, correlation)
-        if found is not None and math.isfinite(found.mean):
+        if is_enough(found) and math.isfinite(found.mean):
             every.append(found.mean)
             if found.mean >= PEARSON[0]:
                 inside.append(name)

@@ -1,6 +1,7 @@
 """laboratory.png: loss per token and per virtual second, spread beside the learning rate, and what each change does.
 
-Lines are means over seeds. Everything is labelled where it is drawn. What the record lacks is left out.
+Lines are means over seeds. Everything is labelled where it is drawn. What the record lacks is left out, what has too
+few seeds to decide anything is marked, and so is who had fewer choices than asynchronous gossip.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from matplotlib.figure import Figure as Sheet
 from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
 
 from laboratory.cell import Point, Result
+from laboratory.choices import lacking
 from laboratory.measured import Measured, correlation, figure
-from laboratory.tabulating import gap
+from laboratory.tabulating import SEEDS, gap, is_enough, merged
 from noloco_node.demo.plot import COLOURS, DPI, INK, QUIET, spread
 
 BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
@@ -43,7 +45,7 @@ CHANGES = {
         "noloco_random_routes": "two stages, random routes",
         "noloco_fixed_routes": "two stages, fixed routes",
         "ours_noloco_rule": "asynchronous",
-        "noloco_paced": "our rounds",
+        "noloco_paced": "a round every 4 to 16",
     },
     "ours": {
         "ours_none": "equal speeds",
@@ -58,7 +60,6 @@ CHANGES = {
         "ours_no_momentum": "plain averaging",
         "ours_gain": "gain 1.5",
         "ours_pull": "pull 0.5",
-        "ours_in_step": "in step, float32",
     },
 }
 """By what each is compared with, and as it is called beside it."""
@@ -72,9 +73,10 @@ def picture(data: Measured) -> bytes:
     sheet = Sheet(figsize=(13, 9.6), dpi=DPI, facecolor="white")
     FigureCanvasAgg(sheet)
     panels = sheet.subplots(2, 2)
-    sheet.subplots_adjust(left=0.055, right=0.85, top=0.885, bottom=0.065, hspace=0.3, wspace=0.54)
+    sheet.subplots_adjust(left=0.055, right=0.85, top=0.86, bottom=0.08, hspace=0.3, wspace=0.54)
     sheet.text(0.055, 0.957, "The laboratory: both papers and asynchronous gossip", fontsize=14, fontweight="bold")
     sheet.text(0.055, 0.93, _subtitle(data), fontsize=10, color=QUIET)
+    sheet.text(0.055, 0.907, _choices(data), fontsize=10, color=QUIET)
     _draw_courses(panels[0][0], data, lambda point: 100.0 * point.share)
     panels[0][0].set_xlabel("tokens, % of the budget", color=INK)
     _title(panels[0][0], "a. Loss of the merged model, by tokens")
@@ -104,6 +106,15 @@ def _subtitle(data: Measured) -> str:
     )
 
 
+def _choices(data: Measured) -> str:
+    """Return what asynchronous gossip has that others among those drawn have not; nothing where all have the same."""
+    names = [name for name in DRAWN if data.figure(name, merged) is not None]
+    less = dict.fromkeys(choice for name in names for choice in lacking(data, name)) if "ours" in names else {}
+    return (
+        f"others lack its {', '.join(less)} or some of it: no order against asynchronous gossip follows" if less else ""
+    )
+
+
 def _course(results: Sequence[Result], across: Callable[[Point], float]) -> list[tuple[float, Point, float]]:
     """Return points of a curve: where, the point of the first seed, and the mean loss of all seeds."""
     curves = [result.curve for result in results]
@@ -129,7 +140,8 @@ def _draw_courses(panel: Axes, data: Measured, across: Callable[[Point], float])
             continue
         panel.plot(*zip(*course, strict=True), color=colour, linewidth=1.8, solid_capstyle="round")
         panel.plot(*course[-1], "o", color=colour, markersize=4, zorder=4)
-        labels.append((course[-1][1], f"{label} {course[-1][1]:.3f}", colour))
+        few = "" if len(results) >= SEEDS else f" ({len(results)})"
+        labels.append((course[-1][1], f"{label} {course[-1][1]:.3f}{few}", colour))
     panel.yaxis.set_major_locator(FixedLocator(LEVELS))
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     panel.yaxis.set_minor_formatter(NullFormatter())
@@ -206,13 +218,23 @@ def _draw_changes(panel: Axes, data: Measured) -> None:
     for height, (_, found, colour) in enumerate(reversed(rows)):
         bar = None if found.deviation is None else [found.deviation]
         panel.errorbar(
-            [found.mean], [height], xerr=bar, fmt="o", color=colour, markersize=5, linewidth=1.2, capsize=2.5
+            [found.mean],
+            [height],
+            xerr=bar,
+            fmt="o",
+            color=colour,
+            markerfacecolor=colour if is_enough(found) else "white",
+            markersize=5,
+            linewidth=1.2,
+            capsize=2.5,
         )
     panel.set_yticks(range(len(rows)), [label for label, _, _ in reversed(rows)])
     panel.yaxis.tick_right()
     panel.axvline(0.0, color=QUIET, linewidth=1.0, zorder=1)
     panel.grid(axis="both", color="#ececec", linewidth=0.8)
-    panel.set_xlabel(f"nats against {against}: left is better", color=INK)
+    panel.set_xlabel(
+        f"nats against {against}: left is better\nhollow: fewer than {SEEDS} seeds, which decide nothing", color=INK
+    )
     _title(panel, "d. What each change does to the merged model" if "(" in against else "d. The merged models")
 
 

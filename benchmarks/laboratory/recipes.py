@@ -41,7 +41,7 @@ RIVALS = (
     "diloco_hb_every_100",
     "diloco_hb_paced",
 )
-"""Synchronous rounds of all with all, of which the best is the one to beat."""
+"""Synchronous rounds of all with all. Those with all choices of asynchronous gossip are its rivals (`headline`)."""
 
 
 def everything() -> Grid:
@@ -222,7 +222,7 @@ def _ours(size: Size) -> Iterator[Recipe]:
         "no_momentum": (replace(own, rule=Rule()), "plain averaging of the pair"),
         "gain": (replace(own, rule=gain), "gain 1.5, pull 1"),
         "pull": (replace(own, rule=pull), "gain 1, pull 0.5"),
-        "in_step": (_paced(size.pairs(size.replicas, own.rule)), "but pairs in step, sent as float32"),
+        "in_step": (_paced(size.pairs(size.replicas, own.rule)), "but pairs in step, float32, no dynamic steps"),
     }
     for name, (cell, about) in variants.items():
         about = f"asynchronous gossip, {about}"
@@ -235,8 +235,9 @@ def _ours(size: Size) -> Iterator[Recipe]:
         about="asynchronous rounds by NoLoCo's own rule",
         seeds=1,
     )
-    # Who comes in step, with our rounds: what asynchrony itself costs or gives. A rate tuned for rare rounds would be
-    # too low for often ones, so the best of them is tuned at these rounds, and the others take its rate.
+    # Who comes in step, with our steps between rounds. It does not say what asynchrony costs or gives: they have fewer
+    # rounds in all, and neither codec nor dynamic steps. A rate tuned for rare rounds would be too low for often ones,
+    # so the best of them is tuned at these rounds, and the others take its rate.
     for name, cell in (
         ("local_sgd", size.central(size.replicas, Rule())),
         ("diloco", size.central(size.replicas, DILOCO)),
@@ -247,7 +248,7 @@ def _ours(size: Size) -> Iterator[Recipe]:
             name=f"{name}_paced",
             family="local_sgd_paced",
             cell=_paced(cell),
-            about=f"{name} with the rounds of asynchronous gossip",
+            about=f"{name} every {OURS.inner_steps} to {OURS.late_inner_steps} steps, float32, no dynamic steps",
             seeds=None if name == "local_sgd" else 1,
         )
 

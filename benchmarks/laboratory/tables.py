@@ -10,31 +10,37 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
 
 from laboratory.change_tables import changes, ends
+from laboratory.choices import is_other_method, lacking, said_of_unequal
 from laboratory.headline import headline
-from laboratory.measured import Measured, figure
+from laboratory.measured import Figure, Measured, figure
 from laboratory.paper_tables import async_time, by_crowd, by_speeds, correlations, noloco_paper
 from laboratory.tabulating import (
     NOTHING,
+    SEEDS,
     Table,
+    apart,
+    at_rounds,
     compared,
     gap,
+    is_enough,
     merged,
     ratio,
+    seeds,
     shown,
     signed,
     single,
     spread,
-    verdict,
 )
 
 
 def overview(data: Measured) -> Table:
     """Every recipe of the grid on one line."""
-    rows, best = [], []
+    rows = []
+    known: dict[str, Figure] = {}
     for name in data.names:
         losses = data.figure(name, merged)
-        if losses is not None and math.isfinite(losses.mean):
-            best.append((losses.mean, name))
+        if is_enough(losses) and math.isfinite(losses.mean):
+            known[name] = losses
         rows.append(
             (
                 name,
@@ -60,9 +66,12 @@ def overview(data: Measured) -> Table:
         "virtual s",
     )
     says = ""
-    if best:
-        (low, first), (high, last) = min(best), max(best)
-        says = f"From {low:.3f} nats a token ({first}) to {high:.3f} ({last})."
+    if known:
+        low, high = min(known, key=lambda name: known[name].mean), max(known, key=lambda name: known[name].mean)
+        says = (
+            f"Of those with {SEEDS} seeds, from {known[low].text(3)} nats a token ({low}) to {known[high].text(3)} "
+            f"({high})."
+        )
     return Table("Every recipe", says, header, tuple(rows), data.take_missing(), 3)
 
 
@@ -87,10 +96,10 @@ def by_tokens(data: Measured) -> Table:
             for place in (length // 2 - 1, length - 1)
             if place >= 0
         ]
-        if len(above) == 2 and above[0] is not None and above[1] is not None:
+        if len(above) == 2 and is_enough(above[0]) and is_enough(above[1]):
             says.append(
                 f"Of {name}, single replicas are {signed(above[0])} nats from the merged model at half of the tokens, "
-                f"and {signed(above[1])} at the end, after a last round."
+                f"and {signed(above[1])} at the end, after a last round ({seeds(above[1])})."
             )
     header = ("tokens, % of the budget", *(f"{name}, {what}" for name in names for what in ("merged", "single")))
     title = "Single replicas beside the merged model, by tokens"
@@ -112,7 +121,9 @@ def variants(data: Measured) -> Table:
         name for name in data.names if name.startswith("ours_") and "_of_" not in name and name not in data.changes
     )
     names = ("ours", *changed, "noloco_paced", "diloco_paced", "diloco_hb_paced", "local_sgd_paced")
-    return _family(data, "Asynchronous gossip with one thing changed, and others at its rounds", "ours", names)
+    table = _family(data, "Asynchronous gossip with one thing changed, and others at its rounds", "ours", names)
+    says = " ".join(part for part in (table.says, said_of_unequal(data, names)) if part)
+    return table._replace(says=says)
 
 
 def ablations(data: Measured) -> Table:
@@ -143,27 +154,27 @@ def _said_of_ablations(data: Measured) -> Iterator[str]:
     for every, other in (("noloco_every_25", "diloco_hb_every_25"), ("noloco", "diloco_hb"), ("noloco_every_100", "")):
         other = other or "diloco_hb_every_100"
         found = data.against(every, other, gap)
-        if found is not None:
-            yield f"{every} is {compared(found)} {other} ({signed(found)} nats)."
+        if is_enough(found):
+            yield f"{every} is {compared(found)} {other} ({apart(found)})."
     routed, straight = "independent_random_routes", "independent_fixed_routes"
     spreads = data.against(routed, straight, lambda mine, other: mine.spread / other.spread - 1.0)
     worth = data.against(routed, straight, lambda mine, other: ratio(mine, other) - 1.0)
-    if spreads is not None and worth is not None:
+    if is_enough(spreads) and is_enough(worth):
         yield (
-            f"Without averaging, random routes change the spread by {spreads.mean:+.1%} and the perplexity of single "
-            f"replicas by {worth.mean:+.1%} (the paper: about -15 to -10 %, and up to +4 %); lower spread "
-            f"{verdict(spreads.mean < 0.0)}, higher perplexity {verdict(worth.mean > 0.0)}."
+            f"Without averaging, random routes change the spread by a share of {signed(spreads)} and the perplexity of "
+            f"single replicas by {signed(worth)} ({seeds(worth)}; the paper: about -0.15 to -0.10, and up to +0.04)."
         )
 
 
 def _family(data: Measured, title: str, base: str, names: Sequence[str]) -> Table:
     rows: list[tuple[str, ...]] = []
-    beside: dict[str, float] = {}
+    beside: dict[str, Figure] = {}
     for name in names:
         found = data.against(name, base, gap)
-        # What is the base itself under another name is not counted.
-        if found is not None and not data.is_same(name, base) and math.isfinite(found.mean):
-            beside[name] = found.mean
+        # What is the base itself under another name is not counted, nor who had fewer choices than gossip against it.
+        is_unequal = base == "ours" and is_other_method(data, name) and lacking(data, name)
+        if found is not None and math.isfinite(found.mean) and not data.is_same(name, base) and not is_unequal:
+            beside[name] = found
         rows.append(
             (
                 name,
@@ -174,6 +185,7 @@ def _family(data: Measured, title: str, base: str, names: Sequence[str]) -> Tabl
                 shown(data.figure(name, single), 4, "diverged"),
                 shown(data.figure(name, spread), 2),
                 shown(data.figure(name, lambda result: result.bytes_per_step / 1e3), 0),
+                shown(data.figure(name, lambda result: result.rounds), 0),
             )
         )
     header = (
@@ -185,16 +197,17 @@ def _family(data: Measured, title: str, base: str, names: Sequence[str]) -> Tabl
         "loss, single",
         "spread x 1000",
         "kB / step",
+        "rounds",
     )
-    says = ""
-    if beside:
-        low, high = min(beside, key=lambda name: beside[name]), max(beside, key=lambda name: beside[name])
-        better = sum(value < 0.0 for value in beside.values())
-        says = (
-            f"Against {base}, {better} of {len(beside)} are better; the best is {low} ({beside[low]:+.3f} nats), the "
-            f"worst {high} ({beside[high]:+.3f})."
-        )
-    return Table(title, says, header, tuple(rows), data.take_missing(), 3)
+    told = [
+        f"{name} is {compared(found)} {base} ({apart(found)}{at_rounds(data, name, base)})"
+        for name, found in beside.items()
+        if is_enough(found)
+    ]
+    says = f"{'; '.join(told)}." if told else ""
+    if len(told) < len(beside):
+        says += f" On fewer than {SEEDS} seeds, and so undecided: {len(beside) - len(told)} of {len(beside)}."
+    return Table(title, says.strip(), header, tuple(rows), data.take_missing(), 3)
 
 
 def tuning(data: Measured) -> Table:

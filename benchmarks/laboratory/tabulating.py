@@ -1,24 +1,28 @@
 """One table of the laboratory, and the measures and comparisons that tables are made of.
 
 A figure is mean ± standard deviation (number of seeds). An ordering that the papers report is said to hold, not to
-hold, or to be undecided, computed from the figures beside it. Two losses are level if they differ by no more than a
-hundredth of a nat. A larger difference that is within one standard deviation of itself says nothing: not that one is
-better, and not that they are level either.
+hold, or to be undecided, computed from the figures beside it. Fewer than three seeds decide nothing. Nor does a
+difference within one standard deviation of itself: not that one is better, and not that they are level either, unless
+that deviation is as small as what counts as level, a hundredth of a nat.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 from laboratory.cell import Result
 from laboratory.measured import Figure, Measured, perplexity
 
 NOTHING = "-"
+SEEDS = 3
+"""Seeds below which a figure decides nothing."""
 LEVEL = 0.01
 """Nats by which two losses may differ and be level."""
-Comparison = Literal["better than", "level with", "worse than", "within the error of"]
+Comparison = Literal[
+    "better than", "level with", "worse than", "within the error of", "on too few seeds to be compared with"
+]
 NO_WORSE: tuple[Comparison, ...] = ("better than", "level with")
 
 
@@ -109,24 +113,50 @@ def signed(found: Figure, digits: int = 3) -> str:
     return f"{found.mean:+.{digits}f}{wide}"
 
 
+def apart(found: Figure) -> str:
+    """Return a difference of losses with its sign, its spread and its seeds, in nats and as a factor of perplexity."""
+    factor = perplexity(found.mean)
+    wide = "" if found.deviation is None else f" ± {factor * found.deviation:.3f}"
+    return f"{signed(found)} nats, perplexity times {factor:.3f}{wide}, {seeds(found)}"
+
+
+def at_rounds(data: Measured, name: str, other: str) -> str:
+    """Return that two recipes had different numbers of rounds, in words to go on with; nothing where they had not."""
+    mine, others = (data.figure(one, lambda result: result.rounds) for one in (name, other))
+    if mine is None or others is None or round(mine.mean) == round(others.mean):
+        return ""
+    return f", with {mine.mean:.0f} instead of {others.mean:.0f} rounds"
+
+
+def seeds(found: Figure) -> str:
+    """Return the number of seeds of a figure, in words."""
+    return f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
+
+
+def is_enough(found: Figure | None) -> TypeGuard[Figure]:
+    """Return whether a figure is there, on seeds enough to say something."""
+    return found is not None and found.seeds >= SEEDS
+
+
 def compared(found: Figure) -> Comparison:
     """Return what a difference of losses over seeds amounts to."""
+    if not is_enough(found):
+        return "on too few seeds to be compared with"
+    if abs(found.mean) <= (found.deviation or 0.0) > LEVEL:
+        return "within the error of"
     if abs(found.mean) <= LEVEL:
         return "level with"
-    if abs(found.mean) <= (found.deviation or 0.0):
-        return "within the error of"
     return "better than" if found.mean < 0.0 else "worse than"
 
 
 def judged(found: Figure, *claimed: Comparison) -> str:
-    """Return whether a difference of losses is one of these, in words; undecided where its error leaves it open."""
+    """Return whether a difference of losses is one of these, in words; undecided where its seeds leave it open."""
     seen = compared(found)
-    if seen != "within the error of":
-        return verdict(seen in claimed)
-    # Better within the error is still no worse.
-    if {"level with", "better than" if found.mean < 0.0 else "worse than"} <= set(claimed):
-        return verdict(True)
-    return "is undecided within the error"
+    if seen == "on too few seeds to be compared with":
+        return "is undecided on so few seeds"
+    if seen == "within the error of":
+        return "is undecided within the error"
+    return verdict(seen in claimed)
 
 
 def worst_end(data: Measured, names: Iterable[str]) -> float:
