@@ -112,7 +112,7 @@ class Source:
             elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
                 yield from self._imports(node, "type checking")
             else:
-                if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "import_module":
+                if isinstance(node, ast.Call) and _called(node) == "import_module":
                     yield from (Import(str(a.value), place) for a in node.args[:1] if isinstance(a, ast.Constant))
                 yield from self._imports(node, place)
 
@@ -188,6 +188,12 @@ def levels(graph: Graph) -> int:
 def count_arrows(graph: Graph) -> int:
     """Return how many arrows a graph has."""
     return sum(map(len, graph.values()))
+
+
+def _called(call: ast.Call) -> str | None:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else None
 
 
 def _reached(graph: Graph, start: str) -> set[str]:
