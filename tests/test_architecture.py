@@ -1,117 +1,200 @@
-"""The arrows of docs/design.md, read from the syntax tree of every module."""
+"""The floor plan of the product, held as data: which way imports go, how large packages are, and how things are named.
+
+A rule returns what breaks it. What may break it for a reason stands in EXCEPTIONS; an exception that nothing needs any
+more fails as well, so these lists only get shorter.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
+from structure.figures import repeated_classes
+from structure.source import ROOT, circles, package_circles, part_of, read_tree, unit
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("gossip", "pipeline", "noloco_node")
-MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
+SOURCE = read_tree()
+
+# From low to high: who stands further right may import who stands further left, and those between two bars know
+# nothing of each other. Every part has its place here.
+TOP_ORDER = """
+    noloco_node | errors units tasks terminal charts | gossip pipeline network | storage libp2p run |
+    journal limits data | machine swarm | planning state_sync | node export doctor | inference sim | demo | cli |
+    __main__
+"""
+INNER_ORDERS = {
+    "gossip": "rule | exchange | interface | rounds transfer",
+    "noloco_node.libp2p": "endpoint | daemon | streams dht | session | relays preflight | network",
+    "noloco_node.sim": "clock hardware network | scenario | peer | stall fault_injection | world | explore | report",
 }
-STANDARD_LIBRARY = sys.stdlib_module_names
+MOST_FILES = 15
+LONE_MODULES = 5
+VAGUE = "common handler helper helpers info manager master misc rank util utils"
+METAPHORS = """
+    acquaintances again ahead alongside anatomy around blueprint bowl broken cadence copies course crowd departure desk
+    former freight gate inside keepers leash line lines misfit others outlook pace post prospects pulse recipe rest room
+    salvage scene scout shelf sightings situation standstill stint tally told toys trade visit visits watch way
+"""
+
+Broken = dict[str, str]
+"""What breaks a rule, by the name under which it may be excepted, with the rest that a person needs to know."""
 
 
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports, anywhere in it, in dotted form (relative imports are not used here)."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            assert node.module is not None
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
-            found |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
-    return found
+def arrows_follow_the_order() -> Broken:
+    broken: Broken = {}
+    for package, text in {"": TOP_ORDER, **INNER_ORDERS}.items():
+        part = part_of(package) if package else unit
+        height = {name: number for number, group in enumerate(text.split("|")) for name in group.split()}
+        parts = {found for name in SOURCE.modules if (found := part(name)) is not None}
+        broken |= {f"{package}.{name}".strip("."): "in no order" for name in parts - height.keys()}
+        broken |= {f"{package}.{name}".strip("."): "in the order, not in the tree" for name in height.keys() - parts}
+        for name, targets in SOURCE.graph.items():
+            for target in targets:
+                here, there = part(name), part(target)
+                if here in height and there in height and here != there and height[here] <= height[there]:
+                    broken[f"{name} -> {target}"] = f"{there} does not stand below {here}"
+    return broken
 
 
-def roots(path: Path) -> set[str]:
-    return {name.split(".")[0] for name in imports(path)}
+def no_circle() -> Broken:
+    groups = [*circles(SOURCE.graph), *package_circles(SOURCE)]
+    return {" ".join(group): "each imports each, over some way" for group in groups}
+
+
+def packages_are_small() -> Broken:
+    files = Counter(module.package for module in SOURCE.modules.values() if not module.is_package)
+    broken = {name: f"{count} files" for name, count in files.items() if count > MOST_FILES}
+    lone = files["noloco_node"] - ("noloco_node.__main__" in SOURCE.modules)
+    return broken | ({"noloco_node": f"{lone} lone modules"} if lone > LONE_MODULES else {})
+
+
+def a_package_says_at_most_what_it_is() -> Broken:
+    """Code in `__init__.py` would run for whoever needs one module, and load torch into commands that live without."""
+    code = {name: SOURCE.modules[name].tree.body for name in SOURCE.packages}
+    code = {name: body[1:] if ast.get_docstring(SOURCE.modules[name].tree) else body for name, body in code.items()}
+    return {name: ast.unparse(body[0]) for name, body in code.items() if body}
+
+
+def public_classes_have_names_of_their_own() -> Broken:
+    return {name: " ".join(places) for name, places in repeated_classes(SOURCE).items()}
+
+
+def module_names_are_nouns() -> Broken:
+    """The last word says what a module is; what ends like a participle has to be a noun of the field."""
+    lasts = {name: name.split(".")[-1].split("_")[-1] for name in SOURCE.modules}
+    return {last: name for name, last in lasts.items() if last.endswith(("ing", "ed"))}
+
+
+def module_names_are_terms_of_the_field() -> Broken:
+    banned = {*VAGUE.split(), *METAPHORS.split()}
+    words = {name: set(name.split(".")[-1].split("_")) for name in SOURCE.modules}
+    return {name: " ".join(found) for name, all_words in words.items() if (found := all_words & banned)}
+
+
+def folders_of_tests_are_those_of_packages() -> Broken:
+    tests = ROOT / "tests"
+    files = [path.relative_to(tests).parts for path in tests.rglob("*.py")]
+    folders = {".".join(parts[:-1]) for parts in files if parts[0] not in ("benchmarks", "support", "system")}
+    top = {parts[0] for parts in files if len(parts) == 1} - {"conftest.py", "test_architecture.py"}
+    tested = {name.removeprefix("noloco_node.") for name in SOURCE.packages if name != "noloco_node"}
+    untested = {name for name in tested if "." not in name} - {name.split(".")[0] for name in folders}
+    return (
+        {f"tests/{name}": "lies outside the packages" for name in top}
+        | dict.fromkeys(folders - tested - {""}, "has tests and is no package")
+        | dict.fromkeys(untested, "has no tests")
+    )
+
+
+RULES: tuple[Callable[[], Broken], ...] = (
+    arrows_follow_the_order,
+    no_circle,
+    packages_are_small,
+    a_package_says_at_most_what_it_is,
+    public_classes_have_names_of_their_own,
+    module_names_are_nouns,
+    module_names_are_terms_of_the_field,
+    folders_of_tests_are_those_of_packages,
+)
+EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
+    a_package_says_at_most_what_it_is: {"noloco_node": "setup.cfg reads the version there"},
+    public_classes_have_names_of_their_own: {
+        "Compute": "gossip and pipeline each say what they need of a device, and know nothing of each other",
+        "Conversation": "gossip says what it needs of a conversation, and does not know the network's interface",
+    },
+    module_names_are_nouns: {
+        "encoding": "of text into tokens",
+        "framing": "of messages on a stream of bytes",
+        "joining": "what a newcomer does before it is a replica",
+        "matching": "a set of pairs, as in graph theory",
+        "meeting": "an exchange between two replicas: the paper's and the glossary's word",
+        "planning": "of memory and bandwidth before a run",
+        "reporting": "of progress, as an activity of the node",
+        "routing": "of microbatches",
+        "signing": "of records",
+        "training": "what the product is for",
+    },
+    folders_of_tests_are_those_of_packages: {"cli": "its commands are tested with what they run"},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule(rule: Callable[[], Broken]) -> None:
+    broken = rule()
+    left = [f"{name}: {broken[name]}" for name in sorted(broken.keys() - EXCEPTIONS.get(rule, {}).keys())]
+    assert not left, "\n".join(left)
+
+
+@pytest.mark.parametrize("rule", EXCEPTIONS)
+def test_every_exception_is_needed(rule: Callable[[], Broken]) -> None:
+    needless = sorted(EXCEPTIONS[rule].keys() - rule().keys())
+    assert not needless, "\n".join(needless)
+
+
+def imported(name: str) -> set[str]:
+    """Return everything that a module imports, wherever the import stands."""
+    return {found.target for found in SOURCE.imports[name]}
+
+
+def importers(library: str) -> set[str]:
+    """Return the modules that import a library, or something in it."""
+    return {name for name in SOURCE.modules if library in {target.split(".")[0] for target in imported(name)}}
 
 
 @pytest.mark.parametrize("package", ["gossip", "pipeline"])
 def test_siblings_know_neither_each_other_nor_the_shell(package: str) -> None:
-    allowed = {"torch", package} | set(STANDARD_LIBRARY)
-    for name, path in MODULES.items():
+    allowed = {"torch", package} | sys.stdlib_module_names
+    for name in SOURCE.modules:
         if name.split(".")[0] == package:
             extra = {"transformers", "huggingface_hub"} if name == "pipeline.partition" else set()
-            foreign = roots(path) - allowed - extra
+            foreign = {target.split(".")[0] for target in imported(name)} - allowed - extra
             assert not foreign, f"{name} imports {foreign}"
 
 
 def test_one_module_imports_hivemind() -> None:
-    assert [name for name, path in MODULES.items() if "hivemind" in roots(path)] == ["noloco_node.libp2p.network"]
-
-
-def test_no_collective_anywhere() -> None:
-    for name, path in MODULES.items():
-        assert not any(i.startswith("torch.distributed") for i in imports(path)), name
-        assert "torch.distributed" not in path.read_text(), name
+    assert importers("hivemind") == {"noloco_node.libp2p.network"}
 
 
 def test_only_the_command_line_knows_uvloop() -> None:
-    assert [name for name, path in MODULES.items() if "uvloop" in roots(path)] == ["noloco_node.cli"]
+    assert importers("uvloop") == {"noloco_node.cli.main"}
+
+
+def test_no_collective_anywhere() -> None:
+    assert not {name for name, module in SOURCE.modules.items() if "torch.distributed" in module.text}
+    assert not {name for name in SOURCE.modules if any(i.startswith("torch.distributed") for i in imported(name))}
 
 
 def test_production_does_not_know_the_simulator() -> None:
-    for name, path in MODULES.items():
-        if not name.startswith("noloco_node.sim") and name != "noloco_node.cli":
-            assert not any(i.startswith("noloco_node.sim") for i in imports(path)), name
-
-
-def at_import(path: Path) -> set[str]:
-    """Our own modules that are loaded together with this one (not those under TYPE_CHECKING or in functions)."""
-    found: set[str] = set()
-
-    def walk(body: list[ast.stmt]) -> None:
-        for node in body:
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-                found.update(names & MODULES.keys())
-            elif isinstance(node, ast.Import):
-                found.update({alias.name for alias in node.names} & MODULES.keys())
-            elif isinstance(node, ast.Try):
-                walk(node.body)
-            elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
-                walk(node.body + node.orelse)
-
-    walk(ast.parse(path.read_text()).body)
-    return found
-
-
-def test_no_cycle() -> None:
-    graph = {name: at_import(path) - {name} for name, path in MODULES.items()}
-    done: set[str] = set()
-
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, " -> ".join((*trail, name))
-        if name not in done:
-            for other in sorted(graph[name]):
-                visit(other, (*trail, name))
-            done.add(name)
-
-    for name in graph:
-        visit(name, ())
-
-
-def test_no_drawer_for_everything() -> None:
-    banned = {"utils", "helper", "helpers", "manager", "handler", "common", "info", "master", "rank"}
-    assert not {part for name in MODULES for part in name.split(".")} & banned
+    knows = {unit(name) for name in SOURCE.modules if any(unit(target) == "sim" for target in SOURCE.graph[name])}
+    assert knows <= {"sim", "cli"}
 
 
 def test_a_bootstrap_peer_and_the_command_line_do_not_load_torch() -> None:
     """In a process of its own: this one has loaded torch long ago."""
     program = (
-        "import sys, noloco_node.cli, noloco_node.bootstrap, noloco_node.libp2p.network as network\n"
+        "import sys, noloco_node.cli.main, noloco_node.cli.bootstrap, noloco_node.libp2p.network as network\n"
         "network._load_hivemind()\n"
         "heavy = {'torch', 'transformers', 'scipy', 'pandas', 'matplotlib', 'datasets'} & sys.modules.keys()\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
