@@ -39,7 +39,7 @@ class Ask:
     number: int
 
 
-SCHEMA = Schema({Ask: MessageSpec()})
+SCHEMA = Schema({Ask: MessageSpec("Ask")})
 
 
 def message_bytes(message: object, topic: str) -> int:

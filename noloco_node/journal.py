@@ -26,16 +26,12 @@ MAX_BYTES = 64 * 2**20
 """Size at which a journal is rotated, if nobody says otherwise: some 300,000 inner steps."""
 
 
-def _snake(name: str) -> str:
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
-
-
-class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_snake):
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     at: float = 0.0
     """Unix seconds; the journal writes it."""
 
 
-class Started(_Event, frozen=True):
+class Started(_Event, frozen=True, tag="started"):
     """A node is up: who, where, what. `parameters`: of its stage."""
 
     peer: str
@@ -54,7 +50,7 @@ class StateChanged(_Event, frozen=True, tag="state"):
     waiting: str | None = None
 
 
-class Placed(_Event, frozen=True):
+class Placed(_Event, frozen=True, tag="placed"):
     """A newcomer chose a stage. `device_s`: what a microbatch takes it there, as measured; 0 unknown."""
 
     stage: int
@@ -62,7 +58,7 @@ class Placed(_Event, frozen=True):
     device_s: float = 0.0
 
 
-class Moved(_Event, frozen=True):
+class Moved(_Event, frozen=True, tag="moved"):
     """The replica leaves its stage `origin` for `target`, in the same process; `discarded` as in `Finished`."""
 
     origin: int
@@ -71,7 +67,7 @@ class Moved(_Event, frozen=True):
     discarded: int = 0
 
 
-class InnerStep(_Event, frozen=True):
+class InnerStep(_Event, frozen=True, tag="inner_step"):
     """One step of the inner optimiser.
 
     `loss`: mean nats a token of the window as far as it is known here; None where no reply carried one.
@@ -89,7 +85,7 @@ class InnerStep(_Event, frozen=True):
     stale: int = 0
 
 
-class OuterStep(_Event, frozen=True):
+class OuterStep(_Event, frozen=True, tag="outer_step"):
     """One outer step. `partner`: None in a solo round. `staleness`: inner steps between snapshot and correction.
 
     `gap`: norm of own minus mean slow weights over the norm of the mean; None where there was nobody to compare with.
@@ -109,7 +105,7 @@ class OuterStep(_Event, frozen=True):
     adopted: bool = False
 
 
-class TooStale(_Event, frozen=True):
+class TooStale(_Event, frozen=True, tag="too_stale"):
     """A partner had met nobody for `partner_staleness` rounds, too many to count: it took our weights, and our round
     stays open.
     """
@@ -121,33 +117,33 @@ class TooStale(_Event, frozen=True):
     bytes_received: int
 
 
-class Deferred(_Event, frozen=True):
+class Deferred(_Event, frozen=True, tag="deferred"):
     """No partner before the next round was due. `in_a_row`: deferrals since the last outer step, this one included."""
 
     round: int
     in_a_row: int
 
 
-class Hops(_Event, frozen=True):
+class Hops(_Event, frozen=True, tag="hops"):
     """Microbatches that came back, by next hop (peer id), in all since the start."""
 
     counts: dict[str, int]
 
 
-class Traffic(_Event, frozen=True):
+class Traffic(_Event, frozen=True, tag="traffic"):
     """Bytes by purpose (the conversation's topic), in all since the start."""
 
     sent: dict[str, int]
     received: dict[str, int]
 
 
-class Budget(_Event, frozen=True):
+class Budget(_Event, frozen=True, tag="budget"):
     """What is allowed and used of the bandwidth budget: bytes (a second, or of this month), by name."""
 
     bytes: dict[str, float]
 
 
-class Noticed(_Event, frozen=True):
+class Noticed(_Event, frozen=True, tag="noticed"):
     """Something around this node: a sleep, a clock that was set, a stage that nobody serves, an old roster.
 
     `what`: which, in a word or two; `text`: as it was said to the owner; `over`: what lasted has ended.
@@ -158,7 +154,7 @@ class Noticed(_Event, frozen=True):
     over: bool = False
 
 
-class Refused(_Event, frozen=True):
+class Refused(_Event, frozen=True, tag="refused"):
     """A refusal. `here`: we refused `peer`; otherwise `peer` refused us."""
 
     peer: str
@@ -167,7 +163,7 @@ class Refused(_Event, frozen=True):
     count: int = 1
 
 
-class Lost(_Event, frozen=True):
+class Lost(_Event, frozen=True, tag="lost"):
     """A call, an exchange or a reply broke off. `what`: which; `why`: the loss in words."""
 
     peer: str
@@ -176,7 +172,7 @@ class Lost(_Event, frozen=True):
     count: int = 1
 
 
-class Violation(_Event, frozen=True):
+class Violation(_Event, frozen=True, tag="violation"):
     """A peer sent what no peer may send."""
 
     peer: str
@@ -184,7 +180,7 @@ class Violation(_Event, frozen=True):
     why: str
 
 
-class CatchUp(_Event, frozen=True):
+class CatchUp(_Event, frozen=True, tag="catch_up"):
     """A newcomer copies the state of its stage.
 
     `what`: began; resumed (pieces were here already); mixed (whole parameters of the donor before stay); lost or
@@ -203,7 +199,7 @@ class CatchUp(_Event, frozen=True):
     why: str | None = None
 
 
-class Finished(_Event, frozen=True):
+class Finished(_Event, frozen=True, tag="finished"):
     """The node's training is over. `discarded`: microbatches of a partial window that no inner step used."""
 
     why: str

@@ -36,7 +36,9 @@ class RunFile:
     unix_time: float
 
 
-SCHEMA = Schema({RunRequest: MessageSpec(), RunFile: MessageSpec(header_bytes=LONG_HEADER_BYTES)})
+SCHEMA = Schema(
+    {RunRequest: MessageSpec("RunRequest"), RunFile: MessageSpec("RunFile", header_bytes=LONG_HEADER_BYTES)}
+)
 
 
 class Recipe:

@@ -63,12 +63,15 @@ class Either(NamedTuple):
 
 
 class MessageSpec(NamedTuple):
-    """What the schema says of one message: the layout of each field whose annotation mentions `Tensor`.
+    """What the schema says of one message: its name on the wire, and the layout of each field whose annotation mentions
+    `Tensor`.
 
+    The name is given and not the class's: a class may be renamed, and peers of other versions must still understand.
     The other fields are scalars, checked against their annotations. `header_bytes` caps the encoded header, and with it
     every text in it.
     """
 
+    name: str
     tensors: Mapping[str, Layout | Either] = {}
     header_bytes: int = HEADER_BYTES
 
@@ -77,14 +80,17 @@ class Schema:
     """The messages that one conversation may carry: frozen dataclasses, each with its `MessageSpec`."""
 
     def __init__(self, messages: Mapping[type, MessageSpec]) -> None:
-        self._rules = {kind.__name__: _rule(kind, spec) for kind, spec in messages.items()}
-        if len(self._rules) != len(messages):
+        self._rules = {kind: _rule(kind, spec) for kind, spec in messages.items()}
+        self.names = {kind: spec.name for kind, spec in messages.items()}
+        """The name on the wire of each kind of message."""
+        if len(set(self.names.values())) != len(messages):
             raise ValueError("two messages of one schema share a name")
         self.header_bytes = max(spec.header_bytes for spec in messages.values())
-        self._decoder = _decoder(tuple(rule.header for rule in self._rules.values()))
+        self._by_header = {rule.header: rule for rule in self._rules.values()}
+        self._decoder = _decoder(tuple(self._by_header))
 
     def __repr__(self) -> str:
-        return f"Schema({', '.join(self._rules)})"
+        return f"Schema({', '.join(self.names.values())})"
 
     @property
     def body_bytes(self) -> int:
@@ -98,18 +104,18 @@ class Schema:
         Floats are cast to the dtype that the schema names. Raises TypeError for a message that the schema does not
         know, ValueError for a tensor that is not as the schema says: both are our own mistakes.
         """
-        rule = self._rules.get(type(message).__name__)
-        if rule is None or rule.kind is not type(message):
+        rule = self._rules.get(type(message))
+        if rule is None:
             raise TypeError(f"{self!r} has no {type(message).__name__}")
         announced: dict[str, _Announced] = {}
         body: list[Buffer] = []
         for name, layouts in rule.layouts.items():
-            announced[name], views = _pack(f"{type(message).__name__}.{name}", getattr(message, name), layouts)
+            announced[name], views = _pack(f"{rule.name}.{name}", getattr(message, name), layouts)
             body += views
         scalars = rule.scalars(**{name: getattr(message, name) for name in rule.scalars.__struct_fields__})
         header = msgspec.msgpack.encode(rule.header(fields=scalars, tensors=announced))
         if len(header) > rule.header_bytes:
-            raise ValueError(f"header of {type(message).__name__}: {len(header)} bytes, {rule.header_bytes} allowed")
+            raise ValueError(f"header of {rule.name}: {len(header)} bytes, {rule.header_bytes} allowed")
         return header, body
 
     def plan(self, header: bytes | bytearray, body_bytes: int) -> Plan:
@@ -118,30 +124,31 @@ class Schema:
             decoded = self._decoder.decode(header)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise Violation(f"a header of {len(header)} bytes does not decode: {error}") from None
-        rule = self._rules[type(decoded).__name__]
+        rule = self._by_header[type(decoded)]
         if len(header) > rule.header_bytes:
-            raise Violation(f"header of {rule.kind.__name__}: {len(header)} bytes, {rule.header_bytes} allowed")
+            raise Violation(f"header of {rule.name}: {len(header)} bytes, {rule.header_bytes} allowed")
         if decoded.tensors.keys() != rule.layouts.keys():
             raise Violation(
-                f"{rule.kind.__name__} has the tensors {_listing(decoded.tensors)}, {_listing(rule.layouts)} expected"
+                f"{rule.name} has the tensors {_listing(decoded.tensors)}, {_listing(rule.layouts)} expected"
             )
         for name in rule.scalars.__struct_fields__:
             value = getattr(decoded.fields, name)
             if isinstance(value, float) and not math.isfinite(value):
-                raise Violation(f"{rule.kind.__name__}.{name} is {value}")
+                raise Violation(f"{rule.name}.{name} is {value}")
         chosen = {
-            name: _choose(f"{rule.kind.__name__}.{name}", decoded.tensors[name], layouts)
+            name: _choose(f"{rule.name}.{name}", decoded.tensors[name], layouts)
             for name, layouts in rule.layouts.items()
         }
         expected = sum(spec.size_bytes for layout in chosen.values() for spec in _specs(layout))
         if body_bytes != expected:
-            raise Violation(f"body of {rule.kind.__name__}: {body_bytes} bytes, {expected} expected")
-        return Plan(rule.kind, decoded.fields, chosen)
+            raise Violation(f"body of {rule.name}: {body_bytes} bytes, {expected} expected")
+        return Plan(rule.name, rule.kind, decoded.fields, chosen)
 
 
 class Plan(NamedTuple):
-    """An admitted header: the message's type, its scalar fields, and the layout of each tensor field."""
+    """An admitted header: the message's name and type, its scalar fields, and the layout of each tensor field."""
 
+    name: str
     kind: type
     scalars: Any
     layouts: Mapping[str, Layout]
@@ -151,7 +158,7 @@ class Plan(NamedTuple):
         for name, layout in self.layouts.items():
             single = isinstance(layout, TensorSpec)
             for number, spec in enumerate(_specs(layout)):
-                yield f"{self.kind.__name__}.{name}" + ("" if single else f"[{number}]"), spec
+                yield f"{self.name}.{name}" + ("" if single else f"[{number}]"), spec
 
     def build(self, tensors: list[Tensor]) -> Any:
         """Return the message, given its tensors in the order of `slots`."""
@@ -178,6 +185,7 @@ class _TensorMark:
 class _Rule(NamedTuple):
     """How one message maps to a header struct and to tensors."""
 
+    name: str
     kind: type
     scalars: Any
     header: Any
@@ -186,7 +194,7 @@ class _Rule(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What follows from a message's class alone."""
+    """What follows from a message's class and name alone."""
 
     tensors: tuple[str, ...]
     scalars: Any
@@ -197,34 +205,34 @@ def _rule(kind: type, spec: MessageSpec) -> _Rule:
     if not is_dataclass(kind):
         raise TypeError(f"{kind.__name__} is not a dataclass")
     if not 0 < spec.header_bytes <= LONG_HEADER_BYTES:
-        raise ValueError(f"{kind.__name__}: header_bytes is {spec.header_bytes}, at most {LONG_HEADER_BYTES} allowed")
-    parts = _parts(kind)
+        raise ValueError(f"{spec.name}: header_bytes is {spec.header_bytes}, at most {LONG_HEADER_BYTES} allowed")
+    parts = _parts(kind, spec.name)
     if set(parts.tensors) != set(spec.tensors):
         raise ValueError(
-            f"{kind.__name__} has the tensors {_listing(parts.tensors)}, the schema says {_listing(spec.tensors)}"
+            f"{spec.name} has the tensors {_listing(parts.tensors)}, the schema says {_listing(spec.tensors)}"
         )
     layouts: dict[str, tuple[Layout, ...]] = {}
     for name in parts.tensors:
         layout = spec.tensors[name]
         layouts[name] = layout.layouts if isinstance(layout, Either) else (layout,)
-    return _Rule(kind, parts.scalars, parts.header, layouts, spec.header_bytes)
+    return _Rule(spec.name, kind, parts.scalars, parts.header, layouts, spec.header_bytes)
 
 
 @lru_cache(maxsize=64)
-def _parts(kind: type) -> _Parts:
+def _parts(kind: type, message_name: str) -> _Parts:
     """Take a message's class apart: once, for the peers of a simulation make thousands of equal schemas."""
     hints = get_type_hints(kind, localns={"Tensor": _TensorMark})
     names = [field.name for field in dataclass_fields(kind)]
     tensors = tuple(name for name in names if _mentions_tensor(hints[name]))
     scalars = msgspec.defstruct(
-        kind.__name__, [(name, hints[name]) for name in names if name not in tensors], forbid_unknown_fields=True
+        message_name, [(name, hints[name]) for name in names if name not in tensors], forbid_unknown_fields=True
     )
     header = msgspec.defstruct(
-        kind.__name__,
+        message_name,
         [("fields", scalars), ("tensors", dict[str, _Announced])],
         forbid_unknown_fields=True,
         tag_field="message",
-        tag=kind.__name__,
+        tag=message_name,
     )
     return _Parts(tensors, scalars, header)
 

@@ -53,9 +53,9 @@ def microbatch_schema(run: RunConfig, width: int) -> Schema:
     hidden = TensorSpec((*cells, width), run.pipeline.wire_dtype)
     return Schema(
         {
-            Microbatch: MessageSpec({"hidden": hidden, "targets": TensorSpec(cells, "int64")}),
-            Gradient: MessageSpec({"hidden": hidden}),
-            Refused: MessageSpec(),
+            Microbatch: MessageSpec("Microbatch", {"hidden": hidden, "targets": TensorSpec(cells, "int64")}),
+            Gradient: MessageSpec("Gradient", {"hidden": hidden}),
+            Refused: MessageSpec("Refused"),
         }
     )
 
@@ -70,14 +70,14 @@ def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
     # Ahead of a round no snapshot is there to be probed.
     fast_probe = Either((probe, None)) if codec is Format.INT4 else None
     messages = {
-        Offer: MessageSpec(),
-        Accepted: MessageSpec(),
-        Declined: MessageSpec(),
-        Probe: MessageSpec({"slow": probe, "fast": fast_probe}),
-        Weights: MessageSpec({"fast": Either((*coded, ())), "slow": Either((*coded, ())) if both else ()}),
-        Received: MessageSpec(),
+        Offer: MessageSpec("Offer"),
+        Accepted: MessageSpec("Accepted"),
+        Declined: MessageSpec("Declined"),
+        Probe: MessageSpec("Probe", {"slow": probe, "fast": fast_probe}),
+        Weights: MessageSpec("Weights", {"fast": Either((*coded, ())), "slow": Either((*coded, ())) if both else ()}),
+        Received: MessageSpec("Received"),
     }
-    return Schema(messages | {Ahead: MessageSpec()} if both else messages)
+    return Schema(messages | {Ahead: MessageSpec("Ahead")} if both else messages)
 
 
 def state_schema(shapes: Shapes) -> Schema:
@@ -87,11 +87,11 @@ def state_schema(shapes: Shapes) -> Schema:
     sizes = dict.fromkeys(span.size_bytes for span in spans)
     return Schema(
         {
-            StateRequest: MessageSpec(),
-            Busy: MessageSpec(),
-            Manifest: MessageSpec({str(section): hashes for section in Section}),
-            PieceRequest: MessageSpec(),
-            Piece: MessageSpec({"data": Either(tuple(TensorSpec((size,), "uint8") for size in sizes))}),
-            Gone: MessageSpec(),
+            StateRequest: MessageSpec("StateRequest"),
+            Busy: MessageSpec("Busy"),
+            Manifest: MessageSpec("Manifest", {str(section): hashes for section in Section}),
+            PieceRequest: MessageSpec("PieceRequest"),
+            Piece: MessageSpec("Piece", {"data": Either(tuple(TensorSpec((size,), "uint8") for size in sizes))}),
+            Gone: MessageSpec("Gone"),
         }
     )

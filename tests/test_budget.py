@@ -61,8 +61,8 @@ class Heavy:
     content: Tensor
 
 
-HEAVY = Schema({Heavy: MessageSpec({"content": TensorSpec((1_000_000,), "float32")})})
-SCHEMA = Schema({Load: MessageSpec(header_bytes=LONG_HEADER_BYTES), Took: MessageSpec()})
+HEAVY = Schema({Heavy: MessageSpec("Heavy", {"content": TensorSpec((1_000_000,), "float32")})})
+SCHEMA = Schema({Load: MessageSpec("Load", header_bytes=LONG_HEADER_BYTES), Took: MessageSpec("Took")})
 
 
 def now() -> float:

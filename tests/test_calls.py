@@ -34,7 +34,7 @@ class Ask:
     text: str
 
 
-SCHEMA = Schema({Ask: MessageSpec()})
+SCHEMA = Schema({Ask: MessageSpec("Ask")})
 
 
 class Watched(Switchboard):

@@ -62,8 +62,8 @@ class Bulk:
     numbers: torch.Tensor | None
 
 
-SMALL = Schema({Ask: MessageSpec()})
-LARGE = Schema({Bulk: MessageSpec({"numbers": TensorSpec((BIG,), "float32")})})
+SMALL = Schema({Ask: MessageSpec("Ask")})
+LARGE = Schema({Bulk: MessageSpec("Bulk", {"numbers": TensorSpec((BIG,), "float32")})})
 
 
 def p2pds() -> set[int]:

@@ -82,7 +82,7 @@ class Word:
     text: str
 
 
-SCHEMA = Schema({Word: MessageSpec()})
+SCHEMA = Schema({Word: MessageSpec("Word")})
 
 
 async def echo(conversation: Conversation) -> None:

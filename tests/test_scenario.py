@@ -160,9 +160,7 @@ def test_every_kind_of_fault_is_read() -> None:
         )
     )
     found = decode_scenario(text, "swarm.toml").fault
-    assert [type(fault).__name__.lower() for fault in found] == [
-        kind.__name__.lower() for kind in faults.Fault.__args__
-    ]
+    assert [faults.kind_of(fault) for fault in found] == [*faults.KINDS]
     assert [faults.ends_s(fault) - fault.at_s for fault in found] == [0, 0, 0, 0, 0, 0, 5, 5, 3, 0, 0, 60, 65]
     assert faults.peers_of(found[7]) == ("s0r0", "late", "s1r0")
 

@@ -33,7 +33,7 @@ class Ask:
     number: int
 
 
-SCHEMA = Schema({Ask: MessageSpec()})
+SCHEMA = Schema({Ask: MessageSpec("Ask")})
 
 
 def now() -> float:

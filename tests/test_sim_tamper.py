@@ -38,9 +38,13 @@ class Tokens:
 SCHEMA = Schema(
     {
         Load: MessageSpec(
-            {"one": TensorSpec((2, 3), "bfloat16"), "several": (TensorSpec((5,), "float32"), TensorSpec((), "float32"))}
+            "Load",
+            {
+                "one": TensorSpec((2, 3), "bfloat16"),
+                "several": (TensorSpec((5,), "float32"), TensorSpec((), "float32")),
+            },
         ),
-        Tokens: MessageSpec({"tokens": TensorSpec((4,), "int64")}),
+        Tokens: MessageSpec("Tokens", {"tokens": TensorSpec((4,), "int64")}),
     }
 )
 

@@ -47,7 +47,7 @@ class Bulk:
     numbers: Tensor
 
 
-SCHEMA = Schema({Ask: MessageSpec(), Bulk: MessageSpec({"numbers": TensorSpec((BIG,), "float32")})})
+SCHEMA = Schema({Ask: MessageSpec("Ask"), Bulk: MessageSpec("Bulk", {"numbers": TensorSpec((BIG,), "float32")})})
 
 
 class Pipe(asyncio.Transport):

@@ -34,15 +34,15 @@ class Text:
 
 SCHEMA = Schema(
     {
-        Microbatch: MessageSpec({"hidden": Either((HIDDEN, IDS)), "targets": IDS}),
-        Gradient: MessageSpec({"hidden": Either((HIDDEN, None))}),
-        Refused: MessageSpec(),
-        Offer: MessageSpec(),
-        Accepted: MessageSpec(),
-        Declined: MessageSpec(),
-        Probe: MessageSpec({"slow": PROBE, "fast": Either((PROBE, None))}),
-        Weights: MessageSpec({"fast": WEIGHTS, "slow": Either((WEIGHTS, ()))}),
-        Text: MessageSpec(header_bytes=wire.LONG_HEADER_BYTES),
+        Microbatch: MessageSpec("Microbatch", {"hidden": Either((HIDDEN, IDS)), "targets": IDS}),
+        Gradient: MessageSpec("Gradient", {"hidden": Either((HIDDEN, None))}),
+        Refused: MessageSpec("Refused"),
+        Offer: MessageSpec("Offer"),
+        Accepted: MessageSpec("Accepted"),
+        Declined: MessageSpec("Declined"),
+        Probe: MessageSpec("Probe", {"slow": PROBE, "fast": Either((PROBE, None))}),
+        Weights: MessageSpec("Weights", {"fast": WEIGHTS, "slow": Either((WEIGHTS, ()))}),
+        Text: MessageSpec("Text", header_bytes=wire.LONG_HEADER_BYTES),
     }
 )
 CAP_BYTES = max(SCHEMA.body_bytes, SCHEMA.header_bytes)
@@ -140,7 +140,7 @@ def test_nothing_may_follow_the_end(last: bytes) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_floats_are_cast_to_what_the_schema_says(dtype: str) -> None:
-    schema = Schema({Gradient: MessageSpec({"hidden": TensorSpec((2, 3, 4), dtype)})})
+    schema = Schema({Gradient: MessageSpec("Gradient", {"hidden": TensorSpec((2, 3, 4), dtype)})})
     sent = tensor(HIDDEN)
     (frame,) = feed(to_bytes(Gradient(hidden=sent, loss=1.0, tokens=1), schema), schema)
     assert frame.content.hidden.dtype == getattr(torch, dtype)
@@ -149,7 +149,7 @@ def test_floats_are_cast_to_what_the_schema_says(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64"])
 def test_integers_travel_as_they_are_and_are_never_cast(dtype: str) -> None:
-    schema = Schema({Gradient: MessageSpec({"hidden": TensorSpec((3,), dtype)})})
+    schema = Schema({Gradient: MessageSpec("Gradient", {"hidden": TensorSpec((3,), dtype)})})
     sent = torch.tensor([1, 0, 7], dtype=getattr(torch, dtype))
     (frame,) = feed(to_bytes(Gradient(hidden=sent, loss=1.0, tokens=1), schema), schema)
     assert same(frame.content.hidden, sent)
@@ -158,7 +158,7 @@ def test_integers_travel_as_they_are_and_are_never_cast(dtype: str) -> None:
 
 
 def test_a_tensor_is_sent_without_a_copy_and_a_strided_one_correctly() -> None:
-    schema = Schema({Gradient: MessageSpec({"hidden": TensorSpec((4, 3), "float32")})})
+    schema = Schema({Gradient: MessageSpec("Gradient", {"hidden": TensorSpec((4, 3), "float32")})})
     straight = torch.arange(12.0).reshape(4, 3)
     view = wire.encode(Gradient(hidden=straight, loss=1.0, tokens=1), schema)[1]
     straight[0, 0] = 42.0
@@ -180,18 +180,18 @@ def test_our_own_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"Microbatch.targets holds none"):
         wire.encode(Microbatch(hidden=tensor(HIDDEN), targets=nothing, progress=0.0, budget_s=1.0), SCHEMA)
     with pytest.raises(ValueError, match="header of Offer"):
-        wire.encode(Offer(round=1), Schema({Offer: MessageSpec(header_bytes=4)}))
+        wire.encode(Offer(round=1), Schema({Offer: MessageSpec("Offer", header_bytes=4)}))
 
 
 def test_a_schema_must_describe_just_the_tensors_of_its_messages() -> None:
     with pytest.raises(ValueError, match="has the tensors hidden, the schema says"):
-        Schema({Gradient: MessageSpec()})
+        Schema({Gradient: MessageSpec("Gradient")})
     with pytest.raises(ValueError, match=r"has the tensors \(none\)"):
-        Schema({Offer: MessageSpec({"round": PROBE})})
+        Schema({Offer: MessageSpec("Offer", {"round": PROBE})})
     with pytest.raises(ValueError, match="header_bytes"):
-        Schema({Offer: MessageSpec(header_bytes=wire.LONG_HEADER_BYTES + 1)})
+        Schema({Offer: MessageSpec("Offer", header_bytes=wire.LONG_HEADER_BYTES + 1)})
     with pytest.raises(TypeError, match="not a dataclass"):
-        Schema({int: MessageSpec()})
+        Schema({int: MessageSpec("int")})
 
 
 # What strangers send.
@@ -274,7 +274,7 @@ def test_a_long_header_takes_its_memory_as_it_comes() -> None:
 
 
 def test_a_long_header_is_for_the_messages_that_may_have_one() -> None:
-    schema = Schema({Text: MessageSpec(header_bytes=100), Offer: MessageSpec(header_bytes=10_000)})
+    schema = Schema({Text: MessageSpec("Text", header_bytes=100), Offer: MessageSpec("Offer", header_bytes=10_000)})
     header = {"message": "Text", "fields": {"text": "x" * 200}, "tensors": {}}
     with pytest.raises(Violation, match=r"header of Text: 2\d\d bytes, 100 allowed"):
         feed(frame_of(header), schema)
@@ -283,7 +283,7 @@ def test_a_long_header_is_for_the_messages_that_may_have_one() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_numbers_that_are_not_finite_are_refused(value: float, dtype: str) -> None:
-    schema = Schema({Gradient: MessageSpec({"hidden": TensorSpec((5, 7), dtype)})})
+    schema = Schema({Gradient: MessageSpec("Gradient", {"hidden": TensorSpec((5, 7), dtype)})})
     poisoned = torch.zeros(5, 7)
     poisoned[4, 6] = value
     with pytest.raises(Violation, match=r"Gradient\.hidden is not finite"):
@@ -346,7 +346,7 @@ def test_any_header_is_refused_or_exactly_right(header: Any, body_bytes: int) ->
 def test_the_format_needs_no_torch_until_a_tensor_comes() -> None:
     program = (
         "import sys; from noloco_node.wire import *; from pipeline.messages import *; from gossip.messages import *\n"
-        "s = Schema({Refused: MessageSpec(), Offer: MessageSpec()})\n"
+        "s = Schema({Refused: MessageSpec('Refused'), Offer: MessageSpec('Offer')})\n"
         "i = Intake(s)\n"
         "b = b''.join(encode(Offer(round=3), s))\n"
         "f = None\n"

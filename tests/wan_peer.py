@@ -39,7 +39,8 @@ class Numbers:
 SIZES = {"greet": 1, "call": 16 * MIB}
 """Numbers of each request, which is also the topic."""
 SCHEMAS = {
-    topic: Schema({Numbers: MessageSpec({"numbers": TensorSpec((size,), "float32")})}) for topic, size in SIZES.items()
+    topic: Schema({Numbers: MessageSpec("Numbers", {"numbers": TensorSpec((size,), "float32")})})
+    for topic, size in SIZES.items()
 }
 
 

@@ -35,12 +35,12 @@ MEAN_STEP_S = math.exp(MU + SIGMA**2 / 2)
 _VECTOR = TensorSpec((WIDTH,), "float32")
 SCHEMA = Schema(
     {
-        Offer: MessageSpec(),
-        Accepted: MessageSpec(),
-        Declined: MessageSpec(),
-        Probe: MessageSpec({"slow": _VECTOR, "fast": None}),
-        Weights: MessageSpec({"fast": Either(((_VECTOR,), ())), "slow": ()}),
-        Received: MessageSpec(),
+        Offer: MessageSpec("Offer"),
+        Accepted: MessageSpec("Accepted"),
+        Declined: MessageSpec("Declined"),
+        Probe: MessageSpec("Probe", {"slow": _VECTOR, "fast": None}),
+        Weights: MessageSpec("Weights", {"fast": Either(((_VECTOR,), ())), "slow": ()}),
+        Received: MessageSpec("Received"),
     }
 )
 

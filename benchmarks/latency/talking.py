@@ -27,7 +27,7 @@ class Sum:
     value: float
 
 
-SCHEMA = Schema({Sum: MessageSpec()})
+SCHEMA = Schema({Sum: MessageSpec("Sum")})
 
 
 class Talker:

@@ -66,12 +66,12 @@ class NotNow:
 
 SCHEMA = Schema(
     {
-        SendMe: MessageSpec(),
-        TakeFromMe: MessageSpec(),
-        Go: MessageSpec(),
-        Piece: MessageSpec(header_bytes=LONG_HEADER_BYTES),
-        Took: MessageSpec(),
-        NotNow: MessageSpec(),
+        SendMe: MessageSpec("SendMe"),
+        TakeFromMe: MessageSpec("TakeFromMe"),
+        Go: MessageSpec("Go"),
+        Piece: MessageSpec("Piece", header_bytes=LONG_HEADER_BYTES),
+        Took: MessageSpec("Took"),
+        NotNow: MessageSpec("NotNow"),
     }
 )
 

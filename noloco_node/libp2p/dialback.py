@@ -53,7 +53,7 @@ class Dialled:
     relays: tuple[str, ...]
 
 
-SCHEMA = Schema({DialMe: MessageSpec(), Dialled: MessageSpec(header_bytes=LONG_HEADER_BYTES)})
+SCHEMA = Schema({DialMe: MessageSpec("DialMe"), Dialled: MessageSpec("Dialled", header_bytes=LONG_HEADER_BYTES)})
 
 
 class Verdict(NamedTuple):

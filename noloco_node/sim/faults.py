@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -21,43 +21,43 @@ MOST_DEPARTURES = 1000
 """Of one peer, that a churn may make expect."""
 
 
-class _At(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
+class _At(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     at_s: float
 
 
-class Join(_At, frozen=True):
+class Join(_At, frozen=True, tag="join"):
     """A new peer comes. `stage`: the one that it asks for; None lets it choose."""
 
     peer: str
     stage: int | None = None
 
 
-class Crash(_At, frozen=True):
+class Crash(_At, frozen=True, tag="crash"):
     """A peer's process dies; its disk stays."""
 
     peer: str
 
 
-class Restart(_At, frozen=True):
+class Restart(_At, frozen=True, tag="restart"):
     """A peer that crashed or left comes back, with what is on its disk."""
 
     peer: str
 
 
-class Leave(_At, frozen=True):
+class Leave(_At, frozen=True, tag="leave"):
     """A peer is asked to leave, politely."""
 
     peer: str
 
 
-class Slow(_At, frozen=True):
+class Slow(_At, frozen=True, tag="slow"):
     """From now on a peer's device takes `factor` times as long as at first, whatever its first slowness is."""
 
     peer: str
     factor: float
 
 
-class Stutter(_At, frozen=True):
+class Stutter(_At, frozen=True, tag="stutter"):
     """From now on the share `share` of a device's jobs takes `pause_s` longer."""
 
     peer: str
@@ -65,14 +65,14 @@ class Stutter(_At, frozen=True):
     pause_s: float
 
 
-class Silence(_At, frozen=True):
+class Silence(_At, frozen=True, tag="silence"):
     """Nothing leaves or reaches a peer, as if its host had lost its line; it comes back by itself."""
 
     peer: str
     for_s: float
 
 
-class Partition(_At, frozen=True):
+class Partition(_At, frozen=True, tag="partition"):
     """Nothing passes between the groups; peers that are in none form one more. It heals by itself.
 
     One that begins while another lasts takes its place.
@@ -82,7 +82,7 @@ class Partition(_At, frozen=True):
     for_s: float
 
 
-class Storm(_At, frozen=True):
+class Storm(_At, frozen=True, tag="storm"):
     """The weather turns bad for a while: shares of messages that are lost, late and doubled."""
 
     for_s: float
@@ -91,7 +91,7 @@ class Storm(_At, frozen=True):
     duplicate: float = 0.0
 
 
-class Line(_At, frozen=True):
+class Line(_At, frozen=True, tag="line"):
     """From now on a peer has another line; None is without limit."""
 
     peer: str
@@ -100,7 +100,7 @@ class Line(_At, frozen=True):
     dials_only: bool = False
 
 
-class Tamper(_At, frozen=True):
+class Tamper(_At, frozen=True, tag="tamper"):
     """The next `count` messages with tensors that a peer sends arrive wrong."""
 
     peer: str
@@ -108,14 +108,14 @@ class Tamper(_At, frozen=True):
     count: int = 1
 
 
-class Disk(_At, frozen=True):
+class Disk(_At, frozen=True, tag="disk"):
     """A peer's disk refuses to be written for a while."""
 
     peer: str
     for_s: float
 
 
-class Churn(_At, frozen=True):
+class Churn(_At, frozen=True, tag="churn"):
     """For a while peers go and come back: `per_hour` of them in an hour, each at a moment of its own.
 
     Every one of them is away for `away_s`, then has its disk. `polite`: share of the departures that are asked for;
@@ -131,8 +131,15 @@ class Churn(_At, frozen=True):
 Fault = Join | Crash | Restart | Leave | Slow | Stutter | Silence | Partition | Storm | Line | Tamper | Disk | Churn
 
 
+KINDS: dict[str, type[Fault]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Fault)}
+
 LASTING = Silence | Partition | Storm | Disk
 """They end by themselves."""
+
+
+def kind_of(fault: Fault) -> str:
+    """Return the kind of a fault as a scenario spells it."""
+    return str(fault.__struct_config__.tag)
 
 
 def ends_s(fault: Fault) -> float:

@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,8 +25,6 @@ from noloco_node.sim.faults import Fault, Join
 from noloco_node.sim.network.lines import Latency
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in get_args(Fault)}
 
 SCENARIO_BYTES = 2**20
 MOST_PEERS = 20_000
@@ -178,11 +176,11 @@ def _convert(table: object, kind: type[T], text: str, origin: str, section: str)
 def _fault(found: object, text: str, origin: str, number: int) -> Fault:
     """Decode one fault as the kind that it says it is."""
     word = found.get("kind") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or word not in KINDS:
+    if not isinstance(found, dict) or word not in faults.KINDS:
         where = line_of(text, f"fault[{number}].kind")
         what = f"{origin}{where}: {'this fault has no kind' if word is None else f'no fault is called {word!r}'}."
-        raise _trouble(short(what), "the kind says what happens", f"one of {', '.join(KINDS)}")
-    fault: Fault = _convert(found, KINDS[word], text, origin, f"fault[{number}]")
+        raise _trouble(short(what), "the kind says what happens", f"one of {', '.join(faults.KINDS)}")
+    fault: Fault = _convert(found, faults.KINDS[word], text, origin, f"fault[{number}]")
     return fault
 
 

@@ -132,7 +132,7 @@ class Watch:
 
     def struck(self, fault: Fault) -> None:
         """Take note of a fault."""
-        self._struck[type(fault).__name__.lower()] += 1
+        self._struck[faults.kind_of(fault)] += 1
         self._scene.disturb(faults.ends_s(fault))
         match fault:
             case faults.Tamper():

@@ -91,7 +91,7 @@ class End:
         self._check()
         hub = self._hub
         size = hub.size_bytes(message, self.topic)
-        hub.messages[message.__class__] += 1
+        hub.messages[self.schema.names[message.__class__]] += 1
         self._traffic.sent_bytes += size
         fate = hub.fates.random() if hub.strange else 1.0
         if fate >= hub.strange and self._is_free():

@@ -75,7 +75,7 @@ class Hub:
         """What handlers raised beside a `ConnectionError`, with the peer whose handler it was: bugs, as a rule."""
         self.size_bytes = size_bytes
         self.counts: Counter[str] = Counter()
-        self.messages: Counter[type] = Counter()
+        self.messages: Counter[str] = Counter()
         self.records = Records()
         self.fates, self.spoils = Random(f"{seed}|network|fate"), Random(f"{seed}|network|tamper")
         self.lags, self._latencies = Random(f"{seed}|network|lag"), Random(f"{seed}|network|latency")
@@ -100,8 +100,7 @@ class Hub:
         counts = self._bygone_bytes + Counter()
         for network in self._networks.values():
             counts.update(network.sent_bytes())
-        for kind, count in self.messages.items():
-            counts[f"messages.{kind.__name__}"] += count
+        counts.update({f"messages.{name}": count for name, count in self.messages.items()})
         sizes = {"held": self.held, "failures": len(self.failures)}
         return {**self.counts, **counts, **self.records.statistics(), **sizes}
 

@@ -60,7 +60,7 @@ def spoil(message: Any, how: Tampering, said: Schema, heard: Schema, rng: Random
         return _decode(_flip(_frame(message, said), len(encode(message, said)[0]), rng), heard)
     if how is Tampering.SHAPE:
         wrong = _mapped(message, _grown)
-        return _decode(_frame(wrong, _schema_of(wrong)), heard)
+        return _decode(_frame(wrong, _schema_of(wrong, said.names[message.__class__])), heard)
     spoilt = _mapped(message, _with_nan if how is Tampering.NOT_FINITE else _garbled)
     return _decode(_frame(spoilt, said), heard)
 
@@ -126,15 +126,15 @@ def _garbled(tensor: Tensor) -> Tensor:
     return tensor.detach() * GARBLING if tensor.is_floating_point() else tensor
 
 
-def _schema_of(message: Any) -> Schema:
-    """Return a schema by which this message is as it should be."""
+def _schema_of(message: Any, message_name: str) -> Schema:
+    """Return a schema by which this message, of this name, is as it should be."""
     layouts: dict[str, Any] = {}
     for name in tensor_fields(message.__class__):
         value = getattr(message, name)
         layouts[name] = (
             tuple(map(_spec, value)) if isinstance(value, tuple) else value if value is None else _spec(value)
         )
-    return Schema({message.__class__: MessageSpec(layouts)})
+    return Schema({message.__class__: MessageSpec(message_name, layouts)})
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

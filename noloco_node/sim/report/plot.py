@@ -20,6 +20,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, Multiple
 
 from noloco_node.demo.plot import COLOURS, DPI, INK, LABEL_POINTS, QUIET, Labelled, spread
 from noloco_node.demo.summary import SAME, readable_seconds
+from noloco_node.sim.faults import kind_of
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.figures import COMPUTING, UNSEEN, Happened, Report
 from noloco_node.sim.report.tally import Cause
@@ -198,7 +199,7 @@ def _mark_faults(panel: Axes, report: Report, *, named: bool) -> None:
         panel.axvline(each.at_s, color=FAULT, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
     for group in groups if named else []:
         first = group[0]
-        name = f"{type(first.fault).__name__.lower()} {getattr(first.fault, 'peer', '')}".strip()
+        name = f"{kind_of(first.fault)} {getattr(first.fault, 'peer', '')}".strip()
         more = f" +{len(group) - 1}" if len(group) > 1 else ""
         panel.text(first.at_s, 1.03, name + more, transform=across, color=FAULT, fontsize=7.5, rotation=15)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from noloco_node.demo.summary import readable_bytes, readable_seconds
-from noloco_node.sim.faults import Fault, unfold
+from noloco_node.sim.faults import Fault, kind_of, unfold
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.figures import COMPUTING, Report, Spread, StageReport
 from noloco_node.sim.report.tally import Cause
@@ -192,7 +192,7 @@ def fault_words(fault: Fault) -> str:
     """Return a fault in one line."""
     given = {name: value for name, value in msgspec.structs.asdict(fault).items() if value and name != "at_s"}
     groups, lasts = given.pop("groups", ()), given.pop("for_s", None)
-    words = [type(fault).__name__.lower(), str(given.pop("peer", "")), ", ".join("+".join(group) for group in groups)]
+    words = [kind_of(fault), str(given.pop("peer", "")), ", ".join("+".join(group) for group in groups)]
     words += [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in given.items()]
     words += [] if lasts is None else [f"for {lasts:g} s"]
     return " ".join(word for word in words if word)
