@@ -218,7 +218,7 @@ class Node:
     # Work at a stage.
 
     def _become_replica(self, start: Start) -> Replica:
-        self._duty.begin(start.counted)
+        self._duty.begin(start.beginning.progress, start.counted)
         stages = range(self._run.pipeline.stages)
         self._presence.focus(stages if self._keeps_snapshots else (start.number, start.number + 1))
         post = Post(
