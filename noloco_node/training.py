@@ -189,7 +189,7 @@ class Training:
         until_s = asyncio.get_running_loop().time() + drain_s
         while not steps.done() and not replica.stranded and asyncio.get_running_loop().time() < until_s:
             await asyncio.wait({steps}, timeout=0.5)
-        if not steps.done():
+        if replica.gate.in_flight:
             self._voice.say(f"{replica.gate.in_flight} microbatches did not come back in time")
 
     def tell(self, replica: Replica, ending: Ending) -> None:
