@@ -55,9 +55,25 @@ def refusal(error: OSError) -> str:
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
 
 
+def causes(error: BaseException) -> list[BaseException]:
+    """Return what a task group raised, groups within it included, or else the exception itself.
+
+    Conversations that are lost beside the death of our own daemon follow from it, and are no causes.
+    """
+    leaves = _leaves(error)
+    if any(isinstance(each, Trouble) and each.code is Exit.DAEMON for each in leaves):
+        return [each for each in leaves if not isinstance(each, ConnectionError)]
+    return leaves
+
+
 def trouble_of(error: BaseException | None) -> Trouble | None:
-    """Return the message to a person that an exception is, or holds where a task group raised nothing else."""
+    """Return the message to a person that an exception is, or holds where it has no other cause."""
+    found = [] if error is None else causes(error)
+    troubles = [each for each in found if isinstance(each, Trouble)]
+    return troubles[0] if troubles and len(troubles) == len(found) else None
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
-        found = [trouble_of(each) for each in error.exceptions]
-        return found[0] if all(found) else None
-    return error if isinstance(error, Trouble) else None
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [error]

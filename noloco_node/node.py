@@ -160,7 +160,7 @@ class Node:
                     saved = await self._save(replica)
                 if training.move is None:
                     await self._linger(leave, over)
-                    unsaved = not saved and not over
+                    unsaved = not saved
                     continue
                 left = training.farewell(replica)
                 self._replica = None
@@ -178,7 +178,7 @@ class Node:
             raise Trouble(
                 "The weights of this replica could not be saved.",
                 why="the disk refused; the lines above say how",
-                attempt="free some space; the swarm goes on without this replica's last minutes",
+                attempt="free some space; the checkpoints before it are kept, and the swarm does not wait for this one",
                 code=Exit.STORAGE,
             )
 
@@ -218,7 +218,7 @@ class Node:
     # Work at a stage.
 
     def _become_replica(self, start: Start) -> Replica:
-        self._duty.begin(start.counted)
+        self._duty.begin(start.beginning.progress, start.counted)
         stages = range(self._run.pipeline.stages)
         self._presence.focus(stages if self._keeps_snapshots else (start.number, start.number + 1))
         post = Post(

@@ -20,7 +20,8 @@ is then, and says since when it is old (`Roster.old_since_s`): whoever is in it 
 others were known and none of them says anything new, the same holds for `ISOLATED_S`; after that they count as gone.
 
 How much of the run is done is kept apart, because it must outlive whoever did it: each source (a peer of stage 0) has a
-record under the run's `sources` key that lives for minutes, and readers remember the highest count of each. Only peers
+record under the run's `sources` key that lives for minutes, and readers remember each one's first and highest count
+(`noloco_node.sightings.counted`), so that none counts twice for whoever knew the run's progress before. Only peers
 that were seen at work are believed, and those that a newcomer's first reading finds. A source can still lie about its
 own samples, and so about the end of the run; about another's it cannot.
 """
@@ -42,24 +43,25 @@ import msgspec
 from noloco_node.port import Network
 from noloco_node.roster import PeerRecord, Roster, State
 from noloco_node.sightings import (
+    CLOCK_ERROR_S,
     MOST_RECORDS,
     RECORD_BYTES,
+    SOURCE_LIFETIME_S,
     Published,
     Reading,
     Sightings,
+    SourceCount,
     SourceRecord,
     at_most,
+    counted,
     decode_record,
     decode_source,
-    joined,
     skew_s,
     youngest_at,
 )
 
 ISOLATED_S = 300.0
 """For which a roster is kept of which nobody but ourselves is heard any more."""
-CLOCK_ERROR_S = 300.0
-"""By which the clocks of a swarm may differ without harm."""
 LONGEST_IN_DHT_S = 3600.0
 MOST_WORKED = 16 * MOST_RECORDS
 """Peers that are remembered to have been at work: strangers may make many."""
@@ -67,7 +69,6 @@ LOOKS_FOR_NEWCOMERS = 4
 """Readings in the time of one, while somebody is about to take work from us."""
 CLOCKS_ASKED = 64
 """Of other peers, to learn how right our own is."""
-_SOURCE_LIFETIME_S = 600.0
 
 
 class Presence:
@@ -98,7 +99,7 @@ class Presence:
         """When somebody was heard last, or there was nobody to hear (loop seconds)."""
         self._youngest_at = 0.0
         """Of all records of others that we read: when it was written, by its own clock."""
-        self._sources: dict[str, SourceRecord] = {}
+        self._sources: dict[str, SourceCount] = {}
         self._worked: set[str] = {network.peer_id}
         """Peers that may speak of samples: those seen at work, and those whom our first reading found."""
         self._looked = False
@@ -237,14 +238,15 @@ class Presence:
         self._note_own(record)
         source = self._sources.get(self._network.peer_id)
         if source is not None:
-            await self._store(self._sources_key, msgspec.msgpack.encode(source), _SOURCE_LIFETIME_S)
+            await self._store(self._sources_key, msgspec.msgpack.encode(source.said), SOURCE_LIFETIME_S)
 
     def _note_own(self, record: PeerRecord) -> None:
         """Remember our own samples, if we are or were a source, and whether we finished."""
         if record.stage == 0 and record.samples:
-            finished = record.state is State.FINISHED
-            mine = SourceRecord(record.samples, finished)
-            self._sources[record.peer] = joined(self._sources.get(record.peer), mine)
+            self._note_source(record.peer, SourceRecord(record.samples, record.state is State.FINISHED))
+
+    def _note_source(self, peer: str, said: SourceRecord) -> None:
+        self._sources[peer] = counted(self._sources.get(peer), said, asyncio.get_running_loop().time())
 
     async def _store(self, key: str, raw: bytes, lifetime_s: float) -> None:
         if len(raw) > RECORD_BYTES:
@@ -318,7 +320,7 @@ class Presence:
             if peer not in self._worked:
                 self._counts["sources.unknown"] += 1
             elif peer in self._sources or len(self._sources) < MOST_RECORDS:
-                self._sources[peer] = joined(self._sources.get(peer), source)
+                self._note_source(peer, source)
 
     def _show(self, now_s: float, watched: Collection[int]) -> None:
         """Make the new snapshot of the stages that are watched, and wake who waits if it differs."""
@@ -334,7 +336,7 @@ class Presence:
             present = [record for record in records if record.state is not State.LEAVING]
             stages.append(tuple(sorted(present, key=attrgetter("peer"))))
         self._compare_clocks()
-        finished = {peer for peer, source in self._sources.items() if source.finished}
+        finished = {peer for peer, source in self._sources.items() if source.said.finished}
         at_work = {record.peer for record in stages[0] if record.state is State.TRAINING} - finished
         before = self._roster
         self._roster = Roster(
@@ -343,6 +345,7 @@ class Presence:
             old_since_s=self._old_since(now_s),
             run_samples=sum(source.samples for source in self._sources.values()),
             own_samples=self._sources[me].samples if me in self._sources else 0,
+            first_samples=sum(source.first for peer, source in self._sources.items() if peer != me),
             sources=len(finished | at_work),
             sources_finished=len(finished),
         )

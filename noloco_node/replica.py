@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from gossip.messages import Parts, ReplicaState
 from gossip.nesterov import Tensors
+from gossip.outer import to_the_end
 from gossip.port import Candidate, Deferred, Event, Going, Lost, OuterStep, Surroundings, TooStale
 from gossip.round import Rounds
 from noloco_node import __version__, journal
@@ -97,14 +98,18 @@ class Replica:
     async def train(self, in_pause: Callable[[], Awaitable[None]]) -> None:
         """Fill windows and take inner steps until the gate is closed; call `in_pause` between two of them."""
         while (outcomes := await self.gate.full()) is not None:
-            self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], _now())
-            rate = learning_rate(self.progress.value, self._schedule)
-            report = await self._device.run(self._stage.step, rate, len(outcomes))
-            self._note_step(outcomes, rate, report.applied)
-            going = Going(self.progress.value, speed(self._microbatch_s))
-            await self.rounds.between_steps(self.inner_steps, self._seconds_per_step, going)
-            await in_pause()
-            self.gate.next_window()
+            # What the optimiser has taken must be counted, and known to the rounds, whenever we are cancelled.
+            await to_the_end(self._step(outcomes, in_pause))
+
+    async def _step(self, outcomes: tuple[Outcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
+        self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], _now())
+        rate = learning_rate(self.progress.value, self._schedule)
+        report = await self._device.run(self._stage.step, rate, len(outcomes))
+        self._note_step(outcomes, rate, report.applied)
+        going = Going(self.progress.value, speed(self._microbatch_s))
+        await self.rounds.between_steps(self.inner_steps, self._seconds_per_step, going)
+        await in_pause()
+        self.gate.next_window()
 
     def _note_step(self, outcomes: tuple[Outcome, ...], rate: float, applied: bool) -> None:
         self.inner_steps += 1

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from noloco_node.alongside import unless
 from noloco_node.clocks import spelt
 from noloco_node.departure import Departure
-from noloco_node.errors import Exit, Trouble, trouble_of
+from noloco_node.errors import Exit, Trouble, causes, trouble_of
 from noloco_node.port import Network
 from noloco_node.shifts import Shifts
 
@@ -34,9 +34,7 @@ TakePart: TypeAlias = Callable[[Network, asyncio.Event], Awaitable[None]]
 
 def heals(error: BaseException) -> bool:
     """Say whether time may heal what ended a shift; of several causes all must be such."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(map(heals, error.exceptions))
-    return isinstance(error, Trouble) and error.code in _PASSING
+    return all(isinstance(each, Trouble) and each.code in _PASSING for each in causes(error))
 
 
 def pause_s(failures: int) -> float:

@@ -81,9 +81,16 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences done in the whole run, records of departed sources included."""
     own_samples: int = 0
     """How many of them we are known for ourselves, from an earlier life too."""
+    first_samples: int = 0
+    """How many of them the other sources had done, each when we first heard of it."""
     sources: int = 0
     """Sources at work now, or finished. One that left early, or died, is neither: it ends no run and holds up none."""
     sources_finished: int = 0
+
+    @property
+    def others_samples(self) -> int:
+        """Sequences done by all others."""
+        return self.run_samples - self.own_samples
 
     def stage(self, number: int) -> tuple[PeerRecord, ...]:
         """Return the live records of one stage."""

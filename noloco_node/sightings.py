@@ -42,6 +42,10 @@ CLOCK_S = 60.0
 """By which the clock of whoever wrote a record may be behind without a doubt."""
 LONGEST_LIFETIME_S = 300.0
 """For which a record is believed, whatever it asks for."""
+SOURCE_LIFETIME_S = 600.0
+"""For which the record of a source's samples is kept."""
+CLOCK_ERROR_S = 300.0
+"""By which the clocks of a swarm may differ without harm."""
 
 
 class Published(msgspec.Struct, frozen=True, array_like=True):
@@ -233,8 +237,36 @@ def decode_source(raw: bytes) -> SourceRecord | None:
     return source if 0 <= source.samples <= LARGEST_COUNT else None
 
 
-def joined(known: SourceRecord | None, news: SourceRecord) -> SourceRecord:
-    """Return the most that was ever said of a source."""
-    if known is None or (news.samples >= known.samples and news.finished >= known.finished):
-        return news
-    return SourceRecord(max(known.samples, news.samples), known.finished or news.finished)
+class SourceCount(NamedTuple):
+    """What is known of a source: the most that it said, and when its record was found last (loop seconds).
+
+    `first`: its samples when we first heard of it. `forgotten`: those of an earlier life that it counts no more itself.
+    """
+
+    said: SourceRecord
+    found_s: float
+    first: int
+    forgotten: int = 0
+
+    @property
+    def samples(self) -> int:
+        """All that it did."""
+        return min(LARGEST_COUNT, self.forgotten + self.said.samples)
+
+
+def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> SourceCount:
+    """Return what is known of a source once it says `news`.
+
+    A smaller count than before is an old copy of its record, unless all copies have expired: then the source has lost
+    count, and whatever it says beyond `news` comes on top of what it had done.
+    """
+    if known is None:
+        return SourceCount(news, now_s, first=news.samples)
+    samples, forgotten, lost = news.samples, known.forgotten, known.said.samples - news.samples
+    if lost > 0:
+        if now_s - known.found_s > SOURCE_LIFETIME_S + CLOCK_ERROR_S:
+            forgotten += lost
+        else:
+            samples += lost
+    said = SourceRecord(samples, known.said.finished or news.finished)
+    return SourceCount(said, now_s, known.first, forgotten)

@@ -37,6 +37,10 @@ class Duty:
     """This peer's part of the run, whatever stage it serves.
 
     `text`: what it trains on as a source; it stays open where the peer moves away from stage 0, and is gone on with.
+
+    The samples of the run, as a source counts them, are its own, those of every other source that it has heard of, and
+    the unlisted ones: what the run had reached beyond these when we began. They are those of sources that the DHT had
+    forgotten. One that is heard of later brings along what it had done before, and as many fewer are unlisted.
     """
 
     def __init__(
@@ -47,6 +51,10 @@ class Duty:
         self._open_text, self._voice = open_text, voice
         self._source: Source | None = None
         self._resumed: Counters | None = None
+        self._reached = 0
+        """Samples of the whole run when we began at this stage, as far as was known."""
+        self._begun = presence.roster
+        """The roster of that moment."""
         self._unlisted = 0
 
     def __repr__(self) -> str:
@@ -55,19 +63,26 @@ class Duty:
     @property
     def samples(self) -> int:
         """Sequences that a gradient came back for at the present stage; 0 but for a source."""
-        return self._source.samples if self._source else 0
+        if self._source is None:
+            return self._resumed.samples if self._resumed else 0
+        return self._source.samples
 
     def position(self) -> dict[str, Any] | None:
         """Return where the next draw from the text begins."""
-        return self.text.position() if self.text else None
+        if self.text is None:
+            return self._resumed.data_position if self._resumed else None
+        return self.text.position()
 
     def rest(self) -> None:
         """Let go of the stage that was served."""
-        self._source = None
+        self._source = self._resumed = None
 
-    def begin(self, counted: Counters | None) -> None:
-        """Begin at a stage, with what we counted there in an earlier life."""
-        self._resumed = counted
+    def begin(self, progress: float, counted: Counters | None) -> None:
+        """Begin at a stage, at its progress, with what we counted there in an earlier life."""
+        self._resumed, self._begun = counted, self._presence.roster
+        # Our own checkpoint may know of more than those do who came back before us.
+        reached = max(progress, counted.progress if counted else 0.0)
+        self._reached = round(reached * self._run.budget_samples)
 
     async def fulfil(self, replica: Replica) -> None:
         """Return when this peer's part of the run is done."""
@@ -80,11 +95,12 @@ class Duty:
 
     async def _make_source(self, replica: Replica) -> Source:
         opened, resumed = self.text is None, self._resumed
-        text = self.text = self.text or await self._open_text()
+        text = self.text or await self._open_text()
         # A source that comes back to its stage goes on where it was.
         position = resumed.data_position if resumed is not None and opened else None
         if position is not None and not await text.restore(position):
             self._voice.say("the text is another one than before: reading it from its beginning")
+        self.text = text
         self._source = Source(
             text.draw,
             replica.worker.process,
@@ -94,19 +110,17 @@ class Duty:
             rng=Random(f"{self._run.seed}|source|{self._me}"),
         )
         # The swarm forgets a source that was away for long; its own checkpoint does not.
-        self._source.samples = max(self._presence.roster.own_samples, resumed.samples if resumed else 0)
-        # Nor does the stage forget how far the run was when sources that the DHT knows no more were at work.
-        reached = round(replica.progress.value * self._run.budget_samples)
-        self._unlisted = max(0, reached - self._presence.roster.run_samples)
+        own = self._source.samples = max(self._presence.roster.own_samples, resumed.samples if resumed else 0)
+        self._unlisted = max(0, self._reached - own - self._begun.others_samples)
         return self._source
 
     def _progress(self, own_samples: int) -> float:
-        """Return the progress of the whole run, our own samples as they are and the others' as they said."""
+        """Return the progress of the whole run, our own samples being so many."""
         roster = self._presence.roster
         if run_over(roster.sources, roster.sources_finished):
             return 1.0
-        samples = self._unlisted + roster.run_samples - roster.own_samples + own_samples
-        return min(1.0, samples / self._run.budget_samples)
+        unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
+        return min(1.0, (own_samples + roster.others_samples + unlisted) / self._run.budget_samples)
 
 
 class Ending(NamedTuple):
@@ -175,7 +189,7 @@ class Training:
         until_s = asyncio.get_running_loop().time() + drain_s
         while not steps.done() and not replica.stranded and asyncio.get_running_loop().time() < until_s:
             await asyncio.wait({steps}, timeout=0.5)
-        if not steps.done():
+        if replica.gate.in_flight:
             self._voice.say(f"{replica.gate.in_flight} microbatches did not come back in time")
 
     def tell(self, replica: Replica, ending: Ending) -> None:

@@ -18,8 +18,9 @@ from typing import NamedTuple, NoReturn
 from noloco_node import journal
 from noloco_node.clocks import Glance, Kind, between, sentence, spelt
 from noloco_node.machine import Voice
-from noloco_node.presence import CLOCK_ERROR_S, Presence
+from noloco_node.presence import Presence
 from noloco_node.roster import Derived, Roster, State
+from noloco_node.sightings import CLOCK_ERROR_S
 from pipeline.schedule import run_over
 
 TICK_S = 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 from collections.abc import Iterator
 
@@ -12,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from overheard import Cast, Heard, nothing_is_held
 from processes import Command, Commands
-from swarms import until
+from swarms import Peer, recipe, until
 from test_swarm import host, join, look, run_file, steps
 from test_swarm import peer as peer_id
 
 from noloco_node import journal
+from noloco_node.checkpoint import Checkpoint
 from noloco_node.departure import departure
 from noloco_node.errors import Exit, trouble_of
 from noloco_node.roster import State
 from noloco_node.sim.clock import run
+from noloco_node.sim.network.hub import Hub
 from noloco_node.sim.network.lines import Access
 from noloco_node.training import DRAIN_S
 from pipeline.messages import Microbatch, Reason, Refused
@@ -282,6 +285,25 @@ def test_a_disk_that_refuses_is_said_and_keeps_nobody() -> None:
         await end(cast)
 
     run(main())
+
+
+def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() -> None:
+    class Full(Peer):
+        async def _save(self, checkpoint: Checkpoint) -> str:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def main() -> Peer:
+        peer = Full(Hub(), recipe(stages=1, steps=4), "peer-a", 0)
+        await asyncio.wait({peer.task})
+        return peer
+
+    peer = run(main())
+    (finished,) = peer.of(journal.Finished)
+    assert finished.why == "the run is over"
+    assert "finished; serving the weights" in " ".join(peer.said), "others may still take them home"
+    trouble = trouble_of(peer.task.exception())
+    assert trouble is not None
+    assert trouble.code is Exit.STORAGE
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

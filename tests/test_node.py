@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 import torch
-from swarms import Peer, recipe, until
+from swarms import Peer, Text, recipe, until
+from torch import Tensor
 
 from gossip.messages import Weights
 from noloco_node import journal
@@ -19,6 +20,7 @@ from noloco_node.sim.network.hub import Hub, MemoryNetwork
 from noloco_node.sim.network.lines import Access
 from noloco_node.sim.network.tamper import Tampering
 from noloco_node.topics import MICROBATCH, microbatch_schema, topic
+from noloco_node.training import LONGEST_DRAIN_S
 
 
 def test_two_by_two_trains_gossips_and_ends() -> None:
@@ -280,6 +282,65 @@ def test_text_that_fails_costs_the_node_but_not_its_weights() -> None:
     peer = run(main())
     assert peer.saved is not None
     assert peer.saved.counters.inner_steps >= 3
+
+
+class Hesitant(Text):
+    """A text whose end shows only a moment after it was asked for more."""
+
+    async def draw(self) -> Tensor:
+        await asyncio.sleep(0.02)
+        return await super().draw()
+
+
+def test_a_failure_in_the_midst_of_a_step_leaves_a_checkpoint_that_agrees_with_itself() -> None:
+    async def main() -> Peer:
+        peer = Peer(Hub(), recipe(stages=1, steps=400, window=1), "peer-a", 0)
+        peer.text = Hesitant(recipe(stages=1, window=1).run, "peer-a")
+        await until(lambda: len(peer.of(journal.InnerStep)) >= 3)
+        peer.text.failure = OSError("the text is gone")
+        with pytest.raises(ExceptionGroup, match="unhandled"):
+            await peer.task
+        return peer
+
+    assert_counted(run(main()))
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 70.0, 140.0])
+def test_a_leave_does_not_cut_off_a_step_that_lasts_longer_than_it_waits(wait_s: float) -> None:
+    """Each job of this device takes longer than anybody waits for microbatches."""
+
+    async def main() -> Peer:
+        peer = Peer(Hub(), recipe(stages=1, steps=400, window=1), "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
+        await until(lambda: len(peer.of(journal.InnerStep)) >= 2, 10_000.0)
+        await asyncio.sleep(wait_s)
+        peer.leave.set()
+        await peer.task
+        return peer
+
+    assert_counted(run(main()))
+
+
+def test_the_last_step_of_a_run_is_in_its_last_round_however_long_it_lasts() -> None:
+    async def main() -> Peer:
+        what = recipe(stages=1, steps=3, window=1, per_round=2)
+        peer = Peer(Hub(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
+        await peer.task
+        return peer
+
+    peer = run(main())
+    assert_counted(peer)
+    assert len(peer.of(journal.InnerStep)) == 3
+    assert len(peer.of(journal.OuterStep)) == 2
+    assert peer.saved is not None
+    assert all(map(torch.equal, peer.saved.tensors["slow"], peer.saved.tensors["fast"]))
+
+
+def assert_counted(peer: Peer) -> None:
+    """Check that the steps in the weights are those that were counted, journalled and saved."""
+    taken = peer.stages[-1].statistics()["inner_steps"]
+    assert peer.saved is not None
+    assert peer.saved.counters.inner_steps == peer.saved.counters.optimiser_steps == taken
+    assert len(peer.of(journal.InnerStep)) == taken > 0
 
 
 def test_a_replica_saves_every_few_minutes() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from noloco_node import shifts, swarm
 from noloco_node.budget import Allowance, read_hours
 from noloco_node.departure import Departure
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, Trouble, trouble_of
 from noloco_node.ledger import Ledger
 from noloco_node.libp2p.acquaintances import Acquaintances
 from noloco_node.libp2p.addresses import PeerAddress, parse_peer_address
@@ -89,7 +89,19 @@ def test_only_what_time_may_heal_is_tried_again(codes: Any) -> None:
 @pytest.mark.parametrize("error", [OSError("disk"), ConnectionRefusedError(), RuntimeError("bug"), TimeoutError()])
 def test_what_is_no_message_to_a_person_does_not_heal(error: Exception) -> None:
     assert not heals(error)
-    assert not heals(ExceptionGroup("together", [trouble(Exit.DAEMON), error]))
+    assert not heals(ExceptionGroup("together", [trouble(Exit.PORT_TAKEN), error]))
+
+
+@pytest.mark.parametrize("nest", [lambda error: error, lambda error: ExceptionGroup("within", [error])])
+def test_what_is_lost_with_our_own_daemon_is_no_cause_of_its_own(nest: Callable[[Exception], Exception]) -> None:
+    dead, loss, bug = trouble(Exit.DAEMON), ConnectionResetError("our own libp2p daemon is gone"), RuntimeError("bug")
+    for both in ([nest(dead), loss], [loss, nest(dead)], [nest(loss), dead]):
+        group = ExceptionGroup("together", both)
+        assert heals(group)
+        assert trouble_of(group) is dead
+        assert trouble_of(ExceptionGroup("and more", [group, bug])) is None
+    assert trouble_of(ExceptionGroup("lost", [loss])) is None
+    assert trouble_of(ExceptionGroup("elsewhere", [trouble(Exit.CONFIG), loss])) is None
 
 
 def test_what_happened_is_one_sentence() -> None:

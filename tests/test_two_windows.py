@@ -92,6 +92,32 @@ def test_leaving_in_the_midst_of_two_windows_is_polite() -> None:
         assert_free(peer)
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 1.5, 3.0])
+def test_a_leave_does_not_cut_off_a_step_above_a_stage_that_is_gone(wait_s: float) -> None:
+    """The younger window waits for a replica that would take it, while the step of the older one is under way."""
+
+    async def main() -> Peer:
+        hub, what = Hub(), with_windows(recipe(steps=400, per_round=4), 2)
+        source, below = Peer(hub, what, "peer-0", 0, job_s=1.0), Peer(hub, what, "peer-1", 1, job_s=0.2)
+        await until(lambda: len(source.of(journal.InnerStep)) >= 5)
+        await asyncio.sleep(wait_s)
+        below.leave.set()
+        replica = source.node.replica
+        assert replica is not None
+        await until(lambda: replica.stranded and replica.gate.succeeded == replica.gate.window)
+        source.leave.set()
+        await asyncio.gather(source.task, below.task)
+        return source
+
+    source = run(main())
+    taken = source.stages[-1].statistics()["inner_steps"]
+    assert source.saved is not None
+    assert source.saved.counters.inner_steps == source.saved.counters.optimiser_steps == taken
+    assert len(source.of(journal.InnerStep)) == taken
+    (finished,) = source.of(journal.Finished)
+    assert (finished.step, finished.discarded) == (taken, 0)
+
+
 def test_who_is_stranded_with_gradients_of_the_next_window_knows_it() -> None:
     """Some wait for a replica of a stage that died, the others for their turn behind these."""
 
