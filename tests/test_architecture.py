@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import LAST_RESORT_S
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gossip", "pipeline", "noloco_node")
@@ -116,5 +117,7 @@ def test_a_bootstrap_peer_and_the_command_line_do_not_load_torch() -> None:
         "heavy = {'torch', 'transformers', 'scipy', 'pandas', 'matplotlib', 'datasets'} & sys.modules.keys()\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LAST_RESORT_S, check=False
+    )
     assert done.returncode == 0, done.stderr
