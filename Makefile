@@ -35,7 +35,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -rs $(TESTS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

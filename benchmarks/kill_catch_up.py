@@ -38,8 +38,8 @@ from noloco_node.partial import Partial
 from noloco_node.roster import PeerRecord, State
 from noloco_node.topics import state_schema
 
-STARTS_S = 60.0
-"""For a child to load torch and to begin."""
+STARTS_S = 1800.0
+"""Guards against waiting for ever; a child loads torch before it begins."""
 
 
 class Told(NamedTuple):
@@ -193,16 +193,17 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
     resumed = killed = copies = before = 0
     async with server:
         finished = False
-        while killed < kills or not finished:
-            # The last life is left alone.
-            delay_s = rng.uniform(0.0, 1.6) if killed < kills else STARTS_S
+        while killed < kills or not resumed or not finished:
+            # The last life is left alone. Where none has left a whole piece so far, there are more, and longer ones.
+            kill = killed < kills or not resumed
+            delay_s = rng.uniform(0.0, 1.6 * max(1.0, killed / kills)) if kill else STARTS_S
             asked = (str(directory), str(port), str(section_bytes), str(present["state"].round))
             lines, finished = await live_and_die(asked, delay_s)
             first = lines[0]
             assert first["what"] in ("began", "resumed"), lines
             assert first["held"] == before, f"{before} bytes were on the disk, and {first['held']} are taken over"
             resumed += before > 0
-            killed += not finished and killed < kills
+            killed += not finished
             before = on_disk(directory, section_bytes)
             if finished:
                 assert lines[-1]["is"] == fingerprint(present["state"]), "the copy is another one"
@@ -210,7 +211,7 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
                 (directory / "run-0.pieces").unlink(missing_ok=True)
                 present["state"] = state_of(seed + 1000 + copies, shapes)
     fetched = donor.statistics()["bytes"] / (4 * section_bytes)
-    return Told(kills, resumed, copies, fetched, time.monotonic() - begun_s)
+    return Told(killed, resumed, copies, fetched, time.monotonic() - begun_s)
 
 
 def on_disk(directory: Path, section_bytes: int) -> int:

@@ -22,8 +22,8 @@ from noloco_node.demo.track import Track
 from noloco_node.errors import Trouble
 from noloco_node.journal import Finished, InnerStep, Started, Tail
 
-READY_S = 300.0
-"""Longest wait for a process to be ready; nine at once take a minute to load torch on two cores."""
+READY_S = 1800.0
+"""Guards against waiting for ever; nine processes at once take a minute to load torch on two cores."""
 LINGER_S = 1800.0
 LOOK_S = 0.25
 ANYWHERE = "/ip4/127.0.0.1/tcp/0"

@@ -1,7 +1,7 @@
 """Commands of ours as real processes: started, watched through what they write, and gone when the test is.
 
-A test that starts processes has three worries. It must not wait blindly: `Commands.until` polls a condition to a
-deadline, and fails at once when a process that is needed has ended, with the last words of all of them. It must leave
+A test that starts processes has three worries. It must not wait blindly: `Commands.until` polls a condition,
+and fails at once when a process that is needed has ended, with the last words of all of them. It must leave
 nothing behind: whatever belongs to one `Commands` is its child or has its directory in the command line (homes, and the
 sockets of libp2p's daemons), so it can be found and ended by process id. And it must see what a process leaves: each
 command has a directory for temporary files of its own.
@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+from limits import LAST_RESORT_S
 
 from noloco_node.journal import Event, Tail
 
 T = TypeVar("T")
 E = TypeVar("E")
 
-WITHIN_S = 120.0
-"""Longest wait for what should happen soon; on a machine that has nothing else to do, seconds are enough."""
 POLL_S = 0.05
 _NEVER = threading.Event()
 
@@ -90,12 +89,12 @@ class Command:
         """Do what Ctrl-C in a terminal does: signal the whole process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def wait(self, within_s: float = WITHIN_S) -> int:
+    def wait(self) -> int:
         """Wait for its end and return the exit code."""
         try:
-            return self.process.wait(timeout=within_s)
+            return self.process.wait(timeout=LAST_RESORT_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} still runs after {within_s:g} s:\n{self.complaint}") from None
+            raise AssertionError(f"{self.name} still runs after {LAST_RESORT_S:g} s:\n{self.complaint}") from None
 
     def close(self) -> None:
         """Let go of its journal."""
@@ -131,20 +130,13 @@ class Commands:
         self._commands.append(command)
         return command
 
-    def until(
-        self,
-        condition: Callable[[], T],
-        what: str,
-        *,
-        alive: Iterable[Command] = (),
-        within_s: float = WITHIN_S,
-    ) -> T:
-        """Return what `condition` returns once that is true; fail after `within_s`, or when one of `alive` ends."""
-        needed, deadline = tuple(alive), time.monotonic() + within_s
+    def until(self, condition: Callable[[], T], what: str, *, alive: Iterable[Command] = ()) -> T:
+        """Return what `condition` returns once that is true; fail when one of `alive` ends, or as the last resort."""
+        needed, deadline = tuple(alive), time.monotonic() + LAST_RESORT_S
         while not (found := condition()):
             ended = [command for command in needed if command.exit_code is not None]
             if ended or time.monotonic() > deadline:
-                why = f"{ended} ended" if ended else f"waited {within_s:g} s"
+                why = f"{ended} ended" if ended else f"waited {LAST_RESORT_S:g} s"
                 raise AssertionError(f"{what}: {why}\n{self.last_words()}")
             _NEVER.wait(POLL_S)
         return found

@@ -1,6 +1,10 @@
 """Production nodes over real libp2p daemons in one process: real time and lines, the rest of each machine in memory.
 
 One process, for the start of several takes longer on a busy machine than all the rest; but a daemon for each peer.
+
+What a device measures are the prices of its work, not the time that passed: nodes compare their speeds, and so the
+comparison comes out the same however often a busy machine interrupts them. `Device(slowdown=...)` would multiply each
+interruption: a thousand times ten milliseconds are ten seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from contextlib import AsyncExitStack, closing
 import torch
 
 from noloco_node.checkpoint import Checkpoint
-from noloco_node.device import Device
+from noloco_node.device import Device, Wall
 from noloco_node.libp2p.network import Libp2p
 from noloco_node.libp2p.settings import Settings
 from noloco_node.machine import Machine, SnapshotStore, Stage, Voice
@@ -21,13 +25,33 @@ from noloco_node.node import Node, Wishes
 from noloco_node.sim.bowl import Numbers
 from noloco_node.sim.setting import Setting
 from noloco_node.sim.shelf import MemoryShelf
+from noloco_node.sim.stage import PricedStage, Prices
 from noloco_node.swarm import prefix
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 
 
+class Paid:
+    """The clock of a device's thread: it moves by what work costs, and the thread really waits for that long."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def charge(self, seconds: float) -> None:
+        """Let the time pass that a piece of work costs."""
+        time.sleep(seconds)
+        self._now_s += seconds
+
+    def wall(self) -> Wall:
+        """Return what a device measures by."""
+        return Wall(clock=lambda: self._now_s, core=lambda: self._now_s)
+
+
 class RealNodes:
-    """The nodes of one swarm; the first is where the others enter. Daemons end with the block."""
+    """The nodes of one swarm; the first is where the others enter. Daemons end with the block.
+
+    `wrong`: promises that a stage saw broken, in words.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -35,6 +59,7 @@ class RealNodes:
         self._open = AsyncExitStack()
         self.tasks: list[asyncio.Task[None]] = []
         self.peers: list[str] = []
+        self.wrong: list[str] = []
 
     async def __aenter__(self) -> RealNodes:
         return self
@@ -52,16 +77,22 @@ class RealNodes:
         voice: Voice,
         leave: asyncio.Event,
         *,
-        slowdown: float = 1.0,
+        forward_s: float,
         snapshots: SnapshotStore | None = None,
     ) -> asyncio.Task[None]:
-        """Start a daemon, and a node that lives until it is asked to leave."""
+        """Start a daemon, and a node that lives until it is asked to leave. `forward_s`: of a forward pass."""
         setting = self._setting
         settings = Settings(prefix=prefix(setting.recipe.digest), listen=(LOCAL,), bootstrap=self._bootstrap)
         network = await self._open.enter_async_context(Libp2p.open(settings, print))
         self._bootstrap = self._bootstrap or await network.addresses()
-        device = self._open.enter_context(closing(Device(torch.device("cpu"), slowdown)))
-        machine = _in_memory(device, setting.build, len(self.tasks), snapshots)
+        paid = Paid()
+        device = self._open.enter_context(closing(Device(torch.device("cpu"), wall=paid.wall())))
+
+        def build(stage: int) -> Stage:
+            windows = setting.run.pipeline.windows_in_flight
+            return PricedStage(setting.build(stage), Prices(forward_s), paid.charge, self.wrong.append, windows)
+
+        machine = _in_memory(device, build, len(self.tasks), snapshots)
         node = Node(setting.recipe, setting.dimensions, network, machine, wishes, voice)
         task = asyncio.create_task(node.live(leave))
         self.tasks.append(task)

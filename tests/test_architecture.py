@@ -15,6 +15,7 @@ from collections.abc import Callable
 import pytest
 from structure.figures import repeated_classes
 from structure.source import ROOT, circles, package_circles, part_of, read_tree, unit
+from limits import LAST_RESORT_S
 
 SOURCE = read_tree()
 
@@ -199,5 +200,7 @@ def test_a_bootstrap_peer_and_the_command_line_do_not_load_torch() -> None:
         "heavy = {'torch', 'transformers', 'scipy', 'pandas', 'matplotlib', 'datasets'} & sys.modules.keys()\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LAST_RESORT_S, check=False
+    )
     assert done.returncode == 0, done.stderr

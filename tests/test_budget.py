@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S, PATIENT
+from msgspec import structs
 from swarms import Peer, recipe
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from noloco_node.budget import Allowance, Hours, Spent, read_allowance, read_hou
 from noloco_node.errors import Exit, Trouble
 from noloco_node.ledger import Ledger
 from noloco_node.libp2p.network import Libp2p
-from noloco_node.libp2p.settings import Patience, Settings
+from noloco_node.libp2p.settings import Settings
 from noloco_node.line import Freight, carried, freight, line_s, slowest_bytes_per_s
 from noloco_node.metered import MeteredNetwork, Valve, spending, weigh
 from noloco_node.port import Conversation
@@ -676,27 +678,32 @@ def test_a_disk_that_refuses_is_said_once_and_ends_nothing(tmp_path: Path) -> No
 
 @pytest.mark.network
 def test_waiting_for_the_budget_is_not_silence() -> None:
-    """Messages that wait, or pass piece by piece, three times as long as a silent peer is borne with, both ways."""
-    patience = Patience(beat_s=0.1, silence_s=0.5, least_silence_s=0.5)
-    load = Load(content=bytes(300_000))
+    """Messages that wait, or pass piece by piece, for longer than a silent peer is borne with, both ways.
+
+    That is twenty beats: so many a busy machine does not miss.
+    """
+    silence_s, rate = 2.0, 100_000.0
+    patience = structs.replace(
+        PATIENT, beat_s=0.1, silence_s=silence_s, least_silence_s=silence_s, most_silence_s=silence_s
+    )
+    load = Load(content=bytes(round(1.25 * silence_s * rate)))
 
     async def main() -> dict[str, int | float]:
         def chosen(*bootstrap: str) -> Settings:
             listen = ("/ip4/127.0.0.1/tcp/0",)
             return Settings(prefix="/noloco/1/run/", listen=listen, patience=patience, bootstrap=bootstrap)
 
-        rate = 300_000.0
         async with Libp2p.open(chosen()) as there, Libp2p.open(chosen(*await there.addresses())) as here:
             ours = MeteredNetwork(here, Allowance(upload_bytes_per_s=rate, download_bytes_per_s=rate))
             await there.serve("load", SCHEMA, take_all)
             await ours.serve("load", SCHEMA, take_all)
             for network, peer in ((ours, there.peer_id), (there, here.peer_id)):
-                async with asyncio.timeout(30), network.talk(peer, "load", SCHEMA) as conversation:
+                async with asyncio.timeout(LAST_RESORT_S), network.talk(peer, "load", SCHEMA) as conversation:
                     for _ in range(2):
                         await conversation.send(load)
                         assert (await conversation.receive()).count == len(load.content)
-            assert ours.up.passed_bytes > 600_000
-            assert ours.down.passed_bytes > 600_000
+            assert ours.up.passed_bytes > 2 * len(load.content)
+            assert ours.down.passed_bytes > 2 * len(load.content)
             return there.statistics() | here.statistics()
 
     counts = asyncio.run(main())

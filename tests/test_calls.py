@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S, PATIENT
 
 from noloco_node.libp2p.acquaintances import Acquaintances
 from noloco_node.libp2p.addresses import place_text
@@ -19,7 +20,7 @@ from noloco_node.libp2p.calls import Calls, Exchange
 from noloco_node.libp2p.control import Control
 from noloco_node.libp2p.delimited import delimited, read_delimited
 from noloco_node.libp2p.network import _load_hivemind
-from noloco_node.libp2p.settings import Capacity, Patience
+from noloco_node.libp2p.settings import Capacity
 from noloco_node.libp2p.stream import Stream
 from noloco_node.libp2p.switchboard import Switchboard
 from noloco_node.wire import MessageSpec, Schema
@@ -51,7 +52,7 @@ def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]
     """Dial by way of a daemon that answers so; `opened` is told of the task in the moment in which it opens."""
 
     async def main() -> tuple[str, Switchboard]:
-        parts, patience = _load_hivemind(), Patience()
+        parts, patience = _load_hivemind(), PATIENT
         pb = parts.messages
 
         async def daemon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -72,7 +73,7 @@ def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]
         dialling = asyncio.get_running_loop().create_task(calls.dial(SOMEBODY, "topic", SCHEMA))
         board.opened = lambda: opened(dialling)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LAST_RESORT_S):
                 await asyncio.wait([dialling])
                 outcome = "cancelled"
                 if not dialling.cancelled():

@@ -14,7 +14,8 @@ import soak
 from chaos import Case, Chaos, Rhythm
 from hypothesis import given
 from hypothesis import strategies as st
-from lives import READY_S, Shape, Swarm
+from limits import LAST_RESORT_S
+from lives import Shape, Swarm
 
 from noloco_node.journal import Event, Finished, InnerStep, Started
 from noloco_node.presets import demo_run_text
@@ -156,18 +157,18 @@ def test_a_peer_that_is_killed_stops_nobody_and_comes_back_with_its_home(tmp_pat
     async def main() -> Swarm:
         text = demo_run_text(stages=2, replicas=2, steps=1_000_000, seed=0)
         async with Swarm(tmp_path, Shape(2, 2), text) as swarm:
-            await swarm.until(lambda: all(peer.steps >= 2 for peer in swarm.peers), "all take part", READY_S)
+            await swarm.until(lambda: all(peer.steps >= 2 for peer in swarm.peers), "all take part", LAST_RESORT_S)
             strikes = Chaos(swarm, Rhythm(every_s=0.0, back_s=0.0), seed=0)
             strikes.look(going_on=True)
             (kill,) = strikes.kills
             (victim,) = [peer for peer in swarm.peers if peer.name == kill.peer]
-            await swarm.until(lambda: not victim.runs, "it is dead", READY_S)
+            await swarm.until(lambda: not victim.runs, "it is dead", LAST_RESORT_S)
             others = [peer for peer in swarm.peers if peer is not victim]
             before = {peer: peer.steps for peer in others}
-            await swarm.until(lambda: all(p.steps >= before[p] + 3 for p in others), "the others go on", READY_S)
+            await swarm.until(lambda: all(p.steps >= before[p] + 3 for p in others), "the others go on", LAST_RESORT_S)
             strikes.look(going_on=False)
             assert len(victim.lives) == 2
-            await swarm.until(lambda: victim.steps >= 2, "it is back", READY_S)
+            await swarm.until(lambda: victim.steps >= 2, "it is back", LAST_RESORT_S)
             strikes.look(going_on=False)
             assert strikes.ended == []
             assert all(len(peer.lives) == 1 and peer.runs for peer in others)

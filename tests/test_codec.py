@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 from torch import Tensor
 
 from gossip.codec import FAR, FEW, FINEST, Encoded, Feedback, common_steps, decode, encode
@@ -532,4 +533,4 @@ def test_only_a_code_that_follows_the_distance_lets_replicas_agree(owing: bool) 
 
 def test_sizes_are_known_without_torch() -> None:
     program = "import sys, gossip.formats; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=LAST_RESORT_S, check=False).returncode == 0

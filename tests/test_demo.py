@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -51,9 +52,6 @@ from noloco_node.journal import (
 from noloco_node.presets import demo_run_text
 from noloco_node.roster import State
 from noloco_node.runfile import decode_run
-
-DEADLINE_S = 20.0
-"""Longest wait for a real process; reached only by a bug."""
 
 VERDICT = Verdict(
     merged=2.0,
@@ -433,7 +431,7 @@ def test_one_replica_a_stage_cannot_be_uneven(tmp_path: Path) -> None:
 
 # Real processes. They are waited for by their output or by a pipe that they hold, never by a pause.
 
-HURRY = Patience(interrupt_s=0.1, terminate_s=0.1, kill_s=DEADLINE_S)
+HURRY = Patience(interrupt_s=0.1, terminate_s=0.1, kill_s=LAST_RESORT_S)
 STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]\n"
 READY = "print('ready', flush=True)\n"
 WAIT = "import signal; signal.pause()\n"
@@ -452,7 +450,7 @@ class Lifeline:
         self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def expect(self, content: bytes) -> None:
-        readable, _, _ = select.select([self._reader], [], [], DEADLINE_S)
+        readable, _, _ = select.select([self._reader], [], [], LAST_RESORT_S)
         assert readable, f"waited in vain for {content!r}"
         assert os.read(self._reader, 100) == content
 
@@ -469,11 +467,11 @@ def lifeline(tmp_path: Path) -> Iterator[Lifeline]:
 
 def test_polite_children_leave_at_the_first_signal(tmp_path: Path) -> None:
     async def main() -> None:
-        children = Children(Patience(interrupt_s=DEADLINE_S))
+        children = Children(Patience(interrupt_s=LAST_RESORT_S))
         code = "try:\n    print('ready', flush=True); input()\nexcept KeyboardInterrupt:\n    raise SystemExit(7)"
         both = [children.start(name, python(code), tmp_path / name) for name in ("one", "two")]
         for child in both:
-            assert await child.line("ad", DEADLINE_S) == "ady"
+            assert await child.line("ad", LAST_RESORT_S) == "ady"
         await children.stop()
         assert [child.exit_code for child in both] == [7, 7]
         assert children.statistics() == {"started": 2, "running": 0, "killed": 0}
@@ -489,7 +487,7 @@ def test_stubborn_children_and_their_children_are_killed(tmp_path: Path, lifelin
             f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {daemon!r}])\n" + STUBBORN + READY + WAIT
         )
         child = children.start("stubborn", python(code), tmp_path / "logs")
-        await child.line("ready", DEADLINE_S)
+        await child.line("ready", LAST_RESORT_S)
         lifeline.expect(b"here")
         await children.stop()
         assert child.end == "killed by SIGKILL"
@@ -517,7 +515,7 @@ def test_a_stop_that_is_cancelled_kills_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         children = Children(Patience(interrupt_s=3600.0))
         child = children.start("stubborn", python(STUBBORN + READY + WAIT), tmp_path / "logs")
-        await child.line("ready", DEADLINE_S)
+        await child.line("ready", LAST_RESORT_S)
         stopping = asyncio.create_task(children.stop())
         await asyncio.sleep(0)
         stopping.cancel()
@@ -535,7 +533,7 @@ def test_sockets_of_killed_children_are_removed(tmp_path: Path) -> None:
     async def main() -> None:
         children = Children(HURRY)
         child = children.start("bound", python(code), tmp_path / "logs")
-        await child.line("ready", DEADLINE_S)
+        await child.line("ready", LAST_RESORT_S)
         assert bound_sockets([child.pid]) == {path}
         with socket.socket(socket.AF_UNIX) as ours:
             ours.bind(str(tmp_path / "ours"))
@@ -550,12 +548,12 @@ def test_a_child_that_dies_early_is_quoted(tmp_path: Path) -> None:
     async def main() -> None:
         child = Children().start("node", python("import sys; sys.exit('no such invite') or 3"), tmp_path)
         with pytest.raises(Trouble) as caught:
-            await child.line("noloco1:", DEADLINE_S)
+            await child.line("noloco1:", LAST_RESORT_S)
         assert "node: it ended before it was ready" in caught.value.what
         assert caught.value.why == "no such invite"
         coded = Children().start("node", python("raise SystemExit(4)"), tmp_path)
         with pytest.raises(Trouble) as caught:
-            await coded.line("noloco1:", DEADLINE_S)
+            await coded.line("noloco1:", LAST_RESORT_S)
         assert caught.value.code is Exit.UNREACHABLE
         assert caught.value.why == "(it said nothing)"
 
@@ -568,7 +566,7 @@ def test_of_a_child_that_says_why_it_ends_no_more_is_quoted(tmp_path: Path) -> N
         words = "17:00:00  copying\\nnoloco-node: The disk is full.\\n  why: it is small\\n  try: a larger one"
         child = children.start("full", python(f'import sys; sys.stderr.write("{words}"); sys.exit(9)'), tmp_path)
         with pytest.raises(Trouble) as trouble:
-            await child.line("never", DEADLINE_S)
+            await child.line("never", LAST_RESORT_S)
         assert trouble.value.why == "The disk is full.\n  why: it is small\n  try: a larger one"
         assert trouble.value.code is Exit.STORAGE
         await children.stop()
@@ -578,7 +576,7 @@ def test_of_a_child_that_says_why_it_ends_no_more_is_quoted(tmp_path: Path) -> N
 
 def test_a_child_that_never_speaks_is_given_up(tmp_path: Path) -> None:
     async def main() -> None:
-        children = Children(Patience(interrupt_s=DEADLINE_S))
+        children = Children(Patience(interrupt_s=LAST_RESORT_S))
         child = children.start("mute", python("print('half a line', end='', flush=True); input()"), tmp_path)
         with pytest.raises(Trouble, match="was not ready after 0 s"):
             await child.line("half", 0.2)
@@ -600,7 +598,7 @@ def test_a_leashed_module_ends_with_its_standard_input(tmp_path: Path, monkeypat
         assert child.stdin is not None
         assert child.stdout.readline() == b"['--x', 'y'] __main__\n"
         child.stdin.close()
-        assert child.wait(DEADLINE_S) == 5
+        assert child.wait(LAST_RESORT_S) == 5
 
 
 def test_the_leash_grows_firmer(tmp_path: Path) -> None:
@@ -608,7 +606,7 @@ def test_the_leash_grows_firmer(tmp_path: Path) -> None:
         "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "from noloco_node.demo import leash\nleash.FIRMER_AFTER_S = 0.01\nleash.watch(0)"
     )
-    assert subprocess.run(python(code), stdin=subprocess.DEVNULL, timeout=DEADLINE_S).returncode == -signal.SIGTERM
+    assert subprocess.run(python(code), stdin=subprocess.DEVNULL, timeout=LAST_RESORT_S).returncode == -signal.SIGTERM
 
 
 def test_children_of_a_killed_parent_leave(tmp_path: Path, lifeline: Lifeline, monkeypatch: pytest.MonkeyPatch) -> None:

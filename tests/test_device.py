@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from limits import LAST_RESORT_S
 
 from noloco_node.device import Device, autocast_dtype, choose_device
 from noloco_node.errors import Exit, Trouble
@@ -19,7 +20,7 @@ def test_a_job_that_has_begun_is_awaited_and_one_that_has_not_is_taken_back() ->
 
         def long() -> None:
             loop.call_soon_threadsafe(begun.set)
-            release.wait(10)
+            release.wait(LAST_RESORT_S)
             done.append("long")
 
         first = asyncio.create_task(device.run(long))
@@ -45,7 +46,7 @@ def test_a_job_that_has_begun_is_awaited_and_one_that_has_not_is_taken_back() ->
 def test_arithmetic_beside_the_device_does_not_wait_for_the_jobs_before_it() -> None:
     async def main() -> None:
         device, release = Device(torch.device("cpu")), threading.Event()
-        jobs = [asyncio.create_task(device.run(release.wait, 10)) for _ in range(3)]
+        jobs = [asyncio.create_task(device.run(release.wait, LAST_RESORT_S)) for _ in range(3)]
         # It ends while the first job still waits for what comes after it.
         assert await device.beside(sum, [1, 2]) == 3
         assert not any(job.done() for job in jobs)

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 from msgspec import structs
 
 import gossip.meeting
@@ -145,7 +146,7 @@ def test_a_seed_means_the_same_run_in_every_process() -> None:
             env={**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LAST_RESORT_S,
             check=True,
         ).stdout
         for hash_seed in ("1", "2")

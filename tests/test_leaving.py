@@ -348,7 +348,7 @@ def test_one_termination_lets_a_node_leave_politely_and_leaves_nothing(commands:
     source, leaver = join(commands, invite, 0), join(commands, invite, 1)
     commands.until(lambda: steps(leaver) >= 5 and steps(source) >= 5, "they train", alive=[source, leaver])
     leaver.process.send_signal(signal.SIGTERM)
-    assert leaver.wait(within_s=60.0) == Exit.OK, leaver.complaint
+    assert leaver.wait() == Exit.OK, leaver.complaint
     assert leaver.left_behind() == []
     assert not leaver.daemons()
     (finished,) = leaver.events(journal.Finished)
@@ -364,5 +364,5 @@ def test_one_termination_lets_a_node_leave_politely_and_leaves_nothing(commands:
 def ended(command: Command) -> None:
     """Ask a command to go as Docker does, and check that it does."""
     command.process.send_signal(signal.SIGTERM)
-    assert command.wait(within_s=60.0) == Exit.OK, command.complaint
+    assert command.wait() == Exit.OK, command.complaint
     assert command.left_behind() == []

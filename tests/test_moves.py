@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 from real_nodes import RealNodes
 from swarms import until
 
@@ -280,23 +281,28 @@ class Heard:
 
 @pytest.mark.network
 def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
-    """Two replicas of stage 1 and a slow one of stage 0: of the two only one is willing, and it goes."""
+    """Two replicas of stage 1 and a slow one of stage 0: of the two only one is willing, and it goes.
+
+    Who goes follows from the prices of the devices' work, which a busy machine does not change. It only takes longer.
+    """
     setting = work_out(decode_scenario(SCENARIO, "the test's scenario"))
 
     async def main() -> list[Heard]:
         heard, leave = list[Heard](), asyncio.Event()
         async with RealNodes(setting) as nodes:
-            for number, (stage, slowdown) in enumerate(((0, 1000.0), (1, 1.0), (1, 1.0))):
+            for number, (stage, forward_s) in enumerate(((0, 0.05), (1, 0.001), (1, 0.001))):
                 heard.append(Heard())
                 wishes = Wishes(stage=stage, moves=number == 1, refresh_s=0.15)
-                await nodes.start(wishes, Voice(record=heard[-1], say=print), leave, slowdown=slowdown)
+                await nodes.start(wishes, Voice(record=heard[-1], say=print), leave, forward_s=forward_s)
             arrived = asyncio.create_task(heard[1].there.wait())
-            await asyncio.wait([arrived, *nodes.tasks], timeout=120.0, return_when=asyncio.FIRST_COMPLETED)
-            leave.set()
-            await asyncio.wait(nodes.tasks)
+            async with asyncio.timeout(LAST_RESORT_S):
+                await asyncio.wait([arrived, *nodes.tasks], return_when=asyncio.FIRST_COMPLETED)
+                leave.set()
+                await asyncio.wait(nodes.tasks)
             arrived.cancel()
         for task in nodes.tasks:
             task.result()
+        assert nodes.wrong == []
         return heard
 
     slow, mover, stays = asyncio.run(main())

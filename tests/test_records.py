@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
 from noloco_node.errors import Exit, Trouble
 from noloco_node.libp2p import signing
@@ -123,7 +124,7 @@ def record(subkey: str, value: bytes, expiry: float) -> Any:
 
 def test_only_signed_records_of_our_form_are_stored(two: tuple[Identity, Identity]) -> None:
     one, other = two
-    soon = time.time() + 30.0
+    soon = time.time() + RECORD_S
     value = one.signer.signed(PLACE, soon, b"content")
     assert Signatures().validate(record(one.name, value, soon))
     for wrong in (
@@ -144,7 +145,7 @@ def test_a_bad_record_in_an_answer_does_not_spoil_the_good_ones(two: tuple[Ident
     from hivemind.dht.storage import DictionaryDHTValue
 
     one, other = two
-    soon = time.time() + 30.0
+    soon = time.time() + RECORD_S
     good = msgspec.msgpack.encode(one.signer.signed(PLACE, soon, b"good"))
     found = DictionaryDHTValue()
     found.store(one.name, good, soon)
@@ -163,7 +164,7 @@ def test_no_more_is_kept_under_a_key_than_fits_into_an_answer() -> None:
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DHTLocalStorage
 
-    storage, key, soon = DHTLocalStorage(), DHTID.generate(source=KEY), time.time() + 30.0
+    storage, key, soon = DHTLocalStorage(), DHTID.generate(source=KEY), time.time() + RECORD_S
     store = with_room(storage)
     taken = [store(key, str(number), bytes(2**20 // 2), soon) for number in range(6)]
     assert taken == [True] * 4 + [False] * 2
@@ -177,7 +178,7 @@ def test_nobody_drives_a_record_out_or_ends_its_life() -> None:
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DHTLocalStorage
 
-    storage, key, soon = DHTLocalStorage(), DHTID.generate(source=KEY), time.time() + 30.0
+    storage, key, soon = DHTLocalStorage(), DHTID.generate(source=KEY), time.time() + RECORD_S
     assert storage.get(int.from_bytes(PLACE)) is None
     store = with_room(storage)
     assert store(key, "one", b"last", soon)
@@ -195,7 +196,7 @@ def test_all_that_is_kept_together_is_bounded() -> None:
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DHTLocalStorage
 
-    storage, soon = DHTLocalStorage(), time.time() + 30.0
+    storage, soon = DHTLocalStorage(), time.time() + RECORD_S
     store, value = with_room(storage), bytes(2**19)
     taken = sum(store(DHTID(number // 3), str(number % 3), value, soon) for number in range(300))
     assert 2**27 - 2**21 < taken * len(value) <= 2**27
@@ -206,7 +207,7 @@ def test_a_reading_leaves_no_more_than_there_is_room_for() -> None:
     _load_hivemind()
     from hivemind.dht.storage import DictionaryDHTValue
 
-    kept, soon = DictionaryDHTValue(), time.time() + 30.0
+    kept, soon = DictionaryDHTValue(), time.time() + RECORD_S
     for number in range(2048):
         kept.store(str(number), b"x", soon)
     before = frozenset(dict(kept.items()))
@@ -226,26 +227,26 @@ def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
 @pytest.mark.network
 def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
     async def main() -> None:
-        listen = ("/ip4/127.0.0.1/tcp/0",)
-        async with Libp2p.open(Settings(prefix="/noloco/1/run/", listen=listen)) as one:
-            bootstrap = tuple(await one.addresses())
-            async with Libp2p.open(Settings(prefix="/noloco/1/run/", listen=listen, bootstrap=bootstrap)) as forger:
+        alone = Settings(prefix="/noloco/1/run/", listen=("/ip4/127.0.0.1/tcp/0",), patience=PATIENT)
+        async with Libp2p.open(alone) as one:
+            joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
+            async with Libp2p.open(joining) as forger:
                 assert forger._session is not None
                 node = forger._session.records._node
-                assert await one.publish(KEY, one.peer_id, b"true", 30.0)
-                assert await forger.publish(KEY, forger.peer_id, b"also true", 30.0)
-                assert not await node.store(KEY, b"forged", time.time() + 60.0, subkey=one.peer_id)
+                assert await one.publish(KEY, one.peer_id, b"true", RECORD_S)
+                assert await forger.publish(KEY, forger.peer_id, b"also true", RECORD_S)
+                assert not await node.store(KEY, b"forged", time.time() + 2 * RECORD_S, subkey=one.peer_id)
                 # Whoever has another program keeps what it likes, and answers with it.
                 node.protocol.record_validator = None
-                await node.store(KEY, b"forged", time.time() + 60.0, subkey=one.peer_id)
-                await node.store(KEY, b"invented", time.time() + 60.0, subkey="nobody")
+                await node.store(KEY, b"forged", time.time() + 2 * RECORD_S, subkey=one.peer_id)
+                await node.store(KEY, b"invented", time.time() + 2 * RECORD_S, subkey="nobody")
                 theirs = await node.get(KEY, latest=True)
                 assert {"nobody", one.peer_id, forger.peer_id} <= set(theirs.value)
                 assert theirs.value[one.peer_id].value == b"forged"
                 assert await one.read(KEY) == {one.peer_id: b"true", forger.peer_id: b"also true"}
 
     async def limited() -> None:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(LAST_RESORT_S):
             await main()
 
     asyncio.run(limited())

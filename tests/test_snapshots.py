@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 from real_nodes import RealNodes
 from swarms import Peer, recipe, until
 
@@ -260,14 +261,14 @@ def test_a_stage_comes_back_from_a_snapshot_over_real_daemons(monkeypatch: pytes
             async def start(number: int, stage: int, kept: Memory | None = None) -> None:
                 wishes = Wishes(stage=stage, refresh_s=0.15, keep_snapshots=2 if kept else 0)
                 voice = Voice(record=partial(heard, number), say=said.append)
-                await nodes.start(wishes, voice, leaves[number], slowdown=200.0, snapshots=kept)
+                await nodes.start(wishes, voice, leaves[number], forward_s=0.02, snapshots=kept)
 
             def heard(number: int, event: journal.Event) -> None:
                 events[number].append(event)
                 happened.set()
 
             async def seen(condition: Callable[[], bool]) -> None:
-                async with asyncio.timeout(120.0):
+                async with asyncio.timeout(LAST_RESORT_S):
                     while not condition():
                         happened.clear()
                         await happened.wait()
@@ -285,6 +286,7 @@ def test_a_stage_comes_back_from_a_snapshot_over_real_daemons(monkeypatch: pytes
             leaves[0].set()
             leaves[2].set()
             await asyncio.gather(*nodes.tasks)
+        assert nodes.wrong == []
         return store, last, events[2], said
 
     store, last, events, said = asyncio.run(main())

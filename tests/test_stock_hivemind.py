@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
 from noloco_node.libp2p.network import Libp2p
 from noloco_node.libp2p.settings import Settings
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.network
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 PROGRAM = Path(sys.executable).parent / "hivemind-dht"
-WITHIN_S = 180.0
 
 
 @asynccontextmanager
@@ -66,13 +66,15 @@ async def said(output: asyncio.StreamReader, pattern: str) -> str:
 
 @asynccontextmanager
 async def ours(*bootstrap: str) -> AsyncIterator[Libp2p]:
-    async with Libp2p.open(Settings(prefix="/noloco/1/run/", listen=(LOCAL,), bootstrap=bootstrap)) as network:
+    async with Libp2p.open(
+        Settings(prefix="/noloco/1/run/", listen=(LOCAL,), bootstrap=bootstrap, patience=PATIENT)
+    ) as network:
         yield network
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(LAST_RESORT_S):
             await main
 
     asyncio.run(limited())
@@ -98,8 +100,8 @@ def test_stock_hivemind_joins_by_our_peer_and_ours_by_it() -> None:
                 async with ours(back) as second:
                     # The third one knows the first only by way of stock hivemind.
                     assert await said(output, r"(3) DHT nodes \(including this one\)") == "3"
-                    assert await first.publish("run/stage/0", first.peer_id, b"first", 30.0)
-                    assert await second.publish("run/stage/0", second.peer_id, b"second", 30.0)
+                    assert await first.publish("run/stage/0", first.peer_id, b"first", RECORD_S)
+                    assert await second.publish("run/stage/0", second.peer_id, b"second", RECORD_S)
                     everything = {first.peer_id: b"first", second.peer_id: b"second"}
                     assert await first.read("run/stage/0") == everything
                     assert await second.read("run/stage/0") == everything

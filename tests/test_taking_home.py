@@ -19,6 +19,7 @@ import torch
 from copies import SHAPES, of_parts, same_tensors, state
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 from safetensors.torch import load_file
 from swarms import Peer, recipe, until
 from torch import Tensor
@@ -467,7 +468,7 @@ sys.exit(f"saw {{ours}}" if ours or seen else 0)
         text=True,
         env=environment,
         cwd=out,
-        timeout=900,
+        timeout=LAST_RESORT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -25,17 +25,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from limits import LAST_RESORT_S
 
 T = TypeVar("T")
 
 TESTS = Path(__file__).parent
 ONE_WAY_S = 0.025
 LOSS = 0.002
-LONG_S = 240.0
-"""For a process to begin its work, torch and transformers loaded, and to do some of it."""
 NEVER = threading.Event()
-WITHIN_S = 90.0
-"""For an answer of a peer; torch alone takes a while to load."""
 
 
 def why_not() -> str:
@@ -105,8 +102,8 @@ class Peer:
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        ready, _, _ = select.select([self.process.stdout], [], [], WITHIN_S)
-        assert ready, f"no answer within {WITHIN_S:g} s to {request}"
+        ready, _, _ = select.select([self.process.stdout], [], [], LAST_RESORT_S)
+        assert ready, f"no answer within {LAST_RESORT_S:g} s to {request}"
         line = self.process.stdout.readline()
         assert line, f"it ended: {request}"
         return dict(json.loads(line))
@@ -218,11 +215,11 @@ class Country:
     def round_trip_s(self, space: str, address: str) -> float:
         """Return how long the opening of a connection to a closed port takes to be refused."""
         program = (
-            "import socket,time,sys\nbegun=time.monotonic()\ntry: socket.create_connection((sys.argv[1],9),5)\n"
+            "import socket,time,sys\nbegun=time.monotonic()\ntry: socket.create_connection((sys.argv[1],9))\n"
             "except ConnectionRefusedError: print(time.monotonic()-begun)"
         )
         inside = ["ip", "netns", "exec", self._name(space), sys.executable, "-c", program, address]
-        return float(subprocess.run(inside, capture_output=True, text=True, check=True, timeout=30).stdout)
+        return float(subprocess.run(inside, capture_output=True, text=True, check=True, timeout=LAST_RESORT_S).stdout)
 
     def dropped(self, router: str) -> int:
         """Return how many packets a router has turned away at its door."""
@@ -255,16 +252,16 @@ class Country:
     def _asks(self, space: str, *words: str) -> Callable[[], Any]:
         """Start a command of noloco-node that answers in JSON; return what waits for it."""
         process = self.start(space, ["-m", "noloco_node", *words, "--json"])
-        return lambda: json.loads(process.communicate(timeout=LONG_S)[0])
+        return lambda: json.loads(process.communicate(timeout=LAST_RESORT_S)[0])
 
     def until(self, condition: Callable[[], T], what: str) -> T:
         """Return what `condition` returns once that is true; fail when a process ends or it takes too long."""
-        deadline = time.monotonic() + LONG_S
+        deadline = time.monotonic() + LAST_RESORT_S
         while not (found := condition()):
             ended = [process.args for process in self._processes if process.poll()]
             words = "\n".join(path.read_text()[-1500:] for path in self.directory.glob("*/err"))
             assert not ended, f"{what}: {ended} ended\n{words}"
-            assert time.monotonic() < deadline, f"{what}: waited {LONG_S:g} s\n{words}"
+            assert time.monotonic() < deadline, f"{what}: waited {LAST_RESORT_S:g} s\n{words}"
             NEVER.wait(0.1)
         return found
 
