@@ -17,6 +17,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -138,7 +139,8 @@ class _Comment(NamedTuple):
 def _comments(text: str) -> dict[str, _Comment]:
     """Return by path what the comments of a run file say; a field without one shares that of the field before."""
     found: dict[str, _Comment] = {}
-    section, lines, last = "", [], None
+    section, last = "", None
+    lines: list[str] = []
     for line in text.splitlines():
         if header := re.fullmatch(r"\[([\w.]+)\]", line):
             section, lines, last = header[1], [], None
@@ -241,8 +243,8 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(arguments[0])}"
     if origin is dict or annotation is dict:
         return "table" if not arguments or arguments[1] is Any else f"table of {_type(arguments[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, str) and annotation is not str:
-        return " or ".join(_value(each.value) for each in annotation)  # an enumeration
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " or ".join(_value(each.value) for each in annotation)
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[annotation]
 
 
@@ -270,8 +272,7 @@ def _docstrings(kind: type) -> dict[str, str]:
     found = {}
     for before, after in zip(body.body, body.body[1:], strict=False):
         target = before.target if isinstance(before, ast.AnnAssign) else getattr(before, "targets", [None])[0]
-        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if isinstance(target, ast.Name) and is_text:
+        if isinstance(target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             found[target.id] = " ".join(str(after.value.value).split())
     return found
 
