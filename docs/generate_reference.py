@@ -172,7 +172,8 @@ def _row(
     else:
         raise ValueError(f"{path} is described nowhere")
     default = "required" if field.required else _value(_default(field))
-    return f"`{field.name}`", _type(field.type), default, _accepted(path, field.type, run), meaning
+    kinds = _type(field.type).removesuffix(" or null")  # which TOML has no word for: the field is left out
+    return f"`{field.name}`", kinds, default, _accepted(path, field.type, run), meaning
 
 
 def _size_row(path: str, name: str, run: RunConfig, explained: Mapping[str, _Comment]) -> tuple[str, ...]:
