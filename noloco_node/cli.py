@@ -146,7 +146,9 @@ def join(
     stay: Annotated[
         bool, typer.Option("--stay", help="Do not move to another stage later, even if it is needed there.")
     ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    ] = "auto",
     data: Annotated[
         str | None,
         typer.Option(
@@ -171,11 +173,17 @@ def join(
         str | None,
         typer.Option(
             metavar="FROM-TO",
-            help="Take part only at these hours of the day here, such as 22-08; wait in between.",
+            help="Take part only at these hours of the day here, such as 22-08; wait in between. From the second time "
+            "on an outage is waited out.",
             show_default=False,
         ),
     ] = None,
-    keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep: one is written every round.")] = 3,
+    keep: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Checkpoints to keep: one is written every round, as far as a twentieth of the time goes."
+        ),
+    ] = 3,
     keep_snapshots: Annotated[
         int,
         typer.Option(
@@ -253,7 +261,9 @@ def doctor(
         ),
     ] = None,
     home: HomeOption = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    ] = "auto",
     listen: ListenOption = None,
     announce: AnnounceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,

@@ -25,9 +25,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     architecture: str | None = None
     sizes: dict[str, Any] = {}
+    """Fields of the architecture's config in transformers, under the names that it uses there."""
     path: str | None = None
+    """A local Hugging Face directory to continue from, the same on all peers; its content is part of the run's id."""
     hub: str | None = None
+    """A model of the hub to continue from, owner/name."""
     commit: str | None = None
+    """The commit of the hub model, 40 hexadecimal digits."""
     dropout: float = 0.0
 
 

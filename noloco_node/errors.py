@@ -6,33 +6,37 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Exit codes of `noloco-node`, documented in the README."""
+    """Exit codes of `noloco-node`. What stands below each of them is printed in docs/reference.md."""
 
     OK = 0
+    """Done."""
     BUG = 1
-    """An error that the program does not know: please report it."""
+    """An error that the program does not know: please report it. Of `simulate`: somebody waits for ever, or an
+    invariant broke."""
     USAGE = 2
     """The command line is wrong."""
     CONFIG = 3
     """A run file, an invite or a data source is wrong; the message names the field."""
     UNREACHABLE = 4
-    """Nobody could be reached who is needed: no bootstrap peer, or nobody with the weights of a stage."""
+    """Nobody could be reached who is needed: no bootstrap peer (the message says which address failed, and why), or
+    nobody with the weights of a stage."""
     OTHER_RUN = 5
     """The peers that answered belong to another run, or to another version of the protocol."""
     HOME_IN_USE = 6
-    """Another node already uses this home directory."""
+    """Another node already uses this home, or its identity is in use elsewhere."""
     PORT_TAKEN = 7
     """Another program already listens on the port asked for."""
     DAEMON = 8
-    """The libp2p daemon did not start, or died."""
+    """The libp2p daemon did not start, or died again and again."""
     STORAGE = 9
-    """The disk is full or not writable."""
+    """The disk is full or not writable at the start, or the last checkpoint could not be written. In between that is a
+    warning."""
     DEVICE = 10
     """The device asked for is absent, or its memory is not enough."""
     UNFIT = 11
     """`doctor` found something that will prevent this machine from joining."""
     INTERRUPTED = 130
-    """Interrupted before the work was done."""
+    """Interrupted before the work was done. A node between two of its shifts leaves with 0."""
 
 
 COMPLAINT = "noloco-node: "

@@ -32,7 +32,11 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 
 
 class Started(_Event, frozen=True, tag="started"):
-    """A node is up: who, where, what. `parameters`: of its stage."""
+    """A node is up.
+
+    `run`: id of the run. `version`: of the program that runs. `device`: where it computes. `parameters`: how many its
+    stage has. `pid`: id of the process.
+    """
 
     peer: str
     stage: int
@@ -44,7 +48,7 @@ class Started(_Event, frozen=True, tag="started"):
 
 
 class StateChanged(_Event, frozen=True, tag="state"):
-    """The node does something else now. `waiting`: what it waits for, in words."""
+    """The node does something else now. `state`: what it does. `waiting`: what it waits for, in words."""
 
     state: State
     waiting: str | None = None
@@ -59,7 +63,10 @@ class Placed(_Event, frozen=True, tag="placed"):
 
 
 class Moved(_Event, frozen=True, tag="moved"):
-    """The replica leaves its stage `origin` for `target`, in the same process; `discarded` as in `Finished`."""
+    """The replica moves to another stage, in the same process.
+
+    `origin` and `target`: the stages that it leaves and takes. `discarded`: as in `finished`.
+    """
 
     origin: int
     target: int
@@ -71,8 +78,9 @@ class InnerStep(_Event, frozen=True, tag="inner_step"):
     """One step of the inner optimiser.
 
     `loss`: mean nats a token of the window as far as it is known here; None where no reply carried one.
-    `tokens`: tokens of the window. `seconds`: since the inner step before. `device_s`: of them, those for which the
-    device worked. `stale`: microbatches whose forward pass was before the last step, with two windows in flight.
+    `tokens`: tokens of the window. `seconds`: since the inner step before. `device_s`: of these seconds, those
+    for which the device worked. `stale`: microbatches whose forward pass was before the last step, with two windows in
+    flight. `learning_rate`: of this step.
     """
 
     step: int
@@ -86,11 +94,13 @@ class InnerStep(_Event, frozen=True, tag="inner_step"):
 
 
 class OuterStep(_Event, frozen=True, tag="outer_step"):
-    """One outer step. `partner`: None in a solo round. `staleness`: inner steps between snapshot and correction.
+    """One outer step.
 
+    `partner`: id of the replica met, None in a solo round. `staleness`: inner steps between snapshot and correction.
     `gap`: norm of own minus mean slow weights over the norm of the mean; None where there was nobody to compare with.
     `staleness_rounds`: rounds since these weights last met anybody's, 1 where in the one before; `partner_staleness`:
-    since the partner's did. `adopted`: ours were too stale to count, and the partner's were taken over.
+    rounds since the partner's did. `adopted`: ours were too stale to count, and the partner's were taken over.
+    `seconds`: from the acceptance of the offer to the partner's receipt.
     """
 
     round: int
@@ -106,8 +116,9 @@ class OuterStep(_Event, frozen=True, tag="outer_step"):
 
 
 class TooStale(_Event, frozen=True, tag="too_stale"):
-    """A partner had met nobody for `partner_staleness` rounds, too many to count: it took our weights, and our round
-    stays open.
+    """A partner had met nobody for too many rounds to count: it took our weights, and our round stays open.
+
+    `partner_staleness`: for how many rounds.
     """
 
     round: int
@@ -125,20 +136,20 @@ class Deferred(_Event, frozen=True, tag="deferred"):
 
 
 class Hops(_Event, frozen=True, tag="hops"):
-    """Microbatches that came back, by next hop (peer id), in all since the start."""
+    """Microbatches by next hop. `counts`: by peer id, those that came back, in all since the start."""
 
     counts: dict[str, int]
 
 
 class Traffic(_Event, frozen=True, tag="traffic"):
-    """Bytes by purpose (the conversation's topic), in all since the start."""
+    """Bytes by purpose. `sent` and `received`: by the conversation's topic, in all since the start."""
 
     sent: dict[str, int]
     received: dict[str, int]
 
 
 class Budget(_Event, frozen=True, tag="budget"):
-    """What is allowed and used of the bandwidth budget: bytes (a second, or of this month), by name."""
+    """The bandwidth budget. `bytes`: by name what is allowed and used of it, a second or of this month."""
 
     bytes: dict[str, float]
 
@@ -146,7 +157,7 @@ class Budget(_Event, frozen=True, tag="budget"):
 class Noticed(_Event, frozen=True, tag="noticed"):
     """Something around this node: a sleep, a clock that was set, a stage that nobody serves, an old roster.
 
-    `what`: which, in a word or two; `text`: as it was said to the owner; `over`: what lasted has ended.
+    `what`: which, in a word or two; `text`: as the owner was told; `over`: what lasted has ended.
     """
 
     what: str
@@ -155,7 +166,7 @@ class Noticed(_Event, frozen=True, tag="noticed"):
 
 
 class Refused(_Event, frozen=True, tag="refused"):
-    """A refusal. `here`: we refused `peer`; otherwise `peer` refused us."""
+    """A refusal. `reason`: in a word. `here`: we refused the peer; otherwise it refused us."""
 
     peer: str
     reason: str
@@ -164,7 +175,7 @@ class Refused(_Event, frozen=True, tag="refused"):
 
 
 class Lost(_Event, frozen=True, tag="lost"):
-    """A call, an exchange or a reply broke off. `what`: which; `why`: the loss in words."""
+    """A call, an exchange or a reply broke off. `what`: which of them; `why`: the loss in words."""
 
     peer: str
     what: str
@@ -173,7 +184,7 @@ class Lost(_Event, frozen=True, tag="lost"):
 
 
 class Violation(_Event, frozen=True, tag="violation"):
-    """A peer sent what no peer may send."""
+    """A peer sent what no peer may send. `topic`: of the conversation."""
 
     peer: str
     topic: str
@@ -184,7 +195,8 @@ class CatchUp(_Event, frozen=True, tag="catch_up"):
     """A newcomer copies the state of its stage.
 
     `what`: began; resumed (pieces were here already); mixed (whole parameters of the donor before stay); lost or
-    refused (the donor, and `why`); done. `held_bytes`: of `total_bytes`, those that are here. `fetched_bytes` and
+    refused (the donor); done. `donor`: id of the peer that gives. `total_bytes`: of the state.
+    `held_bytes`: those of them that are here. `fetched_bytes` and
     `seconds`: since the first request, over all donors.
     """
 

@@ -16,7 +16,7 @@ HomeOption = Annotated[
     typer.Option(
         "--home",
         help="Directory of this node: identity, journal, checkpoints. One running node each.",
-        show_default=False,
+        show_default="~/.noloco/node, of a bootstrap peer ~/.noloco/bootstrap",
     ),
 ]
 HomesOption = Annotated[
@@ -50,7 +50,10 @@ AnnounceOption = Annotated[
 UploadOption = Annotated[
     str | None,
     typer.Option(
-        "--max-upload", metavar="RATE", help="Most that is sent, such as 20mbit or 2.5MB/s.", show_default=False
+        "--max-upload",
+        metavar="RATE",
+        help="Most that is sent, such as 20mbit or 2.5MB/s. Others send a peer what its line carries.",
+        show_default=False,
     ),
 ]
 DownloadOption = Annotated[
@@ -62,7 +65,8 @@ CapOption = Annotated[
     typer.Option(
         "--monthly-cap",
         metavar="SIZE",
-        help="Traffic of a calendar month, both ways, such as 300GB.",
+        help="Traffic of a calendar month, both ways, such as 300GB. When it is used up the node leaves politely and "
+        "comes back next month.",
         show_default=False,
     ),
 ]

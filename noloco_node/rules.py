@@ -71,7 +71,8 @@ def layers_of(model: ModelConfig) -> int | None:
 def _within(field: str, value: float, low: float, high: float) -> Iterator[Problem]:
     """Both ends belong to the range; neither NaN nor an infinity ever does."""
     if not low <= value <= high:
-        yield Problem(field, repr(value), f"it is outside {low:g} to {high:g}", f"a value from {low:g} to {high:g}")
+        bounds = " to ".join(f"{bound:,}" if isinstance(bound, int) else f"{bound:,g}" for bound in (low, high))
+        yield Problem(field, repr(value), f"it is outside {bounds}", f"a value from {bounds}")
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:
@@ -228,7 +229,7 @@ def _inner(inner: InnerConfig) -> Iterator[Problem]:
             "inner.warmup_steps",
             str(inner.warmup_steps),
             f"the run takes {inner.steps} inner steps, and would end before its warm-up does",
-            f"a value from 0 to {max(0, inner.steps - 1)}; a twentieth of inner.steps is usual",
+            "at least 0 and below inner.steps; a twentieth of it is usual",
         )
     yield from _within("inner.final_fraction", inner.final_fraction, 0.0, 1.0)
     for name, beta in (("beta1", inner.beta1), ("beta2", inner.beta2)):
@@ -314,7 +315,8 @@ def _stable(outer: OuterConfig) -> Iterator[Problem]:
             f"with random pairs{delayed} the disagreement of many replicas shrinks only for {limit} {bound:.4g} for "
             f"alpha {alpha:g}; outside, the replicas drift apart without end. (The range printed in the paper, arXiv "
             "2506.10911, equation 74, admits choices that diverge.)",
-            f"gamma about {min(0.7, bound / 2):.2g} at this alpha, or alpha 0.5 with gamma 0.7, the paper's",
+            f"above 0 and below {bound:.4g} at alpha {alpha:g}, such as {min(0.7, bound / 2):.2g}; the paper takes 0.7 "
+            "at alpha 0.5",
         )
     longest = 2 * (1 + alpha) if period == 1 else 2.0
     if not 0 < beta < longest:
@@ -323,5 +325,5 @@ def _stable(outer: OuterConfig) -> Iterator[Problem]:
             "outer.beta",
             repr(beta),
             f"heavy-ball steps{delayed} on a pseudo-gradient that reaches the optimum are stable for {limit} only",
-            "0.7, as in the paper",
+            f"above 0 and below {longest:g} at alpha {alpha:g}; the paper takes 0.7",
         )
