@@ -25,13 +25,13 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 import msgspec
 from typer.models import ArgumentInfo, OptionInfo
 
-from noloco_node.cli import app
-from noloco_node.config import RunConfig
+from noloco_node.cli.main import app
 from noloco_node.errors import Exit
-from noloco_node.journal import Event
-from noloco_node.presets import run_text
-from noloco_node.rules import problems
-from noloco_node.runfile import decode_run
+from noloco_node.journal.events import Event
+from noloco_node.run.config import RunConfig
+from noloco_node.run.presets import run_text
+from noloco_node.run.runfile import decode_run
+from noloco_node.run.validation import problems
 
 PAGE = Path(__file__).with_name("reference.md")
 FAR_OUT = 10**30

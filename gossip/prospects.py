@@ -10,8 +10,8 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 
-from gossip.messages import Declined, DeclineReason
-from gossip.port import Patience
+from gossip.exchange.messages import Declined, DeclineReason
+from gossip.interface import Patience
 
 ASKED_AT_MOST = 32
 """Preferences that are followed in one round; the others may still ask us."""

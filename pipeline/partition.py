@@ -5,9 +5,9 @@ vocabulary head counts, the embedding (a look-up) hardly. All arithmetic here is
 same run computes the same cut.
 
 A slice takes only its own memory: the whole model is built with weights on the meta device, where they take none. Its
-buffers are real, so that rotary frequencies are those of an ordinary build. `pipeline.anatomy` finds and removes the
-foreign parts. Not every family can be cut (some touch the activations outside their layers): `verify_family` tries it
-at small sizes, and compares with the whole model.
+buffers are real, so that rotary frequencies are those of an ordinary build. `pipeline.decoder_slice` finds and removes
+the foreign parts. Not every family can be cut (some touch the activations outside their layers): `verify_family` tries
+it at small sizes, and compares with the whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.anatomy import Cut, Slice, carve, dissect, initialise
+from pipeline.decoder_slice import Cut, Slice, carve, dissect, initialise
 
 Config = Any
 """A transformers config; the library has no types."""

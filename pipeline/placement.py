@@ -15,7 +15,7 @@ All compute the same plan from the same records: as long as a newcomer can go to
 stronger than that one was, the one who gains most goes (of equals the largest peer id). Each such move makes the sorted
 capacities strictly larger, read from the weakest on, so the plan ends; only as many move as are needed, so it does not
 swing; and where rosters differ for a moment, the next reading repairs it. A settled replica never moves by this rule:
-it holds weights (`pipeline.moving`).
+it holds weights (`pipeline.migration`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ autograd notices an optimiser's write, but not one through `.data`, after which 
 with the old weights and others' with the new. So before the weights change we look whether a pass still waits on them.
 If so, the module and the optimiser move on to a copy, and the old tensors stay with the graphs and die with them: each
 backward pass runs on the very weights of its forward pass. What it adds, it adds to the gradients of the window under
-way, as all do; `pipeline.turns` decides who is in it. If nothing waits, nothing is copied.
+way, as all do; `pipeline.window_turns` decides who is in it. If nothing waits, nothing is copied.
 
 Nothing here waits or talks, and nothing is locked: all methods run in the stage's one device thread. What goes in and
 out is on the CPU in float32; weights are float32 always, and `autocast` says in what the matrices are multiplied.
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.forward import Forward, Parameters, input_gradient
+from pipeline.forward_pass import Forward, Parameters, input_gradient
 from pipeline.messages import Gradient
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

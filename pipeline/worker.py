@@ -28,9 +28,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from pipeline.downstream import Downstream, Expired, within
-from pipeline.gate import Gate, Outcome, Slot
+from pipeline.admission import Gate, Outcome, Slot
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
+from pipeline.next_stage import Downstream, Expired, within
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from structure.figures import repeated_classes
-from structure.source import ROOT, circles, package_circles, part_of, read_tree, unit
 from limits import LAST_RESORT_S
+
+from benchmarks.structure.figures import repeated_classes
+from benchmarks.structure.source import ROOT, circles, package_circles, part_of, read_tree, unit
 
 SOURCE = read_tree()
 
@@ -179,7 +180,7 @@ def test_one_module_imports_hivemind() -> None:
 
 
 def test_only_the_command_line_knows_uvloop() -> None:
-    assert importers("uvloop") == {"noloco_node.cli.main"}
+    assert importers("uvloop") == {"noloco_node.cli.main.main"}
 
 
 def test_no_collective_anywhere() -> None:
@@ -195,7 +196,7 @@ def test_production_does_not_know_the_simulator() -> None:
 def test_a_bootstrap_peer_and_the_command_line_do_not_load_torch() -> None:
     """In a process of its own: this one has loaded torch long ago."""
     program = (
-        "import sys, noloco_node.cli.main, noloco_node.cli.bootstrap, noloco_node.libp2p.network as network\n"
+        "import sys, noloco_node.cli.main.main, noloco_node.cli.main.bootstrap, noloco_node.libp2p.network as network\n"
         "network._load_hivemind()\n"
         "heavy = {'torch', 'transformers', 'scipy', 'pandas', 'matplotlib', 'datasets'} & sys.modules.keys()\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"

@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from latency.tree import Carry, Member, plant
+from benchmarks.latency.tree import Carry, Member, plant
 from noloco_node.sim import clock
 from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.lines import Latency, Weather
+from noloco_node.sim.network.link_model import Latency, Weather
 
 MU, SIGMA = 1.0, math.sqrt(0.5)
 """Of the logarithm of an inner step's seconds."""

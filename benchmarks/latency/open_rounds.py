@@ -17,17 +17,17 @@ from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
 import torch
-from tied import Device
 
-from gossip.messages import Accepted, Declined, Offer, Probe, Received, Weights
-from gossip.nesterov import Outer, OuterState, Tensors
-from gossip.port import Candidate, Event, Origin, Settings, Surroundings
-from gossip.round import Rounds
-from latency.blocking import MU, SIGMA, STILL, step_seconds
-from noloco_node.port import Conversation, Network
+from benchmarks.laboratory.methods.virtual_trainee import Device
+from benchmarks.latency.blocking import MU, SIGMA, STILL, step_seconds
+from gossip.exchange.messages import Accepted, Declined, Offer, Probe, Received, Weights
+from gossip.interface import Candidate, Event, Origin, Settings, Surroundings
+from gossip.rounds.rounds import Rounds
+from gossip.rule.outer_step import Outer, OuterState, Tensors
+from noloco_node.network.interface import Conversation, Network
+from noloco_node.network.wire import Either, MessageSpec, Schema, TensorSpec
 from noloco_node.sim import clock
 from noloco_node.sim.network.hub import Hub
-from noloco_node.wire import Either, MessageSpec, Schema, TensorSpec
 
 TOPIC = "gossip"
 WIDTH = 4

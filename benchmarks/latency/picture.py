@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from latency.paper import BLOCKING, TREE_OVER_PAIR
-from latency.survey import Survey
-from noloco_node.demo.plot import COLOURS, DPI, INK, QUIET
+from benchmarks.latency.paper import BLOCKING, TREE_OVER_PAIR
+from benchmarks.latency.survey import Survey
+from noloco_node.demo.loss_plot import COLOURS, DPI, INK, QUIET
 
 
 def picture(survey: Survey) -> bytes:

@@ -12,10 +12,10 @@ from math import isqrt
 from statistics import mean
 from typing import Any, NamedTuple
 
-from latency import blocking, open_rounds, talking, tree
-from latency.jobs import Job
-from latency.paper import BLOCKING, PRINTED_BLOCKING, TREE_OVER_PAIR, Comparison
-from latency.tree import Shape, Times, Trials
+from benchmarks.latency import blocking, open_rounds, talking, tree
+from benchmarks.latency.jobs import Job
+from benchmarks.latency.paper import BLOCKING, PRINTED_BLOCKING, TREE_OVER_PAIR, Comparison
+from benchmarks.latency.tree import Shape, Times, Trials
 
 BATCH_MESSAGES = 400_000
 TALKED = (4, 16, 64)

@@ -1,8 +1,8 @@
 """The same tree over real conversations: the production's network port, open streams, typed messages.
 
 `tree` hands messages to the simulator's lines directly, because that is cheap. Here each edge of the tree is a
-conversation of `noloco_node.port`, opened before the clock starts and kept: coroutines send and receive on them. The
-ratio must be the same.
+conversation of `noloco_node.network.interface`, opened before the clock starts and kept: coroutines send and receive on
+them. The ratio must be the same.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from latency.tree import Member, Times, Trials, moments, plant, world
-from noloco_node.port import Conversation, Network
+from benchmarks.latency.tree import Member, Times, Trials, moments, plant, world
+from noloco_node.network.interface import Conversation, Network
+from noloco_node.network.wire import MessageSpec, Schema
 from noloco_node.sim import clock
-from noloco_node.wire import MessageSpec, Schema
 
 TOPIC = "all-reduce"
 

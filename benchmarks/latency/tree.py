@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 from noloco_node.sim import clock
 from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.lines import Latency, Weather
+from noloco_node.sim.network.link_model import Latency, Weather
 
 Carry = Callable[[str, str, Callable[[], None]], None]
 """Delivers one message: (sender, receiver, what its arrival does)."""

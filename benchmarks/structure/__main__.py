@@ -1,6 +1,6 @@
 """Prints figures of the product's structure, read from its syntax trees.
 
-    cd benchmarks && python -m structure [--at REVISION]... [--json]
+    python -m benchmarks.structure [--at REVISION]... [--json]
 
 Without a revision it measures the working tree; with several it prints them side by side, so that what was before and
 what is after come from one command. Packages are compared as they lie on the disk: "at the top" are gossip, pipeline,
@@ -16,8 +16,8 @@ import json
 import textwrap
 from itertools import zip_longest
 
-from structure.figures import Figures, measure
-from structure.source import read_commit, read_tree
+from benchmarks.structure.figures import Figures, measure
+from benchmarks.structure.source import read_commit, read_tree
 
 CELL_WIDTH = 52
 """Longer entries are broken, so that two versions fit beside each other."""

@@ -7,7 +7,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from structure.source import Source, circles, contracted, count_arrows, levels, package_circles, part_of, unit
+from benchmarks.structure.source import (
+    Source,
+    circles,
+    contracted,
+    count_arrows,
+    levels,
+    package_circles,
+    part_of,
+    unit,
+)
 
 LONG_MODULE_LINES = 350
 SHOWN = 6

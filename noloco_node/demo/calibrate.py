@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from noloco_node.config import InnerConfig, PipelineConfig, RunConfig
-from noloco_node.runfile import load_run
+from noloco_node.run.config import InnerConfig, PipelineConfig, RunConfig
+from noloco_node.run.runfile import load_run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ def measure(run: RunConfig, measure_s: float) -> Calibration:
 def _stages(run: RunConfig) -> list[Stage]:
     import torch
 
-    from noloco_node.blueprint import blueprint, build_stage
+    from noloco_node.planning.model_layout import blueprint, build_stage
     from pipeline.stage import Inner, Stage
 
     device = torch.device("cpu")

@@ -19,19 +19,19 @@ from typing import NamedTuple
 import msgspec
 from rich.console import Console
 
-from noloco_node.config import RunConfig
 from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
-from noloco_node.demo.order import DemoConfig, check, letters, mark
-from noloco_node.demo.place import claim, write_whole
-from noloco_node.demo.processes import Child, Children, leashed
+from noloco_node.demo.child_processes import Child, Children, leashed
+from noloco_node.demo.live_view import View
+from noloco_node.demo.options import DemoConfig, check, letters, mark
+from noloco_node.demo.output_dir import claim, write_whole
+from noloco_node.demo.peer_history import Track
 from noloco_node.demo.summary import Summary, Verdict, lines, readable_bytes, readable_seconds, summarise
-from noloco_node.demo.track import Track
-from noloco_node.demo.view import View
 from noloco_node.errors import Trouble
-from noloco_node.home import Home
-from noloco_node.journal import Tail, read
-from noloco_node.presets import demo_run_text
-from noloco_node.runfile import decode_run
+from noloco_node.journal.events import Tail, read
+from noloco_node.run.config import RunConfig
+from noloco_node.run.presets import demo_run_text
+from noloco_node.run.runfile import decode_run
+from noloco_node.storage.home import Home
 
 PEER_BYTES = 2**29
 """Memory of a peer and its daemon, about."""
@@ -230,14 +230,14 @@ class _Demo:
         self._say("the training is over: gathering the weights, merging the replicas, evaluating")
         directory = self._home.path / "verdict"
         child = self._children.start(
-            "verdict", leashed("noloco_node.demo.verdict", invite, str(self._home.path / "model")), directory
+            "verdict", leashed("noloco_node.demo.judge_model", invite, str(self._home.path / "model")), directory
         )
         verdict = msgspec.json.decode(await child.line("{", LINGER_S), type=Verdict)
         return verdict.named({peer.track.peer: peer.track.name for peer in peers if peer.track.peer})
 
     def _report(self, peers: Sequence[Peer], verdict: Verdict | None) -> None:
         """Write and print what came of it, from the journals as the peers left them."""
-        from noloco_node.demo.plot import picture
+        from noloco_node.demo.loss_plot import picture
 
         tracks = [_whole_track(peer, self._home.path) for peer in peers]
         summary = summarise(tracks)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from noloco_node.demo.track import Track
+from noloco_node.demo.peer_history import Track
 
 SAME = 1e-6
 """A gap below this is rounding."""

@@ -14,20 +14,20 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node import invite as invites
-from noloco_node.doctor import computer, visit
+from noloco_node.doctor import machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, bad, doubtful, exit_code, good, line, verdict
 from noloco_node.errors import Exit, Trouble, trouble_of
-from noloco_node.libp2p.addresses import PeerAddress
+from noloco_node.libp2p.endpoint.addresses import PeerAddress
+from noloco_node.libp2p.endpoint.settings import Settings
 from noloco_node.libp2p.network import Libp2p
-from noloco_node.libp2p.settings import Settings
-from noloco_node.line import Freight, freight
-from noloco_node.patience import PatientNetwork
-from noloco_node.port import Network
-from noloco_node.presence import Presence
-from noloco_node.recipe import Recipe, fetch
-from noloco_node.roster import Roster
-from noloco_node.swarm import connected, prefix
+from noloco_node.network.interface import Network
+from noloco_node.network.timeouts import PatientNetwork
+from noloco_node.planning.bandwidth import Freight, freight
+from noloco_node.swarm import invite as invites
+from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.roster import Roster
+from noloco_node.swarm.run_distribution import Recipe, fetch
 
 MOST_TRIED, AT_ONCE = 16, 4
 
@@ -45,19 +45,19 @@ class Swarm(NamedTuple):
     """What a visit brought home: findings, what each stage needs, and what a microbatch weighs there."""
 
     findings: list[Finding]
-    needs: tuple[computer.Need, ...] = ()
+    needs: tuple[machine_checks.Need, ...] = ()
 
 
 async def examine(invite: str | None, wish: Wish) -> list[Finding]:
     """Return all findings, those of the machine first."""
     if invite is None:
-        return computer.look(wish.home, wish.device, ())
+        return machine_checks.look(wish.home, wish.device, ())
     parsed = invites.parse(invite)
     tried = await _doors(parsed)
     open_doors = [address for address, finding in tried if finding.grade is Grade.GOOD]
     swarm = await _swarm(parsed.digest, open_doors, wish) if open_doors else Swarm([])
     return [
-        *computer.look(wish.home, wish.device, swarm.needs),
+        *machine_checks.look(wish.home, wish.device, swarm.needs),
         *(finding for _, finding in tried),
         *_no_door(tried),
         *swarm.findings,
@@ -110,7 +110,7 @@ async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: Wish) -> Swarm
     if wish.listen:
         settings = msgspec.structs.replace(settings, listen=wish.listen)
     found: list[Finding] = []
-    needs: tuple[computer.Need, ...] = ()
+    needs: tuple[machine_checks.Need, ...] = ()
     try:
         async with connected(settings) as whole:
             # A peer that does not take calls must not hold the doctor up for long.
@@ -131,11 +131,11 @@ async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: Wish) -> Swarm
 
 
 async def _clock(network: Network, peers: Sequence[str]) -> Finding:
-    told = await asyncio.gather(*(visit.clock_of(network, peer) for peer in peers), return_exceptions=True)
+    told = await asyncio.gather(*(swarm_checks.clock_of(network, peer) for peer in peers), return_exceptions=True)
     for each in told:
         if isinstance(each, BaseException) and not isinstance(each, ConnectionError):
             raise each
-    return visit.judge_clock([each for each in told if isinstance(each, float)])
+    return swarm_checks.judge_clock([each for each in told if isinstance(each, float)])
 
 
 def _census(roster: Roster) -> list[Finding]:
@@ -156,17 +156,17 @@ async def _line(network: Network, peers: Sequence[str], freights: Sequence[Freig
     """Ask peers whether they reach us, and measure the line with some of them, one after the other."""
     addresses = await network.addresses()
     ports = _ports(addresses)
-    reach = visit.judge_reach(await visit.dialled_back(network, peers, ports), ports, addresses)
+    reach = swarm_checks.judge_reach(await swarm_checks.dialled_back(network, peers, ports), ports, addresses)
     rates, refusals = [], []
     for peer in peers:
-        measured = await visit.rates_with(network, peer)
+        measured = await swarm_checks.rates_with(network, peer)
         if isinstance(measured, str):
             refusals.append(f"{peer[-8:]}: {measured}")
         else:
             rates.append(measured)
-        if len(rates) == visit.MOST_ASKED or len(refusals) == visit.MOST_ASKED:
+        if len(rates) == swarm_checks.MOST_ASKED or len(refusals) == swarm_checks.MOST_ASKED:
             break
-    return [*reach, *visit.judge_rates(rates, refusals, freights)]
+    return [*reach, *swarm_checks.judge_rates(rates, refusals, freights)]
 
 
 def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
@@ -179,19 +179,19 @@ def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)[:2]
 
 
-def _needs(recipe: Recipe) -> tuple[tuple[computer.Need, ...], list[Freight]]:
+def _needs(recipe: Recipe) -> tuple[tuple[machine_checks.Need, ...], list[Freight]]:
     """Return what each stage of a run needs of a machine, and what a microbatch weighs there."""
-    from noloco_node.blueprint import blueprint
-    from noloco_node.plan import plan
+    from noloco_node.planning.model_layout import blueprint
+    from noloco_node.planning.plan import plan
 
     run, made = recipe.run, plan(recipe.run)
     drawn = blueprint(run)
     needs = tuple(
-        computer.Need(
+        machine_checks.Need(
             number,
             stage.memory.total,
             stage.memory.computing,
-            computer.CHECKPOINT_SETS * stage.memory.weights * computer.CHECKPOINTS,
+            machine_checks.CHECKPOINT_SETS * stage.memory.weights * machine_checks.CHECKPOINTS,
         )
         for number, stage in enumerate(made.stages)
     )

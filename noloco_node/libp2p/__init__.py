@@ -1,4 +1,4 @@
-"""The network of a peer over libp2p; implements `noloco_node.port`.
+"""The network of a peer over libp2p; implements `noloco_node.network.interface`.
 
 network      one peer's network: opened, joined, conversations, records; one session after another
 session      one daemon at work: connected, in the DHT, until it dies

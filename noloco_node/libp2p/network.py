@@ -32,25 +32,26 @@ from typing import Any, NoReturn
 import msgspec
 
 from noloco_node.errors import Exit, Trouble
-from noloco_node.libp2p import dialback, relays
-from noloco_node.libp2p.acquaintances import Acquaintances
-from noloco_node.libp2p.addresses import PeerAddress, check_announce, check_listen, with_ports_chosen
-from noloco_node.libp2p.again import MOST_DEATHS, pause_s
-from noloco_node.libp2p.calls import Exchange
-from noloco_node.libp2p.directory import private_directory
-from noloco_node.libp2p.grants import Grant
-from noloco_node.libp2p.identity import ensure_identity
-from noloco_node.libp2p.parts import Parts, enter_shell
-from noloco_node.libp2p.reach import bootstrap_address
-from noloco_node.libp2p.records import overlook_orphans
-from noloco_node.libp2p.scout import mission, scouted
+from noloco_node.libp2p import relays
+from noloco_node.libp2p.daemon.hivemind_parts import Parts, enter_shell
+from noloco_node.libp2p.daemon.relay_grant import Grant
+from noloco_node.libp2p.daemon.restart_backoff import MOST_DEATHS, pause_s
+from noloco_node.libp2p.daemon.socket_dir import private_directory
+from noloco_node.libp2p.dht.records import overlook_orphans
+from noloco_node.libp2p.dht.relay_records import KEY, listed
+from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen, with_ports_chosen
+from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
+from noloco_node.libp2p.endpoint.identity import ensure_identity
+from noloco_node.libp2p.endpoint.known_peers import Acquaintances
+from noloco_node.libp2p.endpoint.settings import Posture, Settings
+from noloco_node.libp2p.preflight import mission, scouted
 from noloco_node.libp2p.session import Ground, Session, daemon_trouble
-from noloco_node.libp2p.settings import Posture, Settings
-from noloco_node.libp2p.stream import Stream
-from noloco_node.libp2p.switchboard import Switchboard
-from noloco_node.libp2p.told import KEY, listed
-from noloco_node.port import Handler
-from noloco_node.wire import Schema
+from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p.streams.dialer import Exchange
+from noloco_node.libp2p.streams.stream import Stream
+from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.network.interface import Handler
+from noloco_node.network.wire import Schema
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from noloco_node.errors import Trouble
-from noloco_node.libp2p.addresses import (
+from noloco_node.libp2p.daemon.control import Control
+from noloco_node.libp2p.daemon.hivemind_parts import Parts
+from noloco_node.libp2p.daemon.process import start_daemon
+from noloco_node.libp2p.daemon.relay_grant import Grant
+from noloco_node.libp2p.daemon.restart_backoff import MOST_DEATHS, pause_s
+from noloco_node.libp2p.dht.relay_records import MOST_PLACES, record_of
+from noloco_node.libp2p.endpoint.addresses import (
     PeerAddress,
     beyond_this_machine,
     check_announce,
@@ -35,15 +41,9 @@ from noloco_node.libp2p.addresses import (
     with_port,
     with_ports_chosen,
 )
-from noloco_node.libp2p.again import MOST_DEATHS, pause_s
-from noloco_node.libp2p.control import Control
-from noloco_node.libp2p.daemon import start_daemon
-from noloco_node.libp2p.grants import Grant
-from noloco_node.libp2p.identity import ensure_identity
-from noloco_node.libp2p.parts import Parts
+from noloco_node.libp2p.endpoint.identity import ensure_identity
+from noloco_node.libp2p.endpoint.settings import RELAY_DATA_BYTES, RELAY_TIME_S, Posture, Settings, relay_arguments
 from noloco_node.libp2p.session import attached, daemon_trouble, places
-from noloco_node.libp2p.settings import RELAY_DATA_BYTES, RELAY_TIME_S, Posture, Settings, relay_arguments
-from noloco_node.libp2p.told import MOST_PLACES, record_of
 
 logger = logging.getLogger(__name__)
 

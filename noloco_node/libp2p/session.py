@@ -20,16 +20,22 @@ from typing import Any, NamedTuple, NoReturn
 from multiaddr import Multiaddr
 
 from noloco_node.errors import Exit, Trouble
-from noloco_node.libp2p.acquaintances import Acquaintances
-from noloco_node.libp2p.addresses import PeerAddress, beyond_this_machine, parse_peer_address, place_text, port_of
-from noloco_node.libp2p.calls import Calls, Exchange
-from noloco_node.libp2p.control import Control
-from noloco_node.libp2p.daemon import Daemon, start_daemon
-from noloco_node.libp2p.grants import Grant, granted
-from noloco_node.libp2p.parts import Parts
-from noloco_node.libp2p.reach import plain_cause, unreachable
-from noloco_node.libp2p.records import Records
-from noloco_node.libp2p.settings import Patience, Posture, Reach, arguments
+from noloco_node.libp2p.daemon.control import Control
+from noloco_node.libp2p.daemon.hivemind_parts import Parts
+from noloco_node.libp2p.daemon.process import Daemon, start_daemon
+from noloco_node.libp2p.daemon.relay_grant import Grant, granted
+from noloco_node.libp2p.dht.records import Records
+from noloco_node.libp2p.endpoint.addresses import (
+    PeerAddress,
+    beyond_this_machine,
+    parse_peer_address,
+    place_text,
+    port_of,
+)
+from noloco_node.libp2p.endpoint.dial_errors import plain_cause, unreachable
+from noloco_node.libp2p.endpoint.known_peers import Acquaintances
+from noloco_node.libp2p.endpoint.settings import Patience, Posture, Reach, arguments
+from noloco_node.libp2p.streams.dialer import Calls, Exchange
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ from typing import Protocol
 
 import torch
 
-from noloco_node import journal
-from noloco_node.checkpoint import Checkpoint
-from noloco_node.machine import Machine, Text, Voice
-from noloco_node.node import Node, Wishes
-from noloco_node.sim.bowl import VOCABULARY, Numbers
-from noloco_node.sim.device import Stutter, VirtualDevice
+from noloco_node.journal import events
+from noloco_node.machine.interface import Machine, Text, Voice
+from noloco_node.node.node import Node, Wishes
+from noloco_node.sim.hardware.device import Stutter, VirtualDevice
+from noloco_node.sim.hardware.memory_store import MemoryShelf
+from noloco_node.sim.hardware.priced_stage import PricedStage
+from noloco_node.sim.hardware.quadratic_model import VOCABULARY, Numbers
 from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.lines import Access
-from noloco_node.sim.setting import Setting
-from noloco_node.sim.shelf import MemoryShelf
-from noloco_node.sim.stage import PricedStage
+from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.scenario.setup import Setting
+from noloco_node.storage.checkpoint import Checkpoint
 
 KEPT_LINES = 50
 """Of what a node said, in a life."""
@@ -32,7 +32,7 @@ KEPT_LINES = 50
 class Observer(Protocol):
     """Hears everything that peers do, in order."""
 
-    def __call__(self, peer: SimulatedPeer, event: journal.Event) -> None:
+    def __call__(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Take note of an event of a peer's journal."""
 
 
@@ -197,15 +197,15 @@ class SimulatedPeer:
     async def _open_text(self) -> Text:
         run = self._setting.run
         if self._setting.scenario.swarm.model == "transformer":
-            from noloco_node.sim.text import BlockText
+            from noloco_node.sim.hardware.block_text import BlockText
 
             return BlockText(run, self.name, self._setting.dimensions.vocabulary)
         shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length)
         digest = hashlib.sha256(f"{run.seed}|{self.name}".encode()).digest()
         return Numbers(shape, int.from_bytes(digest[:3], "big") % VOCABULARY)
 
-    def _recorder(self, life: Life) -> Callable[[journal.Event], None]:
-        def record(event: journal.Event) -> None:
+    def _recorder(self, life: Life) -> Callable[[events.Event], None]:
+        def record(event: events.Event) -> None:
             if not life.crashed:
                 self._observe(self, event)
 

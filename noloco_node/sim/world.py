@@ -19,16 +19,17 @@ from contextlib import suppress
 from random import Random
 from typing import Protocol, TypeVar
 
-from noloco_node import journal
 from noloco_node.errors import trouble_of
-from noloco_node.sim import clock, faults, standstill
-from noloco_node.sim.conditions import Conditions
-from noloco_node.sim.device import Stutter
-from noloco_node.sim.faults import Fault
+from noloco_node.journal import events
+from noloco_node.sim import clock, stall
+from noloco_node.sim.fault_injection import Conditions
+from noloco_node.sim.hardware.device import Stutter
 from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.lines import Access
+from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.peer import SimulatedPeer
-from noloco_node.sim.setting import Setting
+from noloco_node.sim.scenario import faults
+from noloco_node.sim.scenario.faults import Fault
+from noloco_node.sim.scenario.setup import Setting
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ class Stuck(AssertionError):
 class Watcher(Protocol):
     """Sees what happens, and may raise."""
 
-    def hear(self, peer: SimulatedPeer, event: journal.Event) -> None:
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Take note of an event of a peer's journal."""
 
     def struck(self, fault: Fault) -> None:
@@ -119,7 +120,7 @@ class World:
     async def _work(self) -> None:
         """Wait until every process has ended and no fault is left that starts one."""
         setting = self.setting
-        duration_s, patience_s = setting.scenario.swarm.duration_s, standstill.patience_s(setting)
+        duration_s, patience_s = setting.scenario.swarm.duration_s, stall.patience_s(setting)
         starts = [fault.at_s for fault in setting.faults if isinstance(fault, faults.Join | faults.Restart)]
         last_start_s = max(starts, default=-1.0)
         last_fault_s = max((faults.ends_s(fault) for fault in setting.faults), default=0.0)
@@ -127,7 +128,7 @@ class World:
             still_s = max(self.ended_s, last_fault_s) + patience_s
             if self.now_s >= min(duration_s, still_s):
                 if still_s < duration_s:
-                    self.standstill = standstill.sentence(self.peers, self.setting.run.pipeline.stages, self.ended_s)
+                    self.standstill = stall.sentence(self.peers, self.setting.run.pipeline.stages, self.ended_s)
                 await self._send_home()
                 return
             await self._news(min(duration_s, still_s))
@@ -190,8 +191,8 @@ class World:
             for watcher in self.watchers:
                 watcher.look()
 
-    def _hear(self, peer: SimulatedPeer, event: journal.Event) -> None:
-        if isinstance(event, journal.InnerStep | journal.OuterStep):
+    def _hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+        if isinstance(event, events.InnerStep | events.OuterStep):
             self.ended_s = self.now_s
         for watcher in self.watchers:
             watcher.hear(peer, event)

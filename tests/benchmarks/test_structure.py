@@ -6,9 +6,19 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from structure.__main__ import table
-from structure.figures import measure, repeated_classes
-from structure.source import Source, circles, contracted, levels, package_circles, read_commit, read_tree, unit
+
+from benchmarks.structure.__main__ import table
+from benchmarks.structure.figures import measure, repeated_classes
+from benchmarks.structure.source import (
+    Source,
+    circles,
+    contracted,
+    levels,
+    package_circles,
+    read_commit,
+    read_tree,
+    unit,
+)
 
 TOY = {
     "gossip/__init__.py": "",

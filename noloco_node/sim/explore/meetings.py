@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gossip.formats import Format
-from gossip.matching import ROUND_BOUND
-from noloco_node import journal
-from noloco_node.config import OuterConfig
-from noloco_node.sim.explore.lives import Complain, LifeRecord, Lives, Spoilt
+from gossip.exchange.formats import Format
+from gossip.rounds.matching import ROUND_BOUND
+from noloco_node.journal import events
+from noloco_node.run.config import OuterConfig
+from noloco_node.sim.explore.life_records import Complain, LifeRecord, Lives, Spoilt
 
 TOLERANCE = 1e-3
 """As in `watch_rounds`."""
@@ -73,7 +73,7 @@ class Side:
     stepped_s: float
 
     @classmethod
-    def of(cls, record: LifeRecord, event: journal.OuterStep, facts: Facts, now_s: float) -> Side:
+    def of(cls, record: LifeRecord, event: events.OuterStep, facts: Facts, now_s: float) -> Side:
         """Return the side that a replica has just applied; it was agreed after the last pause but one."""
         assert event.partner is not None
         agreed_s = record.stepped_s[-2] if len(record.stepped_s) > 1 else record.began_s
@@ -112,7 +112,7 @@ class Meetings:
     def __repr__(self) -> str:
         return f"Meetings({self.compared} compared, {sum(map(len, self._open.values()))} half)"
 
-    def hear(self, record: LifeRecord, event: journal.OuterStep, side: Side) -> None:
+    def hear(self, record: LifeRecord, event: events.OuterStep, side: Side) -> None:
         """Compare a side that has just been applied with its other side, if that is there already."""
         first, second = sorted((record.name, side.partner))
         waiting = self._open.setdefault((first, second), [])

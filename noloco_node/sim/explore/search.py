@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node import journal
+from noloco_node.journal import events
 from noloco_node.sim import clock
-from noloco_node.sim.explore.broken import Broken
-from noloco_node.sim.explore.draw import draw
+from noloco_node.sim.explore.invariant_error import Broken
+from noloco_node.sim.explore.invariants import Watch
+from noloco_node.sim.explore.schedule_generator import draw
 from noloco_node.sim.explore.shrink import shrink
-from noloco_node.sim.explore.watch import Watch
-from noloco_node.sim.faults import Fault
 from noloco_node.sim.peer import SimulatedPeer
-from noloco_node.sim.scenario import Scenario
-from noloco_node.sim.scenario_text import scenario_text
-from noloco_node.sim.setting import work_out
+from noloco_node.sim.scenario.faults import Fault
+from noloco_node.sim.scenario.scenario import Scenario
+from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.sim.world import Stuck, World
 
 LINE_EVERY_S = 10.0
@@ -48,9 +48,9 @@ class Trace:
     def __repr__(self) -> str:
         return f"Trace({self._world!r})"
 
-    def hear(self, peer: SimulatedPeer, event: journal.Event) -> None:
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Say an event, but for the totals."""
-        if not isinstance(event, journal.Hops | journal.Traffic):
+        if not isinstance(event, events.Hops | events.Traffic):
             self._line(peer.name, {key: value for key, value in msgspec.to_builtins(event).items() if key != "at"})
 
     def struck(self, fault: Fault) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec import structs
 
-from noloco_node.sim.faults import Fault
-from noloco_node.sim.network.lines import Latency
-from noloco_node.sim.scenario import DevicesConfig, NetworkConfig, Scenario
+from noloco_node.sim.network.link_model import Latency
+from noloco_node.sim.scenario.faults import Fault
+from noloco_node.sim.scenario.scenario import DevicesConfig, NetworkConfig, Scenario
 
 MOST_RUNS = 80
 

@@ -21,12 +21,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from noloco_node.port import VIOLATION_GRACE_S
-from noloco_node.sim.network.way import Parting, Way
-from noloco_node.wire import Schema, Violation
+from noloco_node.network.interface import VIOLATION_GRACE_S
+from noloco_node.network.wire import Schema, Violation
+from noloco_node.sim.network.outbox import Parting, Way
 
 if TYPE_CHECKING:
-    from noloco_node.sim.network.memory import MemoryNetwork
+    from noloco_node.sim.network.peer_network import MemoryNetwork
 
 _ENDED = Parting(None, "")
 

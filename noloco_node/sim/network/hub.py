@@ -31,12 +31,12 @@ from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-from noloco_node.sim.network.lines import Access, Weather
-from noloco_node.sim.network.memory import MemoryNetwork
-from noloco_node.sim.network.records import Records
-from noloco_node.sim.network.tamper import Tampering, tensors_of
-from noloco_node.sim.network.transfer import Line, Link, LinkUse, Transfer
-from noloco_node.sim.network.way import Way
+from noloco_node.sim.network.bandwidth import Line, Link, LinkUse, Transfer
+from noloco_node.sim.network.corruption import Tampering, tensors_of
+from noloco_node.sim.network.dht import Records
+from noloco_node.sim.network.link_model import Access, Weather
+from noloco_node.sim.network.outbox import Way
+from noloco_node.sim.network.peer_network import MemoryNetwork
 
 __all__ = ["CALM", "HEAD_BYTES", "Hub", "LinkUse", "MemoryNetwork", "Tampering", "message_bytes"]
 

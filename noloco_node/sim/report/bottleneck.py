@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from noloco_node.sim.report.collector import Cause
 from noloco_node.sim.report.figures import Report, Spread, StageReport
-from noloco_node.sim.report.tally import Cause
-from noloco_node.sim.setting import MBIT_BYTES
+from noloco_node.sim.scenario.setup import MBIT_BYTES
 
 NEARLY_FULL, HALF_FULL = 0.75, 0.5
 ALIKE = 0.85

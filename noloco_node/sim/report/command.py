@@ -19,15 +19,15 @@ import torch
 from msgspec import structs
 
 from noloco_node.errors import Exit, Trouble
-from noloco_node.runfile import load_run
+from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
+from noloco_node.sim.report.collector import Tally
 from noloco_node.sim.report.figures import Report, make_report
-from noloco_node.sim.report.meter import Meter
-from noloco_node.sim.report.tally import Tally
+from noloco_node.sim.report.progress_bar import Meter
+from noloco_node.sim.report.text import lines
 from noloco_node.sim.report.trace import Trace
-from noloco_node.sim.report.wording import lines
-from noloco_node.sim.scenario import Scenario, line_of, load_scenario, problems
-from noloco_node.sim.setting import Setting, base, work_out
+from noloco_node.sim.scenario.scenario import Scenario, line_of, load_scenario, problems
+from noloco_node.sim.scenario.setup import Setting, base, work_out
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
 
 DEFAULT_OUT = Path("noloco-simulation")
@@ -245,7 +245,7 @@ def _look_at(directory: Path) -> None:
 
 
 def _write(directory: Path, report: Report) -> None:
-    from noloco_node.demo.place import write_whole
+    from noloco_node.demo.output_dir import write_whole
     from noloco_node.sim.report.plot import picture
 
     files = {

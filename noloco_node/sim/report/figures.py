@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import msgspec
 
 from noloco_node import __version__
-from noloco_node.sim.faults import Fault
-from noloco_node.sim.report.course import Moment, course_of, training_s
-from noloco_node.sim.report.stint import Stint
-from noloco_node.sim.report.tally import Cause, Tally
-from noloco_node.sim.scenario import Scenario
-from noloco_node.sim.setting import Setting
+from noloco_node.sim.report.collector import Cause, Tally
+from noloco_node.sim.report.stage_time import Stint
+from noloco_node.sim.report.timeline import Moment, course_of, training_s
+from noloco_node.sim.scenario.faults import Fault
+from noloco_node.sim.scenario.scenario import Scenario
+from noloco_node.sim.scenario.setup import Setting
 from noloco_node.sim.world import World
 from pipeline.messages import Gradient, Microbatch
 

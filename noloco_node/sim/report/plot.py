@@ -1,7 +1,7 @@
 """swarm.png: a simulation at a glance: speed, work and gap over virtual time, and what the time went by with.
 
 Made from the report alone. Faults are marked where they happened, in all panels that show time. Everything is labelled
-where it is drawn, in colours that the colour-blind tell apart (`noloco_node.demo.plot`).
+where it is drawn, in colours that the colour-blind tell apart (`noloco_node.demo.loss_plot`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
-from noloco_node.demo.plot import COLOURS, DPI, INK, LABEL_POINTS, QUIET, Labelled, spread
+from noloco_node.demo.loss_plot import COLOURS, DPI, INK, LABEL_POINTS, QUIET, Labelled, spread
 from noloco_node.demo.summary import SAME, readable_seconds
-from noloco_node.sim.faults import kind_of
 from noloco_node.sim.report.bottleneck import bottleneck
+from noloco_node.sim.report.collector import Cause
 from noloco_node.sim.report.figures import COMPUTING, UNSEEN, Happened, Report
-from noloco_node.sim.report.tally import Cause
-from noloco_node.sim.report.wording import rate_words, size_words
+from noloco_node.sim.report.text import rate_words, size_words
+from noloco_node.sim.scenario.faults import kind_of
 
 CAUSES = {
     COMPUTING: "#0072B2",

@@ -1,7 +1,7 @@
 """events.jsonl: every journal event of every peer and every fault of a simulation, one JSON object a line.
 
-A line is a journal's (`noloco_node.journal`), with `at` in virtual seconds and the peer under `node`. Written aside and
-renamed at the end, so that a simulation that was interrupted leaves nothing.
+A line is a journal's (`noloco_node.journal.events`), with `at` in virtual seconds and the peer under `node`. Written
+aside and renamed at the end, so that a simulation that was interrupted leaves nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import msgspec
 
-from noloco_node import journal
 from noloco_node.errors import Exit, Trouble
-from noloco_node.sim.faults import Fault
+from noloco_node.journal import events
 from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import World
 
 
@@ -60,7 +60,7 @@ class Trace:
         self._world = world
         return self
 
-    def hear(self, peer: SimulatedPeer, event: journal.Event) -> None:
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Write an event."""
         self._write({"node": peer.name, **msgspec.to_builtins(event)})
 

@@ -1,0 +1,137 @@
+"""What all cells train: a Llama of 0.4 million parameters on the source text of Python's standard library, as bytes.
+
+Everything is the production's: the text and its held-out part, the model, its cut into stages, the inner optimiser and
+its schedule over the progress of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from benchmarks.laboratory.experiments.cell import Cell
+from noloco_node.data.blocks import open_blocks
+from noloco_node.data.shuffled_blocks import mixed
+from noloco_node.inference.evaluation import validation_loss
+from noloco_node.planning.model_layout import Blueprint, make_stage
+from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
+from pipeline.schedule import Schedule
+from pipeline.stage import Stage
+
+WIDTH, LAYERS = 96, 3
+SEQUENCE_LENGTH = 96
+SEQUENCES_PER_STEP = 8
+WARMUP_SHARE = 0.05
+VALIDATION_BATCHES = 4
+"""Of 32 sequences each."""
+CPU = torch.device("cpu")
+
+
+def run_of(cell: Cell) -> RunConfig:
+    """Return the run file of a cell."""
+    stages = 1 if cell.routing is None else 2
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "initializer_range": 0.1,
+        "vocab_size": 384,
+        "max_position_embeddings": SEQUENCE_LENGTH,
+        "tie_word_embeddings": False,
+    }
+    return RunConfig(
+        seed=cell.seed,
+        model=ModelConfig(architecture="llama", sizes=sizes),
+        pipeline=PipelineConfig(
+            stages=stages,
+            replicas=cell.replicas,
+            sequence_length=SEQUENCE_LENGTH,
+            microbatch_size=SEQUENCES_PER_STEP // stages,
+            microbatches_per_step=stages,
+        ),
+        data=DataConfig(validation_percent=2.0),
+        inner=InnerConfig(
+            steps=cell.steps,
+            learning_rate=cell.learning_rate,
+            warmup_steps=round(WARMUP_SHARE * cell.steps),
+            beta2=0.99,
+        ),
+        outer=_outer(cell),
+    )
+
+
+def _outer(cell: Cell) -> OuterConfig:
+    """Return the section `outer` that the rounds of the production read; other methods do not look at it."""
+    rule, shortest = cell.rule, min(cell.inner_steps, cell.late_inner_steps or cell.inner_steps)
+    return OuterConfig(
+        inner_steps_per_round=cell.inner_steps,
+        late_inner_steps_per_round=cell.late_inner_steps,
+        dynamic_steps=cell.dynamic,
+        alpha=rule.alpha,
+        beta=rule.beta,
+        gamma=rule.gamma,
+        momentum_period=rule.period,
+        momentum_spread=rule.spread,
+        codec=cell.codec,
+        overlap_steps=max(1, min(8, shortest)),
+    )
+
+
+def schedule(cell: Cell) -> Schedule:
+    """Return the learning rate's schedule over the progress of the run."""
+    inner = run_of(cell).inner
+    return Schedule(
+        peak=inner.learning_rate,
+        steps=inner.steps,
+        warmup_steps=inner.warmup_steps,
+        final_fraction=inner.final_fraction,
+    )
+
+
+def open_stages(run: RunConfig, plan: Blueprint) -> list[Stage]:
+    """Return a fresh set of all stages, with the weights of the run's seed."""
+    return [make_stage(run, plan, number, CPU) for number in range(run.pipeline.stages)]
+
+
+class Text:
+    """The training text of one replica: the blocks that a peer of this name would draw."""
+
+    def __init__(self, run: RunConfig, number: int) -> None:
+        peer = f"replica {number}"
+        blocks = open_blocks(run.data, SEQUENCE_LENGTH, run.seed, peer)
+        self._blocks = mixed(blocks, SEQUENCE_LENGTH, run.seed, peer)
+        self._batch = run.pipeline.microbatch_size
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of the next microbatch, int64 [batch, sequence]."""
+        block = self._blocks.next_batch(self._batch)
+        return block[:, :-1], block[:, 1:]
+
+
+@lru_cache(maxsize=1)
+def validation_text() -> tuple[Tensor, ...]:
+    """Return held-out batches, the same for every cell, int64 [32, sequence + 1]."""
+    blocks = open_blocks(DataConfig(validation_percent=2.0), SEQUENCE_LENGTH, 0, "", "validation")
+    try:
+        every = list(islice(blocks.batches(32), 24))
+    finally:
+        blocks.close()
+    return tuple(every[:: len(every) // VALIDATION_BATCHES][:VALIDATION_BATCHES])
+
+
+def loss_of(stages: Sequence[Stage]) -> float:
+    """Return the loss of a whole model on held-out text, nats a token."""
+
+    def model(ids: Tensor) -> Tensor:
+        hidden = ids
+        for stage in stages:
+            hidden = stage.infer(hidden)
+        return hidden
+
+    return validation_loss(model, validation_text()).mean

@@ -1,0 +1,149 @@
+"""The methods in which all replicas step in step: nobody begins a round before everybody has ended the last.
+
+`parallel`: fully synchronous data parallel training, one step on the mean gradient; any other method may begin with a
+`common_start` of it. `independent`: nobody talks.
+`central`: Local-SGD and DiLoCo, the outer rule on the mean over all replicas; a mean over all is what this project's
+own packages never form. `pairs`: NoLoCo as published, in groups of 2, 4 or 8 drawn anew each round, with routes through
+two stages where the cell asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from random import Random
+
+import torch
+
+from benchmarks.laboratory.experiments.hardware_model import all_reduce, exchange_s
+from benchmarks.laboratory.methods.replicas import Swarm, mean_of
+from benchmarks.laboratory.methods.server_rules import Server, begin, heavy_ball, nesterov
+from gossip.rule.outer_step import Outer, OuterState, outer_step, pseudo_gradient
+
+
+async def parallel(swarm: Swarm) -> None:
+    """Step all replicas on the mean of their gradients: one set of weights, held by the first."""
+    await _on_mean_gradients(swarm, swarm.cell.budget)
+
+
+async def common_start(swarm: Swarm) -> None:
+    """Train so for the cell's share of the budget; then everybody has the same weights, and memory of the optimiser."""
+    own = [replica.stages for replica in swarm.replicas]
+    await _on_mean_gradients(swarm, round(swarm.cell.common_start * swarm.cell.budget))
+    keeper = swarm.replicas[0]
+    for replica, stages in zip(swarm.replicas[1:], own[1:], strict=True):
+        replica.stages = stages
+        for stage, kept in zip(stages, keeper.stages, strict=True):
+            stage.set_weights(kept.weights())
+            stage.load_optimiser_state(kept.optimiser_state())
+    for replica in swarm.replicas:
+        replica.rounds = 0
+    swarm.model = swarm.mean
+
+
+async def _on_mean_gradients(swarm: Swarm, until: int) -> None:
+    """Train until so many inner steps of the budget are spent."""
+    cell, keeper = swarm.cell, swarm.replicas[0]
+    swarm.model = keeper.weights
+    for replica in swarm.replicas[1:]:
+        replica.stages = keeper.stages
+    wait_s, sent = all_reduce(cell.replicas, swarm.weight_bytes)
+    while swarm.taken < until:
+        rate = swarm.rate()
+        async with asyncio.TaskGroup() as group:
+            for replica in swarm.replicas:
+                group.create_task(swarm.spend(replica))
+        for replica in swarm.replicas:
+            keeper.stages[0].loss(*replica.text.draw())
+        keeper.stages[0].step(rate, cell.replicas)
+        await asyncio.sleep(wait_s)
+        for replica in swarm.replicas:
+            replica.sent_bytes += sent
+            replica.rounds += 1
+            swarm.note_step(replica)
+
+
+async def independent(swarm: Swarm) -> None:
+    """Let everybody train alone."""
+    while swarm.left > 0:
+        await swarm.step_together()
+
+
+async def central(swarm: Swarm) -> None:
+    """Take outer steps on the mean over all replicas: Local-SGD (beta 1, alpha 0), DiLoCo."""
+    cell = swarm.cell
+    rule = nesterov if cell.rule.lookahead else heavy_ball
+    constants = Server(rate=cell.rule.beta, momentum=cell.rule.alpha)
+    states = [begin(part) for part in swarm.mean()]
+    wait_s, sent = all_reduce(cell.replicas, swarm.weight_bytes)
+    async for _ in _rounds(swarm):
+        fast = swarm.mean()
+        await asyncio.sleep(wait_s)
+        states = [
+            rule(state, pseudo_gradient(state.weights, part), constants)
+            for state, part in zip(states, fast, strict=True)
+        ]
+        for replica in swarm.replicas:
+            replica.load([state.weights for state in states])
+            replica.sent_bytes += sent
+            replica.rounds += 1
+
+
+async def pairs(swarm: Swarm) -> None:
+    """Gossip in groups drawn anew each round, everybody waiting for everybody: NoLoCo as published."""
+    cell, rule = swarm.cell, swarm.cell.rule
+    outer = Outer(rule.alpha, rule.beta, rule.gamma)
+    sets = 1 if rule.gamma == rule.beta else 2
+    state = [
+        [OuterState(part, tuple(torch.zeros_like(t) for t in part)) for part in replica.weights()]
+        for replica in swarm.replicas
+    ]
+    drawing = Random(f"{cell.seed}|groups")
+    sent: float = sets * swarm.weight_bytes
+    wait_s = exchange_s(sent, swarm.weight_bytes)
+    if cell.group > 2:
+        wait_s, sent = all_reduce(cell.group, sets * swarm.weight_bytes)
+    async for _ in _rounds(swarm):
+        await asyncio.sleep(wait_s)
+        for stage in range(len(swarm.replicas[0].stages)):
+            fast = [replica.stages[stage].weights() for replica in swarm.replicas]
+            for group in groups(drawing, cell.replicas, cell.group):
+                slow_mean = mean_of([[state[one][stage].slow] for one in group])[0]
+                fast_mean = mean_of([[fast[one]] for one in group])[0]
+                for one in group:
+                    before = state[one][stage]
+                    after = outer_step(before, fast_mean, slow_mean, outer)
+                    state[one][stage] = after = ahead(before, after, rule.alpha) if rule.lookahead else after
+                    swarm.replicas[one].stages[stage].set_weights(after.slow)
+        for replica in swarm.replicas:
+            replica.sent_bytes += sent
+            replica.rounds += 1
+
+
+def ahead(before: OuterState, after: OuterState, alpha: float) -> OuterState:
+    """Return where Nesterov's look-ahead arrives, given where heavy ball does.
+
+    With u what a meeting adds to the momentum, m <- alpha m + u is the same in both; heavy ball then moves by m, the
+    look-ahead by u + alpha m. So it has moved further by alpha times what the momentum has grown by.
+    """
+    slow = tuple(
+        torch.sub(phi, torch.sub(m, earlier), alpha=alpha)
+        for phi, m, earlier in zip(after.slow, after.momentum, before.momentum, strict=True)
+    )
+    return after._replace(slow=slow)
+
+
+def groups(drawing: Random, replicas: int, size: int) -> list[list[int]]:
+    """Return the replicas in random groups of this size."""
+    order = list(range(replicas))
+    drawing.shuffle(order)
+    return [order[begin : begin + size] for begin in range(0, replicas, size)]
+
+
+async def _rounds(swarm: Swarm) -> AsyncIterator[None]:
+    """Take the inner steps of one round after the other, everybody in step; the last one may be shorter."""
+    while swarm.left > 0:
+        for _ in range(swarm.steps_of_round()):
+            if swarm.left > 0:
+                await swarm.step_together()
+        yield

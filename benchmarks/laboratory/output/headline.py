@@ -1,0 +1,142 @@
+"""The headline's table: asynchronous gossip beside synchronous means, and between NoLoCo and data parallel training.
+
+It is held against the best synchronous mean of those that were given all of its choices (`choices`), on three seeds at
+least; where the record has none, that is what is said. Means with fewer choices stand in the table, with what they
+lack. NoLoCo as published and data parallel training are the ends of a scale, not rivals.
+
+Bytes include a last merge: the merged model of gossip is the mean of replicas that differ, and somebody has to be sent
+their weights; a synchronous mean leaves nothing to merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.laboratory.experiments.cell import Result
+from benchmarks.laboratory.experiments.choices import lacking
+from benchmarks.laboratory.experiments.recipes import RIVALS
+from benchmarks.laboratory.output.table import (
+    NO_WORSE,
+    NOTHING,
+    SEEDS,
+    Table,
+    apart,
+    best_of,
+    compared,
+    gap,
+    is_enough,
+    judged,
+    merged,
+    merged_ratio,
+    shown,
+    time_to,
+    worst_end,
+)
+from benchmarks.laboratory.running.results import Figure, Measured, bytes_with_merge, figure, perplexity, seconds_to
+
+CONDITIONS = {
+    "ours": "ours",
+    "ours_beside": "ours, coding charged beside",
+    "ours_none": "ours, equal machines",
+}
+"""Rows that are asynchronous gossip, under this condition or that."""
+BESIDE = ("local_sgd_paced", "diloco_hb", "diloco", "local_sgd")
+"""Synchronous means that the table always shows."""
+
+
+def headline(data: Measured) -> Table:
+    """Asynchronous gossip beside synchronous means, and how much of NoLoCo's gap each closes."""
+    equals = [name for name in RIVALS if name in data.names and not lacking(data, name)]
+    best = best_of(data, [name for name in equals if is_enough(data.figure(name, merged))])
+    names = dict.fromkeys(("parallel", "noloco", *equals, *BESIDE, *CONDITIONS))
+    names = {name: None for name in names if name in data.names}
+    level = worst_end(data, names)
+    rows = [
+        (
+            CONDITIONS.get(name) or (f"{name} (best equal)" if name == best else name),
+            NOTHING if name == "parallel" else ", ".join(lacking(data, name)) or "nothing",
+            shown(data.figure(name, merged), 4, "diverged"),
+            shown(data.figure(name, lambda result: perplexity(result.merged)), 3, "diverged"),
+            shown(data.against(name, "parallel", gap)),
+            shown(data.against(name, "parallel", merged_ratio)),
+            shown(closed(data, name), 2),
+            shown(data.figure(name, lambda result: result.bytes_per_step / 1e3), 0),
+            shown(data.figure(name, lambda result: bytes_with_merge(result) / 1e3), 0),
+            shown(data.figure(name, lambda result: 100.0 * result.busy), 1),
+            shown(data.figure(name, lambda result: 100.0 * result.fast_busy), 1),
+            shown(data.figure(name, lambda result: seconds_to(result, level)), 0, "never"),
+        )
+        for name in names
+    ]
+    header = (
+        "method",
+        "lacks, of what ours has",
+        "loss, merged",
+        "perplexity",
+        "gap to data parallel",
+        "perplexity over its",
+        "share of NoLoCo's gap closed",
+        "kB / replica step",
+        "with a last merge",
+        "busy %",
+        "fastest busy %",
+        time_to(level),
+    )
+    says = " ".join((*_devices(data), *_beside(data, best), *_on_the_scale(data)))
+    return Table("Asynchronous gossip, on very unequal machines", says, header, tuple(rows), data.take_missing(), 2)
+
+
+def closed(data: Measured, name: str) -> Figure | None:
+    """Return the share of the gap between NoLoCo and data parallel that a recipe closes, over the seeds with a gap."""
+    best = {result.cell.seed: result.merged for result in data.results("parallel")}
+    now = {result.cell.seed: result.merged for result in data.results("noloco")}
+    gaps = {seed: now[seed] - best[seed] for seed in best if seed in now and now[seed] > best[seed]}
+    return figure(
+        (now[seed] - result.merged) / gaps[seed] for result in data.results(name) if (seed := result.cell.seed) in gaps
+    )
+
+
+def _bytes_ratio(mine: Result, other: Result) -> float:
+    return bytes_with_merge(mine) / bytes_with_merge(other)
+
+
+def _devices(data: Measured) -> Iterator[str]:
+    conditions = {"ours": "where coding is charged no time", "ours_beside": "where it is charged"}
+    found = {words: data.figure(name, lambda result: 100.0 * result.busy) for name, words in conditions.items()}
+    busy = [f"{value.text(1)} % {words}" for words, value in found.items() if is_enough(value)]
+    if busy:
+        yield f"Of the time, devices take inner steps for {', '.join(busy)}."
+
+
+def _beside(data: Measured, best: str | None) -> Iterator[str]:
+    """Yield how it does beside the best synchronous mean that had its choices, or that there is none."""
+    if data.figure("ours", merged) is None:
+        return
+    found = None if best is None else data.against("ours", best, gap)
+    sent = None if best is None else data.against("ours", best, _bytes_ratio)
+    if not is_enough(found) or sent is None:
+        yield (
+            f"The record holds no synchronous mean that was given all of its choices, on {SEEDS} seeds: whether gossip "
+            "or a barrier makes the better model, for the same bytes or in the same time, does not follow from it."
+        )
+        return
+    yield (
+        f"At equal tokens the merged model is {compared(found)} the best synchronous mean with the same choices "
+        f"({best}; {apart(found)}): 'no worse' {judged(found, *NO_WORSE)}. It sends {sent.text(2)} times the bytes, a "
+        "last merge included."
+    )
+
+
+def _on_the_scale(data: Measured) -> Iterator[str]:
+    shares = {words: closed(data, name) for name, words in CONDITIONS.items()}
+    told = [f"{words}: {share.text(2)}" for words, share in shares.items() if is_enough(share)]
+    if told:
+        less = ", ".join(lacking(data, "noloco"))
+        yield (
+            "On a scale from NoLoCo as published (0) to data parallel training (1), which is no comparison of methods"
+            f"{f' since NoLoCo lacks {less}' if less else ''}: {'; '.join(told)}."
+        )
+    behind = {words: data.against(name, "parallel", gap) for name, words in CONDITIONS.items()}
+    far = [f"{words}: {apart(found)}" for words, found in behind.items() if is_enough(found)]
+    if far:
+        yield f"Against data parallel training, {'; '.join(far)}."

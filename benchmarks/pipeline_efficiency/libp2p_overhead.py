@@ -1,0 +1,214 @@
+"""What a pipeline over libp2p costs: a two-stage swarm against one process that trains the same model.
+
+    python -m benchmarks.pipeline_efficiency.libp2p_overhead [--rounds 5] [--seconds 40] [--json FILE]
+
+Each round measures both on the same cores, one after the other, so that a noisy machine disturbs them alike; the
+ratio is taken within a round. The swarm is the real thing: a bootstrap peer and two `noloco-node join` processes with
+one torch thread each, real daemons, real data. The single process is a plain training loop with as many torch threads
+as the swarm has stages.
+
+Where the swarm's time goes is read from the kernel's CPU clocks: the device threads compute, the main threads of the
+peers serialise and route, the daemons move bytes; what is left of the cores' time is waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from noloco_node.demo.child_processes import Children, leashed
+from noloco_node.journal import events
+
+STAGES = 2
+RUN = """
+name = "overhead"
+[model]
+architecture = "llama"
+[model.sizes]
+vocab_size = 384
+hidden_size = {width}
+intermediate_size = {inner}
+num_hidden_layers = {layers}
+num_attention_heads = 6
+max_position_embeddings = {sequence}
+[pipeline]
+stages = {stages}
+replicas = 1
+sequence_length = {sequence}
+microbatch_size = {batch}
+microbatches_per_step = {window}
+[inner]
+steps = 100000
+warmup_steps = 10
+"""
+
+
+def run_text(arguments: argparse.Namespace, stages: int) -> str:
+    """Return the run file of the benchmark."""
+    return RUN.format(
+        width=arguments.width,
+        inner=8 * arguments.width // 3,
+        layers=arguments.layers,
+        sequence=arguments.sequence,
+        batch=arguments.batch,
+        window=arguments.window,
+        stages=stages,
+    )
+
+
+def single(run_file: Path, seconds: float, threads: int) -> None:
+    """Train the whole model in this process, plainly; print tokens a second and the number of parameters as JSON."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from noloco_node.data.blocks import open_blocks
+    from noloco_node.planning.model_layout import blueprint
+    from noloco_node.run.runfile import load_run
+
+    torch.set_num_threads(threads)
+    run = load_run(run_file)
+    model = AutoModelForCausalLM.from_config(blueprint(run).prepared.config).train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    blocks = open_blocks(run.data, run.pipeline.sequence_length, run.seed, "single")
+
+    def step() -> int:
+        for _ in range(run.pipeline.microbatches_per_step):
+            tokens = blocks.next_batch(run.pipeline.microbatch_size)
+            logits = model(tokens[:, :-1], use_cache=False).logits.float()
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad.div_(run.pipeline.microbatches_per_step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        return run.samples_per_step * run.pipeline.sequence_length
+
+    step()
+    begun, tokens = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - begun) < seconds or tokens == 0:
+        tokens += step()
+    parameters = sum(weight.numel() for weight in model.parameters())
+    print(json.dumps({"tokens_per_s": tokens / elapsed, "parameters": parameters}))
+
+
+async def swarm(run_file: Path, home: Path, seconds: float) -> dict[str, float]:
+    """Train with a swarm of one replica a stage; return tokens a second and where the cores' time went."""
+    children = Children()
+    try:
+        anywhere = ("--listen", "/ip4/127.0.0.1/tcp/0")
+        command = ("bootstrap", "--run", str(run_file), *anywhere, "--home", str(home / "bootstrap"))
+        bootstrap = children.start("bootstrap", leashed("noloco_node", *command), home / "bootstrap")
+        invite = await bootstrap.line("noloco1:", 120)
+        pids = []
+        for stage in range(STAGES):
+            where = home / str(stage)
+            options = ("--stage", str(stage), "--home", str(where), "--device", "cpu", "--threads", "1", *anywhere)
+            child = children.start(f"stage {stage}", leashed("noloco_node", "join", invite, *options), where)
+            pids.append(child.pid)
+        tail = events.Tail(home / "0" / "journal.jsonl")
+        steps = await _steps(tail, 1, 120.0)
+        before, begun = _cpu_seconds(pids), time.perf_counter()
+        steps += await _steps(tail, 1, 300.0, at_least_s=seconds)
+        after, elapsed = _cpu_seconds(pids), time.perf_counter() - begun
+        used = {name: (after[name] - before[name]) / elapsed for name in before}
+        span = steps[-1].at - steps[0].at
+        return {"tokens_per_s": sum(step.tokens for step in steps[1:]) / span, **used}
+    finally:
+        await children.stop()
+
+
+async def _steps(tail: events.Tail, count: int, patience_s: float, at_least_s: float = 0.0) -> list[events.InnerStep]:
+    """Collect inner steps until there are `count` and `at_least_s` seconds have passed; end with a step."""
+    found: list[events.InnerStep] = []
+    begun = time.perf_counter()
+    async with asyncio.timeout(patience_s + at_least_s):
+        while True:
+            new = [event for event in tail.poll() if isinstance(event, events.InnerStep)]
+            found += new
+            if new and len(found) >= count and time.perf_counter() - begun >= at_least_s:
+                return found
+            await asyncio.sleep(0.02)
+
+
+def _cpu_seconds(pids: list[int]) -> dict[str, float]:
+    """Return CPU seconds so far by what they are for: arithmetic, the peers' event loops, the libp2p daemons."""
+    spent = {"compute": 0.0, "event loops": 0.0, "daemons": 0.0}
+    for pid in pids:
+        process = psutil.Process(pid)
+        for thread in process.threads():
+            kind = "event loops" if thread.id == pid else "compute"
+            spent[kind] += thread.user_time + thread.system_time
+        for daemon in process.children(recursive=True):
+            times = daemon.cpu_times()
+            spent["daemons"] += times.user + times.system
+    return spent
+
+
+def _alone(run_file: Path, seconds: float) -> dict[str, float]:
+    command = [sys.executable, "-m", __spec__.name, "--single", str(run_file), "--seconds", str(seconds)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def _in_words(row: dict[str, float]) -> str:
+    kinds = ("compute", "event loops", "daemons")
+    spent = ", ".join(f"{kind} {row[kind]:.2f}" for kind in kinds)
+    idle = STAGES - sum(row[kind] for kind in kinds)
+    return (
+        f"single process {row['single']:,.0f} tokens/s, swarm {row['tokens_per_s']:,.0f}, "
+        f"ratio {row['tokens_per_s'] / row['single']:.3f}; of {STAGES} cores: {spent}, waiting {idle:.2f}"
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--single", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.single:
+        single(arguments.single, arguments.seconds, STAGES)
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        (home / "whole.toml").write_text(run_text(arguments, 1))
+        (home / "swarm.toml").write_text(run_text(arguments, STAGES))
+        shape = f"{arguments.window} microbatches of {arguments.batch} x {arguments.sequence} tokens a window"
+        machine = f"{platform.machine()}, {psutil.cpu_count()} cores, Python {platform.python_version()}"
+        print(f"{machine}; width {arguments.width}, {arguments.layers} layers, {shape}")
+        for number in range(arguments.rounds):
+            alone = _alone(home / "whole.toml", arguments.seconds)
+            if not rows:
+                print(f"{alone['parameters']:,} parameters")
+            together = asyncio.run(swarm(home / "swarm.toml", home / f"round-{number}", arguments.seconds))
+            rows.append({"single": alone["tokens_per_s"], **together})
+            print(f"round {number + 1}: {_in_words(rows[-1])}", flush=True)
+    ratios = [row["tokens_per_s"] / row["single"] for row in rows]
+    median = statistics.median(ratios)
+    print(f"ratio: median {median:.3f}, from {min(ratios):.3f} to {max(ratios):.3f} over {len(ratios)} rounds")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

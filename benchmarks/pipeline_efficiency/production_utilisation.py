@@ -1,0 +1,188 @@
+"""How busy a pipeline of production nodes is: whole peers in virtual time, to hold
+`noloco_node.planning.pipeline_model` against.
+
+Nodes, rosters, routing, gates, workers and sources are the production modules; stages are bowls, devices and lines
+virtual. Nobody gossips, for the forecast leaves that out. Each run warms up first: replicas have to find each other,
+fill, and measure their own speeds, by which microbatches are then routed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+
+from noloco_node.journal import events
+from noloco_node.machine.interface import Machine, Voice
+from noloco_node.node.node import Node, Wishes
+from noloco_node.planning.pipeline_model import Shape
+from noloco_node.sim.clock import run
+from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
+from noloco_node.sim.hardware.quadratic_model import Bowl, Numbers, bowl_plan
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.link_model import Latency, Weather
+from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.swarm.run_distribution import Recipe
+
+REFRESH_S = 2.0
+PATIENCE_S = 1e5
+_MICROBATCH = (1, 8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """`pass_s`: seconds of the shape's unit of time. `warm_up` and `microbatches`: of each replica, on average."""
+
+    pass_s: float = 0.1
+    warm_up: int = 50
+    microbatches: int = 150
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Utilisation:
+    """What was measured. `efficiency` as `forecast.efficiency` means it; `refused`: calls, of all `calls`."""
+
+    efficiency: float
+    calls: int
+    refused: int
+    virtual_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class _Peer:
+    stage: int
+    time: float
+    device: VirtualDevice = field(default_factory=VirtualDevice)
+    node: Node | None = None
+
+    def passes(self, pass_s: float) -> float:
+        """Return how many forward passes of work the device has done."""
+        return self.device.busy_s / (self.time * pass_s)
+
+    def count(self, name: str) -> int:
+        """Return one of the node's counters."""
+        return int(self.node.statistics().get(name, 0)) if self.node else 0
+
+
+def measure(shape: Shape, trial: Trial) -> Utilisation:
+    """Run production nodes in the shape of a pipeline; deterministic. Raises RuntimeError where a node misbehaves."""
+    return run(_measure(shape, trial))
+
+
+async def _measure(shape: Shape, trial: Trial) -> Utilisation:
+    latency = Latency(
+        shape="lognormal" if shape.jitter else "constant",
+        mean_s=shape.latency * trial.pass_s,
+        std_s=shape.jitter * shape.latency * trial.pass_s,
+    )
+    hub = Hub(Weather(latency=latency), seed=trial.seed)
+    recipe = _recipe(shape, trial.seed)
+    wrong: list[str] = []
+    peers = [_Peer(stage=stage, time=time) for stage, times in enumerate(shape.passes) for time in times]
+    tasks = []
+    for number, peer in enumerate(peers):
+        peer.node = _node(hub, recipe, f"peer-{number:03d}", peer, trial.pass_s, wrong)
+        tasks.append(asyncio.create_task(peer.node.live(asyncio.Event())))
+    # Whole windows, and at least two of them, before and while it is measured.
+    replicas = max(map(len, shape.passes)) * shape.window
+    warm_up, windows = (max(2, math.ceil(count / shape.window)) for count in (trial.warm_up, trial.microbatches))
+    await _until(peers, tasks, warm_up * replicas)
+    begun_s, before = asyncio.get_running_loop().time(), _totals(peers, trial.pass_s)
+    await _until(peers, tasks, (warm_up + windows) * replicas)
+    ended_s, after = asyncio.get_running_loop().time(), _totals(peers, trial.pass_s)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    wrong += [f"{peer}: {failure!r}" for peer, failure in hub.failures]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} things went wrong, first: {wrong[0]}")
+    microbatches = (after[0] - before[0]) / (3 * len(shape.passes))
+    return Utilisation(
+        efficiency=microbatches / shape.capacity / ((ended_s - begun_s) / trial.pass_s),
+        calls=int(after[1] - before[1]),
+        refused=int(after[2] - before[2]),
+        virtual_s=ended_s - begun_s,
+    )
+
+
+def _recipe(shape: Shape, seed: int) -> Recipe:
+    text = f"""
+name = "utilisation"
+seed = {seed}
+[model]
+architecture = "llama"
+sizes = {{ hidden_size = 1 }}
+[pipeline]
+stages = {len(shape.passes)}
+replicas = {max(2, len(shape.passes[0]))}
+sequence_length = {_MICROBATCH[1]}
+microbatch_size = {_MICROBATCH[0]}
+microbatches_per_step = {shape.window}
+windows_in_flight = {shape.windows_in_flight}
+budget_s = 86400.0
+[inner]
+steps = 1000000
+learning_rate = 0.01
+[outer]
+inner_steps_per_round = 1000000
+"""
+    return Recipe(text, "the run file of this measurement")
+
+
+def _node(hub: Hub, recipe: Recipe, name: str, peer: _Peer, pass_s: float, wrong: list[str]) -> Node:
+    device = peer.device
+    device.slow_down(peer.time)
+
+    def build(number: int) -> PricedStage:
+        windows = recipe.run.pipeline.windows_in_flight
+        return PricedStage(Bowl(number), Prices(forward_s=pass_s), device.charge, wrong.append, windows)
+
+    async def open_text() -> Numbers:
+        return Numbers(_MICROBATCH, int(name[-3:]) * 10_000)
+
+    async def load(stage: int) -> Checkpoint | None:
+        return None
+
+    async def save(checkpoint: Checkpoint) -> str:
+        return "nowhere"
+
+    def record(event: events.Event) -> None:
+        if isinstance(event, events.Violation | events.Lost):
+            wrong.append(f"{name}: {event}")
+
+    machine = Machine(
+        device=device,
+        build=build,
+        open_text=open_text,
+        load=load,
+        save=save,
+        unix_time=asyncio.get_running_loop().time,
+    )
+    wishes = Wishes(stage=peer.stage, refresh_s=REFRESH_S)
+    return Node(
+        recipe,
+        bowl_plan(recipe.run.pipeline.stages),
+        hub.network(name),
+        machine,
+        wishes,
+        Voice(record=record, say=lambda text: None),
+    )
+
+
+async def _until(peers: list[_Peer], tasks: list[asyncio.Task[None]], microbatches: int) -> None:
+    """Wait until so many microbatches have had their gradient at the first stage."""
+    async with asyncio.timeout(PATIENCE_S):
+        while sum(peer.count("worker.succeeded") for peer in peers if peer.stage == 0) < microbatches:
+            for task in tasks:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(0.05)
+
+
+def _totals(peers: list[_Peer], pass_s: float) -> tuple[float, int, int]:
+    """Return passes, calls and refusals since the start."""
+    refused = sum(peer.count("downstream.refused_full") for peer in peers)
+    answered = sum(peer.count("downstream.gradients") for peer in peers)
+    return sum(peer.passes(pass_s) for peer in peers), answered + refused, refused

@@ -1,0 +1,59 @@
+"""How many relays grant less than they were told to, as p2pd starts them: the reason why each is asked (`grants`).
+
+    python -m benchmarks.robustness.relay_grants --relays 30
+
+Each relay is started once, as a bootstrap peer starts its own, asked by a neighbour what it grants, and stopped. How
+many fall short is a matter of timing: p2pd sets its relay service up twice, and the last one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from noloco_node.libp2p import network
+from noloco_node.libp2p.daemon.control import Control
+from noloco_node.libp2p.daemon.process import start_daemon
+from noloco_node.libp2p.daemon.relay_grant import Grant, granted
+from noloco_node.libp2p.endpoint.addresses import PeerAddress
+from noloco_node.libp2p.endpoint.identity import ensure_identity
+from noloco_node.libp2p.endpoint.settings import Posture, Reach, arguments, relay_arguments
+from noloco_node.libp2p.session import attached, connect, places
+
+WAIT_S = 30.0
+
+
+async def main(count: int) -> None:
+    """Start relays one after the other and print what they grant."""
+    parts, found, seconds = network._load_hivemind(), Counter[Grant](), list[float]()
+    with tempfile.TemporaryDirectory() as name:
+        here = Path(name)
+
+        def posture(which: str) -> Posture:
+            ensure_identity(here / which)
+            return Posture(identity=here / which, listen=("/ip4/127.0.0.1/tcp/0",))
+
+        asking = start_daemon(parts.binary, arguments(posture("asks"), Reach.OPEN), here, WAIT_S)
+        async with asking as daemon, attached(parts, ours := Control(daemon, parts.messages), daemon, WAIT_S):
+            for number in range(count):
+                starting = start_daemon(parts.binary, relay_arguments(posture(f"relay-{number}")), here, WAIT_S)
+                async with starting as relay:
+                    control = Control(relay, parts.messages)
+                    async with attached(parts, control, relay, WAIT_S) as client:
+                        peer, begun_s = str(client.peer_id.to_base58()), time.monotonic()
+                        await connect(ours, parts, PeerAddress((await places(parts, control, WAIT_S))[0], peer), WAIT_S)
+                        found[await granted(parts, ours, daemon, peer, WAIT_S)] += 1
+                        seconds.append(time.monotonic() - begun_s)
+    for grant, times in found.most_common():
+        print(f"{times} of {count}: {grant.data_bytes / 2**10:,.0f} KiB each way, {grant.duration_s:,} s a circuit")
+    print(f"to connect and ask: {min(seconds):.3f} to {max(seconds):.3f} s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Say how many of p2pd's relays grant less than they were told to.")
+    parser.add_argument("--relays", type=int, default=30)
+    asyncio.run(main(parser.parse_args().relays))

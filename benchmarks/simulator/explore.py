@@ -1,0 +1,80 @@
+"""Run many random fault schedules under all invariants and print what they went through.
+
+    python -m benchmarks.simulator.explore [--count 1000] [--first 0] [--processes 2]
+
+A schedule is a swarm of three stages and three replicas in virtual time, with every kind of fault (see
+`noloco_node/sim/explore/schedule_generator.py`); the invariants are in `noloco_node/sim/explore/invariants.py`.
+Exit code 1 if one is broken: the seed, the violation, and a shorter schedule are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+
+import torch
+
+from noloco_node.sim.explore.schedule_generator import draw
+from noloco_node.sim.explore.search import Verdict, examine, report, totals
+
+LINE_EVERY_S = 10.0
+
+
+def examine_seed(seed: int) -> Verdict:
+    """Examine one seed, in a process of its own."""
+    return examine(draw(seed))
+
+
+def main() -> int:
+    """Examine all seeds; say how far it is; print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000, help="schedules to run")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--processes", type=int, default=2, help="processes, one core each")
+    arguments = parser.parse_args()
+    begun_s = said_s = time.monotonic()
+    verdicts: list[Verdict] = []
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, torch.set_num_threads, (1,)) as pool:
+        seeds = range(arguments.first, arguments.first + arguments.count)
+        for verdict in pool.imap(examine_seed, seeds, chunksize=4):
+            verdicts.append(verdict)
+            if verdict.broken is not None:
+                print(f"seed {verdict.scenario.seed}: {verdict.broken}", flush=True)
+            now_s = time.monotonic()
+            if now_s - said_s >= LINE_EVERY_S:
+                said_s = now_s
+                rate = len(verdicts) / (now_s - begun_s)
+                left_s = (arguments.count - len(verdicts)) / rate
+                print(f"{len(verdicts)} of {arguments.count}, {rate:.1f} a second, {left_s:.0f} s to go", flush=True)
+    broken = [verdict for verdict in verdicts if verdict.broken is not None]
+    table(verdicts, time.monotonic() - begun_s, arguments.processes)
+    for verdict in broken[:3]:
+        report(verdict, print)
+    return 1 if broken else 0
+
+
+def table(verdicts: list[Verdict], real_s: float, processes: int) -> None:
+    """Print the totals over all schedules."""
+    sums = totals(verdicts)
+    struck = {name.removeprefix("struck."): count for name, count in sums.items() if name.startswith("struck.")}
+    kinds = ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(struck.items()))
+    print(f"seeds              {len(verdicts)}")
+    print(f"violations         {sum(verdict.broken is not None for verdict in verdicts)}")
+    print(f"excused            {sums['excused']:.0f} did not end: a newcomer waits for donors nobody can dial")
+    print(f"virtual hours      {sums['virtual_s'] / 3600:.1f}")
+    print(f"faults             {sum(struck.values()):.0f}: {kinds}")
+    print(f"inner steps        {sums['inner_steps']:.0f}")
+    print(
+        f"outer steps        {sums['met']:.0f} met, {sums['solo']:.0f} solo; {sums['compared']:.0f} meetings compared"
+    )
+    checked = {name.removeprefix("checked."): count for name, count in sums.items() if name.startswith("checked.")}
+    evaluated = ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(checked.items()))
+    print(f"half meetings      {sums['unmatched']:.0f}, each explained by a loss or an end")
+    print(f"evaluated          {evaluated}")
+    print(f"real seconds       {real_s:.0f} in {processes} processes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""What a replica's rounds need of the world, and what they tell it.
+
+The shell hands a `Replica` (the weights), `Surroundings` (the partners, a way to talk to them, a thread for arithmetic,
+a journal) and `Settings`; it gets events back. Nothing of the pipeline, the network or the disk is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from gossip.exchange.formats import Format
+from gossip.exchange.swap import Compute, Conversation
+from gossip.rule.delayed_momentum import Delay
+from gossip.rule.outer_step import Outer, OuterState, Tensors
+
+
+class Replica(Protocol):
+    """What a round may do to the replica."""
+
+    async def snapshot(self) -> Tensors:
+        """Return a copy of the fast weights, float32 on the CPU. Called only in a pause between two inner steps."""
+
+    async def correct(self, correction: Tensors) -> None:
+        """Add this to the fast weights. Called only in a pause between two inner steps."""
+
+    def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
+        """Shut the gate, wait until nothing is in flight, and open it again at the end.
+
+        Whoever comes meanwhile is refused, with this hint. Used by the blocking form alone.
+        """
+
+
+class Candidate(NamedTuple):
+    """A live replica of our stage that has caught up, and the rounds that it says it has finished.
+
+    `speed`: its inner steps a second, as it claims, in any unit that the stage has in common; 0 is unknown.
+    """
+
+    peer: str
+    round: int
+    speed: float = 0.0
+
+
+class Going(NamedTuple):
+    """How a replica gets on. `progress`: of the run, 0 to 1. `speed`: ours, in the unit of the candidates'."""
+
+    progress: float = 0.0
+    speed: float = 0.0
+
+
+UNKNOWN = Going()
+UNDELAYED = Delay()
+
+
+class Timing(Protocol):
+    """How long to wait for each partner's answer to an offer, dial included; it learns from what it is told."""
+
+    def deadline_s(self, peer: str, /) -> float:
+        """Return how long to wait for a peer."""
+
+    def took(self, peer: str, seconds: float, /) -> None:
+        """Note what a wait took that was answered."""
+
+    def in_vain(self, peer: str, begun_s: float, now_s: float, /) -> None:
+        """Note a wait that ended at its deadline (loop seconds)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What the rounds are handed.
+
+    `partners` leaves ourselves out, and returns the very same tuple until the roster is another one. `record` takes
+    events in order and does not wait. `answers`: None waits `Patience.answer_s` for each.
+    """
+
+    compute: Compute
+    partners: Callable[[], tuple[Candidate, ...]]
+    converse: Callable[[str], AbstractAsyncContextManager[Conversation]]
+    record: Callable[[Event], None]
+    answers: Timing | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long to wait, in seconds.
+
+    `answer_s`: for a dial and an answer. `exchange_s`: from acceptance to the end; in the blocking form work stands
+    still for so long at worst, in the overlapped one exchanges that ran out of it have more time next. `sleep_s`:
+    longest sleep before partners are asked again. `jitter_s`: spread of asking.
+    """
+
+    answer_s: float = 5.0
+    exchange_s: float = 120.0
+    sleep_s: float = 20.0
+    jitter_s: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How this run gossips. The fields of the run file's section `outer`, its seed, and our patience."""
+
+    seed: int
+    outer: Outer
+    delay: Delay = UNDELAYED
+    codec: Format = Format.FLOAT32
+    staleness_at_most: int = 16
+    inner_steps_per_round: int = 50
+    late_inner_steps_per_round: int | None = None
+    dynamic_steps: bool = False
+    overlap_steps: int = 8
+    deferrals_before_solo: int = 4
+    blocking: bool = False
+    patience: Patience = Patience()
+
+
+class Origin(NamedTuple):
+    """Where a replica's rounds begin: fresh, copied from a donor, or read from a checkpoint."""
+
+    state: OuterState
+    rounds: int = 0
+    """Rounds finished."""
+    inner_steps: int = 0
+    last_met: int = 0
+    """The round in which these weights last met anybody's, 0 if in none: a copy of stale weights is as stale."""
+    gathered: bool = True
+    """Whether the slow weights hold every inner step that the fast ones do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OuterStep:
+    """An outer step was taken. `partner` and `gap` are None in a solo round.
+
+    `staleness`: inner steps between snapshot and correction. `seconds`: from acceptance to the partner's receipt.
+    `staleness_rounds`: rounds since these weights last met anybody's, 1 where in the one before; `partner_staleness`:
+    since the partner's did. `adopted`: ours were too stale to count, and the partner's were taken over.
+    """
+
+    round: int
+    seconds: float
+    partner: str | None = None
+    gap: float | None = None
+    staleness: int = 0
+    staleness_rounds: int = 0
+    partner_staleness: int = 0
+    adopted: bool = False
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TooStale:
+    """A partner's weights had met nobody for too many rounds: it took ours, and our round stays open."""
+
+    round: int
+    partner: str
+    partner_staleness: int
+    bytes_sent: int
+    bytes_received: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deferred:
+    """No partner before the next round was due: no outer step. `in_a_row`: how often now without one."""
+
+    round: int
+    in_a_row: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """A meeting that had been agreed came to nothing. `implausible`: the partner's weights could not be right."""
+
+    round: int
+    partner: str
+    why: str
+    implausible: bool
+
+
+Event = OuterStep | TooStale | Deferred | Lost

@@ -1,0 +1,129 @@
+"""Asking for a partner while a round is open, and answering whoever asks.
+
+Possible partners are asked one after the other, in this round's order, as soon as each is good enough (`matching`);
+incoming offers are answered at once. Whichever agrees first binds both, and `meet` does the rest. Nobody is ever held
+while somebody else is asked.
+
+For an answer we wait as long as this partner's answers usually take, where the shell measures that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import takewhile
+
+from gossip.exchange.messages import Accepted, Declined, Offer
+from gossip.exchange.swap import Conversation
+from gossip.interface import Surroundings
+from gossip.prospects import ASKED_AT_MOST
+from gossip.rounds.matching import answer
+from gossip.rounds.round_state import Engagement, Situation, now
+
+Meet = Callable[[Conversation, Engagement, Accepted | None], Awaitable[None]]
+"""Exchange and step, once agreed; with our own answer, still to be sent, where we are the asked."""
+
+
+class Offers:
+    """The offers of one replica: `run` as a background task, `answer_one` for each that comes in."""
+
+    def __init__(self, situation: Situation, around: Surroundings, meet: Meet) -> None:
+        self._situation, self._around, self._meet = situation, around, meet
+
+    def __repr__(self) -> str:
+        return f"<Offers: asking {self._situation.asking or 'nobody'}>"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how many offers were sent and received."""
+        counts = self._situation.counts
+        return {"offers_sent": counts["offers_sent"], "offers_received": counts["offers_received"]}
+
+    async def run(self) -> None:
+        """Ask partners while a round is open, until cancelled."""
+        situation, jitter_s = self._situation, self._situation.settings.patience.jitter_s
+        while True:
+            peer, wait_s = self._whom()
+            if peer is None:
+                await situation.nap(wait_s)
+                continue
+            await self._ask(peer)
+            if situation.open and situation.engagement is None:
+                await situation.nap(situation.rng.uniform(0.0, jitter_s))
+
+    async def answer_one(self, conversation: Conversation, offer: Offer, deadline: asyncio.Timeout) -> None:
+        """Answer an offer at once; if it is accepted, move the deadline on to a meeting's, and meet."""
+        situation, peer = self._situation, conversation.peer
+        situation.counts["offers_received"] += 1
+        reply = answer(situation.standing(peer), peer, offer)
+        if isinstance(reply, Declined):
+            await conversation.send(reply)
+            return
+        engagement = situation.engage(peer, offer.round)
+        await self._meet_until(conversation, engagement, reply, deadline)
+
+    def _whom(self) -> tuple[str | None, float | None]:
+        """Return whom to ask now; or nobody and how long to wait (None: until something changes)."""
+        situation = self._situation
+        if not situation.open or situation.engagement is not None:
+            return None, None
+        order = situation.others.order(situation.cadence.round)
+        places = range(min(len(order), ASKED_AT_MOST))
+        # Whoever is preferred less is hoped against for longer: the good enough are the first ones.
+        good_enough = list(takewhile(lambda place: not situation.hopes_s(place, len(order)), places))
+        return situation.prospects.next(order[: len(good_enough)], now())
+
+    async def _ask(self, peer: str) -> None:
+        situation, patience = self._situation, self._situation.settings.patience
+        answers, asked_s = self._around.answers, now()
+        situation.asking = peer
+        situation.counts["offers_sent"] += 1
+        engagement = None
+        try:
+            async with (
+                asyncio.timeout(answers.deadline_s(peer) if answers else patience.answer_s) as deadline,
+                self._around.converse(peer) as conversation,
+            ):
+                await conversation.send(Offer(round=situation.cadence.round))
+                reply = await conversation.receive()
+                situation.asking = None
+                if answers:
+                    answers.took(peer, now() - asked_s)
+                if isinstance(reply, Declined):
+                    self._note_refusal(peer, reply)
+                elif not isinstance(reply, Accepted):
+                    raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
+                elif situation.open and situation.engagement is None:
+                    engagement = situation.engage(peer, reply.round)
+                    await self._meet_until(conversation, engagement, None, deadline)
+        except (ConnectionError, TimeoutError) as loss:
+            if answers and situation.asking is not None and isinstance(loss, TimeoutError):
+                answers.in_vain(peer, asked_s, now())
+            if engagement is None:
+                situation.counts["unanswered"] += 1
+                situation.prospects.put_off(peer, patience.sleep_s, now())
+        finally:
+            situation.asking = None
+
+    async def _meet_until(
+        self,
+        conversation: Conversation,
+        engagement: Engagement,
+        accepted: Accepted | None,
+        deadline: asyncio.Timeout,
+    ) -> None:
+        """Meet within the time that a meeting may take, and learn whether that was enough."""
+        deadline.reschedule(now() + self._situation.exchange_s)
+        try:
+            await self._meet(conversation, engagement, accepted)
+        except asyncio.CancelledError:
+            if deadline.expired():
+                self._situation.note_exchange(late=True)
+            raise
+        self._situation.note_exchange(late=False)
+
+    def _note_refusal(self, peer: str, reply: Declined) -> None:
+        situation = self._situation
+        situation.counts["declined"] += 1
+        if situation.open:
+            situation.cadence.adopt(reply.round, situation.others.rounds)
+        situation.prospects.declined(peer, reply, now())

@@ -1,0 +1,190 @@
+"""Slow weights ahead of time: swapped with the next partner while both still train, so that a meeting is shorter.
+
+Where gamma differs from beta, the rule needs the partner's slow weights too. They do not move between two rounds, and
+the next partner is known from the seed: whoever has ended its round swaps slow weights with it in the background. Both
+must have ended theirs; who is first is declined, and the other, once it is done, asks in turn. If another partner comes
+after all, or slow weights have moved since, they travel in the meeting as they would have done anyway.
+
+It costs the memory of one more copy and, where it was in vain, the traffic; never a wait. Nobody has our slow weights
+sent more than `SWAPS_AT_MOST` times ahead of one round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from gossip.exchange.messages import NOTHING, Accepted, Declined, DeclineReason, Implausible, Probe, Received, Weights
+from gossip.exchange.messages import Ahead as Proposal
+from gossip.exchange.swap import Conversation, check_own, check_probe, size_bytes, swap
+from gossip.interface import Lost, Surroundings
+from gossip.prospects import SLACK_S
+from gossip.rounds.outer_optimiser import OuterOptimiser
+from gossip.rounds.prefetch_cache import Given, Held, Shelf
+from gossip.rounds.round_state import Situation, now
+
+SWAPS_AT_MOST = 2
+"""With one peer, of one version of our slow weights: a second one mends the first, if that was broken or outdated."""
+
+
+class Ahead:
+    """One replica's swaps ahead of its rounds: `run` as a background task, `answer_one` for each that comes in."""
+
+    def __init__(self, situation: Situation, optimiser: OuterOptimiser, around: Surroundings, shelf: Shelf) -> None:
+        self._situation, self._optimiser, self._around, self._shelf = situation, optimiser, around, shelf
+        self._asking: str | None = None
+        self._swapping: str | None = None
+        self._put_off: tuple[str, int, float] | None = None
+        """Whom not to ask again, for which version of our slow weights, and until when."""
+
+    def __repr__(self) -> str:
+        return f"<Ahead: swapping with {self._swapping or 'nobody'}, {self._shelf!r}>"
+
+    @property
+    def swapping(self) -> str | None:
+        """With whom a swap is under way."""
+        return self._swapping
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how many swaps came to their end."""
+        return {"sent_ahead": self._situation.counts["sent_ahead"]}
+
+    async def run(self) -> None:
+        """Propose a swap to each next partner, until cancelled."""
+        situation = self._situation
+        while self._optimiser.needs_slow:
+            peer = self._next_partner()
+            wait_s = situation.settings.patience.sleep_s
+            if peer is not None and self._swapping is None and self._wants(peer):
+                wait_s = self._wait_s(peer)
+                if wait_s <= SLACK_S:
+                    await self._propose(peer)
+                    continue
+            await situation.nap(wait_s)
+
+    async def answer_one(self, conversation: Conversation, deadline: asyncio.Timeout) -> None:
+        """Answer a proposal at once; if it is accepted, move the deadline on to a meeting's, and swap."""
+        situation = self._situation
+        reason = self._refusal(conversation.peer)
+        if reason is not None:
+            refusal = Declined(reason=reason, retry_after_s=situation.ready_in_s(), round=situation.cadence.round)
+            await conversation.send(refusal)
+            return
+        deadline.reschedule(now() + situation.settings.patience.exchange_s)
+        await self._swap(conversation, Accepted(round=situation.cadence.round))
+
+    def _next_partner(self) -> str | None:
+        """Return whom we expect to meet next, or None while our slow weights may still move before that."""
+        situation = self._situation
+        if not situation.between_rounds:
+            return None
+        return next(iter(situation.others.order(situation.next_round)), None)
+
+    def _wait_s(self, peer: str) -> float:
+        put_off = self._put_off
+        if put_off is None or put_off[:2] != (peer, self._optimiser.version):
+            return 0.0
+        return put_off[2] - now()
+
+    def _wants(self, peer: str) -> bool:
+        given = self._shelf.given
+        done = given is not None and (given.peer, given.version) == (peer, self._optimiser.version)
+        return not done and self._shelf.swaps[peer] < SWAPS_AT_MOST
+
+    def _refusal(self, sender: str) -> DeclineReason | None:
+        if self._situation.leaving:
+            return DeclineReason.LEAVING
+        if self._swapping is not None:
+            return DeclineReason.ENGAGED
+        swaps_left = self._optimiser.needs_slow and self._shelf.swaps[sender] < SWAPS_AT_MOST
+        if not swaps_left or self._next_partner() != sender:
+            return DeclineReason.NOT_NEXT
+        if self._asking is None:
+            return None
+        if self._asking != sender:
+            return DeclineReason.ASKING
+        # Both have just proposed the same: the lower peer id's goes first.
+        return None if sender < self._situation.me else DeclineReason.YIELD
+
+    async def _propose(self, peer: str) -> None:
+        situation, patience = self._situation, self._situation.settings.patience
+        self._asking = peer
+        again_s = patience.sleep_s
+        try:
+            async with (
+                asyncio.timeout(patience.answer_s) as deadline,
+                self._around.converse(peer) as conversation,
+            ):
+                await conversation.send(Proposal())
+                reply = await conversation.receive()
+                self._asking = None
+                if isinstance(reply, Declined):
+                    again_s = min(max(reply.retry_after_s, 0.0), patience.sleep_s)
+                elif not isinstance(reply, Accepted):
+                    raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
+                elif self._swapping is None:
+                    deadline.reschedule(now() + patience.exchange_s)
+                    await self._swap(conversation, None)
+                    again_s = 0.0
+        except (ConnectionError, TimeoutError) as loss:
+            # What is implausible was counted where it was found.
+            situation.counts["unanswered"] += not isinstance(loss, Implausible)
+        finally:
+            self._asking = None
+            until_s = now() + again_s + situation.rng.uniform(0.5, 1.5) * patience.jitter_s
+            self._put_off = (peer, self._optimiser.version, until_s)
+
+    async def _swap(self, conversation: Conversation, accepted: Accepted | None) -> None:
+        """Swap, once agreed. `accepted`: our answer, still to be sent, where we are the asked."""
+        self._swapping = conversation.peer
+        self._shelf.swaps[conversation.peer] += 1
+        try:
+            if accepted is not None:
+                await conversation.send(accepted)
+            await self._swap_once(conversation, asked=accepted is not None)
+        except Implausible as lie:
+            self._note_implausible(conversation.peer, str(lie))
+            raise
+        finally:
+            self._swapping = None
+            self._situation.ring()
+
+    def _note_implausible(self, peer: str, why: str) -> None:
+        situation = self._situation
+        situation.counts["implausible"] += 1
+        self._around.record(Lost(round=situation.next_round, partner=peer, why=why, implausible=True))
+
+    async def _swap_once(self, conversation: Conversation, *, asked: bool) -> None:
+        optimiser, shelf, version = self._optimiser, self._shelf, self._optimiser.version
+        round, last_met = self._situation.met
+        mine = Probe(
+            round=round, last_met=last_met, version=version, holds=NOTHING, slow=optimiser.slow_probe(), fast=None
+        )
+        check_own(mine)
+        shelf.bytes_sent += size_bytes(mine)
+        theirs = await swap(conversation, mine)
+        check_probe(theirs, mine)
+        shelf.bytes_received += size_bytes(theirs)
+        steps = optimiser.steps(mine.slow, theirs.slow)
+        encoded = await optimiser.encode_slow(steps)
+        self._must_be(version)
+        # What was held for an earlier prediction goes first: two copies are one too many.
+        shelf.forget()
+        sent = Weights(fast=(), slow=encoded.wire)
+        shelf.bytes_sent += size_bytes(sent)
+        came = await swap(conversation, sent)
+        shelf.bytes_received += size_bytes(came)
+        slow = await optimiser.decode_slow(came.slow, steps)
+        self._must_be(version)
+        shelf.held = Held(conversation.peer, theirs.version, slow)
+        shelf.given = Given(conversation.peer, version, steps)
+        self._situation.counts["sent_ahead"] += 1
+        # The asker stays until the asked has all: its leaving ends the conversation.
+        if asked:
+            await conversation.send(Received())
+        elif not isinstance(await conversation.receive(), Received):
+            raise ConnectionAbortedError("expected a receipt")
+
+    def _must_be(self, version: int) -> None:
+        """Raise ConnectionAbortedError if an outer step has moved the slow weights in the meantime."""
+        if self._optimiser.version != version:
+            raise ConnectionAbortedError("the slow weights moved meanwhile")

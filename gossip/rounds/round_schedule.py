@@ -1,0 +1,94 @@
+"""When a replica's next round is due, what number it has, and when an unmet replica stops deferring.
+
+A round is due H own inner steps after the last opening, met or not. H may be another one from round to round (`pace`):
+it is settled when a round is opened, so that an open round knows its end; until the first opening it follows what
+becomes known, for a replica that has just begun knows neither its own speed nor the others'. A round's number follows
+the last finished one and heals (`matching.heal`): from the roster when it opens, from offers and answers while it is
+open. A deferred round is not finished: the others' numbers go on, and the next opening catches up with them.
+
+Plain bookkeeping: no tensors, no time, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gossip.rounds.matching import ROUND_BOUND, good_enough_at, heal
+
+
+class Cadence:
+    """One replica's counters. `round`: the one opened last (0 before the first); `finished`: the last one finished."""
+
+    def __init__(self, inner_steps_per_round: int, rounds: int, inner_steps: int) -> None:
+        self._steps = self._next_steps = inner_steps_per_round
+        self._opened = False
+        self._opened_at = inner_steps
+        self._seconds_per_step: float | None = None
+        self.inner_steps = inner_steps
+        self.round = self.finished = rounds
+        self.deferred_in_a_row = 0
+        self.healed = 0
+        self._last = False
+
+    def __repr__(self) -> str:
+        return f"<Cadence: round {self.round}, {self.finished} finished, {self.inner_steps} inner steps>"
+
+    def tick(self, inner_steps: int, seconds_per_step: float, next_steps: int | None = None) -> None:
+        """Take note of the inner steps done, and of the seconds that one takes now.
+
+        `next_steps`: inner steps that the next round to be opened will last; None leaves them as they are.
+        """
+        self.inner_steps, self._seconds_per_step = inner_steps, seconds_per_step
+        self._next_steps = next_steps or self._next_steps
+        if not self._opened:
+            self._steps = self._next_steps
+
+    @property
+    def steps(self) -> int:
+        """Inner steps from the last opening to the next."""
+        return self._steps
+
+    @property
+    def due(self) -> bool:
+        """Whether the next round is to be opened."""
+        return self.inner_steps - self._opened_at >= self._steps
+
+    def ready_in_s(self, unknown_s: float) -> float:
+        """Estimate the seconds until the next opening; `unknown_s` before the first step has been measured."""
+        if self._seconds_per_step is None:
+            return unknown_s
+        return max(1, self._opened_at + self._steps - self.inner_steps) * self._seconds_per_step
+
+    def hopes_s(self, place: int, count: int, unknown_s: float) -> float:
+        """Return for how long preference number `place` of `count` is not good enough; 0 if it is.
+
+        Whoever found nobody last time, or will open no further round, is not picky.
+        """
+        if self._last or self.deferred_in_a_row:
+            return 0.0
+        steps = good_enough_at(place, count) * self._steps - (self.inner_steps - self._opened_at)
+        return max(0.0, steps) * (unknown_s if self._seconds_per_step is None else self._seconds_per_step)
+
+    def open(self, listed: Sequence[int], *, last: bool = False) -> None:
+        """Begin the next round, after those that the roster says are finished."""
+        self._last = last
+        following = 1 + heal(self.finished, (), (self.finished, *listed), ROUND_BOUND)
+        self.healed += following > max(self.round, self.finished + 1)
+        self.round = max(self.round, following)
+        self._opened_at, self._opened = self.inner_steps, True
+        self._steps = self._next_steps
+
+    def adopt(self, seen_round: int, listed: Sequence[int]) -> None:
+        """Move up to a partner's number, as far as the roster makes it believable."""
+        healed = heal(self.round, (seen_round,), (self.finished, *listed), ROUND_BOUND)
+        self.healed += healed > self.round
+        self.round = healed
+
+    def defer(self) -> None:
+        """Count a round without a partner."""
+        self.deferred_in_a_row += 1
+
+    def finish(self, round: int) -> None:
+        """Count an outer step."""
+        self.finished = round
+        self.deferred_in_a_row = 0

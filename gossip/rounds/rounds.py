@@ -1,0 +1,251 @@
+"""One replica's gossip rounds: when to open one, whom to ask, what to do when nobody is there.
+
+Every H own inner steps the replica copies its fast weights (the **snapshot**) and *opens* a round, and trains on. While
+the round is open a background task asks possible partners in this round's order, and incoming offers are answered at
+once; whichever comes first. The two exchange their snapshots while both train on, each applies the outer rule to the
+same facts, and the correction is added at the next pause between inner steps. No work stands still for lack of one.
+
+- A snapshot older than `overlap_steps` is retaken while the round stays open, so a correction is late by that and the
+  time of the exchange at most.
+- No partner by the time the next round is due: **defer**. No outer step is taken and the pseudo-gradient keeps growing;
+  solo steps instead would narrow the stable range of gamma and raise the floor of the disagreement. After several
+  deferrals in a row comes a **solo round**, the same rule with a mean over one. Alone in the roster: solo at once.
+- The **blocking form** (the paper's) shuts the gate only when a partner has accepted: both drain what is in flight,
+  then take their snapshots, exchange and correct, under one deadline. Shutting it before, while still waiting for a
+  partner, can deadlock across stages: the partner's step may need microbatches that are stuck at the shut gate.
+- A replica that has met nobody for more than `staleness_at_most` rounds contributes nothing when it meets somebody
+  again: it goes on from the partner's weights, and the partner's round stays open (`staleness`).
+- The last round of a run does not wait for H steps. Who finds no partner steps alone then: work that is in no slow
+  weights would be in no export either.
+
+Who is asked, and how an offer is answered: `offers`. A meeting from its agreement to its end: `meeting`. What happens
+between rounds where slow weights travel: `ahead`. What all of them know of each other: `situation`.
+
+Weights and snapshots change under one lock, `Situation.pause`; where the gate is involved, it is taken before the lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from gossip.exchange.messages import Ahead as Proposal
+from gossip.exchange.messages import Offer
+from gossip.exchange.swap import Conversation
+from gossip.interface import UNKNOWN, Deferred, Going, Origin, OuterStep, Replica, Settings, Surroundings
+from gossip.rounds.local_steps import own_steps
+from gossip.rounds.meeting import Meetings
+from gossip.rounds.offers import Offers
+from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, to_the_end
+from gossip.rounds.prefetch import Ahead
+from gossip.rounds.prefetch_cache import Shelf
+from gossip.rounds.round_state import Settled, Situation, now
+from gossip.rule.outer_step import OuterState
+
+NOT_KNOWN = -1
+"""How many inner steps slow weights hold that lack some."""
+
+
+class Rounds:
+    """The gossip of one replica: `between_steps` for the shell, `run` as a background task, `serve` for streams."""
+
+    def __init__(
+        self, me: str, settings: Settings, origin: Origin, replica: Replica, surroundings: Surroundings
+    ) -> None:
+        self._settings, self._around = settings, surroundings
+        self._situation = Situation(me, settings, origin, surroundings)
+        self._cadence, self._prospects = self._situation.cadence, self._situation.prospects
+        self._counts = self._situation.counts
+        self._optimiser = OuterOptimiser(settings, origin.state, replica, surroundings.compute)
+        self._shelf = Shelf()
+        meetings = Meetings(self._situation, self._optimiser, self._shelf, replica, surroundings, self._apply)
+        self._offers = Offers(self._situation, surroundings, meetings.meet)
+        self._ahead = Ahead(self._situation, self._optimiser, surroundings, self._shelf)
+        self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
+        """The inner steps that the slow weights hold."""
+
+    @property
+    def state(self) -> OuterState:
+        """Slow weights and momentum after the last round that was applied."""
+        return self._optimiser.state
+
+    @property
+    def finished(self) -> int:
+        """The number of the last finished round, met or solo: what the roster's record says."""
+        return self._cadence.finished
+
+    @property
+    def last_met(self) -> int:
+        """The round in which our weights last met anybody's, 0 if in none."""
+        return self._situation.last_met
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return counters since the start, and where the replica is."""
+        return self._situation.statistics()
+
+    def __repr__(self) -> str:
+        return f"<Rounds of {self._situation.me}: {self._situation!r}>"
+
+    # What the shell calls.
+
+    async def between_steps(self, inner_steps: int, seconds_per_step: float, going: Going = UNKNOWN) -> None:
+        """Do what is due in a pause between two inner steps, with nothing in flight.
+
+        `inner_steps`: this replica's count. `seconds_per_step`: what one takes now, for the estimates given to askers.
+        `going`: what the length of our rounds follows, where the settings let it follow something.
+        """
+        situation = self._situation
+        async with situation.pause:
+            next_steps = own_steps(self._settings, going, situation.others.speeds)
+            self._cadence.tick(inner_steps, seconds_per_step, next_steps)
+            if situation.settled is not None:
+                await self._apply(situation.settled)
+            if situation.open and situation.engagement is None:
+                await self._tend()
+            if not situation.open and self._cadence.due and not situation.leaving:
+                await self._open_round()
+            if situation.open:
+                # Somebody more may have become good enough.
+                situation.ring()
+
+    async def run(self) -> None:
+        """Ask partners while a round is open, and prepare the next one where that helps, until cancelled."""
+        if not self._optimiser.needs_slow:
+            await self._offers.run()
+            return
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._offers.run(), name="offers")
+            group.create_task(self._ahead.run(), name="ahead")
+
+    async def serve(self, conversation: Conversation) -> None:
+        """Answer one incoming offer or proposal at once, and do what was agreed.
+
+        Raises a `ConnectionError` where that breaks.
+        """
+        try:
+            async with asyncio.timeout(self._settings.patience.answer_s) as deadline:
+                first = await conversation.receive()
+                if isinstance(first, Offer):
+                    await self._offers.answer_one(conversation, first, deadline)
+                elif isinstance(first, Proposal):
+                    await self._ahead.answer_one(conversation, deadline)
+                else:
+                    raise ConnectionAbortedError(f"expected an offer, got {type(first).__name__}")
+        except TimeoutError as silence:
+            raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
+
+    async def last_round(self, deadline_s: float) -> None:
+        """End the gossip: open a round now, meet a partner if one is found within `deadline_s`, else step alone.
+
+        Called in a pause that lasts, with `run` still running. Offers are declined from then on. Where the slow weights
+        hold all inner steps already, there is nothing to bring: a round more would be momentum alone.
+        """
+        situation = self._situation
+        await self._meeting_over()
+        async with situation.pause:
+            if situation.settled is not None:
+                await self._apply(situation.settled)
+            if self._gathered == self._cadence.inner_steps:
+                situation.leaving, situation.open, situation.snapshot = True, False, None
+                return
+            await self._open_round(last=True)
+        await situation.wait_while(situation.hopeful, now() + deadline_s)
+        await self._meeting_over()
+        situation.leaving = True
+        async with situation.pause:
+            if situation.settled is not None:
+                await self._apply(situation.settled)
+            elif situation.open:
+                await self._step_alone()
+
+    async def _meeting_over(self) -> None:
+        """Wait for the meeting under way, if there is one, for as long as meetings may take; then give it up."""
+        situation = self._situation
+        until_s = now() + self._settings.patience.exchange_s
+        await situation.wait_while(lambda: situation.engagement is not None, until_s)
+        situation.engagement = None
+
+    async def leave(self) -> None:
+        """Take part in no further round; what has been agreed and is complete is still applied.
+
+        Called in a pause that lasts: a partner that has stepped with us counts on our step too.
+        """
+        situation = self._situation
+        situation.leaving, situation.open, situation.snapshot, situation.engagement = True, False, None, None
+        async with situation.pause:
+            if situation.settled is not None:
+                await self._apply(situation.settled)
+        situation.ring()
+
+    # In a pause, under the lock.
+
+    async def _tend(self) -> None:
+        """Look after an open round that nobody has accepted yet."""
+        situation = self._situation
+        if self._prospects.nobody_left(situation.others.peers):
+            await self._step_alone()
+        elif self._cadence.due:
+            if self._cadence.deferred_in_a_row < self._settings.deferrals_before_solo:
+                self._defer()
+            else:
+                await self._step_alone()
+        elif situation.snapshot is not None:
+            age = self._cadence.inner_steps - situation.snapshot.inner_steps
+            if age >= max(1, self._settings.overlap_steps):
+                situation.snapshot = await self._take_snapshot()
+                self._counts["retaken"] += 1
+
+    def _defer(self) -> None:
+        self._situation.open, self._situation.snapshot = False, None
+        self._cadence.defer()
+        self._counts["deferred"] += 1
+        self._around.record(Deferred(round=self._cadence.round, in_a_row=self._cadence.deferred_in_a_row))
+
+    async def _take_snapshot(self) -> Snapshot:
+        return await self._optimiser.snapshot(self._cadence.inner_steps)
+
+    async def _open_round(self, *, last: bool = False) -> None:
+        situation = self._situation
+        self._cadence.open(situation.others.rounds, last=last)
+        self._prospects.clear()
+        situation.in_vain.clear()
+        if not situation.others.peers:
+            await self._step_alone()
+            return
+        if not self._settings.blocking:
+            situation.snapshot = await self._take_snapshot()
+        situation.open = True
+        situation.ring()
+
+    async def _step_alone(self) -> None:
+        situation = self._situation
+        situation.open, situation.snapshot = False, None
+        started_s = now()
+        taken = await self._take_snapshot()
+        step = await self._optimiser.alone(taken)
+        event = OuterStep(round=self._cadence.round, seconds=now() - started_s, staleness_rounds=situation.staleness)
+        await self._apply(Settled(step, taken.inner_steps, event, situation.last_met))
+
+    async def _apply(self, settled: Settled) -> None:
+        self._situation.settled = None
+        self._gathered = settled.snapshot_step
+        await to_the_end(self._correct(settled))
+
+    async def _correct(self, settled: Settled) -> None:
+        situation, event = self._situation, settled.event
+        await self._optimiser.correct(settled.step)
+        event = replace(
+            event,
+            staleness=self._cadence.inner_steps - settled.snapshot_step,
+            bytes_sent=event.bytes_sent + self._shelf.bytes_sent,
+            bytes_received=event.bytes_received + self._shelf.bytes_received,
+        )
+        self._shelf.clear()
+        self._cadence.finish(event.round)
+        situation.last_met = settled.last_met
+        self._counts["solo" if event.partner is None else "met"] += 1
+        self._counts["adopted"] += event.adopted
+        self._counts["bytes_sent"] += event.bytes_sent
+        self._counts["bytes_received"] += event.bytes_received
+        self._around.record(event)
+        situation.ring()

@@ -1,0 +1,157 @@
+"""What is said in a meeting: probes, weights, and the step that follows from both.
+
+Probes go first. They are small, and all that follows depends on them alone, alike on both sides: whose weights count,
+how they are coded, and whether the slow ones need to travel. Mostly both count. A side whose weights are too stale
+contributes nothing (`staleness`): it sends no weights and goes on from the partner's, which travel in a form that says
+where they are rather than how far; the partner takes no step and keeps its round open.
+
+What comes is kept no longer than the step needs it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gossip.exchange.messages import Implausible, Probe, Weights
+from gossip.exchange.swap import Conversation, check_own, check_probe, gap, size_bytes, swap
+from gossip.rounds.outer_optimiser import OuterOptimiser, Seen, Snapshot, Step
+from gossip.rounds.prefetch_cache import Shelf
+from gossip.rule.outer_step import Tensors
+from gossip.rule.staleness import Met, Terms, clock, last_met_after, staleness, terms
+
+NO_WEIGHTS = Weights(fast=(), slow=())
+
+
+class Claim(NamedTuple):
+    """What we say of our weights: when they met anybody's; and the staleness beyond which a side does not count."""
+
+    met: Met
+    at_most: int
+
+
+class Traded(NamedTuple):
+    """What a meeting came to. `step`: None where the partner's weights are too stale to count.
+
+    `last_met`: of our weights after the step. `spared`: whether slow weights that had travelled ahead did not have to
+    travel again.
+    """
+
+    step: Step | None
+    gap: float
+    staleness: int
+    partner_staleness: int
+    last_met: int
+    bytes_sent: int
+    bytes_received: int
+    adopted: bool
+    spared: bool
+
+
+class _Swapped(NamedTuple):
+    """The step that follows from a swap of weights, what was sent and what came, and whether slow ones were spared."""
+
+    step: Step | None
+    sent: Weights
+    came: Weights
+    spared: bool = False
+
+
+class _Meeting(NamedTuple):
+    """Two sides that have shown each other their probes."""
+
+    conversation: Conversation
+    snapshot: Snapshot
+    optimiser: OuterOptimiser
+    mine: Probe
+    theirs: Probe
+
+
+async def trade(
+    conversation: Conversation, snapshot: Snapshot, optimiser: OuterOptimiser, shelf: Shelf, claim: Claim
+) -> Traded:
+    """Exchange probes and weights, and compute the step; nothing moves yet.
+
+    Raises Implausible where what comes cannot be right, another `ConnectionError` where it does not come or where our
+    own weights are not finite.
+    """
+    mine = Probe(
+        round=claim.met.round,
+        last_met=claim.met.last_met,
+        version=optimiser.version,
+        holds=shelf.holds(conversation.peer),
+        slow=optimiser.slow_probe(),
+        fast=optimiser.fast_probe(snapshot),
+    )
+    check_own(mine)
+    theirs = await swap(conversation, mine)
+    check_probe(theirs, mine)
+    meeting = _Meeting(conversation, snapshot, optimiser, mine, theirs)
+    partner = Met(theirs.round, theirs.last_met)
+    own_age, their_age = (staleness(side, clock(claim.met, partner)) for side in (claim.met, partner))
+    whose = terms(own_age, their_age, claim.at_most)
+    if whose is Terms.BOTH:
+        swapped = await _average(meeting, shelf)
+    elif whose is Terms.MINE:
+        swapped = await _lend(meeting)
+    else:
+        swapped = await _adopt(meeting)
+    return Traded(
+        step=swapped.step,
+        gap=gap(mine.slow, theirs.slow),
+        staleness=own_age,
+        partner_staleness=their_age,
+        last_met=last_met_after(claim.met, partner, adopted=whose is Terms.THEIRS),
+        bytes_sent=size_bytes(mine, swapped.sent),
+        bytes_received=size_bytes(theirs, swapped.came),
+        adopted=whose is Terms.THEIRS,
+        spared=swapped.spared,
+    )
+
+
+async def _average(meeting: _Meeting, shelf: Shelf) -> _Swapped:
+    """Swap weights in the run's codec, of which both use what both decode."""
+    conversation, snapshot, optimiser, mine, theirs = meeting
+    fast_steps = optimiser.steps(mine.fast, theirs.fast)
+    # By which steps slow weights are coded that travel now, and those of ours that have travelled ahead.
+    anew = optimiser.steps(mine.slow, theirs.slow) if optimiser.needs_slow else ()
+    given = shelf.given_to(conversation.peer, mine.version, theirs.holds)
+    held = shelf.held_of(conversation.peer)
+
+    fast = await optimiser.encode_fast(snapshot, fast_steps)
+    slow = await optimiser.encode_slow(anew if given is None else given) if optimiser.needs_slow else None
+    sent = Weights(fast=fast.wire, slow=() if slow is None or given is not None else slow.wire)
+    came = await swap(conversation, sent)
+
+    their_fast = await optimiser.decode_fast(came.fast, snapshot, fast_steps)
+    their_slow: Tensors | None = None
+    if came.slow and not optimiser.needs_slow:
+        raise Implausible("slow weights, which gamma = beta does not need")
+    if came.slow:
+        their_slow = await optimiser.decode_slow(came.slow, anew)
+    elif optimiser.needs_slow:
+        if held is None or held.version != theirs.version:
+            raise Implausible("no slow weights, and we hold none of this version")
+        their_slow = held.slow
+    said = Seen(fast.decoded, None if slow is None else slow.decoded)
+    step = await optimiser.with_partner(snapshot, said, Seen(their_fast, their_slow))
+    return _Swapped(step, sent, came, spared=given is not None)
+
+
+async def _lend(meeting: _Meeting) -> _Swapped:
+    """Send the weights that the partner is to go on from; its own do not count."""
+    wire = (await meeting.optimiser.encode_absolute(meeting.snapshot)).wire
+    sent = Weights(fast=(), slow=wire) if meeting.optimiser.needs_slow else Weights(fast=wire, slow=())
+    came = await swap(meeting.conversation, sent)
+    if came.fast or came.slow:
+        raise Implausible("weights that are too stale to count")
+    return _Swapped(None, sent, came)
+
+
+async def _adopt(meeting: _Meeting) -> _Swapped:
+    """Go on from the partner's weights."""
+    came = await swap(meeting.conversation, NO_WEIGHTS)
+    wire, surplus = (came.slow, came.fast) if meeting.optimiser.needs_slow else (came.fast, came.slow)
+    if surplus:
+        raise Implausible("two sets of weights to adopt")
+    weights = await meeting.optimiser.decode_absolute(wire, meeting.snapshot)
+    return _Swapped(await meeting.optimiser.adopting(meeting.snapshot, weights), NO_WEIGHTS, came)

@@ -1,0 +1,279 @@
+"""What a newcomer has of a state so far: tensors that fill piece by piece, and which of them are right.
+
+Memory is taken when the first manifest has been checked, and as much as the newcomer's own shapes ask for. A piece is
+written into its tensors after its hash and its values have been checked; what was checked stays right whatever becomes
+of the donor. Another donor's manifest keeps all pieces of equal hash, and perhaps whole units of the one before
+(`salvage`).
+
+A `Keep` may note every piece outside of this process, so that a newcomer that was killed goes on from there: what it
+brings back counts if its hash is the one that a manifest lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gossip.exchange.messages import Implausible, Manifest, ReplicaState, Section
+from gossip.rule.outer_step import Tensors
+from gossip.transfer.chunks import DIGEST_BYTES, cut, digest, gather, present, raw, scatter
+from gossip.transfer.donor_switch import Bill, mixes
+
+
+class Key(NamedTuple):
+    """One piece of a state."""
+
+    section: Section
+    number: int
+
+
+class Keep(Protocol):
+    """Notes pieces outside of this process. Raises nothing for its own sake: what it cannot keep is fetched again."""
+
+    def follow(self, manifest: Manifest | None, settled: frozenset[int]) -> None:
+        """Note whose pieces come from now on, and which units stay those of donors before."""
+
+    def put(self, key: Key, digest: bytes, data: Tensor) -> None:
+        """Note one piece."""
+
+    def pieces(self) -> Iterator[tuple[Key, bytes, Tensor]]:
+        """Return what was noted in an earlier life: pieces with the hashes that they had."""
+
+    def last(self) -> tuple[Manifest | None, frozenset[int]]:
+        """Return what `follow` noted last in an earlier life."""
+
+    def rest(self) -> None:
+        """Let go of what it takes to note pieces: none comes for now, and perhaps none ever."""
+
+    def discard(self) -> None:
+        """Forget everything: it is not needed any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Followed:
+    """From now on the pieces of this donor's copy are fetched.
+
+    `held_bytes`: of them here already. `settled_bytes`: of those, what stays from donors before.
+    """
+
+    donor: str
+    round: int
+    total_bytes: int
+    held_bytes: int
+    settled_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrived:
+    """Pieces of so many bytes have come and are right."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left:
+    """A donor is given up, and why. `refused`: it is none that may be believed."""
+
+    donor: str
+    why: str
+    refused: bool = False
+
+
+News = Followed | Arrived | Left
+
+
+def silent(news: News) -> None:
+    """Tell nobody."""
+
+
+class _Course(NamedTuple):
+    """What is followed: a manifest, the units that stay from donors before, and when all of it last met anybody's."""
+
+    manifest: Manifest | None = None
+    settled: frozenset[int] = frozenset()
+    last_met: int = 0
+
+
+_NOTHING = _Course()
+
+
+class Holding:
+    """The pieces of one stage's state. Work for another thread than the event loop's: one call at a time, but `put`."""
+
+    def __init__(self, like: Tensors, keep: Keep | None = None, tell: Callable[[News], None] = silent) -> None:
+        """`like`: tensors (the meta device will do) of the shapes of the weights, float32."""
+        self.tell = tell
+        self._shapes = [tuple(tensor.shape) for tensor in like]
+        self.spans = cut([4 * prod(shape) for shape in self._shapes])
+        self._keep = keep
+        self._tensors: dict[Section, Tensors] = {}
+        self._right: dict[Key, bytes] = {}
+        self._manifest: Manifest | None = None
+        self._settled: frozenset[int] = frozenset()
+        self._last_met = 0
+        self._before = _NOTHING
+        self._fresh: set[Key] = set()
+        self._loaded = keep is None
+
+    def __repr__(self) -> str:
+        return f"Holding({len(self._right)} pieces of {len(self.spans)} a section, {len(self._settled)} units settled)"
+
+    @property
+    def snapshot(self) -> str:
+        """The name of the copy that was followed last."""
+        return self._manifest.snapshot if self._manifest is not None else ""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether units of more than one donor's copy are here."""
+        return bool(self._settled)
+
+    def load(self) -> None:
+        """Take over what an earlier life has kept; nothing where there is none, or it was done before."""
+        if self._keep is None or self._loaded:
+            return
+        self._loaded = True
+        manifest, settled = self._keep.last()
+        # Of an earlier cut or model: its hashes will not fit either.
+        if manifest is not None and all(digests.shape[0] == len(self.spans) for digests in present(manifest).values()):
+            self._manifest, self._settled, self._last_met = manifest, settled, manifest.last_met
+        for key, expected, data in self._keep.pieces():
+            if key.number < len(self.spans) and self._fits(key, data) and digest(data) == expected:
+                self._write(key, expected, data)
+
+    def seed(self, found: Mapping[Section, Tensors]) -> None:
+        """Take over tensors of our own, which are copied: their pieces need not be fetched where their hashes fit."""
+        for section, tensors in found.items():
+            if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
+                continue
+            for number, span in enumerate(self.spans):
+                data = gather(tensors, span)
+                if Key(section, number) not in self._right:
+                    self._write(Key(section, number), digest(data), data)
+
+    def follow(self, manifest: Manifest, donor: str) -> tuple[list[Key], Followed]:
+        """Turn to a copy whose manifest has been checked; return the pieces to fetch, in order, and what to tell."""
+        before, last_met = self._manifest, self._last_met
+        if before is None or before.snapshot != manifest.snapshot:
+            self._before, self._fresh = _Course(before, self._settled, last_met), set()
+        hashes = {section: bytes(raw(digests).numpy()) for section, digests in present(manifest).items()}
+        wanted = [key for number in range(len(self.spans)) for key in (Key(section, number) for section in hashes)]
+
+        def differs(key: Key) -> bool:
+            at = DIGEST_BYTES * key.number
+            return self._right.get(key) != hashes[key.section][at : at + DIGEST_BYTES]
+
+        afresh = [key for key in wanted if differs(key)]
+        course = _Course(manifest, frozenset(), manifest.last_met)
+        if before is not None and afresh:
+            complete = self._complete(before)
+            rest = [key for key in afresh if self.spans[key.number].unit not in complete]
+            if mixes(before, manifest, Bill(self._bytes(afresh), self._bytes(rest))):
+                course = _Course(manifest, complete, min(last_met, manifest.last_met))
+        self._turn_to(course)
+        needed = [key for key in afresh if self.spans[key.number].unit not in course.settled]
+        stays = [key for key in afresh if self.spans[key.number].unit in course.settled]
+        for section in hashes:
+            self._room(section)
+        total = self._bytes(wanted)
+        return needed, Followed(
+            donor=donor,
+            round=manifest.round,
+            total_bytes=total,
+            held_bytes=total - self._bytes(needed),
+            settled_bytes=self._bytes(stays),
+        )
+
+    def put(self, key: Key, data: Tensor) -> None:
+        """Take a piece of the copy that is followed; raise Implausible where it is not what the manifest says."""
+        assert self._manifest is not None
+        at = present(self._manifest)[key.section][key.number]
+        expected = bytes(at.numpy())
+        if not self._fits(key, data) or digest(data) != expected:
+            raise Implausible(f"piece {key.number} of {key.section} is not what its hash says")
+        if data.numel():
+            low, high = torch.aminmax(data.view(torch.float32))
+            if not math.isfinite(low) or not math.isfinite(high):
+                raise Implausible(f"piece {key.number} of {key.section}: not finite")
+        self._write(key, expected, data)
+        self._fresh.add(key)
+        if self._keep is not None:
+            self._keep.put(key, expected, data)
+
+    def forget(self) -> None:
+        """Drop what came from the donor that is followed, for it has lied, and return to what was there before it.
+
+        Units that it has written over are not settled any more.
+        """
+        for key in self._fresh:
+            self._right.pop(key, None)
+        spoilt = {self.spans[key.number].unit for key in self._fresh}
+        self._fresh = set()
+        self._turn_to(self._before._replace(settled=self._before.settled - spoilt))
+        self._before = _NOTHING
+
+    def clear(self) -> None:
+        """Drop everything: somebody has lied, and who is not known."""
+        self._right.clear()
+        self._fresh, self._before = set(), _NOTHING
+        self._turn_to(_NOTHING)
+
+    def _turn_to(self, course: _Course) -> None:
+        self._manifest, self._settled, self._last_met = course
+        if self._keep is not None:
+            self._keep.follow(course.manifest, course.settled)
+
+    def state(self) -> ReplicaState:
+        """Return the state, once all pieces are here."""
+        manifest = self._manifest
+        assert manifest is not None
+        there = present(manifest)
+        parts = {section: self._tensors[section] if section in there else () for section in Section}
+        return ReplicaState(
+            slow=parts[Section.SLOW],
+            momentum=parts[Section.MOMENTUM],
+            optimiser=(*parts[Section.FIRST], *parts[Section.SECOND]),
+            round=manifest.round,
+            inner_steps=manifest.inner_steps,
+            progress=manifest.progress,
+            optimiser_steps=manifest.optimiser_steps,
+            gathered=parts[Section.GATHERED],
+            meetings=manifest.meetings if Section.GATHERED in there else 0,
+            last_met=self._last_met,
+        )
+
+    def _complete(self, manifest: Manifest) -> frozenset[int]:
+        """Return the units of which everything is here: of this copy, or settled before and not lost since."""
+        lacking: set[int] = set()
+        lost: set[int] = set()
+        for section, digests in present(manifest).items():
+            for number, span in enumerate(self.spans):
+                found = self._right.get(Key(section, number))
+                if found is None:
+                    lost.add(span.unit)  # the disk has not kept it, for one
+                if found != bytes(digests[number].numpy()):
+                    lacking.add(span.unit)
+        return frozenset({span.unit for span in self.spans} - lacking) | (self._settled - lost)
+
+    def _bytes(self, keys: list[Key]) -> int:
+        return sum(self.spans[key.number].size_bytes for key in keys)
+
+    def _fits(self, key: Key, data: Tensor) -> bool:
+        return data.dtype is torch.uint8 and tuple(data.shape) == (self.spans[key.number].size_bytes,)
+
+    def _room(self, section: Section) -> Tensors:
+        if section not in self._tensors:
+            self._tensors[section] = tuple(torch.zeros(shape) for shape in self._shapes)
+        return self._tensors[section]
+
+    def _write(self, key: Key, expected: bytes, data: Tensor) -> None:
+        # While it is written the piece is neither the old one nor the new one.
+        self._right.pop(key, None)
+        scatter(data, self._room(key.section), self.spans[key.number])
+        self._right[key] = expected

@@ -1,0 +1,158 @@
+"""How a replica's state is cut into pieces, and how pieces become tensors again.
+
+A state consists of sections (`messages.Section`), each a set of tensors like the weights, and all are cut alike: a
+large tensor into ranges of bytes, small ones bundled whole. So no piece holds parts of two tensors, and the tensors of
+a **unit** (one large tensor, or one bundle) are complete with the unit's own pieces: what a newcomer holds of two
+donors it can tell apart unit by unit.
+
+The cut follows from the shapes, so both ends know it before the first byte; a manifest adds the SHA-256 of each piece.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gossip.exchange.messages import Manifest, Parts, ReplicaState, Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DIGEST_BYTES = 32
+LEAST_PIECE_BYTES = 4096
+MOST_PIECE_BYTES = 2**22
+PIECES = 16
+"""About how many a section has at least, so that several streams share the work evenly."""
+
+
+class Part(NamedTuple):
+    """Bytes `start` to `stop` of tensor number `tensor`."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class Span(NamedTuple):
+    """What one piece covers of a section: part of one tensor, or several whole ones. `unit`: to which it belongs."""
+
+    unit: int
+    parts: tuple[Part, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the piece."""
+        return sum(part.stop - part.start for part in self.parts)
+
+
+def piece_bytes(section_bytes: int) -> int:
+    """Return the most that a piece of such a section holds: a power of two."""
+    share = max(1, section_bytes // PIECES)
+    return min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, 1 << (share.bit_length() - 1)))
+
+
+def cut(tensor_bytes: Sequence[int]) -> tuple[Span, ...]:
+    """Cut one section, given the size of each of its tensors, into pieces; the last may be a shorter one.
+
+    There is at least one piece, if an empty one.
+    """
+    limit = piece_bytes(sum(tensor_bytes))
+    spans: list[Span] = []
+    bundle: list[Part] = []
+    unit = 0
+
+    def close() -> None:
+        nonlocal unit
+        if bundle:
+            spans.append(Span(unit, tuple(bundle)))
+            bundle.clear()
+            unit += 1
+
+    for tensor, size in enumerate(tensor_bytes):
+        if size > limit:
+            close()
+            spans += [Span(unit, (Part(tensor, at, min(at + limit, size)),)) for at in range(0, size, limit)]
+            unit += 1
+            continue
+        if sum(part.stop for part in bundle) + size > limit:
+            close()
+        bundle.append(Part(tensor, 0, size))
+    close()
+    return tuple(spans) or (Span(0, ()),)
+
+
+def sections(parts: Parts, *, meetings: int, optimiser: bool) -> tuple[Section, ...]:
+    """Return which sections a state has of which somebody asked for `parts`."""
+    if parts is not Parts.ALL:
+        return (Section.SLOW,) if parts is Parts.SLOW else ()
+    found = [Section.SLOW, Section.MOMENTUM]
+    if meetings:
+        found.append(Section.GATHERED)
+    return (*found, Section.FIRST, Section.SECOND) if optimiser else tuple(found)
+
+
+def present(manifest: Manifest) -> dict[Section, Tensor]:
+    """Return the digests of the sections that a manifest lists."""
+    listed = {section: getattr(manifest, section) for section in Section}
+    return {section: digests for section, digests in listed.items() if digests is not None}
+
+
+def tensors_of(state: ReplicaState, section: Section) -> tuple[Tensor, ...]:
+    """Return one section of a state; empty where it is not there."""
+    half = len(state.optimiser) // 2
+    found: dict[Section, tuple[Tensor, ...]] = {
+        Section.SLOW: state.slow,
+        Section.MOMENTUM: state.momentum,
+        Section.GATHERED: state.gathered,
+        Section.FIRST: state.optimiser[:half],
+        Section.SECOND: state.optimiser[half:],
+    }
+    return found[section]
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous CPU tensor as uint8 [bytes]."""
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def gather(tensors: Sequence[Tensor], span: Span) -> Tensor:
+    """Return a piece as uint8 [bytes]: a view where it is part of one tensor."""
+    import torch
+
+    views = [raw(tensors[part.tensor])[part.start : part.stop] for part in span.parts]
+    if len(views) == 1:
+        return views[0]
+    return torch.cat(views) if views else torch.empty(0, dtype=torch.uint8)
+
+
+def scatter(data: Tensor, tensors: Sequence[Tensor], span: Span) -> None:
+    """Write a piece to where it belongs."""
+    at = 0
+    for part in span.parts:
+        size = part.stop - part.start
+        raw(tensors[part.tensor])[part.start : part.stop] = data[at : at + size]
+        at += size
+
+
+def digest(data: Tensor) -> bytes:
+    """Return the SHA-256 of a piece."""
+    content: Any = data.numpy()
+    return hashlib.sha256(content).digest()  # lets other threads run meanwhile
+
+
+def listed(digests: Iterable[bytes]) -> Tensor:
+    """Return digests as a manifest has them: uint8 [pieces, 32]."""
+    import torch
+
+    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def name_of(counters: Sequence[float], digests: Iterable[bytes]) -> str:
+    """Return the name of a copy: it follows from its content."""
+    total = hashlib.sha256(repr(tuple(counters)).encode())
+    for each in digests:
+        total.update(each)
+    return total.hexdigest()[:32]

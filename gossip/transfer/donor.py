@@ -1,0 +1,340 @@
+"""A replica gives its state to newcomers, and trains on.
+
+Asked for a manifest it freezes a copy: the slow weights and momenta are never written into, so holding them is enough,
+and the inner optimiser's tensors are copied once. The hashes are computed in jobs of some milliseconds, between which
+training goes on. Newcomers of the same round share a copy.
+
+What strangers can cost is bounded: at most `COPIES` copies, each let go `HOLD_S` after a piece of it was last on its
+way and `Terms.deadline_s` after it was made; at most `VISITORS` newcomers at once, each with at most `STREAMS` streams,
+and none for good (`gossip.transfer.donor_slots`); and no stream may be idle for longer than `Terms.piece_s`. The others
+are told to come back. A copy outlives its newcomer for a while, so that one that was killed finds it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+
+from torch import Tensor
+
+from gossip.exchange.messages import (
+    Busy,
+    Gone,
+    Manifest,
+    Parts,
+    Piece,
+    PieceRequest,
+    ReplicaState,
+    Section,
+    StateRequest,
+)
+from gossip.exchange.swap import Compute, Conversation, norm
+from gossip.rule.outer_step import Tensors
+from gossip.transfer.chunks import Span, cut, digest, gather, listed, name_of, present, sections, tensors_of
+from gossip.transfer.donor_slots import Visit, Visits
+
+COPIES = 2
+"""Copies held at once: one of the round that newcomers fetch, and one of a round before that somebody still fetches."""
+TURNS = 8
+"""Of one newcomer after the other, in the life of a copy."""
+HOLD_S = 120.0
+"""How long a copy is held for somebody who may come back."""
+RECENT_ROUNDS = 8
+"""An older copy is given to nobody who asks for a manifest."""
+ABANDONED_S = 15.0
+"""After a newcomer that left before its copy was made, until another one is made: who asks and leaves costs as much."""
+RETRY_S = 5.0
+"""What those who find all places taken are told."""
+HASHED_AT_ONCE_BYTES = 2**26
+"""In one job of some ten milliseconds: each waits for its turn among those of the training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """How patient a donor is, in seconds. `deadline_s`: a copy's life. `piece_s`: for a newcomer's next request."""
+
+    deadline_s: float
+    piece_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A state held still. `used_s`: when somebody last asked for it, or left."""
+
+    state: ReplicaState
+    manifest: Manifest
+    parts: Parts
+    made_s: float
+    used_s: float
+
+
+class Donor:
+    """Serves one replica's state. `provide` returns it; its tensors are never written into afterwards.
+
+    Of an outline it needs the weights only for a norm that it does not know.
+    """
+
+    def __init__(
+        self,
+        provide: Callable[[Parts], Awaitable[ReplicaState]],
+        compute: Compute,
+        shapes: Sequence[tuple[int, ...]],
+        terms: Terms,
+    ) -> None:
+        self._provide, self._compute, self._terms = provide, compute, terms
+        self._spans = cut([4 * prod(shape) for shape in shapes])
+        self._copies: dict[str, _Copy] = {}
+        self._under_way: Counter[str] = Counter()
+        """Pieces on their way, by the snapshot that they are of."""
+        self._freezing, self._asking = asyncio.Lock(), asyncio.Lock()
+        self._norm: tuple[int, float] | None = None
+        """Of the slow weights, and the round that they are of."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._again_s = 0.0
+        self._section_bytes = 4 * sum(map(prod, shapes))
+        self._visits = Visits(terms.deadline_s / TURNS)
+        self._counts: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"Donor({len(self._copies)} copies, {len(self._visits)} newcomers)"
+
+    def knows(self, round: int, norm: float) -> None:
+        """Take over the norm of the slow weights of a round: an outline of it then needs no weights."""
+        self._norm = (round, norm)
+
+    def close(self) -> None:
+        """Let go of all copies, and make no other: the replica is given up, and its memory is wanted."""
+        self._provide = _given_up  # a stream that waits for its newcomer shall not keep the replica either
+        self._copies.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the copies held and made, pieces and bytes given, and how often somebody was told to come back."""
+        return {**self._counts, **self._visits.statistics(), "held": len(self._copies)}
+
+    async def serve(self, conversation: Conversation) -> None:
+        """Answer the requests of one stream until the newcomer leaves.
+
+        Raises ConnectionAbortedError where it is too slow or asks for what is not there, or another needs its place.
+        """
+        request = await self._next(conversation)
+        if isinstance(request, StateRequest) and request.parts is Parts.OUTLINE:
+            # Small, and asked by many: it takes nobody's place.
+            await _within(self._terms.piece_s, conversation.send(await self._outline()))
+            return
+        visit = self._visits.enter(conversation.peer)
+        if visit is None:
+            self._counts["turned_away"] += 1
+            await _within(self._terms.piece_s, conversation.send(Busy(retry_after_s=RETRY_S)))
+            return
+        async with self._visits.turn(conversation.peer, visit):
+            while request is not None:
+                with self._giving(request):
+                    await self._answer(conversation, request, visit)
+                    request = await self._next(conversation)
+
+    async def _next(self, conversation: Conversation) -> object | None:
+        """Return the next request; None where the newcomer has what it wants."""
+        try:
+            return await _within(self._terms.piece_s, conversation.receive())
+        except ConnectionResetError:
+            return None
+
+    async def _answer(self, conversation: Conversation, request: object, visit: Visit) -> None:
+        if isinstance(request, StateRequest):
+            manifest = await self._manifest(request)
+            # How long it took us to freeze a copy is not the newcomer's fault.
+            listed_sections = len(present(manifest)) if isinstance(manifest, Manifest) else 0
+            visit.begin(listed_sections * self._section_bytes)
+            await _within(self._terms.deadline_s, conversation.send(manifest))
+        elif isinstance(request, PieceRequest):
+            piece = self._piece(request)
+            visit.begin(self._section_bytes)
+            # Nor is how long our own budget of upload lets a piece wait.
+            await _within(self._terms.deadline_s, conversation.send(piece))
+            visit.given_bytes += piece.data.nbytes if isinstance(piece, Piece) else 0
+        else:
+            raise ConnectionAbortedError(f"expected a request, got {type(request).__name__}")
+
+    def _piece(self, request: PieceRequest) -> Piece | Gone:
+        self._let_go()
+        copy = self._copies.get(request.snapshot)
+        if copy is None:
+            return Gone()
+        if request.section not in present(copy.manifest) or not 0 <= request.number < len(self._spans):
+            raise ConnectionAbortedError(f"there is no piece {request.number} of {request.section}")
+        self._use(copy)
+        data = gather(tensors_of(copy.state, request.section), self._spans[request.number])
+        self._counts["pieces"] += 1
+        self._counts["bytes"] += data.nbytes
+        return Piece(data=data)
+
+    @contextmanager
+    def _giving(self, request: object) -> Iterator[None]:
+        """Hold a copy while a piece of it is on its way, until the next is asked for: on a slow line that is minutes.
+
+        By its name: a copy that is let go all the same, for a new one or with its stage, is no longer in memory.
+        """
+        name = request.snapshot if isinstance(request, PieceRequest) else ""
+        self._under_way[name] += 1
+        try:
+            yield
+        finally:
+            self._under_way -= Counter([name])  # which forgets names of which none is left
+            copy = self._copies.get(name)
+            if copy is not None:
+                copy.used_s = asyncio.get_running_loop().time()
+
+    # Copies.
+
+    async def _manifest(self, request: StateRequest) -> Manifest | Busy:
+        """Return what is held for somebody who asks for `request.parts`; make a copy if none will do."""
+        self._counts["manifests"] += 1
+        if request.parts is Parts.OUTLINE:
+            return await self._outline()
+        async with self._freezing:
+            self._let_go()
+            copy = self._fitting(request, (await self._provide(Parts.OUTLINE)).round)
+            if copy is None:
+                if self._again_s > asyncio.get_running_loop().time():
+                    return Busy(retry_after_s=RETRY_S)
+                try:
+                    copy = await self._freeze(request.parts)
+                except asyncio.CancelledError:
+                    self._again_s = asyncio.get_running_loop().time() + ABANDONED_S
+                    raise
+            self._use(copy)
+            if request.parts is Parts.ALL:
+                return copy.manifest
+            return replace(copy.manifest, momentum=None, gathered=None, first=None, second=None)
+
+    async def _outline(self) -> Manifest:
+        # Of all who ask in a new round one has the norm computed.
+        async with self._asking:
+            state = await self._provide(Parts.OUTLINE)
+            if self._norm is None or self._norm[0] != state.round:
+                self._norm = (state.round, await self._compute(norm, state.slow))
+            return _manifest(state, self._norm[1], {})
+
+    def _fitting(self, request: StateRequest, round: int) -> _Copy | None:
+        """Return a copy that will do: the one asked for, one of this round, or the last where no more may be made.
+
+        Where none is left that is recent, room is made for a new one; those who still fetch the old one ask again.
+        """
+        recent = [
+            copy
+            for copy in self._copies.values()
+            if copy.parts in (request.parts, Parts.ALL) and round - copy.state.round <= RECENT_ROUNDS
+        ]
+        for copy in recent:
+            if copy.manifest.snapshot == request.snapshot:
+                return copy
+        for copy in recent:
+            if copy.state.round == round:
+                return copy
+        if len(self._copies) < COPIES:
+            return None
+        if recent:
+            return recent[-1]
+        unused = min(self._copies.values(), key=lambda copy: (self._under_way[copy.manifest.snapshot] > 0, copy.used_s))
+        del self._copies[unused.manifest.snapshot]
+        return None
+
+    async def _freeze(self, parts: Parts) -> _Copy:
+        state = await self._provide(parts)
+        digests: dict[Section, tuple[bytes, ...]] = {}
+        for section in sections(parts, meetings=state.meetings, optimiser=bool(state.optimiser)):
+            tensors = tensors_of(state, section)
+            found: list[bytes] = []
+            for batch in _batches(self._spans):
+                found += await self._compute(_digests, tensors, batch)
+            digests[section] = tuple(found)
+        manifest = _manifest(state, await self._compute(norm, state.slow), digests)
+        now_s = asyncio.get_running_loop().time()
+        if self._provide is _given_up:
+            await _given_up(parts)
+        copy = self._copies[manifest.snapshot] = _Copy(state, manifest, parts, now_s, now_s)
+        self._counts["copies"] += 1
+        return copy
+
+    def _use(self, copy: _Copy) -> None:
+        copy.used_s = asyncio.get_running_loop().time()
+        if self._timer is None:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Let go of what nobody needs any more, and look again when the next of them may be due."""
+        self._timer = None
+        self._let_go()
+        if self._copies:
+            next_s = min(self._until_s(copy) for copy in self._copies.values())
+            self._timer = asyncio.get_running_loop().call_at(next_s, self._look_again)
+
+    def _let_go(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._copies = {name: copy for name, copy in self._copies.items() if self._until_s(copy) > now_s}
+
+    def _until_s(self, copy: _Copy) -> float:
+        used_s = asyncio.get_running_loop().time() if self._under_way[copy.manifest.snapshot] else copy.used_s
+        return min(used_s + HOLD_S, copy.made_s + self._terms.deadline_s)
+
+
+async def _given_up(_: Parts) -> ReplicaState:
+    raise ConnectionAbortedError("this replica is given up")
+
+
+async def _within(limit_s: float, work: Awaitable[object]) -> object:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await work
+    except TimeoutError as silence:
+        raise ConnectionAbortedError(f"the newcomer was silent for {limit_s:g} s") from silence
+
+
+def _manifest(state: ReplicaState, norm: float, digests: dict[Section, tuple[bytes, ...]]) -> Manifest:
+    counters = (
+        *(state.round, state.inner_steps, state.progress, state.optimiser_steps, state.meetings, state.last_met),
+        norm,
+    )
+
+    def hashes(section: Section) -> Tensor | None:
+        return listed(digests[section]) if section in digests else None
+
+    return Manifest(
+        snapshot=name_of(counters, [each for section in digests.values() for each in section]),
+        round=state.round,
+        inner_steps=state.inner_steps,
+        progress=state.progress,
+        optimiser_steps=state.optimiser_steps,
+        meetings=state.meetings,
+        last_met=state.last_met,
+        norm=norm,
+        slow=hashes(Section.SLOW),
+        momentum=hashes(Section.MOMENTUM),
+        gathered=hashes(Section.GATHERED),
+        first=hashes(Section.FIRST),
+        second=hashes(Section.SECOND),
+    )
+
+
+def _digests(tensors: Tensors, spans: Sequence[Span]) -> list[bytes]:
+    return [digest(gather(tensors, span)) for span in spans]
+
+
+def _batches(spans: Sequence[Span]) -> list[list[Span]]:
+    """Return the pieces in groups of some bytes each."""
+    batches: list[list[Span]] = [[]]
+    total = 0
+    for span in spans:
+        if total + span.size_bytes > HASHED_AT_ONCE_BYTES and batches[-1]:
+            batches.append([])
+            total = 0
+        batches[-1].append(span)
+        total += span.size_bytes
+    return batches

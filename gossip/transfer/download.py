@@ -1,0 +1,355 @@
+"""A newcomer becomes a replica: it copies slow weights, outer momentum and counters from one that lives.
+
+It is then where its donor is, also in the momentum period and in the round in which anybody was last met: a copy of
+stale weights is as stale as they are. Only what a lossy codec owes stays with the donor, which will send it.
+
+The fast weights do not travel: the newcomer starts from the slow ones, as every replica does right after a round. Each
+newcomer asks the replicas in an order of its own, the rendezvous hash of (seed, newcomer, donor), so that many
+newcomers spread over many donors without a word. A donor serves a few at once and tells the others to come back.
+
+The donor freezes a copy and lists the hashes of its pieces (`donor`, `pieces`); the newcomer fetches them over several
+streams at once. A piece that has come and is right stays (`holding`): a stream that breaks is dialled again, and where
+a donor dies or its copy is let go, the next one's manifest says what is still missing (`salvage`).
+
+An export asks for the slow weights alone, from every replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from gossip.exchange.messages import (
+    Busy,
+    Gone,
+    Implausible,
+    Manifest,
+    Parts,
+    Piece,
+    PieceRequest,
+    ReplicaState,
+    Section,
+    StateRequest,
+)
+from gossip.exchange.swap import NORM_RATIO, Compute, Conversation, check_finite, check_like, norm
+from gossip.rule.outer_step import Tensors
+from gossip.transfer.assembly import Arrived, Holding, Key, Left
+from gossip.transfer.chunks import DIGEST_BYTES, present, sections
+from gossip.transfer.donor_slots import STREAMS
+
+LONGEST_WAIT_S = 20.0
+"""Longest sleep before the donors are asked again, whatever they say."""
+DIAL_AGAIN_S = 0.5
+"""Before a stream that broke is dialled again, doubled each time."""
+FAILURES_AT_MOST = 3
+"""Breaks and dials in vain, with no piece between them, until a stream is given up; with the last one, the donor."""
+LEAST_PIECE_S = 30.0
+SLOWER_TIMES = 4
+"""A donor may take so many times its deadline, as long as pieces come: without its copy they are worth less."""
+
+T = TypeVar("T")
+Talk = AbstractAsyncContextManager[Conversation]
+Converse = Callable[[str], Talk]
+
+
+async def _no_objection(donor: str, manifest: Manifest) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What to ask for and what must come back.
+
+    `like`: tensors (the meta device will do) with the shapes of the slow weights, float32. `deadline_s`: for all that
+    one donor gives, over a line that is good enough. `objection`: says why a donor's manifest is not to be believed, or
+    None.
+    """
+
+    parts: Parts
+    like: Tensors
+    deadline_s: float
+    objection: Callable[[str, Manifest], Awaitable[str | None]] = field(default=_no_objection)
+
+
+class Occupied(ConnectionRefusedError):
+    """Nobody gave, and somebody would have: the donors that are left serve others just now.
+
+    `retry_after_s`: when asking again makes sense.
+    """
+
+    def __init__(self, why: str, retry_after_s: float) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
+
+
+class _Lost(Exception):
+    """A donor gives no more; the text says why. `retry_after_s`: when it may give again, None if it is dead."""
+
+    def __init__(self, why: str, retry_after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
+
+
+class _Silence(ConnectionAbortedError):
+    """Nothing came in time."""
+
+
+def donors(newcomer: str, replicas: Collection[str], seed: int) -> tuple[str, ...]:
+    """Return the replicas in the order in which this newcomer asks them."""
+    others = {peer for peer in replicas if peer != newcomer}
+    return tuple(sorted(others, key=lambda peer: hashlib.sha256(f"{seed}|donor|{newcomer}|{peer}".encode()).digest()))
+
+
+def piece_s(deadline_s: float, pieces: int) -> float:
+    """Return how long one piece may take on one of several streams, if `pieces` of them may take `deadline_s`."""
+    return min(deadline_s, LEAST_PIECE_S + 2 * STREAMS * deadline_s / max(1, pieces))
+
+
+async def catch_up(
+    order: Sequence[str],
+    converse: Converse,
+    wanted: Wanted,
+    compute: Compute,
+    holding: Holding | None = None,
+    *,
+    passes: int = 5,
+) -> ReplicaState:
+    """Copy the state of the first donor that gives it, or of several; ask the busy ones again, up to `passes` times.
+
+    `holding` keeps what has come, also for another call. Raises ConnectionRefusedError, naming each donor's cause,
+    where the donors do not give all of it; Occupied where one of them may give it later.
+    """
+    holding = holding or Holding(wanted.like)
+    causes: dict[str, str] = {}
+    waits: dict[str, float] = {}
+    remaining = tuple(order)
+    await compute(holding.load)
+    for attempt in range(passes):
+        waits = {}
+        for peer in remaining:
+            copying = _Copying(peer, converse, wanted, compute, holding)
+            try:
+                async with asyncio.timeout(SLOWER_TIMES * wanted.deadline_s):
+                    return await copying.run()
+            except TimeoutError:
+                causes[peer] = f"not done within {SLOWER_TIMES * wanted.deadline_s:g} s"
+            except _Lost as lost:
+                causes[peer] = str(lost)
+                if lost.retry_after_s is not None:
+                    waits[peer] = _bounded_wait(lost.retry_after_s)
+            except Implausible as lie:
+                causes[peer] = str(lie)
+                if copying.following:
+                    # Of several who gave, all hashes right, nobody can say who has lied.
+                    await compute(holding.clear if copying.complete and holding.mixed else holding.forget)
+                holding.tell(Left(donor=peer, why=str(lie), refused=True))
+                continue
+            if copying.following:
+                holding.tell(Left(donor=peer, why=causes[peer]))
+        remaining = tuple(waits)
+        if not remaining:
+            break
+        if attempt + 1 < passes:
+            await asyncio.sleep(min(waits.values()))
+    causes_told = "; ".join(f"{peer}: {cause}" for peer, cause in causes.items())
+    told = f"no replica gave its state ({causes_told or 'there is none to ask'})"
+    if waits:
+        raise Occupied(told, min(waits.values()))
+    raise ConnectionRefusedError(told)
+
+
+def _bounded_wait(retry_after_s: float) -> float:
+    return retry_after_s if 0.0 < retry_after_s < LONGEST_WAIT_S else LONGEST_WAIT_S
+
+
+async def manifest_of(conversation: Conversation, request: StateRequest, pieces: int) -> Manifest | Busy:
+    """Ask one donor what it has, and check that it is possible; `pieces`: of a section. The caller sets the deadline.
+
+    Raises Implausible where it cannot be right, another `ConnectionError` where it does not come.
+    """
+    await conversation.send(request)
+    reply = await conversation.receive()
+    if isinstance(reply, Busy):
+        return reply
+    if not isinstance(reply, Manifest):
+        raise ConnectionAbortedError(f"expected a manifest, got {type(reply).__name__}")
+    check_manifest(reply, request.parts, pieces)
+    return reply
+
+
+def check_manifest(manifest: Manifest, parts: Parts, pieces: int) -> None:
+    """Raise Implausible unless the sections are those asked for, with a hash a piece, and the counters possible."""
+    there = present(manifest)
+    optimiser = any(name in ("first", "second") for name in there)
+    if tuple(there) != sections(parts, meetings=manifest.meetings, optimiser=optimiser):
+        raise Implausible(f"the sections {', '.join(there) or '(none)'} for {parts}")
+    if any(tuple(digests.shape) != (pieces, DIGEST_BYTES) for digests in there.values()):
+        raise Implausible(f"not a hash for each of {pieces} pieces")
+    counters = (manifest.round, manifest.inner_steps, manifest.optimiser_steps, manifest.meetings, manifest.last_met)
+    if min(counters) < 0 or manifest.last_met > manifest.round or not 0.0 <= manifest.progress <= 1.0:
+        raise Implausible(f"counters: rounds, steps, meetings, last met {counters}, progress {manifest.progress}")
+    if not 0.0 <= manifest.norm < math.inf:
+        raise Implausible(f"a norm of {manifest.norm}")
+
+
+class _Copying:
+    """Fetching what is missing from one donor. `following`: it has begun to give; `complete`: it gave everything."""
+
+    def __init__(self, donor: str, converse: Converse, wanted: Wanted, compute: Compute, holding: Holding) -> None:
+        self.following = self.complete = False
+        self._donor, self._converse, self._wanted = donor, converse, wanted
+        self._compute, self._holding = compute, holding
+        self._missing: deque[Key] = deque()
+        self._snapshot = ""
+        self._streams = self._arrived = 0
+        self._piece_s = piece_s(wanted.deadline_s, len(holding.spans))
+
+    async def run(self) -> ReplicaState:
+        """Return the state once it is complete; raise `_Lost` or Implausible where the donor does not complete it."""
+        try:
+            async with AsyncExitStack() as line:
+                first = await line.enter_async_context(self._converse(self._donor))
+                manifest = await self._agree(first)
+                needed, followed = await self._compute(self._holding.follow, manifest, self._donor)
+                self.following = True
+                self._holding.tell(followed)
+                self._missing, self._snapshot = deque(needed), manifest.snapshot
+                self._piece_s = piece_s(self._wanted.deadline_s, len(present(manifest)) * len(self._holding.spans))
+                await self._fetch(first, line)
+        except Implausible:
+            raise
+        except ConnectionError as loss:
+            raise _Lost(str(loss) or type(loss).__name__) from loss
+        self.complete = True
+        state = self._holding.state()
+        await self._compute(_check_norm, state, manifest)
+        await self._compute(check_state, state, self._wanted)
+        return state
+
+    async def _agree(self, conversation: Conversation) -> Manifest:
+        request = StateRequest(parts=self._wanted.parts, snapshot=self._holding.snapshot)
+        # To freeze and hash a copy may take as long as to send a good part of it.
+        share = 1.0 if self._wanted.parts is Parts.ALL else 1.0 / len(Section)
+        agree_s = LEAST_PIECE_S + share * self._wanted.deadline_s / 4
+        try:
+            async with asyncio.timeout(agree_s):
+                reply = await manifest_of(conversation, request, len(self._holding.spans))
+        except TimeoutError as silence:
+            raise ConnectionAbortedError(f"no manifest within {agree_s:g} s") from silence
+        if isinstance(reply, Busy):
+            raise _Lost("busy", reply.retry_after_s)
+        refusal = await self._wanted.objection(self._donor, reply)
+        if refusal is not None:
+            raise Implausible(refusal)
+        return reply
+
+    async def _fetch(self, first: Conversation, line: AsyncExitStack) -> None:
+        """Let several streams take what is missing; all end with the first that fails. `first` stays open in `line`."""
+        self._streams = max(1, min(STREAMS, len(self._missing)))
+        places = range(self._streams)
+        tasks = [asyncio.create_task(self._stream(*((first, line) if place == 0 else ()))) for place in places]
+        failures: list[BaseException] = []
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            failures = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
+        for failure in sorted(failures, key=lambda failure: not isinstance(failure, Implausible)):
+            raise failure
+
+    async def _stream(self, conversation: Conversation | None = None, line: AsyncExitStack | None = None) -> None:
+        """Fetch pieces until none is missing, over one conversation after the other as they break.
+
+        `conversation`: one that is open, in `line`; it is broken off like the others.
+        """
+        failures, silences, arrived = 0, 0, self._arrived
+        while self._missing:
+            try:
+                # Silence and a slow line look alike as long as nothing has come: each try in vain waits twice as long.
+                if conversation is not None:
+                    await self._drain(conversation, 2**silences)
+                else:
+                    async with self._converse(self._donor) as another:
+                        await self._drain(another, 2**silences)
+            except Implausible:
+                raise
+            except ConnectionError as loss:
+                if line is not None:
+                    await line.__aexit__(type(loss), loss, loss.__traceback__)
+                conversation = line = None
+                if self._arrived > arrived:
+                    failures = silences = 0
+                failures, silences, arrived = failures + 1, silences + isinstance(loss, _Silence), self._arrived
+                if failures >= FAILURES_AT_MOST:
+                    self._streams -= 1
+                    if self._streams:
+                        return  # the others go on
+                    raise
+                await asyncio.sleep(DIAL_AGAIN_S * 2**failures)
+        self._streams -= 1  # what is still under way on the others is theirs alone
+
+    async def _drain(self, conversation: Conversation, times: int) -> None:
+        """Fetch one piece after the other; the first may take so many times as long as the others."""
+        while self._missing:
+            key = self._missing.popleft()
+            begun_s, allowed_s = _now(), min(times * self._piece_s, self._wanted.deadline_s)
+            arrived = False
+            try:
+                async with asyncio.timeout(allowed_s):
+                    await self._one(conversation, key)
+                arrived, times = True, 1
+                self._piece_s = min(max(self._piece_s, 2.0 * (_now() - begun_s)), self._wanted.deadline_s)
+            except TimeoutError as silence:
+                raise _Silence(f"no piece within {allowed_s:g} s") from silence
+            finally:
+                if not arrived:
+                    self._missing.appendleft(key)
+
+    async def _one(self, conversation: Conversation, key: Key) -> None:
+        await conversation.send(PieceRequest(snapshot=self._snapshot, section=key.section, number=key.number))
+        reply = await conversation.receive()
+        if isinstance(reply, Gone):
+            raise _Lost("it holds the copy no more", 0.1)
+        if isinstance(reply, Busy):
+            raise ConnectionResetError("busy")
+        if not isinstance(reply, Piece):
+            raise ConnectionAbortedError(f"expected a piece, got {type(reply).__name__}")
+        await self._compute(self._holding.put, key, reply.data)
+        self._arrived += 1
+        self._holding.tell(Arrived(size_bytes=reply.data.nbytes))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _check_norm(state: ReplicaState, manifest: Manifest) -> None:
+    """Raise Implausible where the weights are far from the norm that was announced, and compared with the others'."""
+    found = norm(state.slow)
+    if not manifest.norm / NORM_RATIO <= found <= manifest.norm * NORM_RATIO:
+        raise Implausible(f"slow weights of the norm {found:.3g} came where {manifest.norm:.3g} was announced")
+
+
+def check_state(state: ReplicaState, wanted: Wanted) -> None:
+    """Raise Implausible unless counts, shapes and dtypes are as wanted, all values finite and the counters possible."""
+    whole = wanted.parts is Parts.ALL
+    check_like(state.slow, wanted.like, "slow weights")
+    check_like(state.momentum, wanted.like if whole else (), "outer momentum")
+    check_like(state.gathered, wanted.like if whole and state.meetings else (), "gathered momentum")
+    if state.optimiser or not whole:
+        check_like(state.optimiser, wanted.like + wanted.like if whole else (), "optimiser")
+    check_finite(state.slow, "slow weights")
+    check_finite(state.momentum, "outer momentum")
+    check_finite(state.gathered, "gathered momentum")
+    check_finite(state.optimiser, "optimiser")
+    counters = (state.round, state.inner_steps, state.optimiser_steps, state.meetings, state.last_met)
+    if min(counters) < 0 or state.last_met > state.round or not 0.0 <= state.progress <= 1.0:
+        raise Implausible(f"counters: rounds, steps, meetings, last met {counters}, progress {state.progress}")

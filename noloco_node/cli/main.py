@@ -1,0 +1,451 @@
+"""The command line: what a person types, and how an error looks to them.
+
+Every command is a few lines: its heavy imports happen when it runs, so that `--help` and `--version` answer at once.
+Each `Trouble` becomes one message (what, why, what to try) on the standard error and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from noloco_node import __version__
+from noloco_node.cli.options import (
+    AnnounceOption,
+    CapOption,
+    DownloadOption,
+    HomeOption,
+    HomesOption,
+    InviteArgument,
+    ListenOption,
+    UploadOption,
+)
+from noloco_node.errors import COMPLAINT, Exit, Trouble, trouble_of
+from noloco_node.run.config import MOST_SLOWDOWN
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="noloco-node",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train a language model together with strangers: each peer holds one stage of the model, sends microbatches "
+    "along random routes, and draws together with one random partner a round. No all-reduce, no coordinator.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"noloco-node {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write the run file.")] = Path("run.toml"),
+    preset: Annotated[str, typer.Option(help="Size of the model: tiny, 125m, 1b or 7b.")] = "tiny",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    origin: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="Go on from an exported checkpoint.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a commented run file: the recipe that all peers of a run share."""
+    from noloco_node.run.presets import run_text, write_text
+
+    if origin is None:
+        text = run_text(preset)
+    else:
+        from noloco_node.cli.continue_run import continuing_text
+
+        text = continuing_text(origin, preset)
+    write_text(path, text, overwrite=force)
+    typer.echo(f"Wrote {path}. Read it, change what you like, then:  noloco-node check {path}")
+
+
+@app.command()
+def check(
+    path: Annotated[Path, typer.Argument(help="A run file.")] = Path("run.toml"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of sentences.")] = False,
+    max_upload: UploadOption = None,
+    max_download: DownloadOption = None,
+    monthly_cap: CapOption = None,
+) -> None:
+    """Say what a run file means (memory, bytes, work, efficiency), or which field is wrong and why.
+
+    With a bandwidth budget also what that carries; this part is text only.
+    """
+    from noloco_node.limits.budget import read_allowance
+    from noloco_node.planning import bandwidth
+    from noloco_node.planning.plan import report
+
+    allowance = read_allowance(max_upload, max_download, monthly_cap, None)
+    typer.echo(report(path, as_json=as_json))
+    if allowance.is_limited and not as_json:
+        typer.echo("\n" + "\n".join(bandwidth.report(path, allowance)))
+
+
+@app.command()
+def bootstrap(
+    run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml"),
+    listen: ListenOption = None,
+    announce: AnnounceOption = None,
+    home: HomeOption = None,
+    invite: Annotated[
+        str | None,
+        typer.Option(
+            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.", show_default=False
+        ),
+    ] = None,
+    relays: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=16,
+            help="Relays for peers behind routers, at the ports after the peer's own; 0 for none. What they carry uses "
+            "this machine's line, and libp2p's relays can be held to no rate.",
+        ),
+    ] = 4,
+) -> None:
+    """Host a bootstrap peer: newcomers find the swarm and its run file here. Prints the invite to pass on."""
+    from noloco_node.cli.bootstrap import BootstrapConfig, host
+
+    config = BootstrapConfig(
+        run=run,
+        home=home or _default_home("bootstrap"),
+        listen=tuple(listen or ()),
+        announce=tuple(announce or ()),
+        invite=invite,
+        relays=relays,
+    )
+    _run(host(config))
+
+
+@app.command()
+def join(
+    invite: InviteArgument,
+    stage: Annotated[
+        int | None,
+        typer.Option(min=0, help="Stage to serve, and never to leave.", show_default="the one that limits the swarm"),
+    ] = None,
+    stay: Annotated[
+        bool, typer.Option("--stay", help="Do not move to another stage later, even if it is needed there.")
+    ] = False,
+    device: Annotated[
+        str, typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    ] = "auto",
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Local text to train on instead of the run's source: a file, directory or glob.", show_default=False
+        ),
+    ] = None,
+    home: HomeOption = None,
+    listen: ListenOption = None,
+    announce: AnnounceOption = None,
+    relayed: Annotated[
+        bool,
+        typer.Option(
+            "--relayed",
+            help="Be reached through the swarm's relays. Without it others are asked whether they can dial you.",
+        ),
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for torch.", show_default="all cores")] = None,
+    max_upload: UploadOption = None,
+    max_download: DownloadOption = None,
+    monthly_cap: CapOption = None,
+    hours: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM-TO",
+            help="Take part only at these hours of the day here, such as 22-08; wait in between. From the second time "
+            "on an outage is waited out.",
+            show_default=False,
+        ),
+    ] = None,
+    keep: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Checkpoints to keep: one is written every round, as far as a twentieth of the time goes."
+        ),
+    ] = 3,
+    keep_snapshots: Annotated[
+        int,
+        typer.Option(
+            metavar="ROUNDS",
+            min=0,
+            help="Keep snapshots of all other stages, each so many rounds after the last: a stage that dies comes back "
+            "from there. 0: none.",
+        ),
+    ] = 0,
+    linger: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run."),
+    ] = 600.0,
+    refresh: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.1, help="How often to tell the others of oneself and to read the roster."
+        ),
+    ] = 10.0,
+    slowdown: Annotated[
+        float,
+        typer.Option(
+            metavar="TIMES",
+            min=1.0,
+            max=MOST_SLOWDOWN,
+            help="Act as a device so many times slower than yours: for trials of uneven swarms.",
+        ),
+    ] = 1.0,
+) -> None:
+    """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
+    from noloco_node.limits.budget import read_allowance
+    from noloco_node.run.config import NodeConfig
+
+    # Before torch is loaded: a refusal is to come at once.
+    allowance = read_allowance(max_upload, max_download, monthly_cap, hours)
+    from noloco_node.cli.join import join as join_swarm
+
+    config = NodeConfig(
+        home=str(home or _default_home("node")),
+        stage=stage,
+        stay=stay,
+        device=device,
+        data=data,
+        listen=tuple(listen or ()),
+        announce=tuple(announce or ()),
+        relayed=relayed,
+        threads=threads,
+        allowance=allowance,
+        keep=keep,
+        keep_snapshots=keep_snapshots,
+        linger_s=linger,
+        refresh_s=refresh,
+        slowdown=slowdown,
+    )
+    _run(join_swarm(invite, config))
+
+
+@app.command()
+def status(
+    invite: InviteArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
+    from noloco_node.cli.status import look
+
+    typer.echo(_run(look(invite, as_json=as_json)))
+
+
+@app.command()
+def doctor(
+    invite: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[INVITE]", help="Of the swarm to join; without one only this machine.", show_default=False
+        ),
+    ] = None,
+    home: HomeOption = None,
+    device: Annotated[
+        str, typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    ] = "auto",
+    listen: ListenOption = None,
+    announce: AnnounceOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+) -> None:
+    """Say before joining what would be in the way, and what to do: clock, addresses, reach, line, memory, disk.
+
+    Exit code 11 when something will prevent joining.
+    """
+    from noloco_node.doctor.command import Wish, report
+
+    wish = Wish(
+        home=home or _default_home("node"), device=device, listen=tuple(listen or ()), announce=tuple(announce or ())
+    )
+    text, code = _run(report(invite, wish, as_json=as_json))
+    typer.echo(text)
+    raise typer.Exit(code)
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
+    invite: Annotated[
+        str | None, typer.Argument(metavar="INVITE", help="Invite of a living swarm.", show_default=False)
+    ] = None,
+    from_home: HomesOption = None,
+) -> None:
+    """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
+    from noloco_node.export.exporter import Order
+    from noloco_node.export.exporter import export as export_model
+
+    typer.echo(_run(export_model(Order(out=out, invite=invite, homes=tuple(from_home or ())))))
+
+
+@app.command()
+def evaluate(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="DIR", help="Directories that `export` wrote, or other checkpoints with --data."),
+    ] = None,
+    from_home: HomesOption = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to evaluate on: a file, directory or glob, json:PATH, parquet:PATH, hub:OWNER/NAME@COMMIT.",
+            show_default="the run's held-out split",
+        ),
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="At most so many batches of 8 sequences.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
+) -> None:
+    """Print validation loss and perplexity of exported checkpoints, or of homes: merged, and each replica."""
+    from noloco_node.inference.evaluation import Question
+    from noloco_node.inference.evaluation import evaluate as answer
+
+    question = Question(directories=tuple(directories or ()), homes=tuple(from_home or ()), data=data, batches=batches)
+    typer.echo(answer(question, as_json=as_json))
+
+
+@app.command()
+def generate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from.", show_default=False)],
+    max_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 takes the most probable token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the most probable; 0: from all.")] = 40,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
+) -> None:
+    """Let an exported checkpoint go on from a prompt, token by token."""
+    from noloco_node.inference.generation import Sampling
+    from noloco_node.inference.generation import generate as pieces
+
+    added = pieces(directory, prompt, Sampling(max_tokens, temperature, top_k, seed))
+    typer.echo(prompt, nl=False)
+    for piece in added:
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+@app.command()
+def demo(
+    stages: Annotated[int, typer.Option(min=1, help="Stages of the model.")] = 2,
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas of each stage.")] = 2,
+    minutes: Annotated[float, typer.Option(min=0.2, help="About how long to train.")] = 2.0,
+    home: Annotated[Path, typer.Option(help="Directory for journals, logs, picture and checkpoint.")] = Path(
+        "noloco-demo"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    heterogeneous: Annotated[
+        bool,
+        typer.Option("--heterogeneous", help="Slow one replica down to a quarter: rounds follow each one's speed."),
+    ] = False,
+) -> None:
+    """Train a small model with a whole swarm on this machine, and take the model home."""
+    from noloco_node.demo.options import SLOWDOWN, DemoConfig
+    from noloco_node.demo.run import demonstrate
+
+    config = DemoConfig(
+        stages=stages,
+        replicas=replicas,
+        minutes=minutes,
+        home=home,
+        seed=seed,
+        slowdown=SLOWDOWN if heterogeneous else 1.0,
+    )
+    _run(demonstrate(config))
+
+
+@app.command()
+def simulate(
+    scenario: Annotated[
+        Path | None, typer.Argument(metavar="SCENARIO.toml", help="A scenario; without one the flags make it.")
+    ] = None,
+    peers: Annotated[
+        int | None,
+        typer.Option(min=1, max=20_000, help="Peers in all: stages times replicas.", show_default="2 a stage"),
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, max=256, help="Stages of the model.", show_default="2")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Gossip rounds of each replica.", show_default="20")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of all that is drawn.", show_default="0")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory for picture and report.", show_default="noloco-simulation"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text; no files without --out.")
+    ] = False,
+    explore: Annotated[
+        int | None,
+        typer.Option(metavar="K", min=1, help="Run K random fault schedules and check what must always hold."),
+    ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Write every event; with --seed alone, replay that schedule of --explore."),
+    ] = False,
+) -> None:
+    """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
+    from noloco_node.sim.report.command import Flags, Wanted, repeat, search, simulate_scenario
+
+    flags = Flags(peers, stages, rounds, seed)
+    wanted = Wanted(out, as_json, trace)
+    try:
+        if explore is not None:
+            code = search(scenario, flags, wanted, explore, typer.echo)
+        elif trace and seed is not None and scenario is None and not flags.of_the_swarm:
+            code = repeat(seed, wanted, typer.echo)
+        else:
+            code = simulate_scenario(scenario, flags, wanted, typer.echo)
+        raise typer.Exit(code)
+    except KeyboardInterrupt:  # typer would leave without a word
+        typer.echo(f"{COMPLAINT}interrupted, nothing was written", err=True)
+        raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+def _default_home(kind: str) -> Path:
+    return Path.home() / ".noloco" / kind
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command's coroutine on uvloop where it exists."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        from asyncio import new_event_loop
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(main)
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    try:
+        app()
+    except Trouble as trouble:
+        typer.echo(f"{COMPLAINT}{trouble}", err=True)
+        sys.exit(trouble.code)
+    except BaseExceptionGroup as group:
+        held = trouble_of(group)
+        if held is None:
+            raise
+        typer.echo(f"{COMPLAINT}{held}", err=True)
+        sys.exit(held.code)
+    except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `departure`
+        typer.echo(f"{COMPLAINT}interrupted", err=True)
+        sys.exit(Exit.INTERRUPTED)
+    finally:
+        gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone

@@ -1,0 +1,255 @@
+"""Documents out of the rows of a data set: JSON Lines, parquet, or a repository of the Hugging Face hub.
+
+All three go through `datasets` as a stream, so that what works for a local file works for the hub: nothing is stored
+whole. A data set is a list of shards (files; of local parquet files their row groups). A training epoch visits the
+shards in a permutation by (seed, peer, epoch) and reads each in chunks; a chunk, of bounded size, is permuted in
+memory. The library's own shuffle buffer cannot be resumed exactly, this order can: a place is the shard, the
+library's state where the chunk begins, and the number of rows taken from it. Unshuffled, shards come in order from
+one by (seed, peer), rows as they stand. Peers that read one small file meet the same chunks at the same time, in
+different orders.
+
+A row is held out for validation when the SHA-256 of its text falls into the share asked for. A network that fails is
+tried again, from where the chunk began, with growing pauses and an end; that comes on top of the library's own
+retries.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from noloco_node.data.file_documents import Order, Place, find_files, share
+from noloco_node.errors import Exit, Trouble
+from noloco_node.run.config import DataConfig
+
+T = TypeVar("T")
+
+CHUNK_ROWS = 8192
+CHUNK_CHARACTERS = 8 * 1024 * 1024
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
+"""Pauses before the tries after the first; then the source is given up."""
+SUFFIXES = {
+    "json": tuple(f".{kind}{packed}" for kind in ("jsonl", "json", "ndjson") for packed in ("", ".gz", ".zst", ".xz")),
+    "parquet": (".parquet",),
+}
+
+
+class _Chunk(NamedTuple):
+    """Texts of consecutive rows. `state`: the stream's state behind them, None at the end of the shard."""
+
+    texts: list[str]
+    state: Any
+
+
+class RowDocuments:
+    """The documents of a stream of rows."""
+
+    def __init__(self, data: DataConfig, order: Order, load: Callable[[], Any]) -> None:
+        """Open the stream that `load` returns (a `datasets.IterableDataset`); raise `Trouble` if it cannot be."""
+        self._data, self._order = data, order
+        self._closed, self._reading = threading.Event(), threading.Lock()
+        self._rows_left: Iterator[Any] | None = None
+        self._shard: Any = None
+        self._retries = self._rows = self._skipped = 0
+        self._stream: Any = self._persist(lambda: _narrow(load(), data.field))
+        self._shards: int = self._stream.num_shards
+        self._epoch = self._turn = self._number = self._index = self._in_epoch = 0
+        self._state: Any = None
+        self._chunk: _Chunk | None = None
+        self._chunk_order: Any = ()
+        self._permutation = order.permutation(self._shards, 0)
+        named = (data.source, data.path, data.commit, data.subset, data.split, data.field, self._shards)
+        self.fingerprint = hashlib.sha256(repr(named).encode()).hexdigest()
+
+    @property
+    def place(self) -> Place:
+        return {
+            "epoch": self._epoch,
+            "turn": self._turn,
+            "chunk": self._number,
+            "state": self._state,
+            "index": self._index,
+        }
+
+    def seek(self, place: Place) -> None:
+        epoch, turn, number, index = (place[name] for name in ("epoch", "turn", "chunk", "index"))
+        if not all(isinstance(n, int) and n >= 0 for n in (epoch, turn, number, index)) or turn > self._shards:
+            raise ValueError(f"{place} is no place in {self!r}")
+        self._let_go()
+        self._chunk = None
+        self._epoch, self._turn, self._number, self._index, self._state = epoch, turn, number, index, place["state"]
+        self._in_epoch = 0
+        self._permutation = self._order.permutation(self._shards, epoch)
+
+    def next(self) -> tuple[Place, str] | None:
+        with self._reading:
+            try:
+                return self._next()
+            finally:
+                if self._closed.is_set():
+                    self._let_go()
+
+    def _next(self) -> tuple[Place, str] | None:
+        empty_epochs = 0
+        while True:
+            if self._turn == self._shards:
+                if self._order.part == "validation":
+                    return None
+                # The first epoch seen may be the rest of one, after a resumption: two without text are proof.
+                empty_epochs += self._in_epoch == 0
+                if empty_epochs > 1:
+                    raise _trouble(
+                        "The data source has no rows with text.", "a whole pass found none", "another data.path"
+                    )
+                self.seek({"epoch": self._epoch + 1, "turn": 0, "chunk": 0, "state": None, "index": 0})
+            if self._chunk is None:
+                self._chunk = self._persist(self._read_chunk)
+                self._chunk_order = self._arrange(len(self._chunk.texts))
+            if self._index < len(self._chunk.texts):
+                place = self.place
+                text = self._chunk.texts[self._chunk_order[self._index]]
+                self._index += 1
+                self._in_epoch += 1
+                self._rows += 1
+                return place, text
+            self._turn_page()
+
+    def _arrange(self, count: int) -> Any:
+        if self._order.shuffle and count:
+            return self._order.permutation(count, self._epoch, self._permutation[self._turn], self._number)
+        return range(count)
+
+    def _turn_page(self) -> None:
+        """Go on to the next chunk, or to the next shard."""
+        assert self._chunk is not None
+        self._state, self._chunk, self._index = self._chunk.state, None, 0
+        if self._state is None:
+            self._let_go()
+            self._turn, self._number = self._turn + 1, 0
+        else:
+            self._number += 1
+
+    def _read_chunk(self) -> _Chunk:
+        """Read rows of this part from where `state` says, until they are many or the shard ends."""
+        if self._rows_left is None:
+            self._shard = self._stream.shard(num_shards=self._shards, index=self._permutation[self._turn])
+            if self._state is not None:
+                self._shard.load_state_dict(self._state)
+            self._rows_left = iter(self._shard)
+        texts: list[str] = []
+        characters = 0
+        for rows, row in enumerate(self._rows_left, 1):
+            text = self._text_of(row)
+            held_out = share(text.encode(errors="replace")) < self._data.validation_percent / 100
+            if text and held_out == (self._order.part == "validation"):
+                texts.append(text)
+            characters += len(text)
+            if rows >= CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
+                return _Chunk(texts, self._shard.state_dict())
+        return _Chunk(texts, None)
+
+    def _text_of(self, row: Any) -> str:
+        field = self._data.field
+        if field not in row:
+            raise _trouble(
+                f"The data has no field {field!r}.", f"its fields are {', '.join(row)}", "another data.field"
+            )
+        text = row[field]
+        if text is None:
+            self._skipped += 1
+            return ""
+        if not isinstance(text, str):
+            raise _trouble(
+                f"The field {field!r} of the data holds no text.",
+                f"it holds {type(text).__name__}",
+                "another data.field",
+            )
+        return text
+
+    def _persist(self, attempt: Callable[[], T]) -> T:
+        """Call until it succeeds, with pauses; raise `Trouble` where trying again cannot help, or no longer."""
+        from datasets.exceptions import DatasetsError
+        from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
+
+        for pause_s in (*PAUSES_S, None):
+            try:
+                return attempt()
+            except (
+                FileNotFoundError,
+                PermissionError,
+                DatasetsError,
+                ValueError,
+                KeyError,
+                TypeError,
+                RuntimeError,
+            ) as e:
+                raise self._unreadable(e, "check [data] in the run file against the data set") from e
+            except (OSError, *CONNECTION_ERRORS_TO_RETRY) as e:
+                self._let_go()
+                self._retries += 1
+                if pause_s is None:
+                    raise self._unreadable(e, "check the network; the node goes on from here when started again") from e
+                if self._closed.wait(pause_s):
+                    raise ConnectionAbortedError("the data source was closed") from e
+        raise AssertionError("the last try returns or raises")
+
+    def _unreadable(self, error: BaseException, attempt: str) -> Trouble:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        return _trouble(f"The data source {self._data.source} {self._data.path} cannot be read.", why, attempt)
+
+    def _let_go(self) -> None:
+        rows, self._rows_left, self._shard = self._rows_left, None, None
+        close = getattr(rows, "close", None)
+        if close is not None:
+            close()
+
+    def close(self) -> None:
+        self._closed.set()
+        # A thread that reads at this moment lets go itself.
+        if self._reading.acquire(blocking=False):
+            self._let_go()
+            self._reading.release()
+
+    def statistics(self) -> dict[str, int | float]:
+        return {
+            "documents": self._rows,
+            "skipped": self._skipped,
+            "epoch": self._epoch,
+            "of": self._shards,
+            "retries": self._retries,
+        }
+
+    def __repr__(self) -> str:
+        return f"RowDocuments({self._data.path}: shard {self._turn} of {self._shards}, epoch {self._epoch})"
+
+
+def _narrow(stream: Any, field: str) -> Any:
+    """Keep only the column that is read, where the stream knows its columns: images need not be decoded."""
+    columns = stream.column_names
+    return stream.select_columns([field]) if columns is not None and field in columns else stream
+
+
+def load_rows(data: DataConfig) -> Any:
+    """Open a data set as a stream (a `datasets.IterableDataset`); raise what the library raises, or `Trouble`."""
+    import datasets
+
+    # Else the library reports each opening of a local file to a server, and waits where there is no network.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    if data.source == "hub":
+        return datasets.load_dataset(
+            data.path, name=data.subset, revision=data.commit, split=data.split, streaming=True
+        )
+    # The library reads names as patterns.
+    found = find_files(data.path or "", SUFFIXES[data.source])
+    files = [glob.escape(str(path)) for _, path in found if path.stat().st_size]
+    if not files:
+        raise _trouble(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
+    stream = datasets.load_dataset(data.source, data_files=files, split="train", streaming=True)
+    return stream.reshard() if data.source == "parquet" else stream
+
+
+def _trouble(what: str, why: str, attempt: str) -> Trouble:
+    return Trouble(what, why=why, attempt=attempt, code=Exit.CONFIG)

@@ -1,0 +1,238 @@
+"""Children that never outlive their parent.
+
+Three nets under one another. `Children.stop` asks all at once to leave (SIGINT), waits, insists (SIGTERM), waits, and
+kills what is left of each child's process group, which holds its libp2p daemon too. `Children.kill` does the last step
+alone, without awaiting anything, for an exit in a hurry. And each child is on a leash (`noloco_node.demo.child_main`),
+which holds when the parent could do neither.
+
+A child is started by one synchronous call: there is no moment at which a process exists and nobody knows of it. Its
+output goes to files, so that a full pipe can block nobody and a dead child can be asked for its last words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from noloco_node.errors import COMPLAINT, Exit, Trouble
+
+POLL_S = 0.05
+LAST_WORDS = 12
+"""Lines of a dead child's output that an error message quotes."""
+
+
+class Patience(NamedTuple):
+    """Seconds that a child gets to leave by itself after each signal."""
+
+    interrupt_s: float = 15.0
+    terminate_s: float = 3.0
+    kill_s: float = 5.0
+
+
+class Child:
+    """One process, leader of a session of its own, with its output in `<logs>/out.log` and `<logs>/err.log`."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], logs: Path) -> None:
+        self.name, self.logs = name, logs
+        self._process = process
+        self._swept = False
+
+    @property
+    def pid(self) -> int:
+        """The process, the process group and the session have one number."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it. Once its end is seen, its group is swept."""
+        code = self._process.poll()
+        if code is not None:
+            self.sweep()
+        return code
+
+    async def line(self, mark: str, timeout_s: float) -> str:
+        """Return, from `mark` to its end, the first whole line of its standard output that holds `mark`.
+
+        Raises `Trouble` with its last words when it ends before, or when `timeout_s` seconds pass.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    ended = self.exit_code is not None  # asked first: what it wrote before it ended is read below
+                    for line in (self.logs / "out.log").read_text(errors="replace").splitlines(keepends=True):
+                        if mark in line and line.endswith("\n"):
+                            return line[line.index(mark) :].strip()
+                    if ended:
+                        raise self.trouble("it ended before it was ready")
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise self.trouble(f"it was not ready after {timeout_s:.0f} s") from None
+
+    @property
+    def end(self) -> str | None:
+        """How it ended, in words; None while it runs."""
+        code = self.exit_code
+        if code is None:
+            return None
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    async def ended(self) -> int:
+        """Wait for its end and return the exit code."""
+        while (code := self.exit_code) is None:  # noqa: ASYNC110 - not every system makes an event of a child's end
+            await asyncio.sleep(POLL_S)
+        return code
+
+    def last_words(self) -> str:
+        """Return what it complained of last, else the last lines of its standard error, else of its output."""
+        for name in ("err.log", "out.log"):
+            lines = (self.logs / name).read_text(errors="replace").strip().splitlines()
+            complaints = [number for number, line in enumerate(lines) if line.startswith(COMPLAINT)]
+            if complaints:
+                return "\n".join(lines[complaints[-1] :][:LAST_WORDS]).removeprefix(COMPLAINT)
+            if lines:
+                return "\n".join(lines[-LAST_WORDS:])
+        return "(it said nothing)"
+
+    def last_word(self) -> str:
+        """Return the last line of those that says anything: a traceback of several errors ends in a rule."""
+        told = [line for line in self.last_words().splitlines() if any(map(str.isalnum, line))]
+        return told[-1].strip(" |") if told else "(it said nothing)"
+
+    def trouble(self, what: str) -> Trouble:
+        """Return an error that quotes the child; it carries the child's own exit code where that is documented."""
+        code, end = self.exit_code, self.end
+        known = {item.value for item in Exit} - {Exit.OK.value}
+        return Trouble(
+            f"{self.name}: {what}" + ("" if end is None else f" ({end})"),
+            why=self.last_words(),
+            attempt=f"read the whole of {self.logs / 'err.log'}",
+            code=Exit(code) if code in known else Exit.BUG,
+        )
+
+    def __repr__(self) -> str:
+        return f"Child({self.name}, pid={self.pid}, {self.end or 'runs'})"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the process alone, where it still runs."""
+        if self.exit_code is None:
+            self._process.send_signal(number)
+
+    def sweep(self) -> None:
+        """Kill what is left of the process group, once: the number may belong to others afterwards."""
+        if self._swept:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is empty, or holds only the dead
+            os.killpg(self.pid, signal.SIGKILL)
+        self._swept = True
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+class Children:
+    """All processes of one demo."""
+
+    def __init__(self, patience: Patience | None = None) -> None:
+        self._patience = patience or Patience()
+        self._children: list[Child] = []
+        self._killed = 0
+
+    def start(self, name: str, command: Sequence[str], logs: Path) -> Child:
+        """Start `command`, one thread of arithmetic each, and return it at once."""
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "out.log").open("wb") as out, (logs / "err.log").open("wb") as err:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            )
+        child = Child(name, process, logs)
+        self._children.append(child)
+        return child
+
+    def running(self) -> list[Child]:
+        """Return the children that have not ended."""
+        return [child for child in self._children if child.exit_code is None]
+
+    async def stop(self) -> None:
+        """End them all, politely first; return when none is left. Cancelled, it kills at once."""
+        sockets = bound_sockets(child.pid for child in self._children)
+        try:
+            for number, wait_s in (
+                (signal.SIGINT, self._patience.interrupt_s),
+                (signal.SIGTERM, self._patience.terminate_s),
+            ):
+                for child in self.running():
+                    child.signal(number)
+                if await self._all_ended(wait_s):
+                    break
+        finally:
+            self.kill()
+        await self._all_ended(self._patience.kill_s)
+        _unlink_sockets(sockets)
+
+    def kill(self) -> None:
+        """Kill every process of every child now; nothing is awaited."""
+        self._killed += len(self.running())
+        for child in self._children:
+            child.sweep()
+
+    async def _all_ended(self, wait_s: float) -> bool:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        while self.running():
+            if loop.time() >= deadline:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how many were started, still run, and had to be killed."""
+        return {"started": len(self._children), "running": len(self.running()), "killed": self._killed}
+
+    def __repr__(self) -> str:
+        return f"Children({', '.join(map(repr, self._children))})"
+
+
+def leashed(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a Python module on a leash."""
+    return [sys.executable, "-m", "noloco_node.demo.child_main", module, *arguments]
+
+
+def bound_sockets(groups: Iterable[int]) -> frozenset[Path]:
+    """Return the paths of the unix sockets that processes of these groups have bound; none where /proc cannot tell.
+
+    A process that is killed leaves the file of its socket behind, and nobody else knows the name.
+    """
+    wanted, inodes = set(groups), set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            group = int((process / "stat").read_text().rpartition(")")[2].split()[2])
+            links = [os.readlink(entry) for entry in (process / "fd").iterdir()] if group in wanted else []
+        except OSError:  # it ended meanwhile, or is not ours
+            continue
+        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    try:
+        rows = [row.split(maxsplit=7) for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    except OSError:
+        return frozenset()
+    return frozenset(Path(row[7]) for row in rows if len(row) == 8 and row[6] in inodes and row[7].startswith("/"))
+
+
+def _unlink_sockets(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                path.unlink()
+        except FileNotFoundError:
+            continue

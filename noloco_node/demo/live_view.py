@@ -1,0 +1,184 @@
+"""What a person sees while the swarm trains: a table of the peers, a bar and the loss; or plain lines.
+
+The view draws tracks and decides nothing. `now` is unix time, as in the journals. On a terminal the picture is drawn
+anew at each `show`; elsewhere a line comes every few seconds, and each says all that one needs to know.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from noloco_node.demo.braille_chart import Series, chart, smoothed
+from noloco_node.demo.peer_history import Point, Track, over_tokens
+from noloco_node.demo.summary import readable_seconds
+from noloco_node.swarm.roster import State
+
+PLAIN_EVERY_S = 5.0
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+STATE_STYLES = {"joining": "yellow", "catching up": "yellow", "training": "green", "finished": "blue", "gone": "red"}
+
+
+class Forecast:
+    """How long the run still takes, from the progress of the last half minute."""
+
+    SPAN_S = 30.0
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque(maxlen=1000)
+
+    def left_s(self, progress: float, now: float) -> float | None:
+        """Note the progress as of `now` and return the seconds left; None until there is a rate."""
+        self._seen.append((now, progress))
+        while len(self._seen) > 2 and now - self._seen[0][0] > self.SPAN_S:
+            self._seen.popleft()
+        then, before = self._seen[0]
+        if progress >= 1:
+            return 0.0
+        if progress <= before or now <= then:
+            return None
+        return (1 - progress) * (now - then) / (progress - before)
+
+
+class View:
+    """The live picture of a swarm; a context, so that the terminal is always given back."""
+
+    def __init__(
+        self, console: Console, heading: str, tracks: Sequence[Track], budget_tokens: int, started_at: float
+    ) -> None:
+        self._console, self._heading, self._tracks = console, heading, tracks
+        self._budget_tokens, self._started_at = budget_tokens, started_at
+        self._forecast = Forecast()
+        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        self._plain_at = float("-inf")
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, now: float) -> None:
+        """Draw the tracks as of `now`, or print a line if the last one is old."""
+        if self._live is not None:
+            self._live.update(self.picture(now), refresh=True)
+        elif now - self._plain_at >= PLAIN_EVERY_S:
+            self._plain_at = now
+            self._console.print(self.line(now), soft_wrap=True, highlight=False, markup=False)
+
+    def line(self, now: float) -> str:
+        """Return the whole swarm in one plain line."""
+        progress, speed, left_s = self._outlook(now)
+        losses = [track.loss for track in self._tracks if track.stage == 0 and track.loss is not None]
+        parts = [
+            f"[{readable_seconds(now - self._started_at)}] {progress:4.0%}",
+            f"{speed:,.0f} tokens/s",
+            "no estimate yet" if left_s is None else f"{readable_seconds(left_s)} left",
+            *([f"loss {sum(losses) / len(losses):.3f}"] if losses else []),
+            *(f"{track.name} {_plain_state(track, now)}" for track in self._tracks),
+        ]
+        return " | ".join(parts)
+
+    def picture(self, now: float) -> RenderableType:
+        """Return the table, the bar and the curve as one renderable."""
+        progress, speed, left_s = self._outlook(now)
+        bar = Table.grid(padding=(0, 2))
+        estimate = "estimating" if left_s is None else f"{readable_seconds(left_s)} left"
+        bar.add_row(
+            ProgressBar(total=1.0, completed=progress, width=max(10, min(60, self._console.width - 60))),
+            Text(f"{progress:.0%}", style="bold"),
+            Text(f"{speed:,.0f} tokens/s"),
+            Text(f"{readable_seconds(now - self._started_at)} elapsed, {estimate}", style="dim"),
+        )
+        heading = Text(self._heading, style="bold")
+        return Group(heading, Text(), self._table(now), Text(), bar, Text(), *self._curve())
+
+    def _outlook(self, now: float) -> tuple[float, float, float | None]:
+        sources = [track for track in self._tracks if track.stage == 0]
+        progress = min(1.0, sum(track.tokens for track in sources) / self._budget_tokens)
+        if all(track.finished is not None for track in sources):  # what was in a partial window is in no inner step
+            progress = 1.0
+        speed = sum(track.tokens_per_s(now) for track in sources)
+        return progress, speed, self._forecast.left_s(progress, now)
+
+    def _table(self, now: float) -> Table:
+        names = {track.peer: track.name for track in self._tracks if track.peer}
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("peer")
+        table.add_column("state", min_width=12)
+        for title in ("step", "round", "partner", "gap", "loss", "tokens/s"):
+            table.add_column(title, justify="right")
+        table.add_column("waits for", overflow="ellipsis", no_wrap=True)
+        for number, track in enumerate(self._tracks):
+            state = _state(track)
+            waits = "" if track.waiting is None else f"{track.waiting}, {readable_seconds(now - track.since)}"
+            waits = track.gone or waits
+            partner = "" if not track.round else "alone" if track.partner is None else names.get(track.partner, "?")
+            table.add_row(
+                Text(track.name, style=_colour(number)),
+                Text(state, style=STATE_STYLES.get(state, "dim")),
+                str(track.step),
+                str(track.round),
+                partner,
+                "" if track.gap is None else f"{track.gap:.4f}",
+                "" if track.loss is None else f"{track.loss:.3f}",
+                f"{track.tokens_per_s(now):,.0f}",
+                Text(waits, style="dim"),
+            )
+        return table
+
+    def _curve(self) -> list[Text]:
+        sources = [(number, track) for number, track in enumerate(self._tracks) if track.stage == 0]
+        if not any(track.losses.points for _, track in sources):
+            return []
+        series = [
+            Series(
+                [
+                    Point(point.x / self._budget_tokens, point.value)
+                    for point in smoothed(over_tokens(track.losses, self._tracks))
+                ],
+                _colour(number),
+            )
+            for number, track in sources
+        ]
+        title = Text("training loss, nats a token, over the run ", style="dim")
+        for number, track in sources:
+            title.append(f" ● {track.name}", style=_colour(number))
+        height = max(4, min(10, self._console.height - len(self._tracks) - 9))
+        return [title, *chart(series, min(100, self._console.width), height)]
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _plain_state(track: Track, now: float) -> str:
+    if track.finished is not None:
+        return f"finished at step {track.step}"
+    if track.gone is not None:
+        return track.gone
+    if track.waiting is not None:
+        return f"waits for {track.waiting} since {readable_seconds(now - track.since)}"
+    if track.step:
+        return f"step {track.step} round {track.round}"
+    return _state(track)
+
+
+def _state(track: Track) -> str:
+    if track.finished is not None:
+        return str(State.FINISHED)
+    if track.gone is not None:
+        return "gone"
+    if track.state is None:
+        return str(State.TRAINING) if track.step else "starting"
+    return str(track.state)

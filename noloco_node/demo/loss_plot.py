@@ -1,0 +1,158 @@
+"""loss.png: what the swarm learned, and how far apart its replicas were meanwhile.
+
+Above, the training loss of each source over the tokens of the whole run, with the verdicts as lines and marks at the
+right: the merged model, the mean of the single replicas, and what counting bytes alone would reach. Below, the gap of
+each peer after each of its rounds. Everything is labelled where it is drawn; there is no legend to search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
+
+from noloco_node.demo.braille_chart import smoothed
+from noloco_node.demo.peer_history import Track, over_tokens
+from noloco_node.demo.summary import SAME, Verdict
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+"""Colours that the colour-blind tell apart (Okabe and Ito)."""
+INK, QUIET = "#222222", "#8a8a8a"
+DPI = 150
+LABEL_POINTS = 13
+"""Height of one line of a label."""
+
+
+class Labelled(NamedTuple):
+    """Something to be named at the right edge of a panel, at this height."""
+
+    height: float
+    text: str
+    colour: str
+
+
+def picture(heading: str, tracks: Sequence[Track], verdict: Verdict | None) -> bytes:
+    """Return the picture as a PNG."""
+    figure = Figure(figsize=(10, 6.4), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    loss, gap = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.1))
+    figure.subplots_adjust(left=0.075, right=0.80, top=0.86, bottom=0.09, hspace=0.12)
+    figure.text(0.075, 0.945, heading, fontsize=14, fontweight="bold", color=INK)
+    figure.text(0.075, 0.905, _subtitle(verdict), fontsize=10, color=QUIET)
+    tokens = max(1, sum(track.tokens for track in tracks if track.stage == 0))
+    _draw_losses(loss, tracks, verdict, tokens)
+    _draw_gaps(gap, tracks)
+    for panel in (loss, gap):
+        _dress(panel, tokens)
+    gap.set_xlabel("tokens trained by the whole swarm", color=INK)
+    png = BytesIO()
+    figure.savefig(png, format="png")
+    return png.getvalue()
+
+
+def _subtitle(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "training loss, no evaluation"
+    return (
+        f"{verdict.parameters:,} parameters; merged model {verdict.merged:.3f} nats a token on held-out text, "
+        f"{verdict.merged / verdict.unigram:.2f} of the byte unigram entropy"
+    )
+
+
+def _draw_losses(panel: Axes, tracks: Sequence[Track], verdict: Verdict | None, tokens: int) -> None:
+    labels = []
+    for number, track in enumerate(track for track in tracks if track.stage == 0):
+        points = over_tokens(track.losses, tracks)
+        if not points:
+            continue
+        colour = COLOURS[number % len(COLOURS)]
+        panel.plot(*zip(*points, strict=True), color=colour, alpha=0.18, linewidth=0.8)
+        smooth = smoothed(points)
+        panel.plot(*zip(*smooth, strict=True), color=colour, linewidth=1.8, solid_capstyle="round")
+        labels.append(Labelled(smooth[-1].value, f"training, {track.name}", colour))
+    if verdict is not None:
+        for height, text, style in (
+            (verdict.untrained, f"untrained {verdict.untrained:.2f}", (0, (1, 3))),
+            (verdict.unigram, f"byte unigrams {verdict.unigram:.2f}", (0, (4, 3))),
+        ):
+            panel.axhline(height, color=QUIET, linewidth=1.0, linestyle=style, zorder=0)
+            labels.append(Labelled(height, text, QUIET))
+        panel.plot([tokens], [verdict.single], "D", color=QUIET, markersize=6, clip_on=False, zorder=5)
+        panel.plot([tokens], [verdict.merged], "*", color=INK, markersize=13, clip_on=False, zorder=6)
+        labels.append(Labelled(verdict.single, f"◆ single replicas {verdict.single:.3f}", QUIET))
+        labels.append(Labelled(verdict.merged, f"★ merged model {verdict.merged:.3f}", INK))
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)))
+    panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.set_ylabel("loss, nats a token", color=INK)
+    _label(panel, labels)
+
+
+def _draw_gaps(panel: Axes, tracks: Sequence[Track]) -> None:
+    panel.set_ylabel("gap", color=INK)
+    met = [track for track in tracks if track.gaps.points]
+    if all(point.value < SAME for track in met for point in track.gaps.points):
+        remark = "zero: after each round the replicas of a stage held the same slow weights" if met else "no round"
+        panel.text(0.5, 0.5, remark, transform=panel.transAxes, ha="center", va="center", color=QUIET, fontsize=9)
+        panel.set_yticks([])
+        return
+    labels = []
+    for stage in sorted({track.stage for track in met}):
+        colour = COLOURS[::-1][stage % len(COLOURS)]
+        replicas = [track for track in met if track.stage == stage]
+        for track in replicas:
+            points = over_tokens(track.gaps, tracks)
+            panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3.5, linewidth=1.0, alpha=0.75)
+        last = sum(track.gaps.points[-1].value for track in replicas) / len(replicas)
+        labels.append(Labelled(last, f"stage {stage}", colour))
+    panel.set_ylim(bottom=0)
+    _label(panel, labels)
+
+
+def _label(panel: Axes, labels: Sequence[Labelled]) -> None:
+    """Write each label beside its height, as near to it as the others allow."""
+    to_axes = panel.transData + panel.transAxes.inverted()
+    bottom, top = panel.get_ylim()
+    ordered = sorted(labels)
+    wanted = [float(to_axes.transform((0, min(max(label.height, bottom), top)))[1]) for label in ordered]
+    line = LABEL_POINTS / (panel.bbox.height / DPI * 72)
+    for label, height in zip(ordered, spread(wanted, line), strict=True):
+        panel.text(1.02, height, label.text, transform=panel.transAxes, color=label.colour, fontsize=9, va="center")
+
+
+def spread(wanted: Sequence[float], distance: float) -> list[float]:
+    """Return rising heights at least `distance` apart, nearest to the rising `wanted` ones in the mean square.
+
+    Less the distance times their number, the heights need only not fall: pooling neighbours that do is optimal.
+    """
+    pools: list[list[float]] = []
+    for number, height in enumerate(wanted):
+        pools.append([height - number * distance])
+        while len(pools) > 1 and _middle(pools[-2]) >= _middle(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    level = [_middle(pool) for pool in pools for _ in pool]
+    return [height + number * distance for number, height in enumerate(level)]
+
+
+def _middle(pool: Sequence[float]) -> float:
+    return sum(pool) / len(pool)
+
+
+def _dress(panel: Axes, tokens: int) -> None:
+    panel.set_xlim(0, tokens)
+    panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+    panel.grid(axis="y", color="#ececec", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.tick_params(colors=QUIET, labelsize=9, which="both", length=3)
+    panel.tick_params(which="minor", length=0)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        panel.spines[side].set_color("#c8c8c8")

@@ -1,0 +1,159 @@
+"""What the doctor sees of this machine by itself: files, memory, disk, device.
+
+Each judgement is pure; `look` measures.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from noloco_node.doctor.findings import Finding, bad, doubtful, good
+from noloco_node.errors import Trouble
+from noloco_node.limits.budget import size_words
+from noloco_node.machine.memory import free_bytes
+
+ENOUGH_FILES, FEW_FILES = 1024, 256
+CHECKPOINT_SETS = 5
+"""Slow and fast weights, outer momentum and the optimiser's two moments."""
+CHECKPOINTS = 4
+"""Those that are kept by default, and the one that is being written."""
+LITTLE_DISK_BYTES = 2 * 10**9
+NO_DISK_BYTES = 10**6
+"""With less not even an identity and a run file fit: no home can be made."""
+ROOM = 1.2
+"""Of what is needed, so much should be free: the program itself and its libraries take some too."""
+
+
+class Need(NamedTuple):
+    """Bytes that one stage asks for: in all, of them on the device, and for its checkpoints on the disk."""
+
+    stage: int
+    memory: int
+    computing: int
+    disk: int
+
+
+class Supply(NamedTuple):
+    """Bytes that are free: of main memory, of the GPU's (None without one), of the disk with the home."""
+
+    memory: int | None
+    gpu: int | None
+    disk: int | None
+
+
+def judge_files(limit: int) -> Finding:
+    """Judge the number of files and connections that one process may have open."""
+    about, says = "open files", f"{limit} allowed a process"
+    remedy = "ulimit -n 4096 in the shell before the node starts, or LimitNOFILE=4096 in its systemd unit"
+    if limit < FEW_FILES:
+        return bad(about, f"{says}: each conversation takes one, and a node has hundreds", remedy)
+    if limit < ENOUGH_FILES:
+        return doubtful(about, f"{says}: enough for a small swarm", remedy)
+    return good(about, says)
+
+
+def judge_memory(supply: Supply, needs: Sequence[Need]) -> Finding:
+    """Judge the free memory, against the stages' needs where they are known."""
+    about, free = "memory", supply.memory
+    if free is None:
+        return doubtful(about, "this system does not say how much is free", "look yourself: top, or the task manager")
+    if not needs:
+        return good(about, f"{size_words(free)} free")
+    # With a GPU, main memory keeps the copies that gossip works with.
+    wanted = {need.stage: ROOM * (need.memory - (need.computing if supply.gpu is not None else 0)) for need in needs}
+    return _against(about, free, wanted, "close other programs, or ask for a run with more stages")
+
+
+def judge_gpu(supply: Supply, needs: Sequence[Need]) -> list[Finding]:
+    """Judge the GPU's free memory, if there is one."""
+    if supply.gpu is None:
+        return []
+    if not needs:
+        return [good("GPU memory", f"{size_words(supply.gpu)} free")]
+    wanted = {need.stage: ROOM * need.computing for need in needs}
+    return [_against("GPU memory", supply.gpu, wanted, "--device cpu, or end what else runs on the GPU")]
+
+
+def judge_disk(supply: Supply, needs: Sequence[Need], home: Path) -> Finding:
+    """Judge the free space where the home is."""
+    about, free = "disk", supply.disk
+    if free is None:
+        return bad(about, f"{home} cannot be looked at", "give a directory of yours with --home")
+    if not needs:
+        if free < LITTLE_DISK_BYTES:
+            judge = doubtful if free >= NO_DISK_BYTES else bad
+            return judge(about, f"{size_words(free)} free at {home}", "free some space, or give another --home")
+        return good(about, f"{size_words(free)} free at {home}")
+    wanted = {need.stage: ROOM * need.disk for need in needs}
+    return _against(about, free, wanted, f"free some space at {home}, or give another --home")
+
+
+def _against(about: str, free: int, wanted: dict[int, float], attempt: str) -> Finding:
+    """Compare what is free with what each stage wants."""
+    fits = [stage for stage, size in wanted.items() if size <= free]
+    least, most = min(wanted.values()), max(wanted.values())
+    has = f"{size_words(free)} free"
+    if not fits:
+        return bad(about, f"{has}, and the smallest stage takes {size_words(least)}", attempt)
+    if len(fits) < len(wanted):
+        listed = " and ".join(map(str, fits))
+        return doubtful(about, f"{has}: enough for stage {listed}, not for all", f"join with --stage {fits[0]}")
+    return good(about, f"{has}, the largest stage takes {size_words(most)}")
+
+
+def look(home: Path, device: str, needs: Sequence[Need]) -> list[Finding]:
+    """Return what this machine shows of itself."""
+    import torch
+
+    seen, gpu = _device(device)
+    supply = Supply(free_bytes(torch.device("cpu")), gpu, _free_disk(home))
+    return [
+        good("system", f"{sys.platform}, Python {sys.version.split()[0]}, {os.cpu_count() or 1} cores"),
+        seen,
+        judge_memory(supply, needs),
+        *judge_gpu(supply, needs),
+        judge_disk(supply, needs, home),
+        _files(),
+    ]
+
+
+def _device(wish: str) -> tuple[Finding, int | None]:
+    """Return what torch sees, and the free bytes of the GPU if that is what it would train on."""
+    import torch
+
+    from noloco_node.machine.device import choose_device
+
+    try:
+        device = choose_device(wish)
+    except Trouble as trouble:
+        return bad("device", f"{trouble.what} {trouble.why}", trouble.attempt), None
+    if device.type != "cuda":
+        return good("device", f"torch {torch.__version__} trains on the CPU, {torch.get_num_threads()} threads"), None
+    return good("device", f"torch {torch.__version__} trains on {torch.cuda.get_device_name(device)}"), free_bytes(
+        device
+    )
+
+
+def _files() -> Finding:
+    try:
+        import resource
+    except ImportError:  # no such limit on this system
+        return good("open files", "no limit that this system tells of")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return judge_files(sys.maxsize if limit == resource.RLIM_INFINITY else limit)
+
+
+def _free_disk(home: Path) -> int | None:
+    """Return the free bytes of the disk that the home is on, or will be."""
+    place = home.expanduser().absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        return shutil.disk_usage(place).free if os.access(place, os.W_OK) else None
+    except OSError:
+        return None

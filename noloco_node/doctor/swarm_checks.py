@@ -1,0 +1,174 @@
+"""What peers tell a doctor: the time of day, whether they can dial back, how fast the line to them is.
+
+Everything is asked of the swarm's own peers, by topics that all of them serve; there is no other service. Each question
+has a deadline, each peer that does not answer is a finding and not a failure, and one peer's word is checked against
+another's where there are several: a clock is judged by the median.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from noloco_node.doctor.findings import Finding, bad, doubtful, good
+from noloco_node.libp2p.streams import dialback
+from noloco_node.limits.budget import rate_words
+from noloco_node.network.interface import Network
+from noloco_node.planning.bandwidth import NARROW_S, Freight
+from noloco_node.swarm import speed_test
+from noloco_node.swarm.run_distribution import CLOCK_ERROR_S, SCHEMA, TOPIC, RunFile, RunRequest
+
+ASK_S = 20.0
+CLOCK_DOUBT_S = 2.0
+PIECES = 16
+MOST_ASKED = 3
+
+
+class Rates(NamedTuple):
+    """Bytes a second of the line with one peer; None where it was not measured."""
+
+    up: float | None = None
+    down: float | None = None
+
+
+async def clock_of(network: Network, peer: str, unix_time: Callable[[], float] = time.time) -> float:
+    """Return how far our clock is ahead of a peer's, in seconds; a ConnectionError where the peer does not say."""
+    try:
+        async with asyncio.timeout(ASK_S), network.talk(peer, TOPIC, SCHEMA) as conversation:
+            asked = unix_time()
+            await conversation.send(RunRequest())
+            reply = await conversation.receive()
+            if not isinstance(reply, RunFile):
+                raise ConnectionAbortedError(f"expected a run file, got {type(reply).__name__}")
+            return (asked + unix_time()) / 2 - reply.unix_time
+    except TimeoutError:
+        raise ConnectionAbortedError(f"no answer within {ASK_S:g} s") from None
+
+
+def judge_clock(ahead_s: Sequence[float]) -> Finding:
+    """Judge our clock by the median of what several peers say."""
+    about = "clock"
+    if not ahead_s:
+        return doubtful(about, "no peer told the time", "make sure that the machine sets its clock by itself (NTP)")
+    off = median(ahead_s)
+    says = f"{abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} what {len(ahead_s)} peer(s) say"
+    remedy = "set the clock (timedatectl set-ntp true)"
+    if abs(off) > CLOCK_ERROR_S:
+        return bad(about, f"{says}; records of who is there expire by the time of day", remedy)
+    return doubtful(about, says, remedy) if abs(off) > CLOCK_DOUBT_S else good(about, says)
+
+
+async def dialled_back(network: Network, peers: Sequence[str], ports: tuple[int, ...]) -> dialback.Verdict:
+    """Ask peers to dial us back at our ports; one that does not answer says nothing."""
+
+    async def ask(peer: str) -> dialback.Dialled | None:
+        try:
+            async with (
+                asyncio.timeout(dialback.ASK_S),
+                network.talk(peer, dialback.TOPIC, dialback.SCHEMA) as conversation,
+            ):
+                await conversation.send(dialback.DialMe(ports=ports))
+                reply = await conversation.receive()
+                return reply if isinstance(reply, dialback.Dialled) else None
+        except (ConnectionError, TimeoutError):
+            return None
+
+    answers = await asyncio.gather(*(ask(peer) for peer in peers[:MOST_ASKED]))
+    return dialback.judge([answer for answer in answers if answer is not None])
+
+
+def judge_reach(verdict: dialback.Verdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
+    """Judge whether others can come to us: directly, or else through a relay. `addresses`: our own."""
+    about = "dialled back"
+    listed = " and ".join(map(str, ports)) or "none"
+    relayed = [address for address in addresses if "/p2p-circuit" in address]
+    relay = good("relay", f"in use: others reach this machine through {len(relayed)} of them")
+    if verdict.dialled:
+        reached = good(about, f"peers reach this machine at {' and '.join(verdict.places)}")
+        return [reached, good("relay", "not needed") if not relayed else relay]
+    forward = (
+        "forward a TCP port of your router to this machine, give it with --listen /ip4/0.0.0.0/tcp/PORT, and ask "
+        f"again; open it in the firewall as well (tried: {listed})"
+    )
+    if verdict.dialled is None:
+        why = "they were reached through a relay, or do not answer that" if ports else "it is tried over TCP alone"
+        said = doubtful(about, f"no peer could try: {why}", forward)
+        return [said, relay] if relayed else [said]
+    if relayed:
+        return [
+            doubtful(about, "nobody can dial this machine directly; a relay stands in, at some cost", forward),
+            relay,
+        ]
+    if verdict.relays:
+        count = len(verdict.relays)
+        return [
+            doubtful(about, "nobody can dial this machine", forward),
+            doubtful("relay", f"{count} known and not in use", "join as usual: they are taken when needed"),
+        ]
+    return [
+        bad(about, "nobody can dial this machine: it can call others, but they cannot call it", forward),
+        bad("relay", "the swarm knows of none", "ask for a bootstrap peer that runs with --relays 4"),
+    ]
+
+
+async def rates_with(network: Network, peer: str) -> Rates | str:
+    """Measure the line with one peer both ways; return why where it is not to be had."""
+    try:
+        async with asyncio.timeout(2 * speed_test.PATIENCE_S):
+            down = await _download(network, peer)
+            return down if isinstance(down, str) else Rates(up=await _upload(network, peer), down=down)
+    except TimeoutError:
+        return f"not done within {2 * speed_test.PATIENCE_S:.0f} s"
+    except ConnectionError as error:
+        return str(error) or type(error).__name__
+
+
+async def _download(network: Network, peer: str) -> float | str:
+    async with network.talk(peer, speed_test.TOPIC, speed_test.SCHEMA) as conversation:
+        await conversation.send(speed_test.SendMe(pieces=PIECES))
+        first = await conversation.receive()
+        if isinstance(first, speed_test.NotNow):
+            return f"it measures others now; try again in {first.retry_after_s:.0f} s"
+        took = await speed_test.count(conversation, PIECES, first)
+        return took.count / took.seconds
+
+
+async def _upload(network: Network, peer: str) -> float | None:
+    async with network.talk(peer, speed_test.TOPIC, speed_test.SCHEMA) as conversation:
+        await conversation.send(speed_test.TakeFromMe(pieces=PIECES))
+        if not isinstance(await conversation.receive(), speed_test.Go):
+            return None
+        loop, begun_s = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        await speed_test.send(conversation, PIECES)
+        took = await conversation.receive()
+        if not isinstance(took, speed_test.Took):
+            raise ConnectionAbortedError(f"expected a measurement, got {type(took).__name__}")
+        # The other's clock may be anything; what was sent cannot have taken longer than it took us.
+        seconds = min(max(took.seconds, 1e-6), loop.time() - begun_s)
+        return (PIECES - 1) * speed_test.PIECE_BYTES / seconds
+
+
+def judge_rates(measured: Sequence[Rates], refusals: Sequence[str], freights: Sequence[Freight]) -> list[Finding]:
+    """Judge the fastest line with a peer, each way; `freights`: of a microbatch at each stage."""
+    if not measured:
+        why = "; ".join(refusals) or "nobody was there to ask"
+        return [doubtful("rates", f"not measured: {why}", "ask again in a minute, or when more peers are there")]
+    found = []
+    for way in ("up", "down"):
+        rates = [rate for each in measured if (rate := getattr(each, way)) is not None]
+        if not rates:
+            continue
+        about, best = f"{way}load", max(rates)
+        says = f"{rate_words(best)} with a peer, the best of {len(rates)}"
+        least_s = min((getattr(freight, way) / best for freight in freights), default=0.0)
+        if least_s > NARROW_S:
+            says += f"; a microbatch takes {least_s:.1f} s of it at the least"
+            found.append(
+                doubtful(about, says, "others will send fewer microbatches here; a cable is faster than radio")
+            )
+        else:
+            found.append(good(about, says))
+    return found

@@ -1,0 +1,363 @@
+"""`noloco-node export`: the model of a run as one ordinary checkpoint, wherever its weights are.
+
+They come from a living swarm (an invite), from the homes of nodes that took part (their checkpoints, and the snapshots
+that they keep of others), or from both; of a replica that is found twice the newer weights count. Each stage is the
+mean of its replicas but for outliers and stragglers (`merging`). One of which no replica gives its weights comes from a
+snapshot that a peer of the swarm keeps (`keepers`), and that is said.
+
+From a swarm one replica after the other is fetched and laid on the disk, so that memory holds one at a time; when a
+stage is complete its mean is written beside the target, and its replicas are removed. Whoever interrupts an export
+finds the finished stages there when it starts again, and of the one that was under way the replicas that had come;
+fetched are the others, and what its stage has left far behind since. Who is there is looked up anew before each stage
+and each replica. Before the checkpoint takes its place it is loaded as anybody would load it, and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import NamedTuple
+
+import msgspec
+
+from noloco_node.errors import Exit, Trouble, refusal
+from noloco_node.export.replica_fetch import Copy, Look, at_work, fetched
+from noloco_node.export.replica_files import Filed, Merged, Opened, Shapes, in_home, merged, newest
+from noloco_node.export.snapshot_fetch import InVain, fetch_kept, lost, noted, told_of
+from noloco_node.network.interface import Network
+from noloco_node.planning.model_layout import Blueprint, blueprint
+from noloco_node.run.runfile import read_run_text
+from noloco_node.state_sync.replica_mean import LeftOut, Standing
+from noloco_node.storage import tensor_file
+from noloco_node.storage.checkpoint import Checkpoint, Counters, arrays_of, counters_of
+from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.terminal import say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What to export, and where to. `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them."""
+
+    out: Path
+    invite: str | None = None
+    homes: tuple[Path, ...] = ()
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished stage of an export that is not complete yet; `kept_by` as in `Found`."""
+
+    run_id: str
+    stage: int
+    taken: tuple[Standing, ...]
+    left_out: tuple[LeftOut, ...]
+    kept_by: str | None = None
+
+
+class Found(NamedTuple):
+    """A stage from a swarm, and who keeps the snapshot that it is from; None if it is from none."""
+
+    stage: Merged
+    kept_by: str | None
+
+
+async def export(order: Order) -> str:
+    """Gather, merge, write and verify one Hugging Face directory; return what was done, in words."""
+    from noloco_node.export.huggingface import check_target
+
+    check_target(order.out)
+    if order.invite is None:
+        if not order.homes:
+            raise Trouble(
+                "There is nothing to export from.",
+                why="neither an invite nor a home was given",
+                attempt="noloco-node export INVITE --out DIR, or noloco-node export --from-home HOME --out DIR",
+                code=Exit.USAGE,
+            )
+        return await asyncio.to_thread(_from_homes, order)
+    from noloco_node.swarm.connection import visited
+
+    parts = parts_beside(order.out)
+    async with visited(order.invite) as (network, recipe, presence):
+        plan = await asyncio.to_thread(blueprint, recipe.run)
+        filed = await asyncio.to_thread(of_homes, order.homes, recipe)
+        found = await from_swarm(network, recipe, presence.peek, plan, (parts, filed))
+    kept_by = {number: each.kept_by for number, each in enumerate(found) if each.kept_by is not None}
+    told = await asyncio.to_thread(write, order.out, recipe, plan, [each.stage for each in found], kept_by)
+    shutil.rmtree(parts, ignore_errors=True)
+    return told
+
+
+def parts_beside(out: Path) -> Path:
+    """Return where the finished stages of an interrupted export lie."""
+    return out.absolute().parent / f".{out.name}.parts"
+
+
+def recipe_of(homes: Sequence[Path]) -> Recipe:
+    """Return the run that these homes took part in; raise `Trouble` where they name none, or several."""
+    for home in homes:
+        if not (home / "run.toml").is_file():
+            raise Trouble(
+                f"{home} is not the home of a node.",
+                why="it holds no run.toml, which a node keeps there when it joins",
+                attempt="the directory that `noloco-node join --home` was given, ~/.noloco/node by default",
+                code=Exit.CONFIG,
+            )
+    recipes = {home: Recipe(read_run_text(home / "run.toml"), str(home / "run.toml")) for home in homes}
+    first = recipes[homes[0]]
+    for home, recipe in recipes.items():
+        if recipe.digest != first.digest:
+            raise Trouble(
+                f"{home} is the home of another run.",
+                why=f"it took part in {recipe.digest[:12]}, {homes[0]} in {first.digest[:12]}",
+                attempt="homes of one run only",
+                code=Exit.OTHER_RUN,
+            )
+    return first
+
+
+def of_homes(homes: Sequence[Path], recipe: Recipe) -> list[Filed]:
+    """Return all weights of a run that lie in these homes."""
+    return [filed for home in homes for filed in in_home(home, recipe.digest)]
+
+
+def merged_homes(homes: Sequence[Path], recipe: Recipe, plan: Blueprint) -> list[Merged]:
+    """Return every stage, merged from what lies in these homes; raise `Trouble` where a stage is missing."""
+    filed, rounds_behind = of_homes(homes, recipe), recipe.run.outer.staleness_at_most
+    return [merged(number, newest(filed, number), shapes, rounds_behind) for number, shapes in enumerate(plan.shapes)]
+
+
+def _from_homes(order: Order) -> str:
+    recipe = recipe_of(order.homes)
+    plan = blueprint(recipe.run)
+    return write(order.out, recipe, plan, merged_homes(order.homes, recipe, plan))
+
+
+async def from_swarm(
+    network: Network, recipe: Recipe, look: Look, plan: Blueprint, disk: tuple[Path, Sequence[Filed]]
+) -> list[Found]:
+    """Return every stage, from finished parts, living replicas, homes and kept snapshots.
+
+    `disk`: where parts lie, and what homes hold. What is complete stays on the disk, whatever happens; raises `Trouble`
+    where a stage has nothing.
+    """
+    parts, _ = disk
+    stages = []
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        for number, shapes in enumerate(plan.shapes):
+            rounds = [record.round for record in at_work(await look(), number)]
+            found = await asyncio.to_thread(read_part, parts, recipe.digest, number, shapes)
+            if found is not None and is_kept(found, rounds, recipe.run.outer.staleness_at_most):
+                of_snapshot = "" if found.kept_by is None else f", from a snapshot that {found.kept_by} keeps"
+                rounds_told = rounds_of(found.stage.taken)
+                say(f"stage {number}: kept from an export that was interrupted, {rounds_told}{of_snapshot}")
+            else:
+                found = await _gathered(network, recipe, look, (number, shapes), disk)
+                await asyncio.to_thread(_write_part, parts, recipe.digest, number, found)
+                for path in parts.glob(f"stage-{number}-*.safetensors"):
+                    path.unlink(missing_ok=True)
+            stages.append(found)
+    except OSError as error:
+        if isinstance(error, ConnectionError):
+            raise
+        raise Trouble(
+            f"The stages cannot be laid down in {parts}.",
+            why=refusal(error),
+            attempt="free some space there, or export to another disk; finished stages are kept",
+            code=Exit.STORAGE,
+        ) from error
+    return stages
+
+
+async def _gathered(
+    network: Network, recipe: Recipe, look: Look, stage: tuple[int, Shapes], disk: tuple[Path, Sequence[Filed]]
+) -> Found:
+    """Return the mean of a stage's replicas; where none of them lives, of a snapshot too if one is clearly newer."""
+    (number, shapes), (parts, filed) = stage, disk
+    rounds_behind = recipe.run.outer.staleness_at_most
+    lying, came = await _lay_down(network, recipe, look, stage, parts)
+    candidates = newest([*filed, *lying, *came], number)
+    living = {record.peer for record in at_work(await look(), number)}
+    if came or any(each.peer in living for each in lying):
+        return Found(await asyncio.to_thread(merged, number, candidates, shapes, rounds_behind), None)
+    own = max((each.counters.round for each in candidates), default=None)
+    kept = await _snapshot(network, recipe, look, stage, (parts, own))
+    if isinstance(kept, InVain):
+        if not candidates:
+            raise lost(recipe, await look(), number, kept)
+        return Found(await asyncio.to_thread(merged, number, candidates, shapes, rounds_behind), None)
+    round = kept.counters.round
+    passed_by = [each for each in candidates if passed(each.counters.round, [round], rounds_behind)]
+    rest = newest([*(each for each in candidates if each not in passed_by), kept], number)
+    found = await asyncio.to_thread(merged, number, rest, shapes, rounds_behind)
+    why = f"the snapshot that {kept.peer} keeps is of round {round}"
+    older = [LeftOut(peer=each.peer, why=f"round {each.counters.round}, {why}") for each in passed_by]
+    taken = any((each.peer, each.round) == (kept.peer, round) for each in found.taken)
+    return Found(found._replace(left_out=(*found.left_out, *older)), kept.peer if taken else None)
+
+
+async def _snapshot(
+    network: Network, recipe: Recipe, look: Look, stage: tuple[int, Shapes], here: tuple[Path, int | None]
+) -> Filed | InVain:
+    """Lay a snapshot that is newer than the round which is `here` on the disk, as its keeper's own weights would be."""
+    (number, _), (parts, own) = stage, here
+    found = await fetch_kept(network, recipe, look, stage, own)
+    if isinstance(found, InVain):
+        return found
+    return await asyncio.to_thread(_file, parts / f"stage-{number}-snapshot.safetensors", recipe.digest, number, found)
+
+
+async def _lay_down(
+    network: Network, recipe: Recipe, look: Look, stage: tuple[int, Shapes], parts: Path
+) -> tuple[list[Filed], list[Filed]]:
+    """Return the replicas of a stage, a file each: those that an interrupted export has left, and those that came."""
+    number, shapes = stage
+    rounds = [record.round for record in at_work(await look(), number)]
+    lying = [
+        each
+        for each in await asyncio.to_thread(laid_down, parts, recipe.digest, number, shapes)
+        if not passed(each.counters.round, rounds, recipe.run.outer.staleness_at_most)
+    ]
+    if lying:
+        count = f"{len(lying)} replica{'s are' if len(lying) > 1 else ' is'} here"
+        say(f"stage {number}: {count} from an export that was interrupted")
+    came = [
+        await asyncio.to_thread(_file, path_of(parts, number, copy.peer), recipe.digest, number, copy)
+        async for copy in fetched(network, look, number, shapes, [each.peer for each in lying])
+    ]
+    return lying, came
+
+
+def path_of(parts: Path, stage: int, peer: str) -> Path:
+    """Return where the weights of one replica lie until its stage is complete."""
+    return parts / f"stage-{stage}-{hashlib.sha256(peer.encode()).hexdigest()[:16]}.safetensors"
+
+
+def laid_down(parts: Path, run_id: str, stage: int, shapes: Shapes) -> list[Filed]:
+    """Return the replicas of a stage that an interrupted export has fetched: the files that are whole and fit."""
+    found = []
+    for path in sorted(parts.glob(f"stage-{stage}-*.safetensors")):
+        try:
+            counters = counters_of(path)
+            each = Filed(path, counters.peer, counters)
+            if (counters.run_id, counters.stage, path_of(parts, stage, counters.peer)) != (run_id, stage, path):
+                continue
+            tensor_file.check(path)
+            with Opened([each], shapes):
+                found.append(each)
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def _file(path: Path, run_id: str, stage: int, copy: Copy) -> Filed:
+    counters = Counters(
+        run_id=run_id,
+        stage=stage,
+        round=copy.round,
+        inner_steps=copy.inner_steps,
+        progress=copy.progress,
+        samples=0,
+        optimiser_steps=0,
+        peer=copy.peer,
+    )
+    arrays = arrays_of(Checkpoint(counters, {"slow": tuple(copy.weights.values())}))
+    tensor_file.write(path, arrays, msgspec.json.encode(counters).decode())
+    return Filed(path, copy.peer, counters)
+
+
+def _write_part(parts: Path, run_id: str, stage: int, found: Found) -> None:
+    weights, taken, left_out = found.stage
+    part = Part(run_id=run_id, stage=stage, taken=taken, left_out=left_out, kept_by=found.kept_by)
+    arrays = [
+        array._replace(name=name)
+        for name, array in zip(weights, arrays_of(Checkpoint(_NOBODY, {"slow": tuple(weights.values())})), strict=True)
+    ]
+    tensor_file.write(parts / f"stage-{stage}.safetensors", arrays, msgspec.json.encode(part).decode())
+
+
+_NOBODY = Counters(run_id="", stage=0, round=0, inner_steps=0, progress=0.0, samples=0, optimiser_steps=0)
+
+
+def read_part(parts: Path, run_id: str, stage: int, shapes: Shapes) -> Found | None:
+    """Return a finished stage of an interrupted export; None where it is not there, or not as it was written."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = parts / f"stage-{stage}.safetensors"
+    try:
+        part = msgspec.json.decode(tensor_file.about(path) or "", type=Part)
+        tensor_file.check(path)
+        weights = load_file(path)
+    except (OSError, ValueError, SafetensorError):
+        return None
+    fits = {name: tuple(weight.shape) for name, weight in weights.items()} == dict(shapes)
+    if part.run_id != run_id or part.stage != stage or not fits:
+        return None
+    return Found(Merged({name: weights[name] for name in shapes}, part.taken, part.left_out), part.kept_by)
+
+
+def is_kept(part: Found, rounds: Sequence[int], rounds_behind: int) -> bool:
+    """Say whether a finished part of a stage whose replicas are in `rounds` now goes into the checkpoint.
+
+    One from a snapshot does not once the stage lives again.
+    """
+    if part.kept_by is not None and rounds:
+        return False
+    return not passed(max(each.round for each in part.stage.taken), rounds, rounds_behind)
+
+
+def passed(round: int, rounds: Sequence[int], rounds_behind: int) -> bool:
+    """Say whether a stage whose replicas are in `rounds` now has left weights of `round` too far behind to be kept."""
+    return bool(rounds) and round < median_low(rounds) - rounds_behind
+
+
+def write(
+    out: Path, recipe: Recipe, plan: Blueprint, stages: Sequence[Merged], kept_by: Mapping[int, str] | None = None
+) -> str:
+    """Write the checkpoint of merged stages; return what was done, in words.
+
+    `kept_by`: of the stages that come from a snapshot, who keeps it.
+    """
+    from noloco_node.data.blocks import open_tokenizer
+    from noloco_node.export.huggingface import Notes, write_checkpoint
+
+    snapshots = noted([stage.taken for stage in stages], kept_by or {})
+    notes = Notes(
+        run_id=recipe.digest,
+        rounds=tuple(max(each.round for each in stage.taken) for stage in stages),
+        replicas=tuple(len(stage.taken) for stage in stages),
+        untied=plan.prepared.tied,
+        run_file=recipe.text,
+        taken=tuple(stage.taken for stage in stages),
+        left_out=tuple(stage.left_out for stage in stages),
+        snapshots=snapshots,
+    )
+    tokenizer = open_tokenizer(recipe.run.data)
+    write_checkpoint(out, plan.prepared.config, [stage.weights for stage in stages], tokenizer, notes)
+    counts = "; ".join(
+        f"stage {number}: {len(stage.taken)}, {rounds_of(stage.taken)}" for number, stage in enumerate(stages)
+    )
+    told = [
+        f"Wrote {out}: the mean of the replicas ({counts}), loaded again and compared.",
+        "Load it with AutoModelForCausalLM.from_pretrained.",
+    ]
+    told += map(told_of, snapshots)
+    for number, stage in enumerate(stages):
+        told += [f"Left out of stage {number}: {each.peer} ({each.why})." for each in stage.left_out]
+    if plan.prepared.tied:
+        told.append(
+            "The original ties the vocabulary head to the embedding; here they were trained apart: two tensors."
+        )
+    return "\n".join(told)
+
+
+def rounds_of(taken: Sequence[Standing]) -> str:
+    """Say which rounds the weights of a stage are of."""
+    rounds = sorted({each.round for each in taken})
+    return f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}"

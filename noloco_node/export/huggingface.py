@@ -1,0 +1,218 @@
+"""One ordinary Hugging Face checkpoint out of a swarm: replicas merged, stages joined, written whole or not at all.
+
+Replicas of a stage differ a little by the nature of gossip; the model of the run is their mean. Parameters keep their
+transformers names in every stage, so joining stages is a union of dictionaries. The library itself writes the files
+(shards, config, and the layout that a family has on the hub), into a directory beside the target that is renamed at
+the end: whoever sees the target sees a complete checkpoint.
+
+`noloco.json` beside the weights says where they come from, the run file included.
+"""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.state_sync.replica_mean import LeftOut, Standing, mean_of
+from noloco_node.storage.tensor_file import flush
+from pipeline.partition import skeleton
+
+NOTES = "noloco.json"
+
+
+class FromSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage that nobody served any more: the weights of one replica, as another peer kept them.
+
+    `round` and `progress` are the snapshot's; `others_round` and `others_progress` those of the other stages, their
+    median, None where there is no other.
+    """
+
+    stage: int
+    kept_by: str
+    round: int
+    progress: float
+    others_round: int | None
+    others_progress: float | None
+
+
+class Notes(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint comes from.
+
+    `rounds`: rounds finished, and `replicas`: replicas merged, of each stage. `untied`: embedding and vocabulary head
+    were one tensor in the original config, and are two here. `run_file`: the run file as its author wrote it.
+    `taken` and `left_out`: of each stage, which replicas are in the mean, and which are not and why. `snapshots`: the
+    stages that come from one; `taken` then names who kept it.
+    """
+
+    run_id: str
+    rounds: tuple[int, ...]
+    replicas: tuple[int, ...]
+    untied: bool
+    run_file: str
+    taken: tuple[tuple[Standing, ...], ...] = ()
+    left_out: tuple[tuple[LeftOut, ...], ...] = ()
+    snapshots: tuple[FromSnapshot, ...] = ()
+
+
+def quiet_unless_watched() -> None:
+    """Keep the library's progress bars out of output that is not a terminal."""
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def read_notes(directory: Path) -> Notes:
+    """Read the notes of a checkpoint; raise `Trouble` if they are not there."""
+    path = directory / NOTES
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Notes)
+    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise Trouble(
+            f"{directory} is no checkpoint of a swarm.",
+            why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
+            attempt="give a directory that `noloco-node export` or the demo wrote",
+            code=Exit.CONFIG,
+        ) from error
+
+
+def merge(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of a stage's replicas by name, float32; raise ValueError if names or shapes differ."""
+    if not replicas:
+        raise ValueError("there is no replica to merge")
+    shapes = [{name: tensor.shape for name, tensor in replica.items()} for replica in replicas]
+    if any(other != shapes[0] for other in shapes):
+        raise ValueError("these replicas are not of one stage: their names or shapes differ")
+    return {name: mean_of([replica[name] for replica in replicas]) for name in replicas[0]}
+
+
+def write_checkpoint(
+    directory: Path, config: Any, stages: Sequence[Mapping[str, Tensor]], tokenizer: Any, notes: Notes
+) -> None:
+    """Write one Hugging Face directory from the weights of all stages.
+
+    `config`: the prepared transformers config of the run. What was written is loaded again and compared, before it
+    takes its place. Raises ValueError if the stages are not the whole model, `Trouble` if the target has something in
+    it or the disk refuses.
+    """
+    whole = joined(config, stages)
+    whole.config.use_cache = True
+    whole.config.bos_token_id, whole.config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    whole.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    quiet_unless_watched()
+    with _written_aside(directory) as aside:
+        whole.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        (aside / NOTES).write_bytes(msgspec.json.format(msgspec.json.encode(notes), indent=2) + b"\n")
+        del whole
+        _compare(aside, stages)
+
+
+def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:
+    """Load what was written as anybody would; raise `OSError` where it is not bit for bit what was to be written."""
+    loaded = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
+    found = dict(loaded.named_parameters())
+    for stage in stages:
+        for name, weight in stage.items():
+            if name not in found or not torch.equal(found[name], weight.float()):
+                raise OSError(f"{name} was read back from the disk as something else")
+
+
+def joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
+    """Return the whole model holding the stages' tensors, not copies; raise ValueError if they are not all of it."""
+    weights: dict[str, Tensor] = {}
+    for stage in stages:
+        if twice := sorted(weights.keys() & stage.keys()):
+            raise ValueError(f"two stages hold {', '.join(twice)}")
+        weights |= stage
+    whole = skeleton(copy.deepcopy(config))
+    expected = {name: weight.shape for name, weight in whole.named_parameters()}
+    if wrong := sorted(name for name in expected.keys() | weights.keys() if not _fits(name, expected, weights)):
+        raise ValueError(f"the stages together are not the whole model: look at {', '.join(wrong)}")
+    whole.load_state_dict(weights, strict=False, assign=True)
+    return whole
+
+
+def _fits(name: str, expected: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> bool:
+    return name in weights and name in expected and weights[name].shape == expected[name]
+
+
+def check_target(directory: Path) -> None:
+    """Raise `Trouble` if there is anything at the place where a checkpoint is to be written."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise Trouble(
+            f"{directory} is there already, and not empty.",
+            why="an export writes a directory of its own and overwrites nothing",
+            attempt="another --out, or remove the old one yourself",
+            code=Exit.USAGE,
+        )
+
+
+@contextmanager
+def _written_aside(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory beside `directory` that takes its place, flushed to the disk, when all has gone well.
+
+    What an export that was killed has left there goes; one that is at work keeps it locked.
+    """
+    check_target(directory)
+    aside = directory.absolute().parent / f".{directory.name}.aside"
+    try:
+        lock = _lock(aside, directory)
+        try:
+            check_target(directory)
+            for left in aside.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield aside
+            for path in sorted(aside.rglob("*")):
+                flush(path)
+            flush(aside)
+            os.rename(aside, directory)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
+        flush(directory.absolute().parent)
+    except (OSError, SafetensorError) as error:
+        raise Trouble(
+            f"The checkpoint cannot be written to {directory}.",
+            why=str(error),
+            attempt="free some space, or choose another directory",
+            code=Exit.STORAGE,
+        ) from error
+
+
+def _lock(aside: Path, directory: Path) -> int:
+    """Make a directory ours alone and return the descriptor that holds it; `Trouble` where another process does."""
+    while True:
+        aside.mkdir(parents=True, exist_ok=True)
+        lock = os.open(aside, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise Trouble(
+                f"Another export is writing {directory}.",
+                why=f"it holds {aside}",
+                attempt="wait for it, or choose another --out",
+                code=Exit.USAGE,
+            ) from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(aside)):
+                return lock
+        os.close(lock)  # of a directory that its owner has just removed or renamed

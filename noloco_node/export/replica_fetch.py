@@ -1,0 +1,179 @@
+"""Fetching the slow weights of a living swarm's replicas, one at a time.
+
+A replica that does not answer is left out and named; a stage of which nobody answers is an error, for half a model is
+none. What to do with the weights is for the caller: `exporting` lays each replica on the disk and merges from there,
+the demo keeps all of its small model in memory to measure single replicas too.
+
+A large model takes hours, and a swarm does not stand still meanwhile. So the roster is read again before each replica
+is asked: whoever has died or moved is not waited for, and whoever has come is asked too. A replica that serves others
+just now is asked again when all others have been, for some minutes; for longer where the stage has nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gossip.exchange.messages import Manifest
+from gossip.exchange.swap import Compute
+from gossip.transfer.download import Occupied, catch_up
+from noloco_node.errors import Exit, Trouble
+from noloco_node.network.interface import Network
+from noloco_node.node.replica_context import SLOWEST_BYTES_PER_S
+from noloco_node.planning.model_layout import Blueprint
+from noloco_node.run.protocols import STATE
+from noloco_node.state_sync.download import copying_s
+from noloco_node.state_sync.manifests import Subject
+from noloco_node.state_sync.replica_mean import Standing, norm_of
+from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.terminal import say
+
+BUSY_S = 900.0
+"""For which a stage is waited for whose replicas all serve others: two newcomers may take so long."""
+BUSY_BESIDE_S = 120.0
+"""For a busy replica of a stage that others have given."""
+MOST_GIVEN = 64
+"""Replicas of a stage: their mean gains little from more, each takes room on the disk, and any stranger may be one."""
+MOST_ASKED = 1024
+"""Strangers may come and go for ever."""
+
+Look = Callable[[], Awaitable[Roster]]
+"""Reads the roster again."""
+Objection = Callable[[str, Manifest], Awaitable[str | None]]
+"""Says why what a peer offers is not to be believed, or None."""
+
+
+class Copy(NamedTuple):
+    """One replica's slow weights by parameter name, and where it stood."""
+
+    peer: str
+    round: int
+    inner_steps: int
+    progress: float
+    weights: dict[str, Tensor]
+
+    @property
+    def standing(self) -> Standing:
+        """Where it stood, and the norm of its weights."""
+        weights = list(self.weights.values())
+        return Standing(
+            peer=self.peer,
+            round=self.round,
+            inner_steps=self.inner_steps,
+            progress=self.progress,
+            norm=norm_of(weights.__getitem__, len(weights)),
+        )
+
+
+async def gather(network: Network, recipe: Recipe, presence: Presence, plan: Blueprint) -> tuple[tuple[Copy, ...], ...]:
+    """Fetch the slow weights of all replicas, stage by stage; raise `Trouble` where a stage has none."""
+    stages = []
+    for number, shapes in enumerate(plan.shapes):
+        copies = [copy async for copy in fetched(network, presence.peek, number, shapes)]
+        if not copies:
+            raise nobody(recipe, presence.roster, number)
+        stages.append(tuple(copies))
+    return tuple(stages)
+
+
+async def fetched(
+    network: Network, look: Look, number: int, shapes: Mapping[str, tuple[int, ...]], here: Collection[str] = ()
+) -> AsyncIterator[Copy]:
+    """Yield one replica of a stage after the other, as many as answer, `MOST_GIVEN` at most.
+
+    `here`: peers whose weights need not be asked for any more; they count among those that have given.
+    """
+    loop = asyncio.get_running_loop()
+    begun_s, given = loop.time(), len(here)
+    again_s: dict[str, float] = {}
+    """Of each replica that was asked: when to ask it again, infinity for never."""
+    while given < MOST_GIVEN and len(again_s) < MOST_ASKED:
+        listed = [record.peer for record in at_work(await look(), number) if record.peer not in here]
+        peer = next_to_ask(listed, again_s)
+        if peer is None:
+            return
+        if peer in again_s:
+            await asyncio.sleep(again_s[peer] - loop.time())
+        else:
+            say(f"stage {number}: fetching from {peer}; {given} of {len(here) + len(listed)} replicas are here")
+        before_s, again_s[peer] = again_s.get(peer), math.inf
+        try:
+            copy = await fetch(network, peer, number, shapes)
+        except Occupied as busy:
+            left_s = begun_s + (BUSY_BESIDE_S if given else BUSY_S) - loop.time()
+            if left_s > 0.0:
+                again_s[peer] = loop.time() + busy.retry_after_s
+                if before_s is None:
+                    say(f"{peer} serves others just now; asking it again for {left_s / 60:.0f} minutes at most")
+            else:
+                say(f"left out: {busy}")
+        except ConnectionError as error:
+            say(f"left out: {error}")
+        else:
+            given += 1
+            yield copy
+            begun_s = loop.time()
+
+
+def next_to_ask(listed: Collection[str], again_s: Mapping[str, float]) -> str | None:
+    """Return whom to ask next: who was not asked yet, or of the busy the one that is free first; None for nobody."""
+    left = [peer for peer in listed if again_s.get(peer, 0.0) < math.inf]
+    return min(left, key=lambda peer: (again_s.get(peer, -math.inf), peer), default=None)
+
+
+def at_work(roster: Roster, number: int) -> list[PeerRecord]:
+    """Return the replicas of a stage that may give weights: whoever is only on its way to it has none."""
+    return [record for record in roster.stage(number) if record.state in (State.TRAINING, State.FINISHED)]
+
+
+async def fetch(network: Network, peer: str, number: int, shapes: Mapping[str, tuple[int, ...]]) -> Copy:
+    """Fetch one replica's slow weights; raise a `ConnectionError` where it does not give them, Occupied if not now."""
+    return await fetch_of(network, peer, Subject(number, tuple(shapes.values()), STATE), shapes)
+
+
+async def fetch_of(
+    network: Network, peer: str, subject: Subject, names: Iterable[str], objection: Objection | None = None
+) -> Copy:
+    """Do what `fetch` does, for what a peer has of any subject; `names`: of the parameters."""
+    # A newcomer's patience, who copies five times as much: a line at home may be slow, and nobody waits for us.
+    wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
+    if objection is not None:
+        wanted = replace(wanted, objection=objection)
+    state = await catch_up([peer], subject.converse(network), wanted, _in_a_thread(), passes=1)
+    return Copy(peer, state.round, state.inner_steps, state.progress, dict(zip(names, state.slow, strict=True)))
+
+
+def nobody(recipe: Recipe, roster: Roster, number: int) -> Trouble:
+    """Return the message that a stage has nobody who gives its weights."""
+    return Trouble(
+        f"Nobody gave the weights of stage {number}.",
+        why=f"the roster of the run {recipe.digest[:12]} lists {len(roster.stage(number))} replicas of it",
+        attempt="noloco-node status shows who is there; try again when the stage has a replica, or add homes of peers "
+        "that served it with --from-home",
+        code=Exit.UNREACHABLE,
+    )
+
+
+def _in_a_thread() -> Compute:
+    return asyncio.to_thread
+
+
+def write_merged(out: Path, recipe: Recipe, plan: Blueprint, stages: tuple[tuple[Copy, ...], ...]) -> str:
+    """Average replicas that are in memory, stage by stage, and write the checkpoint; return what was done."""
+    from noloco_node.export.exporter import write
+    from noloco_node.export.huggingface import merge
+    from noloco_node.export.replica_files import Merged
+
+    merged = [
+        Merged(merge([copy.weights for copy in copies]), tuple(copy.standing for copy in copies), ())
+        for copies in stages
+    ]
+    return write(out, recipe, plan, merged)

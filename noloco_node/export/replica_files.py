@@ -1,0 +1,139 @@
+"""Slow weights of single replicas on a disk, whoever put them there, one tensor in memory at a time.
+
+A replica's weights lie in three kinds of files, all in the form of `noloco_node.storage.checkpoint`: the checkpoints of
+a node's own home (below `checkpoint`), the snapshots that a home keeps of other peers (below `snapshots/STAGE`), and
+what an export from a living swarm has fetched so far. Each says which run, stage, peer and round it is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.state_sync.replica_mean import LeftOut, Standing, mean_of, norm_of, sift
+from noloco_node.storage import tensor_file
+from noloco_node.storage.checkpoint import Counters, counters_of, files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Filed(NamedTuple):
+    """One replica's file. `peer`: whose it is; the directory's name where that is not noted."""
+
+    path: Path
+    peer: str
+    counters: Counters
+
+
+def in_home(home: Path, run_id: str) -> list[Filed]:
+    """Return what a home holds of a run: of each stage and peer the newest file that is whole."""
+    directories = [home / "checkpoint", *sorted((home / "snapshots").glob("[0-9]*"))]
+    found: dict[tuple[int, str], Filed] = {}
+    for directory in directories:
+        for path in reversed(files(directory)):
+            try:
+                counters = counters_of(path)
+                peer = counters.peer or home.resolve().name
+                known = found.get((counters.stage, peer))
+                if counters.run_id != run_id or (known and known.counters.round >= counters.round):
+                    continue
+                tensor_file.check(path)
+            except (OSError, ValueError):
+                continue
+            found[counters.stage, peer] = Filed(path, peer, counters)
+    return list(found.values())
+
+
+def newest(filed: Sequence[Filed], stage: int) -> list[Filed]:
+    """Return the files of one stage, the newest of each peer, sorted by peer."""
+    found: dict[str, Filed] = {}
+    for each in sorted(filed, key=lambda each: each.counters.round):
+        if each.counters.stage == stage:
+            found[each.peer] = each
+    return [found[peer] for peer in sorted(found)]
+
+
+class Opened:
+    """The slow weights of one stage's replicas, read tensor by tensor. A context."""
+
+    def __init__(self, filed: Sequence[Filed], shapes: Shapes) -> None:
+        """Open `filed`; raise ValueError where a file does not hold tensors of these shapes."""
+        from safetensors import SafetensorError, safe_open
+
+        self._names, self._open = list(shapes), ExitStack()
+        self.filed, self._files = tuple(filed), []
+        try:
+            for each in filed:
+                file = self._open.enter_context(safe_open(each.path, framework="pt"))
+                for number, shape in enumerate(shapes.values()):
+                    if tuple(file.get_slice(f"slow.{number}").get_shape()) != tuple(shape):
+                        raise ValueError(f"{each.path} is not of this run: tensor {number} has another shape")
+                self._files.append(file)
+        except SafetensorError as error:
+            self._open.close()
+            raise ValueError(f"{each.path} cannot be read: {error}") from error
+
+    def standing(self, place: int) -> Standing:
+        """Return where a replica stood, and the norm of its weights."""
+        counters, file = self.filed[place].counters, self._files[place]
+        return Standing(
+            peer=self.filed[place].peer,
+            round=counters.round,
+            inner_steps=counters.inner_steps,
+            progress=counters.progress,
+            norm=norm_of(lambda number: file.get_tensor(f"slow.{number}"), len(self._names)),
+        )
+
+    def weights(self, place: int) -> dict[str, Tensor]:
+        """Return one replica's slow weights by name."""
+        return {name: self._files[place].get_tensor(f"slow.{number}") for number, name in enumerate(self._names)}
+
+    def mean(self, places: Sequence[int]) -> dict[str, Tensor]:
+        """Return the mean of some replicas by name: in memory are it and one tensor of each."""
+        return {
+            name: mean_of([self._files[place].get_tensor(f"slow.{number}") for place in places])
+            for number, name in enumerate(self._names)
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files = []
+        self._open.close()
+
+    def __repr__(self) -> str:
+        return f"Opened({len(self.filed)} replicas, {len(self._names)} tensors)"
+
+
+class Merged(NamedTuple):
+    """One stage: the mean of its replicas by name, who is in it, and who is not."""
+
+    weights: dict[str, Tensor]
+    taken: tuple[Standing, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def merged(stage: int, filed: Sequence[Filed], shapes: Shapes, rounds_behind: int) -> Merged:
+    """Merge the replicas of a stage that lie in these files; raise `Trouble` where none is of use."""
+    try:
+        with Opened(filed, shapes) as opened:
+            standings = [opened.standing(place) for place in range(len(filed))]
+            kept, left_out = sift(standings, rounds_behind)
+            if kept:
+                return Merged(opened.mean(kept), tuple(standings[place] for place in kept), tuple(left_out))
+            why = "; ".join(f"{each.peer}: {each.why}" for each in left_out) or "no file holds any of its weights"
+    except (OSError, ValueError) as error:
+        why = str(error)
+    raise Trouble(
+        f"There are no usable weights of stage {stage}.",
+        why=why,
+        attempt="more homes that took part in the run, or a living swarm (an invite)",
+        code=Exit.UNREACHABLE,
+    )

@@ -1,0 +1,136 @@
+"""A stage that has died, taken home: from a snapshot of it that some peer of the swarm still has.
+
+Where no replica of a stage gives its weights, an export asks everybody at work for a snapshot of it, as a newcomer does
+who revives the stage (`noloco_node.node.joining.revival`), and believes the same ones: those who volunteer keep some
+(`noloco_node.state_sync.snapshot_keeper`), and whoever served the stage before lends its last checkpoint
+(`noloco_node.state_sync.snapshot_server`). The newest is fetched, its norm compared with what was offered; whoever does
+not give it is not asked again, unless it was busy. One snapshot is one replica's weights, of a round in which the other
+stages were long ago: so it is noted beside the model, and said, whence these weights are and how far behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from random import Random
+from statistics import median_low
+from typing import TYPE_CHECKING, NamedTuple
+
+from gossip.transfer.download import Occupied
+from noloco_node.errors import Exit, Trouble
+from noloco_node.export.replica_fetch import Copy, Look, fetch_of
+from noloco_node.node.joining.revival import AGAIN_S, asked_of, asks_again, donors, kept_word, reached
+from noloco_node.state_sync.manifests import SNAPSHOT, Subject, outlines, standings
+from noloco_node.terminal import say
+
+if TYPE_CHECKING:
+    from noloco_node.export.huggingface import FromSnapshot
+    from noloco_node.network.interface import Network
+    from noloco_node.state_sync.replica_mean import Standing
+    from noloco_node.swarm.roster import Roster
+    from noloco_node.swarm.run_distribution import Recipe
+
+
+class InVain(NamedTuple):
+    """No snapshot of a stage came: how many peers were asked, and how many of them offered one or were busy."""
+
+    asked: int
+    offered: int
+    busy: int
+
+
+async def fetch_kept(
+    network: Network, recipe: Recipe, look: Look, stage: tuple[int, Mapping[str, tuple[int, ...]]], own: int | None
+) -> Copy | InVain:
+    """Fetch the newest snapshot of a stage that is to be believed; the copy's `peer` is who keeps it.
+
+    `own`: the newest round that is here already, None where nothing is; only what is clearly newer is fetched then.
+    """
+    number, shapes = stage
+    subject, refused, offered = Subject(number, tuple(shapes.values()), SNAPSHOT), set[str](), set[str]()
+    attempt = 0
+    while True:
+        roster = await look()
+        rng = Random(f"{recipe.run.seed}|exporting|{network.peer_id}|{number}|{attempt}")
+        asked = asked_of(roster, network.peer_id, rng)
+        if attempt == 0:
+            say(f"stage {number}: no replica gives its weights; asking {len(asked)} peers for a snapshot of it")
+        told = await outlines(network, [peer for peer in asked if peer not in refused], subject)
+        offers, run, busy = standings(told.manifests), reached(roster), told.busy
+        offered |= told.manifests.keys()
+        for peer in donors(own, offers, run):
+            say(f"stage {number}: fetching the snapshot of round {told.manifests[peer].round} that {peer} keeps")
+            try:
+                return await fetch_of(network, peer, subject, shapes, kept_word(offers, run))
+            except Occupied as error:
+                busy += 1
+                say(f"not now: {error}")
+            except ConnectionError as error:
+                refused.add(peer)
+                say(f"left out: {error}")
+        if not asks_again(busy > 0, own is not None, attempt):
+            return InVain(len(asked), len(offered), busy)
+        if busy and attempt == 0:
+            say(f"stage {number}: {busy} peers are busy; asking all again for some minutes")
+        await asyncio.sleep(AGAIN_S)
+        attempt += 1
+
+
+def lost(recipe: Recipe, roster: Roster, number: int, vain: InVain) -> Trouble:
+    """Return the message that a stage is nowhere: nobody serves it, and nobody gives a snapshot of it."""
+    replicas = len(roster.stage(number))
+    serves = f"Nobody gave the weights of stage {number}" if replicas else f"Nobody serves stage {number}"
+    keeps = "nobody keeps a snapshot of it"
+    if vain.offered or vain.busy:
+        keeps = "no snapshot of it could be fetched and believed"
+    return Trouble(
+        f"{serves}, and {keeps}.",
+        why=f"the roster of the run {recipe.digest[:12]} lists {replicas} replicas of it; of {vain.asked} peers that "
+        f"were asked for a snapshot {vain.offered} offered one, {vain.busy} were busy to the end",
+        attempt="add homes of peers that served it, or kept snapshots of it, with --from-home DIR; or try again when "
+        "`noloco-node status` shows a replica of the stage. Finished stages are kept",
+        code=Exit.UNREACHABLE,
+    )
+
+
+def noted(stages: Sequence[Sequence[Standing]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:
+    """Return what is noted of the stages that come from a snapshot; `stages`: what each was taken from.
+
+    They are compared with the others, and with each other where there are none.
+    """
+    from noloco_node.export.huggingface import FromSnapshot
+
+    notes = []
+    for number, keeper in sorted(kept_by.items()):
+        (snapshot,) = (each for each in stages[number] if each.peer == keeper)
+        beside = [place for place in range(len(stages)) if place != number]
+        others = [stages[place] for place in [each for each in beside if each not in kept_by] or beside]
+        rounds = [median_low(each.round for each in taken) for taken in others]
+        progress = [median_low(each.progress for each in taken) for taken in others]
+        note = FromSnapshot(
+            stage=number,
+            kept_by=keeper,
+            round=snapshot.round,
+            progress=snapshot.progress,
+            others_round=median_low(rounds) if rounds else None,
+            others_progress=median_low(progress) if progress else None,
+        )
+        notes.append(note)
+    return tuple(notes)
+
+
+def told_of(snapshot: FromSnapshot) -> str:
+    """Say that a stage comes from a snapshot, and how far behind the others it is."""
+    told = (
+        f"No replica of stage {snapshot.stage} gave its weights; in their place is a snapshot of its round "
+        f"{snapshot.round} that {snapshot.kept_by} keeps"
+    )
+    if snapshot.others_round is None or snapshot.others_progress is None:
+        return f"{told}."
+    lag = snapshot.others_round - snapshot.round
+    rounds = f"{abs(lag)} round{'s' if abs(lag) != 1 else ''}"
+    where = f"{rounds} behind" if lag > 0 else f"{rounds} ahead of" if lag < 0 else "in the same round as"
+    return (
+        f"{told}, {where} the other stages (round {snapshot.others_round}); its progress is {snapshot.progress:.1%},"
+        f" theirs {snapshot.others_progress:.1%}."
+    )

@@ -1,0 +1,243 @@
+"""What a model is worth: its loss on text that no peer trained on, beside what the mere frequency of tokens would give.
+
+Evaluation is local: nothing here talks to a swarm. A model is any callable from ids [b, s] to logits [b, s, vocab], so
+that a checkpoint in plain transformers and a route through single replicas are measured by the same code. Losses are
+mean nats a token over all tokens of all batches. Of replicas, which hold one stage each, the loss is that of the merged
+model with one of them in the place of its stage's mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from noloco_node.data.blocks import open_blocks
+from noloco_node.errors import Exit, Trouble
+from noloco_node.export.exporter import merged_homes, of_homes, recipe_of
+from noloco_node.export.huggingface import NOTES, joined, quiet_unless_watched, read_notes
+from noloco_node.export.replica_files import Opened, newest
+from noloco_node.planning.model_layout import blueprint
+from noloco_node.run.config import DataConfig, RunConfig
+from noloco_node.run.runfile import decode_run, with_source
+
+BATCH = 8
+"""Sequences evaluated at a time."""
+
+LONGEST_SEQUENCE = 1024
+"""Tokens, where nothing but the model's positions says how long a sequence should be."""
+
+Model = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What to evaluate, and on what: `directories` of checkpoints, or `homes` of nodes of one run.
+
+    `data`: a source of text as `with_source` reads it, used whole; None for the text that the run held out. `batches`:
+    the most of them.
+    """
+
+    directories: tuple[Path, ...] = ()
+    homes: tuple[Path, ...] = ()
+    data: str | None = None
+    batches: int = 64
+
+
+class Loss(NamedTuple):
+    """`mean`: nats a token. `tokens`: how many it is a mean over."""
+
+    mean: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean; infinite where it does not fit a float."""
+        return math.exp(self.mean) if self.mean < 709.0 else math.inf
+
+
+class Measure(NamedTuple):
+    """What one model is worth. `entropy`: of the tokens' own frequencies, nats a token."""
+
+    model: str
+    loss: Loss
+    entropy: float
+
+    def numbers(self) -> dict[str, str | float]:
+        """Return what `--json` prints of it."""
+        return {
+            "model": self.model,
+            "loss": self.loss.mean,
+            "perplexity": self.loss.perplexity,
+            "tokens": self.loss.tokens,
+            "unigram_entropy": self.entropy,
+        }
+
+    def sentence(self, *, named: bool) -> str:
+        """Return what a person reads."""
+        loss = self.loss
+        return (
+            (f"{self.model}: " if named else "")
+            + f"loss {loss.mean:.4f} nats a token, perplexity {loss.perplexity:.3f}, over {loss.tokens} tokens "
+            f"(their frequencies alone: {self.entropy:.4f} nats, perplexity {math.exp(self.entropy):.3f})"
+        )
+
+
+@torch.no_grad()
+def validation_loss(model: Model, batches: Iterable[Tensor]) -> Loss:
+    """Return the mean cross-entropy of predicting every token but the first in batches of int64 [b, s + 1]."""
+    total, tokens = 0.0, 0
+    for batch in batches:
+        logits, targets = model(batch[:, :-1]), batch[:, 1:].flatten()
+        losses = functional.cross_entropy(logits.flatten(0, 1).float(), targets.to(logits.device), reduction="none")
+        total += losses.sum(dtype=torch.float64).item()
+        tokens += targets.numel()
+    if tokens == 0:
+        raise ValueError("there is no token to evaluate on")
+    return Loss(total / tokens, tokens)
+
+
+def unigram_entropy(batches: Iterable[Tensor]) -> float:
+    """Return the entropy of the predicted tokens' own distribution, nats a token.
+
+    No model that ignores the context can have a smaller loss on these tokens.
+    """
+    counts = torch.zeros(0, dtype=torch.int64)
+    for batch in batches:
+        more = torch.bincount(batch[:, 1:].flatten(), minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
+    if not counts.any():
+        raise ValueError("there is no token to evaluate on")
+    shares = counts[counts > 0].double() / counts.sum()
+    return -(shares * shares.log()).sum().item()
+
+
+def open_model(directory: Path) -> Any:
+    """Load a checkpoint in plain transformers, for evaluation; raise `Trouble` if there is none."""
+    from transformers import AutoModelForCausalLM
+
+    quiet_unless_watched()
+    try:
+        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise Trouble(
+            f"{directory} holds no model that transformers can load.",
+            why=str(error),
+            attempt="give a directory that `noloco-node export` or the demo wrote",
+            code=Exit.CONFIG,
+        ) from error
+
+
+def evaluate_directory(directory: Path, *, data: str | None, batches: int, as_json: bool) -> str:
+    """Evaluate an exported checkpoint; return a sentence or one JSON object. `data` and `batches`: see `Question`."""
+    return evaluate(Question(directories=(directory,), data=data, batches=batches), as_json=as_json)
+
+
+def evaluate(question: Question, *, as_json: bool) -> str:
+    """Evaluate exported checkpoints, or what lies in homes: the merged model and every replica in its place in it.
+
+    Returns a sentence a model, or one JSON object: of one model its numbers, of several a list of them under `models`.
+    """
+    if bool(question.directories) == bool(question.homes):
+        raise Trouble(
+            "Nothing to evaluate." if not question.homes else "Directories and homes cannot be evaluated together.",
+            why="a model is an exported directory, or what homes of nodes hold",
+            attempt="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
+            code=Exit.USAGE,
+        )
+    measured = list(_of_homes(question) if question.homes else _of_directories(question))
+    if as_json:
+        rows = [measure.numbers() for measure in measured]
+        only = rows[0] if len(rows) == 1 else {"models": rows}
+        if len(rows) == 1:
+            only.pop("model")
+        return msgspec.json.encode(only).decode()
+    return "\n".join(measure.sentence(named=len(measured) > 1) for measure in measured)
+
+
+def _of_directories(question: Question) -> Iterator[Measure]:
+    for directory in question.directories:
+        text = _text(*_reading(directory, question.data), question.batches)
+        model = open_model(directory)
+        yield Measure(str(directory), validation_loss(_logits_of(model), text), unigram_entropy(text))
+
+
+def _of_homes(question: Question) -> Iterator[Measure]:
+    """Measure the merged model, and then it with one stage after the other held by a single replica."""
+    recipe = recipe_of(question.homes)
+    run, plan = recipe.run, blueprint(recipe.run)
+    data = run.data if question.data is None else _whole(with_source(run.data, question.data))
+    text = _text(data, run.pipeline.sequence_length, run.seed, question.batches)
+    entropy, filed = unigram_entropy(text), of_homes(question.homes, recipe)
+    stages = merged_homes(question.homes, recipe, plan)
+    model = joined(plan.prepared.config, [stage.weights for stage in stages]).eval()
+
+    def loss() -> Loss:
+        return validation_loss(_logits_of(model), text)
+
+    yield Measure("merged", loss(), entropy)
+    for number, shapes in enumerate(plan.shapes):
+        with Opened(newest(filed, number), shapes) as opened:
+            for place, each in enumerate(opened.filed):
+                model.load_state_dict(opened.weights(place), strict=False, assign=True)
+                yield Measure(f"stage {number}, {each.peer}, round {each.counters.round}", loss(), entropy)
+        model.load_state_dict(stages[number].weights, strict=False, assign=True)
+
+
+def _logits_of(model: Any) -> Model:
+    return lambda ids: model(ids).logits
+
+
+def _text(data: DataConfig, sequence_length: int, seed: int, batches: int) -> list[Tensor]:
+    blocks = open_blocks(data, sequence_length, seed, "", "validation")
+    try:
+        return list(islice(blocks.batches(BATCH), batches))
+    finally:
+        blocks.close()
+
+
+def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]:
+    """Return the text to evaluate a checkpoint on, the length of its sequences, and the seed of their order.
+
+    A checkpoint that comes from no swarm is read with its own tokenizer, on a text that must be named.
+    """
+    if source is not None and not (directory / NOTES).exists() and (directory / "config.json").exists():
+        tokenizer = reading_of(directory)
+        config = msgspec.json.decode((directory / "config.json").read_bytes())
+        positions = config.get("max_position_embeddings") or config.get("n_positions") or LONGEST_SEQUENCE
+        return _whole(with_source(tokenizer, source)), min(int(positions), LONGEST_SEQUENCE), 0
+    run = run_of(directory)
+    data = run.data if source is None else _whole(with_source(run.data, source))
+    return own_tokenizer(data, directory), run.pipeline.sequence_length, run.seed
+
+
+def _whole(data: DataConfig) -> DataConfig:
+    return msgspec.structs.replace(data, validation_percent=100.0)
+
+
+def run_of(directory: Path) -> RunConfig:
+    """Return the run that a checkpoint came from; raise `Trouble` where it does not say."""
+    return decode_run(read_notes(directory).run_file, str(directory / NOTES))
+
+
+def reading_of(directory: Path) -> DataConfig:
+    """Return how the model in a directory reads text: with its run's tokenizer, or with its own if it has no run."""
+    if (directory / NOTES).exists() or not (directory / "config.json").exists():
+        return own_tokenizer(run_of(directory).data, directory)
+    return DataConfig(tokenizer=str(directory))
+
+
+def own_tokenizer(data: DataConfig, directory: Path) -> DataConfig:
+    """Take the tokenizer from the checkpoint: the run's own may be a directory of another machine."""
+    if data.tokenizer == "byt5":
+        return data
+    return msgspec.structs.replace(data, tokenizer=str(directory), tokenizer_commit=None)

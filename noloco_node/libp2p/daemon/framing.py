@@ -1,0 +1,75 @@
+"""A protobuf message with its length before it, as a varint: how libp2p's daemon talks on its sockets.
+
+Written by `delimited`; read from a socket of our own by `read_delimited`; collected by `Preamble` where a protocol is
+handed bytes as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from noloco_node.network.wire import Violation
+
+_ANSWER_BYTES = 1 << 20
+_PREAMBLE_BYTES = 64 * 1024
+
+
+def delimited(message: Any) -> bytes:
+    """Return a protobuf message with its length before it, as a varint."""
+    content: bytes = message.SerializeToString()
+    length, prefix = len(content), bytearray()
+    while length >= 0x80:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes([*prefix, length]) + content
+
+
+async def read_delimited(reader: asyncio.StreamReader) -> bytes:
+    """Read one message with its length before it; ConnectionResetError when the daemon stops in the middle."""
+    length = shift = 0
+    try:
+        while True:
+            byte = (await reader.readexactly(1))[0]
+            length |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+            if length > _ANSWER_BYTES or shift > 28:
+                break
+        if length > _ANSWER_BYTES:
+            raise ConnectionResetError(f"the daemon announces an answer of {length} bytes")
+        return await reader.readexactly(length)
+    except asyncio.IncompleteReadError:
+        raise ConnectionResetError("the daemon did not finish its answer") from None
+
+
+class Preamble:
+    """Collects the daemon's first message on a stream: a length as a varint, then so many bytes."""
+
+    def __init__(self) -> None:
+        self._length = self._shift = 0
+        self._counting = True
+        self.content = bytearray(1)
+        self._view = memoryview(self.content)
+
+    def wants(self) -> memoryview:
+        """Return where the next bytes belong."""
+        return self._view
+
+    def got(self, count: int) -> bool:
+        """Note so many bytes; say whether the message is complete."""
+        self._view = self._view[count:]
+        if self._view:
+            return False
+        if not self._counting:
+            return True
+        byte = self.content[0]
+        self._length |= (byte & 0x7F) << self._shift
+        self._shift += 7
+        self._counting = byte >= 0x80
+        if self._length > _PREAMBLE_BYTES or (self._counting and self._shift > 28):
+            raise Violation(f"the daemon announces a message of {self._length} bytes")
+        self.content = bytearray(1 if self._counting else self._length)
+        self._view = memoryview(self.content)
+        return not self._counting and self._length == 0

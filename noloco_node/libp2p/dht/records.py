@@ -1,0 +1,318 @@
+"""Records that expire, in hivemind's DHT.
+
+Nothing is cached: the DHT is small, and a roster that is a minute old is worse than a slow one. A record is stored at
+the nodes nearest to its key and carries its own expiry; the one that expires last wins. What we store for others is
+bounded in number, size and time.
+
+Every record is signed by the peer that it is filed under (`signing`). Unsigned ones are neither stored here nor
+believed when others return them; and hivemind, which would throw a node's whole answer away for one bad record in it,
+is given the rest of it. The expiry is signed as well: an old record that was given a later one would keep its peer's
+next ones out. How many records of one key are looked at is bounded, those that were known before first and then in an
+order that nobody outside can guess: a flood costs us little, and blinds nobody who can see already. Nor is more stored
+under one key than fits into one answer.
+
+Expiry is by the clock, and a clock may be set back: then our record in the DHT would outlive the new one, and the new
+one be refused. So the expiry of what we publish never falls, as far as others still take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.daemon.control import Control
+from noloco_node.libp2p.dht.signing import SIGNATURE_BYTES, Signer, content_of, place_of, read_signer
+from noloco_node.libp2p.dht.storage_bounds import MOST_SUBKEYS, shorten, with_room
+from noloco_node.libp2p.endpoint.addresses import PeerAddress
+
+_RECORD_BYTES = 8 * 1024
+_RECORD_LIFETIME_S = 3600.0
+_CLOCK_ERROR_S = 60.0
+_LENGTH_BYTES = 5
+"""What MessagePack adds to the bytes of a value."""
+_ANSWER_S = 5.0
+"""For one node of the DHT to answer one question."""
+_MOST_PLACES = 4096
+_SUBKEY_BYTES = 128
+_CLOSE_S = 2.0
+
+
+class Records:
+    """Our node of the DHT; `join` it before use. `identity`: the file of the key that our records are signed with."""
+
+    def __init__(self, control: Control, wait_s: float, identity: Path) -> None:
+        self._control, self._wait_s, self._identity = control, wait_s, identity
+        self._signer: Signer | None = None
+        self._node: Any = None
+        self._known: dict[bytes, frozenset[str]] = {}
+        """The subkeys that the last reading of each place found."""
+        self._begun: dict[bytes, list[Any]] = {}
+        """What we kept at a place ourselves when the readings of it began that are under way."""
+        self._expiry: dict[tuple[str, str], float] = {}
+        self._unpublished = 0
+
+    def __repr__(self) -> str:
+        return f"Records({0 if self._node is None else self.neighbours} neighbours)"
+
+    @property
+    def neighbours(self) -> int:
+        """How many other nodes of the DHT we know."""
+        return len(self._node.protocol.routing_table.uid_to_peer_id)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return counts since the start."""
+        return {"publish.failed": self._unpublished}
+
+    async def join(self, kind: Any, p2p: Any, bootstrap: Sequence[PeerAddress], wait_s: float) -> None:
+        """Become a node of the DHT that the bootstrap peers are in; `kind` is hivemind's DHTNode."""
+        creating = kind.create(
+            p2p=p2p,
+            initial_peers=[f"/p2p/{address.peer}" for address in bootstrap],
+            wait_timeout=_ANSWER_S,
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            record_validator=Signatures(),
+            ensure_bootstrap_success=False,
+            strict=False,
+        )
+        self._node = await self._control.bounded(creating, wait_s)
+        protocol = self._node.protocol
+        protocol.storage.store_subkey = with_room(protocol.storage)
+        # Else a stranger could have its records put there, unbounded, and answered with instead of those stored.
+        protocol.cache.store = protocol.cache.store_subkey = lambda *_: False
+        salt = os.urandom(16)
+
+        def prune(place: bytes, dictionary: Any) -> bool:
+            own = self._kept(place)
+            # What was put there since a reading began is no part of it.
+            ours = all(begun is own for begun in self._begun.get(place, ()))
+            kept = {subkey: entry.expiration_time for subkey, entry in own.items()} if ours else {}
+            keep_signed(place, dictionary, self._known.get(place, frozenset()), salt, kept)
+            return True
+
+        # It says whether an answer with many records is good as a whole; we make it good.
+        protocol._validate_dictionary = prune
+
+    async def greet(self, peer_id: Any) -> None:
+        """Make ourselves known to a node (again); `peer_id` is hivemind's PeerID."""
+        await self._control.bounded(self._node.protocol.call_ping(peer_id), self._wait_s)
+
+    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        """Store a record of ours; False when the DHT refused it or did not answer in time."""
+        if len(value) + SIGNATURE_BYTES > _RECORD_BYTES or lifetime_s > _RECORD_LIFETIME_S:
+            raise ValueError(f"a record of {len(value)} bytes for {lifetime_s:g} s is more than the DHT takes")
+        expiry = next_expiry(self._expiry.get((key, subkey), 0.0), lifetime_s, time.time())
+        signed = self._sign(key, expiry, value)
+        self._expiry = {place: until for place, until in self._expiry.items() if until > time.time()}
+        self._expiry[key, subkey] = expiry
+        storing = self._node.store(key, signed, expiry, subkey=subkey)
+        try:
+            stored = bool(await self._control.bounded(storing, self._wait_s))
+        except ConnectionError:
+            stored = False
+        self._unpublished += not stored
+        return stored
+
+    async def read(self, key: str) -> Mapping[str, bytes]:
+        """Return the live records under `key` that their peers signed; a `ConnectionError` when the DHT does not
+        answer.
+        """
+        place = place_of(key)
+        own = self._kept(place)
+        before = frozenset(dict(own.items()))
+        self._begun.setdefault(place, []).append(own)
+        try:
+            found = await self._control.bounded(self._node.get(key, latest=True), self._wait_s)
+        finally:
+            begun = self._begun[place]
+            del begun[next(number for number, each in enumerate(begun) if each is own)]
+            if not begun:
+                del self._begun[place]
+            shorten(self._kept(place), before)
+        contents = {}
+        if found is not None and isinstance(found.value, dict):
+            for subkey, entry in found.value.items():
+                if isinstance(subkey, str) and isinstance(entry.value, bytes):
+                    content = content_of(place, subkey, entry.expiration_time, entry.value)
+                    if content is not None:
+                        contents[subkey] = content
+        if len(self._known) >= _MOST_PLACES:
+            self._known.clear()
+        self._known[place] = frozenset(contents)
+        return contents
+
+    def _kept(self, place: bytes) -> Any:
+        """Return hivemind's dictionary of what we keep at a place, or an empty one."""
+        return getattr(self._node.protocol.storage.get(int.from_bytes(place)), "value", {})
+
+    def _sign(self, key: str, expiry: float, content: bytes) -> bytes:
+        if self._signer is None:
+            self._signer = read_signer(self._identity)
+        if self._signer is None:
+            raise Trouble(
+                "The records of this peer cannot be signed.",
+                why=f"the key in {self._identity} is not an Ed25519 key",
+                attempt="move the file away to become a new peer; the weights in the home directory stay",
+                code=Exit.STORAGE,
+            )
+        return self._signer.signed(place_of(key), expiry, content)
+
+    async def close(self) -> None:
+        """Stop answering others; returns soon even when the daemon is gone."""
+        if self._node is not None:
+            with contextlib.suppress(ConnectionError):
+                await self._control.bounded(self._node.shutdown(), _CLOSE_S)
+
+
+def overlook_orphans(loop: asyncio.AbstractEventLoop) -> None:
+    """Keep asyncio from complaining about one thing: tasks that hivemind's search drops while they wait for an event.
+
+    A search starts such a task at each hop and forgets it; when the search is cut off, as all are when the daemon dies,
+    the garbage collector finds them pending, and asyncio would print a line for each on the person's screen.
+    """
+    before = loop.get_exception_handler()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        task = context.get("task")
+        orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
+        if orphan and "was destroyed" in context.get("message", ""):
+            return
+        if before is not None:
+            before(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+
+
+class RecordLimits:
+    """Decides for hivemind which records are stored here and which are believed when others return them.
+
+    Keys of records and values are MessagePack to hivemind; one that does not decode would make every reading of its key
+    fail, so it counts as none. The subkey must be text: a record without one would take the place of all others.
+    """
+
+    def validate(self, record: Any) -> bool:
+        """Say whether a record is one of ours by its form."""
+        if (
+            len(record.value) > _RECORD_BYTES + _LENGTH_BYTES
+            or not 0.0 < record.expiration_time <= time.time() + _RECORD_LIFETIME_S + _CLOCK_ERROR_S
+        ):
+            return False
+        try:
+            msgspec.msgpack.decode(record.subkey, type=str)
+            msgspec.msgpack.decode(record.value, type=bytes)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return False
+        return True
+
+    def sign_value(self, record: Any) -> bytes:
+        """Return the value as it is: it was signed before."""
+        return bytes(record.value)
+
+    def strip_value(self, record: Any) -> bytes:
+        """Return the value as it is."""
+        return bytes(record.value)
+
+
+class Signatures:
+    """Decides as `RecordLimits` does, and besides only for records that the peer of their subkey has signed."""
+
+    def __init__(self) -> None:
+        self._limits = RecordLimits()
+
+    def validate(self, record: Any) -> bool:
+        """Say whether a record is of our form and signed."""
+        return self._limits.validate(record) and is_signed(record)
+
+    def sign_value(self, record: Any) -> bytes:
+        """Return the value as it is: it was signed before."""
+        return self._limits.sign_value(record)
+
+    def strip_value(self, record: Any) -> bytes:
+        """Return the value as it is: `Records.read` takes the signature off."""
+        return self._limits.strip_value(record)
+
+
+def is_signed(record: Any) -> bool:
+    """Say whether a record, as hivemind shows it to a validator, is signed by the peer of its subkey."""
+    try:
+        peer = msgspec.msgpack.decode(record.subkey, type=str)
+        value = msgspec.msgpack.decode(record.value, type=bytes)
+        return content_of(record.key, peer, record.expiration_time, value) is not None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+
+
+def next_expiry(before: float, lifetime_s: float, unix_s: float) -> float:
+    """Return when a record is to expire (Unix time): never before its last version, unless others refuse that."""
+    wanted = unix_s + lifetime_s
+    latest = unix_s + _RECORD_LIFETIME_S
+    return before + 1e-3 if wanted <= before < latest else wanted
+
+
+def chosen(subkeys: Iterable[str], known: Collection[str], salt: bytes, most: int = MOST_SUBKEYS) -> list[str]:
+    """Return the subkeys to look at: of too many the known ones first, then by a hash that nobody else can work out."""
+    candidates = [subkey for subkey in subkeys if len(subkey) <= _SUBKEY_BYTES]
+    if len(candidates) <= most:
+        return candidates
+
+    def rank(subkey: str) -> tuple[bool, bytes]:
+        return subkey not in known, hashlib.sha256(salt + subkey.encode(errors="replace")).digest()
+
+    return sorted(candidates, key=rank)[:most]
+
+
+def keep_signed(
+    place: bytes, dictionary: Any, known: Collection[str], salt: bytes, kept: Mapping[str, float] = MappingProxyType({})
+) -> None:
+    """Drop from hivemind's dictionary of records what is not signed, too much, or no later than what we keep ourselves.
+
+    `kept`: the expiries of that, Unix seconds.
+    """
+    limits = Signatures()
+    with dictionary.freeze():
+        entries = dict(dictionary.items())
+        texts = [
+            subkey
+            for subkey, (_, expires) in entries.items()
+            if isinstance(subkey, str) and expires > kept.get(subkey, 0.0)
+        ]
+        wanted = {}
+        for subkey in chosen(texts, known, salt):
+            value, expires = entries[subkey]
+            if isinstance(value, bytes) and limits.validate(_Record(place, _packed(subkey), value, expires)):
+                wanted[subkey] = expires
+        for subkey in entries:
+            if subkey not in wanted:
+                del dictionary[subkey]
+        dictionary.latest_expiration_time = max(wanted.values(), default=float("-inf"))
+        dictionary.maxsize = float("inf")
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """A record as hivemind shows it to a validator."""
+
+    key: bytes
+    subkey: bytes
+    value: bytes
+    expiration_time: float
+
+
+def _packed(subkey: str) -> bytes:
+    try:
+        return msgspec.msgpack.encode(subkey)
+    except UnicodeEncodeError:
+        return b""

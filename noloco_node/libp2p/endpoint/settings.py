@@ -1,0 +1,178 @@
+"""What one peer's network needs to know, and what follows from it for the daemon's command line.
+
+`Settings` is what the shell asks for and stays; `Posture` is how the daemon is started this time: with ports chosen, so
+that a second daemon takes the place of the first one under the same addresses, and, where nobody can dial us, with the
+relays through which others shall.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from noloco_node.libp2p.endpoint.addresses import beyond_this_machine, parse_peer_address
+from noloco_node.network.timeouts import Bounds
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long to wait for what, in seconds."""
+
+    beat_s: float = 1.0
+    silence_s: float = 6.0
+    """A peer that was not heard for so long is given up, as long as we do not know its line."""
+    least_silence_s: float = 5.0
+    """Silence of a peer on an even line; three beats at least."""
+    most_silence_s: float = 60.0
+    """Silence of a peer whose line stutters."""
+    stall_s: float = 30.0
+    """A peer that is alive and takes none of our bytes for so long is given up."""
+    most_stall_s: float = 240.0
+    """The same where the line was seen to take them in pieces that far apart."""
+    linger_s: float = 30.0
+    """How long a stream that we ended waits for the other's end."""
+    open_s: float = 60.0
+    """For a peer to accept a stream."""
+    return_s: float = 20.0
+    """For another daemon to take the place of one that died."""
+    reach_s: float = 15.0
+    """For a bootstrap peer to answer."""
+    dht_s: float = 20.0
+    """For the DHT to store or find records."""
+    start_s: float = 120.0
+    """For the libp2p daemon to start."""
+
+    def silences(self) -> Bounds:
+        """Return the bounds of a silence after which a peer is given up."""
+        return Bounds(max(self.least_silence_s, 3 * self.beat_s), self.most_silence_s, self.silence_s)
+
+    def stalls(self) -> Bounds:
+        """Return the bounds of the time in which a peer must take some of our bytes."""
+        return Bounds(self.stall_s, self.most_stall_s, self.stall_s)
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """How many conversations are answered at the same time, and what may come on them before it is received."""
+
+    conversations: int = 512
+    per_peer: int = 64
+    unread_bytes: int = 1 << 30
+
+    @classmethod
+    def within(cls, free_bytes: int | None) -> Self:
+        """Return one for a machine with so much free memory, of which a quarter may wait to be received."""
+        return cls() if free_bytes is None else cls(unread_bytes=free_bytes // 4)
+
+
+class Reach(StrEnum):
+    """How others come to us."""
+
+    AUTO = "auto"
+    """Ask whom we join by whether they can dial us, and use relays where they cannot."""
+    RELAYED = "relayed"
+    """Through relays alone: we are behind a router that lets nobody in."""
+    OPEN = "open"
+    """Directly, and others may use us as a relay: a bootstrap peer."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one peer's network needs to know. Addresses are multiaddrs."""
+
+    prefix: str
+    """Begins every protocol name: wire version and run id. Peers with another prefix cannot converse with us."""
+    identity: Path | None = None
+    """The key file, created when absent; None for a passing identity."""
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    """Where others can reach us, when the daemon cannot find that out itself."""
+    bootstrap: tuple[str, ...] = ()
+    """Peers to join by, each ending in /p2p/ID; none to begin a new network."""
+    reach: Reach = Reach.AUTO
+    relays: tuple[str, ...] = ()
+    """Relays to use before those that the swarm tells of, each ending in /p2p/ID."""
+    lends_line: bool = True
+    """Whether peers who find no other relay may use us as one, with libp2p's usual limits for each of them."""
+    patience: Patience = Patience()
+    capacity: Capacity = Capacity()
+
+
+class Posture(msgspec.Struct, frozen=True, kw_only=True):
+    """How the daemon is started. `relays`: not empty if others reach us through these alone. `lends_line`: as in
+    `Settings`. `dialable`: whether others reach us at all, as far as is known.
+    """
+
+    identity: Path
+    listen: tuple[str, ...]
+    announce: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+    lends_line: bool = True
+    dialable: bool = True
+
+
+RELAY_TIME_S, RELAY_DATA_BYTES = 24 * 3600, 1 << 40
+"""What our relays grant each circuit."""
+_ENOUGH_RELAYS = 4
+_RELAY_BUFFER_BYTES = 256 * 1024
+"""Each way of each circuit. By default 16 MiB: strangers who open circuits would take the memory."""
+
+
+def arguments(posture: Posture, reach: Reach) -> list[str]:
+    """Return what p2pd is started with: a full member of libp2p's DHT, where peers find each other's addresses.
+
+    A peer that is known to sit behind a router says so itself: libp2p would take half a minute to find out. Relays it
+    looks for until it knows four, for three minutes, in which it takes no place at any. So where we know fewer, it is
+    told that these are all; where there are enough, it may look for others should these end.
+    """
+    chosen = [
+        f"-id={posture.identity}",
+        f"-hostAddrs={','.join(posture.listen)}",
+        "-dhtServer=1",
+        "-tls=1",
+        "-autonat=1",
+        "-connManager=1",
+        "-relay=1",
+        f"-relayService={int(posture.lends_line)}",
+        f"-relayBufferSize={_RELAY_BUFFER_BYTES}",
+        f"-natPortMap={int(bool(beyond_this_machine(posture.listen)))}",
+        "-idleTimeout=30s",
+    ]
+    if posture.announce:
+        chosen.append(f"-announceAddrs={','.join(posture.announce)}")
+    if posture.relays:
+        chosen += ["-autoRelay=1", "-forceReachabilityPrivate=1", f"-trustedRelays={','.join(posture.relays)}"]
+        if len({parse_peer_address(relay).peer for relay in posture.relays}) < _ENOUGH_RELAYS:
+            chosen.append("-relayDiscovery=0")
+    elif reach is Reach.OPEN:
+        chosen.append("-forceReachabilityPublic=1")
+    return chosen
+
+
+def relay_arguments(posture: Posture) -> list[str]:
+    """Return what p2pd is started with to relay and do nothing else.
+
+    libp2p ends a relayed connection after half an hour or four gibibytes by default. Peers behind routers train for
+    days; a circuit that breaks costs them a microbatch or a round, so these limits only keep a relay from being a
+    stranger's for ever.
+    """
+    chosen = [
+        f"-id={posture.identity}",
+        f"-hostAddrs={','.join(posture.listen)}",
+        "-tls=1",
+        "-autonat=1",
+        "-connManager=1",
+        "-connHi=2048",
+        "-connLo=1024",
+        "-relay=1",
+        "-relayService=1",
+        f"-relayTimeLimit={RELAY_TIME_S}s",
+        f"-relayDataLimit={RELAY_DATA_BYTES}",
+        "-relayMaxCircuits=128",
+        f"-relayBufferSize={_RELAY_BUFFER_BYTES}",
+        "-forceReachabilityPublic=1",
+        "-idleTimeout=30s",
+    ]
+    if posture.announce:
+        chosen.append(f"-announceAddrs={','.join(posture.announce)}")
+    return chosen

@@ -1,0 +1,126 @@
+"""Streams by way of one daemon: opened to peers, and accepted from them.
+
+A stream is opened by one protobuf request on the daemon's control socket, and that socket then *is* the stream
+(measured: 2 to 4 times the throughput of hivemind's own streams). Streams that others open arrive as connections to a
+socket of ours, with the daemon's word on who they are and where they come from. The protocol's name contains the
+version of the wire format and the run's id, so that a peer of another run does not even get a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from noloco_node.libp2p.daemon.control import Control
+from noloco_node.libp2p.daemon.framing import delimited
+from noloco_node.libp2p.daemon.hivemind_parts import Parts
+from noloco_node.libp2p.daemon.process import Daemon
+from noloco_node.libp2p.endpoint.addresses import PeerAddress, place_text
+from noloco_node.libp2p.endpoint.known_peers import Acquaintances
+from noloco_node.libp2p.endpoint.settings import Patience
+from noloco_node.libp2p.streams.stream import Stream
+from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.network.wire import Schema
+
+
+class Exchange(NamedTuple):
+    """What outlives a daemon: the streams and topics of this peer, whom it has met, how protocol names begin, how long
+    to wait.
+    """
+
+    switchboard: Switchboard
+    acquaintances: Acquaintances
+    prefix: str
+    patience: Patience
+
+
+class Calls:
+    """Opens and accepts streams as long as one daemon lives."""
+
+    def __init__(self, parts: Parts, control: Control, daemon: Daemon, exchange: Exchange) -> None:
+        self._parts, self._control, self._daemon, self._exchange = parts, control, daemon, exchange
+        self._server: asyncio.Server | None = None
+        self._offered: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"Calls({self._exchange.switchboard!r})"
+
+    async def listen(self) -> None:
+        """Accept streams for the topics that the daemon is told of."""
+        patience, lost = self._exchange.patience, self._exchange.switchboard.lost
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            lambda: Stream(patience, self._welcome, lost), self._daemon.stream_path
+        )
+
+    async def offer(self, topic: str) -> None:
+        """Tell the daemon that we answer streams about `topic`; once, for it refuses to be told again."""
+        if topic in self._offered:
+            return
+        pb = self._parts.messages
+        # hivemind's Multiaddr, for it encodes the path of a Unix socket as the daemon reads it.
+        place = self._parts.Multiaddr(f"/unix{self._daemon.stream_path}").to_bytes()
+        wanted = pb.StreamHandlerRequest(addr=place, proto=[self._exchange.prefix + topic], balanced=False)
+        request = pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=wanted)
+        await self._control.ask(request, self._exchange.patience.dht_s)
+        self._offered.add(topic)
+
+    async def dial(self, peer: str, topic: str, schema: Schema) -> Stream:
+        """Open a stream; ConnectionRefusedError when that cannot be, ConnectionResetError without a daemon."""
+        pb, loop, patience = self._parts.messages, asyncio.get_running_loop(), self._exchange.patience
+        opened: asyncio.Future[None] = loop.create_future()
+
+        def introduce(stream: Stream, raw: bytes) -> None:
+            answer = pb.Response.FromString(raw)
+            if answer.type == pb.Response.ERROR:
+                stream.break_off(_refused(peer, topic, answer.error.msg))
+            else:
+                self._exchange.switchboard.call(stream, peer, topic, schema)
+                if not opened.done():
+                    opened.set_result(None)
+
+        def lost(stream: Stream, error: ConnectionError | None) -> None:
+            if not opened.done():
+                opened.set_exception(error or ConnectionResetError("the stream broke"))
+            self._exchange.switchboard.lost(stream, error)
+
+        stream, is_open = Stream(patience, introduce, lost), False
+        wanted = pb.StreamOpenRequest(peer=self._parts.peer_bytes(peer), proto=[self._exchange.prefix + topic])
+        try:
+            async with asyncio.timeout(patience.open_s):
+                connecting = loop.create_unix_connection(lambda: stream, self._daemon.control_path)
+                await self._control.reach(connecting)
+                stream.write_raw(delimited(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=wanted)))
+                await opened
+            is_open = True
+        except TimeoutError:
+            raise ConnectionRefusedError(f"{peer} did not accept a stream within {patience.open_s:g} s") from None
+        finally:
+            opened.cancel()
+            if not opened.cancelled():
+                opened.exception()  # asked for, or asyncio would complain that nobody did
+            if not is_open:
+                # Also where it opened in the very moment in which we were cancelled.
+                stream.break_off(ConnectionResetError("the stream was not opened"))
+                self._exchange.switchboard.unopened()
+        return stream
+
+    def close(self) -> None:
+        """Accept no more streams."""
+        if self._server is not None:
+            self._server.close()
+
+    def _welcome(self, stream: Stream, raw: bytes) -> None:
+        """Pass on a stream that a peer has opened."""
+        arrival = self._parts.messages.StreamInfo.FromString(raw)
+        stream.origin = place_text(arrival.addr)
+        topic = str(arrival.proto).removeprefix(self._exchange.prefix)
+        peer = self._parts.peer_text(arrival.peer)
+        if stream.origin:
+            self._exchange.acquaintances.note([PeerAddress(stream.origin, peer)])
+        self._exchange.switchboard.answer(stream, peer, topic)
+
+
+def _refused(peer: str, topic: str, words: str) -> ConnectionRefusedError:
+    if "protocols not supported" in words:
+        return ConnectionRefusedError(f"{peer} does not speak of {topic!r} in this run or version")
+    return ConnectionRefusedError(f"{peer} cannot be reached: {' '.join(words.split())}")

@@ -1,0 +1,237 @@
+"""A network that keeps to a budget: `port.Network` over another one, over libp2p or in memory alike.
+
+Each direction has one `Valve` for all conversations. **Upload** is paced within a message: the stream asks for each
+piece of it, a slice of the rate, so that over any stretch of t seconds no more leaves than rate * t + burst. Where the
+network below takes messages whole only (in memory), a message leaves when the last of its bytes has been granted.
+**Download** is held back by reading: a message that has come is handed out when its bytes are granted, and as every
+conversation here is questions and answers, nobody is sent the next before the last was taken. So what was ever handed
+out is never more than rate * t + burst; single messages come as fast as they are sent.
+
+Nobody takes us for dead meanwhile. Until its first piece is granted a message holds up no beat, and after that pieces
+come in turn with those of other messages, a twentieth of a second of the rate each: oftener than beats would, unless
+some dozens of large messages are under way at once. Small messages come before the large ones (`budget`), so that
+offers, answers and records of who is there do not starve behind a copy. The DHT's records and libp2p's own words (some
+hundred bytes a second) do not pass here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from noloco_node.limits.budget import SMALL_BYTES, Allowance, full_bucket, give_back, rate_words, size_words, take
+from noloco_node.network.interface import Conversation, Handler, Network
+from noloco_node.network.wrapper import Around
+
+if TYPE_CHECKING:
+    from noloco_node.network.wire import Schema
+
+FRAME_BYTES = 13
+"""Of a frame's kind and lengths."""
+MEMORY_S = 30.0
+"""Over about how long the rate in use is a mean."""
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """A conversation whose messages can be sent piece by piece, and be held back where they came in, as streams of
+    libp2p do.
+    """
+
+    async def send_paced(self, message: Any, piece_bytes: int, admit: Callable[[int, int], Awaitable[None]]) -> None:
+        """Send one message; `admit` is asked before each piece, with its size and that of the whole message."""
+
+    async def receive_paced(self, admit: Callable[[int, int], Awaitable[None]]) -> Any:
+        """Return the next message when `admit` lets all of it pass; until then it is the stream's to count."""
+
+
+class _Wanted:
+    """A message, or a piece of one, that waits for its bytes."""
+
+    __slots__ = ("granted", "ready", "size")
+
+    def __init__(self, size: int, ready: asyncio.Future[None]) -> None:
+        self.size, self.granted, self.ready = size, 0, ready
+
+
+class Valve:
+    """One direction of the line; `bytes_per_s` None only counts."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self.bytes_per_s = bytes_per_s
+        self.passed_bytes = 0
+        self._bucket = None if bytes_per_s is None else full_bucket(bytes_per_s, now_s)
+        self._small: deque[_Wanted] = deque()
+        self._large: deque[_Wanted] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._used_per_s, self._used_at_s = 0.0, now_s
+
+    def __repr__(self) -> str:
+        return f"Valve({self.bytes_per_s} bytes/s, {len(self._small) + len(self._large)} wait)"
+
+    @property
+    def used_bytes_per_s(self) -> float:
+        """The rate that passed lately, a mean that forgets."""
+        return self._faded(asyncio.get_running_loop().time())
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much is granted at once."""
+        return SMALL_BYTES if self._bucket is None else self._bucket.slice_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that wait, what has been granted of them aside; of a message in pieces the next one only."""
+        return sum(wanted.size - wanted.granted for wanted in (*self._small, *self._large))
+
+    async def admit(self, size: int, message_bytes: int = 0) -> None:
+        """Return when `size` bytes may pass, which may be a piece of a message of `message_bytes`.
+
+        What was granted to a caller who is cancelled goes back.
+        """
+        if self._bucket is not None:
+            wanted = _Wanted(size, asyncio.get_running_loop().create_future())
+            queue = self._small if max(size, message_bytes) <= SMALL_BYTES else self._large
+            queue.append(wanted)
+            self._grant()
+            try:
+                await wanted.ready
+            except asyncio.CancelledError:
+                if wanted in queue:
+                    queue.remove(wanted)
+                self._bucket = give_back(self._bucket, wanted.granted)
+                self._grant()
+                raise
+        now_s = asyncio.get_running_loop().time()
+        self._used_per_s, self._used_at_s = self._faded(now_s) + size / MEMORY_S, now_s
+        self.passed_bytes += size
+
+    def _grant(self) -> None:
+        """Hand out slices, small messages first and large ones in turn, as far as the bucket goes."""
+        assert self._bucket is not None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        loop = asyncio.get_running_loop()
+        while queue := self._small or self._large:
+            wanted = queue[0]
+            share = min(wanted.size - wanted.granted, self._bucket.slice_bytes)
+            self._bucket, wait_s = take(self._bucket, share, loop.time())
+            if wait_s > 0.0:
+                self._timer = loop.call_later(wait_s, self._grant)
+                return
+            wanted.granted += share
+            if wanted.granted >= wanted.size:
+                queue.popleft()
+                if not wanted.ready.done():
+                    wanted.ready.set_result(None)
+            else:
+                queue.rotate(-1)
+
+    def _faded(self, now_s: float) -> float:
+        return self._used_per_s * math.exp((self._used_at_s - now_s) / MEMORY_S)
+
+
+class MeteredNetwork(Around):
+    """Implements `port.Network` over another network, within an allowance."""
+
+    def __init__(self, network: Network, allowance: Allowance) -> None:
+        super().__init__(network)
+        self.allowance = allowance
+        self.up = Valve(allowance.upload_bytes_per_s)
+        self.down = Valve(allowance.download_bytes_per_s)
+        self.month_bytes = 0
+        """Bytes of this calendar month, as the ledger has them."""
+
+    def __repr__(self) -> str:
+        return f"MeteredNetwork({self.up!r}, {self.down!r}, {self._network!r})"
+
+    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
+        """Open a conversation; see `port.Network.talk`."""
+        return self._talk(peer, topic, schema)
+
+    @asynccontextmanager
+    async def _talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+        async with self._network.talk(peer, topic, schema) as conversation:
+            yield MeteredConversation(conversation, schema, self.up, self.down)
+
+    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
+        """Answer conversations about `topic`; see `port.Network.serve`."""
+
+        async def metered(conversation: Conversation) -> None:
+            await handler(MeteredConversation(conversation, schema, self.up, self.down))
+
+        await self._network.serve(topic, schema, metered)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the network's counts, and under `budget.` what is allowed and used, in bytes (a second)."""
+        counts = super().statistics()
+        for name, valve in (("upload", self.up), ("download", self.down)):
+            if valve.bytes_per_s is not None:
+                counts[f"budget.{name}.allowed"] = valve.bytes_per_s
+                counts[f"budget.{name}.used"] = valve.used_bytes_per_s
+                counts[f"budget.{name}.waiting"] = valve.waiting_bytes
+        if self.allowance.monthly_cap_bytes is not None:
+            counts["budget.month.allowed"] = self.allowance.monthly_cap_bytes
+            counts["budget.month.used"] = self.month_bytes
+        return counts
+
+
+class MeteredConversation:
+    """Implements `port.Conversation`: another one whose messages wait for their bytes."""
+
+    def __init__(self, conversation: Conversation, schema: Schema, up: Valve, down: Valve) -> None:
+        self._conversation, self._schema, self._up, self._down = conversation, schema, up, down
+        self._come: deque[Any] = deque()
+
+    def __repr__(self) -> str:
+        return f"MeteredConversation({self._conversation!r})"
+
+    @property
+    def peer(self) -> str:
+        """The other's peer id."""
+        return self._conversation.peer
+
+    async def send(self, message: Any) -> None:
+        """Send one message as the budget has room for it."""
+        if self._up.bytes_per_s is None:
+            await self._conversation.send(message)
+        elif isinstance(self._conversation, Paced):
+            await self._conversation.send_paced(message, self._up.piece_bytes, self._up.admit)
+        else:
+            await self._up.admit(weigh(message, self._schema))
+            await self._conversation.send(message)
+
+    async def receive(self) -> Any:
+        """Return the next message once the budget has room for it; one that came stays for the next who asks."""
+        if self._down.bytes_per_s is None:
+            return await self._conversation.receive()
+        if isinstance(self._conversation, Paced):
+            return await self._conversation.receive_paced(self._down.admit)
+        if not self._come:
+            self._come.append(await self._conversation.receive())
+        await self._down.admit(weigh(self._come[0], self._schema))
+        return self._come.popleft()
+
+
+def weigh(message: Any, schema: Schema) -> int:
+    """Return the bytes of a message on the wire."""
+    header, body = schema.pack(message)
+    return FRAME_BYTES + len(header) + sum(map(len, body))
+
+
+def spending(counts: Mapping[str, int | float]) -> str | None:
+    """Say what a network's statistics say of its budget, in words; None where there is none."""
+    said = [
+        f"{name} {rate_words(counts[f'budget.{name}.used'])} of {rate_words(allowed)}"
+        for name in ("upload", "download")
+        if (allowed := counts.get(f"budget.{name}.allowed")) is not None
+    ]
+    if (cap := counts.get("budget.month.allowed")) is not None:
+        said.append(f"{counts['budget.month.used'] / cap:.0%} of this month's {size_words(cap)}")
+    return ", ".join(said) or None

@@ -1,0 +1,165 @@
+"""The device: one thread in which all of a node's tensor work runs, one job after the other.
+
+One thread is what makes "weights never change under a running backward" a fact and not a hope: forward, backward, inner
+step and outer step are jobs, and jobs do not overlap. A job that has begun is always awaited to its end, also by a
+coroutine that is cancelled meanwhile; a job that has not begun is taken back.
+
+Two clocks watch a job. By the wall's, replicas measure what a microbatch costs them, cores that others have meanwhile
+included: routes and rounds follow it. How busy the device is counts its own work alone: on a CPU the seconds for which
+the thread had a core, or a crowded machine would look busier the more its replicas wait for each other.
+
+Arithmetic of the outer step works on copies in the main memory and touches no weights. It has a thread of its own, on a
+CPU too: there is no work to be saved there, but a wait. In the device's queue each of a round's jobs would stand behind
+the passes of a whole window, corrections would come some steps later, and fewer rounds would fit in (`ours_charged` and
+`ours_beside` in docs/laboratory.md). It counts as no work of the device.
+
+A device may act as a slower one, for trials of uneven swarms: it lets the time pass that the other would have taken, in
+its own thread, so that the replica waits and the machine's cores do not. Its clock runs faster during a job, so what
+the replica measures of itself, and tells the others, is what a slower device would have measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.run.config import MOST_SLOWDOWN
+
+T = TypeVar("T")
+
+
+class Wall(NamedTuple):
+    """The time that passes in the device's thread, in seconds. `core`: of it, that for which the thread had a core."""
+
+    clock: Callable[[], float] = time.perf_counter
+    core: Callable[[], float] = time.thread_time
+    sleep: Callable[[float], None] = time.sleep
+
+
+WALL = Wall()
+
+
+def choose_device(wish: str) -> torch.device:
+    """Return the torch device for `auto`, `cpu`, `cuda` or `cuda:N`; raise `Trouble` if it is not there."""
+    if wish == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wish)
+    except RuntimeError as error:
+        raise Trouble(
+            f"There is no device called {wish!r}.",
+            why=str(error),
+            attempt="--device auto, cpu or cuda",
+            code=Exit.DEVICE,
+        ) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Trouble(
+            f"The device {wish!r} is not there.",
+            why=f"torch sees {torch.cuda.device_count()} CUDA devices",
+            attempt="--device auto, or a torch build for your GPU",
+            code=Exit.DEVICE,
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise Trouble(
+            f"The device {wish!r} cannot train here.",
+            why="only cpu and cuda are supported",
+            attempt="--device cpu",
+            code=Exit.DEVICE,
+        )
+    return device
+
+
+def autocast_dtype(device: torch.device, precision: str) -> torch.dtype | None:
+    """Return bfloat16 where `precision` is auto and the GPU computes in it natively, else None (float32)."""
+    if precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported():
+        return torch.bfloat16
+    return None
+
+
+class Device:
+    """One thread for tensor work; counts the seconds it works.
+
+    `slowdown`: how many times longer than it really does each job takes, from 1 to 1000; `Trouble` if it is not.
+    """
+
+    def __init__(self, device: torch.device, slowdown: float = 1.0, wall: Wall = WALL) -> None:
+        if not 1.0 <= slowdown <= MOST_SLOWDOWN:
+            raise Trouble(
+                f"A device cannot be slowed down {slowdown:g} times.",
+                why="a slowdown lets time pass after each job; it can neither take time back nor stand still",
+                attempt=f"--slowdown from 1 to {MOST_SLOWDOWN:g}",
+                code=Exit.USAGE,
+            )
+        self.device = device
+        self._slowdown, self._wall = slowdown, wall
+        self._worked = wall.core if device.type == "cpu" else wall.clock
+        self._begun_s: float | None = None
+        self.busy_s = 0.0
+        self.jobs = 0
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"device-{device}")
+        self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"beside-{device}")
+
+    def clock(self) -> float:
+        """Return the time by which jobs measure themselves, in seconds; meant for within a job."""
+        now_s, begun_s = self._wall.clock(), self._begun_s
+        return now_s if begun_s is None else begun_s + self._slowdown * (now_s - begun_s)
+
+    async def run(self, job: Callable[..., T], *args: object) -> T:
+        """Run `job(*args)` in the device's thread; when cancelled, first await the end of a job that has begun."""
+        return await _in_its_turn(self._thread.submit(self._timed, job, args))
+
+    async def beside(self, job: Callable[..., T], *args: object) -> T:
+        """Run `job(*args)`, arithmetic on the CPU that touches no weights, beside what the device does."""
+        return await _in_its_turn(self._beside.submit(job, *args))
+
+    def _timed(self, job: Callable[..., T], args: tuple[object, ...]) -> T:
+        self._begun_s, before_s = self._wall.clock(), self._worked()
+        try:
+            return job(*args)
+        finally:
+            worked_s = self._slowdown * (self._worked() - before_s)
+            ended_s, self._begun_s = self.clock(), None
+            if self._slowdown > 1.0:
+                self._wall.sleep(max(0.0, ended_s - self._wall.clock()))
+            self.busy_s += worked_s
+            self.jobs += 1
+
+    def close(self) -> None:
+        """Wait for the jobs in hand and end the threads."""
+        for thread in (self._thread, self._beside):
+            thread.shutdown(wait=True, cancel_futures=True)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the seconds of work and the number of jobs so far."""
+        return {"busy_s": self.busy_s, "jobs": self.jobs}
+
+    def __repr__(self) -> str:
+        return f"Device({self.device}, {self.jobs} jobs, busy {self.busy_s:.1f} s)"
+
+
+async def _in_its_turn(submitted: concurrent.futures.Future[T]) -> T:
+    """Await a job; when cancelled, take it back if it has not begun, and else await its end first."""
+    result = asyncio.wrap_future(submitted)
+    try:
+        return await asyncio.shield(result)
+    except asyncio.CancelledError:
+        if not submitted.cancel():
+            await _to_the_end(result)
+        raise
+
+
+async def _to_the_end(result: asyncio.Future[T]) -> None:
+    """Await `result` whatever comes, and take note of its exception so that nobody warns of it."""
+    while not result.done():
+        try:
+            await asyncio.wait([result])
+        except asyncio.CancelledError:
+            continue
+    if not result.cancelled():
+        result.exception()

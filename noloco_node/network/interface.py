@@ -1,0 +1,74 @@
+"""The network as the rest of the shell sees it: conversations of typed messages, and records that expire.
+
+`noloco_node.libp2p.network` implements it over libp2p. Another implementation may run it in memory and virtual time:
+whoever depends only on this module cannot tell the difference.
+
+Losses are the standard library's: `ConnectionRefusedError` when the peer cannot be reached, `ConnectionAbortedError`
+when we give it up (silent for longer than its line explains, or a `wire.Violation`), `ConnectionResetError` when the
+stream breaks or ends without its end mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from noloco_node.network.wire import Schema
+
+
+VIOLATION_GRACE_S = 1.0
+"""A handler whose caller violated the protocol is told so where it waits; whoever does not end then is cancelled."""
+
+
+class Conversation(Protocol):
+    """One stream between two peers, both of whom may send and receive typed messages, in order."""
+
+    @property
+    def peer(self) -> str:
+        """The other's peer id, authenticated by the transport."""
+
+    async def send(self, message: Any) -> None:
+        """Send one message that the conversation's schema knows; return when it has been handed to the transport."""
+
+    async def receive(self) -> Any:
+        """Return the next message; beats are swallowed. Raises a `ConnectionError` as the module says."""
+
+
+Handler = Callable[[Conversation], Awaitable[None]]
+
+
+class Network(Protocol):
+    """What a peer needs of the world."""
+
+    @property
+    def peer_id(self) -> str:
+        """Our own peer id in base 58."""
+
+    @property
+    def dialable(self) -> bool:
+        """Whether others can dial us, directly or through a relay, as far as is known."""
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Return the multiaddrs at which others can dial us, each ending in /p2p/ and our id."""
+
+    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
+        """Open a conversation about `topic`.
+
+        Leaving the context by an exception (a cancellation, say) breaks the stream and cancels what the callee still
+        does. Leaving it in the ordinary way ends it politely: the callee's handler may finish, so that what was sent
+        last is not lost, but it can exchange nothing more.
+        """
+
+    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
+        """Answer conversations about `topic`: one task each, cancelled when the caller goes away."""
+
+    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        """Store our record under (key, subkey) for `lifetime_s` seconds; say whether the DHT took it."""
+
+    async def read_all(self, keys: Sequence[str]) -> Sequence[Mapping[str, bytes] | None]:
+        """Return all live records under each key by subkey, empty where there is none; None where nobody answered."""
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return counts since the start, among them `bytes.sent.TOPIC` and `bytes.received.TOPIC`."""

@@ -1,0 +1,167 @@
+"""How long to wait for a peer to take a call, or to answer an offer: as long as it usually takes, and a good deal more.
+
+One fixed number is wrong both ways. Twenty seconds for a dial let one silent peer hold up everybody who has a
+microbatch for it; two seconds would cut off whoever has a slow line. So each wait is bounded by what was observed, as
+TCP bounds its retransmissions (RFC 6298): a smoothed mean of the times, and four times their smoothed deviation, or as
+much again as the mean if that is more. What is known of one peer counts for that peer; of a peer that was never reached
+one knows what first contacts took with others.
+
+Each wait that was in vain makes the next one for that peer half as long again, up to a bound, so that no line is too
+slow for ever; an answer ends that. (Doubling would have a silent peer cost more at each trial than it is left alone
+for.) The bounds are wide: an event loop that was busy for a second must not accuse anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, NamedTuple
+
+from noloco_node.network.wrapper import Around
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from noloco_node.network.interface import Conversation, Network
+    from noloco_node.network.wire import Schema
+
+MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
+MOST_PEERS = 1024
+"""Of which times are remembered; beyond them the one that was heard of longest ago is forgotten."""
+GROWTH = 1.5
+MOST_GROWTHS = 12
+
+
+class Estimate(NamedTuple):
+    """What a wait usually takes: smoothed mean and mean deviation, in seconds."""
+
+    mean_s: float
+    deviation_s: float
+
+
+class Bounds(NamedTuple):
+    """Of a deadline, in seconds: the shortest, the longest, and the one where nothing was observed."""
+
+    least_s: float
+    most_s: float
+    unknown_s: float
+
+
+DIALS = Bounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
+ANSWERS = Bounds(least_s=4.0, most_s=120.0, unknown_s=12.0)
+"""Of an offer, its dial included."""
+
+
+def observed(before: Estimate | None, took_s: float) -> Estimate:
+    """Return the estimate with one more observation."""
+    if before is None:
+        return Estimate(took_s, took_s / 2)
+    deviation_s = before.deviation_s + DEVIATION_WEIGHT * (abs(took_s - before.mean_s) - before.deviation_s)
+    return Estimate(before.mean_s + MEAN_WEIGHT * (took_s - before.mean_s), deviation_s)
+
+
+def deadline_s(known: Estimate | None, in_vain: int, bounds: Bounds) -> float:
+    """Return how long to wait after `in_vain` waits in a row that came to nothing."""
+    usual_s = bounds.unknown_s
+    if known is not None:
+        # Times that were equal for long have no deviation left, and are no promise.
+        usual_s = known.mean_s + max(DEVIATIONS * known.deviation_s, known.mean_s)
+    return float(min(bounds.most_s, max(bounds.least_s, usual_s) * GROWTH ** min(in_vain, MOST_GROWTHS)))
+
+
+class _Known(NamedTuple):
+    """Of one peer: what was observed, how often in a row nothing was, and when that was last (loop seconds)."""
+
+    estimate: Estimate | None = None
+    in_vain: int = 0
+    failed_s: float = float("-inf")
+
+
+class Timing:
+    """What one kind of wait took, peer by peer."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._peers: dict[str, _Known] = {}
+        self._first: Estimate | None = None
+        """Of first contacts, with anybody."""
+
+    def __repr__(self) -> str:
+        return f"Timing({len(self._peers)} peers, first contacts {self._first})"
+
+    def deadline_s(self, peer: str) -> float:
+        """Return how long to wait for a peer."""
+        known = self._peers.get(peer, _Known())
+        return deadline_s(known.estimate or self._first, known.in_vain, self._bounds)
+
+    def took(self, peer: str, seconds: float) -> None:
+        """Note what a wait took that was answered."""
+        before = self._peers.get(peer, _Known()).estimate
+        if before is None:
+            self._first = observed(self._first, seconds)
+        self._remember(peer, _Known(observed(before, seconds)))
+
+    def in_vain(self, peer: str, begun_s: float, now_s: float) -> None:
+        """Note a wait that ended at its deadline; of several that were under way together only the first counts."""
+        known = self._peers.get(peer, _Known())
+        if begun_s >= known.failed_s:
+            self._remember(peer, known._replace(in_vain=known.in_vain + 1, failed_s=now_s))
+
+    def _remember(self, peer: str, known: _Known) -> None:
+        self._peers.pop(peer, None)
+        self._peers[peer] = known
+        if len(self._peers) > MOST_PEERS:
+            del self._peers[next(iter(self._peers))]
+
+
+class PatientNetwork(Around):
+    """A network whose dials are given up when they take much longer than usual; all else is that of `network`."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(network)
+        self._timing = Timing(DIALS)
+        self._given_up = 0
+
+    def __repr__(self) -> str:
+        return f"PatientNetwork({self._network!r}, {self._given_up} dials given up)"
+
+    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
+        """Open a conversation; see `port.Network.talk`. ConnectionRefusedError too when the peer takes too long."""
+        return _Dial(self, peer, self._network.talk(peer, topic, schema))
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the network's counts, and how many dials were given up for taking too long."""
+        return super().statistics() | {"dials.given_up": self._given_up}
+
+    async def dial(self, peer: str, opening: AbstractAsyncContextManager[Conversation]) -> Conversation:
+        """Enter `opening` within what is usual for the peer, and learn from what it took."""
+        loop = asyncio.get_running_loop()
+        begun_s, limit_s = loop.time(), self._timing.deadline_s(peer)
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                conversation = await opening.__aenter__()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._timing.in_vain(peer, begun_s, loop.time())
+            self._given_up += 1
+            raise ConnectionRefusedError(f"{peer} did not take a call within {limit_s:.1f} s") from None
+        self._timing.took(peer, loop.time() - begun_s)
+        return conversation
+
+
+class _Dial:
+    """The context of a conversation that is opened by `PatientNetwork.dial`."""
+
+    __slots__ = ("_network", "_opening", "_peer")
+
+    def __init__(self, network: PatientNetwork, peer: str, opening: AbstractAsyncContextManager[Conversation]) -> None:
+        self._network, self._peer, self._opening = network, peer, opening
+
+    async def __aenter__(self) -> Conversation:
+        return await self._network.dial(self._peer, self._opening)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._opening.__aexit__(kind, error, trace)

@@ -1,0 +1,56 @@
+"""A network around another one, which changes some of what it does and leaves the rest as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
+
+from noloco_node.network.interface import Conversation, Handler, Network
+
+if TYPE_CHECKING:
+    from noloco_node.network.wire import Schema
+
+
+class Around:
+    """Implements `port.Network` by that of `network`, method by method."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._network!r})"
+
+    @property
+    def peer_id(self) -> str:
+        """Our own peer id."""
+        return self._network.peer_id
+
+    @property
+    def dialable(self) -> bool:
+        """Whether others can dial us."""
+        return self._network.dialable
+
+    async def addresses(self) -> tuple[str, ...]:
+        """See `port.Network.addresses`."""
+        return await self._network.addresses()
+
+    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
+        """See `port.Network.talk`."""
+        return self._network.talk(peer, topic, schema)
+
+    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
+        """See `port.Network.serve`."""
+        await self._network.serve(topic, schema, handler)
+
+    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        """See `port.Network.publish`."""
+        return await self._network.publish(key, subkey, value, lifetime_s)
+
+    async def read_all(self, keys: Sequence[str]) -> Sequence[Mapping[str, bytes] | None]:
+        """See `port.Network.read_all`."""
+        return await self._network.read_all(keys)
+
+    def statistics(self) -> dict[str, int | float]:
+        """See `port.Network.statistics`."""
+        return self._network.statistics()

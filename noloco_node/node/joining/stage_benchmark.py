@@ -1,0 +1,103 @@
+"""What a microbatch takes on this machine: one is made up and taken through the real stage, forward and backward.
+
+The numbers are random, the shapes the run's. It is done twice and the faster one counts: the first also pays for what a
+device does once (memory, kernels, caches). The gradients are thrown away.
+
+A GPU is only known to have done its work when a number comes back from it. A source's backward pass returns none, so
+time is taken from one output to the next: that is a backward and a forward pass, in whatever order.
+
+What a forward pass keeps for the backward one is counted, the first time, as autograd lays it aside: that is exact on
+any device, where the memory in use before and after would tell of allocators and of everything else in the process.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from noloco_node.machine.interface import Dimensions, Stage
+    from noloco_node.run.config import PipelineConfig
+
+TIMES = 2
+LOGITS_BESIDE = 2
+"""Of the last stage: beside the logits that autograd keeps its pass holds them once more, and their gradient."""
+
+
+class Probe(NamedTuple):
+    """What a microbatch takes: device seconds, forward and backward, and bytes that lie between the two passes.
+
+    `kept_bytes` does without the weights, which are there anyway; 0 from a stage without autograd.
+    """
+
+    device_s: float
+    kept_bytes: int
+
+
+def measure(stage: Stage, number: int, pipeline: PipelineConfig, plan: Dimensions, clock: Callable[[], float]) -> Probe:
+    """Return what a microbatch takes at stage `number`; a job of the device's thread, as is `clock`."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (pipeline.microbatch_size, pipeline.sequence_length)
+
+    def ids() -> Tensor:
+        return torch.randint(plan.vocabulary, shape, generator=generator)
+
+    def numbers() -> Tensor:
+        return torch.randn((*shape, plan.width), generator=generator)
+
+    hidden, targets, gradient = ids() if number == 0 else numbers(), ids(), numbers()
+    marks, kept = [], _Kept()
+    if number == pipeline.stages - 1:
+        marks.append(clock())
+        for attempt in range(TIMES):
+            with nullcontext() if attempt else kept:
+                stage.loss(hidden, targets)
+            marks.append(clock())
+    else:
+        for attempt in range(TIMES):
+            with nullcontext() if attempt else kept:
+                passed = stage.forward(hidden)
+            marks.append(clock())
+            passed.backward(gradient)
+        stage.forward(hidden)
+        marks.append(clock())
+    stage.discard()
+    last = kept.bytes and number == pipeline.stages - 1
+    beside = LOGITS_BESIDE * 4 * plan.vocabulary * targets.numel() if last else 0
+    return Probe(min(after - before for before, after in pairwise(marks)), kept.bytes + beside)
+
+
+class _Kept:
+    """Counts what autograd keeps of a forward pass."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__()
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        import torch
+
+        whole = tensor if tensor._base is None else tensor._base
+        if not isinstance(whole, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            self._sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor

@@ -1,0 +1,282 @@
+"""How a newcomer claims a stage: it measures itself, announces its choice, reads again, and gives way if it must.
+
+It builds the stage that the roster says is the weakest, takes made-up microbatches through it
+(`noloco_node.node.joining.stage_benchmark`) and reads the roster once more. From then on its speed is known at every
+stage, for all peers know what a microbatch costs at each. Stages that do not fit the memory of the device are left out.
+The need is the plan's estimate, in which the weights are certain and what microbatches in flight keep is not: that is
+measured too, and whoever finds that a stage needs more than is free looks at the others. Where nothing fits the least
+demanding one is tried, with a word of warning.
+
+Several newcomers may choose alike. All of them compute the same answer from the same records (`pipeline.placement`), so
+that only as many move as must. It takes one reading as a rule, and a few where rosters disagree; who is still not sure
+after `CLAIMS` of them stays where it is, since a replica too many does no harm and waiting for ever does.
+
+Whoever was told its stage by its owner takes it, measures nothing, and moves for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import NamedTuple
+
+from noloco_node import __version__
+from noloco_node.errors import Exit, Trouble
+from noloco_node.journal import events
+from noloco_node.machine.interface import Dimensions, Machine, Stage, Voice
+from noloco_node.network.interface import Network
+from noloco_node.node.joining.stage_benchmark import measure
+from noloco_node.run.config import RunConfig
+from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.roster import PeerRecord, Roster, State
+from pipeline.placement import Claim, capacities, choose_stage, fitting, named_stage, reason, yields
+
+LOOKS = 5
+"""Readings of the roster that may fail before a newcomer gives up."""
+AGAIN_S = 30.0
+"""Between two later readings of who moves, and does not give up."""
+SETTLE_S = 1.0
+"""Between a claim and its second reading: time for a claim made at the same moment to be seen."""
+CLAIMS = 8
+"""Announced at most, one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claimant:
+    """A newcomer that looks for a stage. `wish`: the stage that its owner asked for.
+
+    `device_s`: what a microbatch takes at the stage of the wish, where that is known.
+    """
+
+    run: RunConfig
+    plan: Dimensions
+    network: Network
+    presence: Presence
+    machine: Machine
+    voice: Voice
+    wish: int | None = None
+    device_s: float = 0.0
+
+    @property
+    def me(self) -> str:
+        """Its peer id."""
+        return self.network.peer_id
+
+
+class Place(NamedTuple):
+    """The stage that was claimed, and its slice where it has been built for a measurement."""
+
+    number: int
+    stage: Stage | None = None
+
+
+class _Own(NamedTuple):
+    """What a newcomer knows of itself: where it fits, and its device seconds a microbatch at each stage, 0 unknown."""
+
+    fits: tuple[int, ...]
+    device_s: tuple[float, ...]
+
+    def speed(self, stage: int) -> float:
+        return 1.0 / self.device_s[stage] if self.device_s[stage] > 0.0 else 0.0
+
+
+def claims_of(roster: Roster) -> list[Claim]:
+    """Return the records of all who serve a stage, or are about to, as decisions read them."""
+    return [
+        Claim(
+            record.peer,
+            record.stage,
+            record.claimed_at,
+            settled=record.state is not State.JOINING,
+            device_s=record.device_s,
+            # A newcomer that says nothing goes anywhere; a replica that says nothing stays.
+            may_serve=record.may_serve or (None if record.state is State.JOINING else ()),
+            moves_to=record.moves_to,
+            training=record.state is State.TRAINING,
+        )
+        for records in roster.stages
+        for record in records
+        if record.state is not State.FINISHED
+    ]
+
+
+def servable(claimant: Claimant) -> range:
+    """Return the stages at which others can reach this peer; its own calls are all that the first one needs."""
+    return range(claimant.run.pipeline.stages if claimant.network.dialable else 1)
+
+
+async def claim(claimant: Claimant, served: int | None) -> Place:
+    """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
+    await _first_look(claimant)
+    if claimant.wish is not None:
+        return await _take(claimant, claimant.wish)
+    if not claimant.network.dialable:
+        claimant.voice.say("looking at stage 0 alone, which dials the others: nobody can dial us")
+    presence, work, choice = claimant.presence, claimant.plan.work, _Choice(claimant)
+    rng = Random(f"{claimant.run.seed}|placement|{claimant.me}")
+    stage = choose_stage(capacities(claims_of(presence.roster), work), choice.fits(), rng, served)
+    part = await built(claimant.machine, stage)
+    device_s, kept_bytes = await _measure(claimant, part, stage)
+    choice.note(stage, kept_bytes)
+    own = _Own(choice.fits(), device_s)
+    # Others may have come while we were building.
+    await presence.peek()
+    capacity = capacities(claims_of(presence.roster), work)
+    probed, stage = stage, choose_stage(capacity, own.fits, rng, stage)
+    _say(claimant, stage, reason(stage, capacity, own.speed(stage)), own)
+    stage = await _settle(claimant, stage, own)
+    return Place(stage, part if stage == probed else None)
+
+
+async def built(machine: Machine, number: int) -> Stage:
+    """Build a stage; raise `Trouble` where this machine cannot."""
+    try:
+        return await machine.device.run(machine.build, number)
+    except (MemoryError, RuntimeError, OSError, ValueError) as error:
+        raise Trouble(
+            f"Stage {number} could not be built.",
+            why=_in_a_line(error),
+            attempt="another stage with --stage, or another --device; noloco-node doctor INVITE tells what fits",
+            code=Exit.DEVICE,
+        ) from error
+
+
+async def _first_look(claimant: Claimant) -> None:
+    """Read who is there until the DHT has answered for all stages."""
+    for look in count(1):
+        roster = await claimant.presence.peek()
+        if claimant.presence.complete:
+            return
+        # Whoever moves takes part already, and knows that others do: it waits as long as it takes.
+        moves = any(record.peer == claimant.me for records in roster.stages for record in records)
+        if look >= LOOKS and not moves:
+            break
+        claimant.voice.say("the DHT did not answer; asking again who is there")
+        await asyncio.sleep(SETTLE_S if look < LOOKS else AGAIN_S)
+    raise Trouble(
+        "Nobody could tell who takes part in the run.",
+        why=f"the DHT did not answer {LOOKS} times in a row",
+        attempt="start the node again in a minute; if it happens again, ask whoever sent the invite",
+        code=Exit.UNREACHABLE,
+    )
+
+
+async def _take(claimant: Claimant, wish: int) -> Place:
+    try:
+        stage = named_stage(wish, claimant.run.pipeline.stages)
+    except ValueError as error:
+        raise Trouble(
+            f"There is no stage {wish}.",
+            why=str(error),
+            attempt="leave out --stage, or choose one that is there",
+            code=Exit.USAGE,
+        ) from error
+    if stage not in servable(claimant):
+        claimant.voice.say(f"nobody can dial us, and stage {stage} lives on calls: expect no work; stage 0 needs none")
+    await claimant.presence.claim(
+        PeerRecord(
+            peer=claimant.me,
+            stage=stage,
+            state=State.CATCHING_UP,
+            claimed_at=claimant.machine.unix_time(),
+            device_s=claimant.device_s,
+            version=__version__,
+        )
+    )
+    return Place(stage)
+
+
+class _Choice:
+    """Which stages fit the memory that is free before one is built: by the plan's estimate, until one is measured.
+
+    For whoever can only dial that is the first stage or none: all others are dialled by the stage before.
+    """
+
+    def __init__(self, claimant: Claimant) -> None:
+        self._pipeline, self._machine, self._say = claimant.run.pipeline, claimant.machine, claimant.voice.say
+        self._within, self._free = servable(claimant), claimant.machine.free_bytes()
+
+    def fits(self) -> tuple[int, ...]:
+        """Return the stages to choose from: those that fit, or the one that needs least."""
+        needs = self._machine.needs_bytes
+        fits = fitting(needs, self._free, self._pipeline.stages)
+        fits = tuple(stage for stage in fits if stage in self._within)
+        if fits:
+            return fits
+        least = min(self._within, key=needs.__getitem__)
+        self._say(
+            f"no stage fits the memory that is free ({_gib(self._free or 0)}); trying stage {least}, which needs least,"
+            f" about {_gib(needs[least])}"
+        )
+        return (least,)
+
+    def note(self, stage: int, kept_bytes: int) -> None:
+        """Correct what microbatches in flight keep at a stage, given what one was seen to keep."""
+        pipeline, needs, in_flight = self._pipeline, self._machine.needs_bytes, self._machine.in_flight_bytes
+        if not (needs and in_flight and kept_bytes):
+            return
+        at_once = pipeline.microbatches_per_step * pipeline.windows_in_flight if stage < pipeline.stages - 1 else 1
+        estimate, measured = needs[stage], needs[stage] - in_flight[stage] + kept_bytes * at_once
+        needs[stage], in_flight[stage] = measured, kept_bytes * at_once
+        if self._free is not None and estimate <= self._free < measured:
+            self._say(
+                f"stage {stage} does not fit: it needs {_gib(measured)} by what a microbatch takes"
+                f" ({_gib(estimate)} were estimated), and {_gib(self._free)} are free"
+            )
+
+
+async def _measure(claimant: Claimant, stage: Stage, number: int) -> tuple[tuple[float, ...], int]:
+    """Take a microbatch through a stage. Return the seconds of one at every stage, on the device or on the line, and
+    the bytes that it keeps at this one.
+    """
+    machine, work, stages = claimant.machine, claimant.plan.work, claimant.run.pipeline.stages
+    probe = await machine.device.run(measure, stage, number, claimant.run.pipeline, claimant.plan, machine.device.clock)
+    device_s = tuple(max(probe.device_s * work[each] / work[number], machine.line_s(each)) for each in range(stages))
+    return device_s, probe.kept_bytes
+
+
+async def _settle(claimant: Claimant, stage: int, own: _Own) -> int:
+    """Announce a stage, read again, and move if another newcomer chose alike; return where we stay."""
+    presence, work = claimant.presence, claimant.plan.work
+    claimed_at = claimant.machine.unix_time()
+    for left in reversed(range(CLAIMS)):
+        await presence.claim(
+            PeerRecord(
+                peer=claimant.me,
+                stage=stage,
+                state=State.JOINING,
+                claimed_at=claimed_at,
+                device_s=own.device_s[stage],
+                may_serve=own.fits,
+                version=__version__,
+            )
+        )
+        await asyncio.sleep(SETTLE_S)
+        await presence.peek()
+        claims = claims_of(presence.roster)
+        elsewhere = yields(claimant.me, claims, work) if left else None
+        if elsewhere is None:
+            break
+        capacity = capacities([each for each in claims if each.peer != claimant.me], work)
+        rivals = any(each.peer != claimant.me and each.stage == stage and not each.settled for each in claims)
+        news = f"another newcomer chose stage {stage} too" if rivals else "the swarm is another one by now"
+        why = f"{news}; {reason(elsewhere, capacity, own.speed(elsewhere))}"
+        _say(claimant, elsewhere, why, own)
+        stage = elsewhere
+    return stage
+
+
+def _say(claimant: Claimant, stage: int, why: str, own: _Own) -> None:
+    claimant.voice.say(f"taking stage {stage}: {why}")
+    claimant.voice.record(events.Placed(stage=stage, why=why, device_s=own.device_s[stage]))
+
+
+def _in_a_line(error: Exception) -> str:
+    told = " ".join(str(error).split())
+    return f"{type(error).__name__}: {told[:300]}" if told else type(error).__name__
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB"

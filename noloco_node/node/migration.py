@@ -1,0 +1,150 @@
+"""Watches, beside the training, whether our replica is needed at another stage, and says when it is time to go.
+
+A replica reads only the stages that it has to do with. So every few refreshes it looks at all of them for once, and
+`pipeline.migration` judges what it sees. Nothing here asks anybody: what we would do, and what we are about to do,
+stands in our record (`may_serve`, `moves_to`), and everybody reads it. A reading that the DHT did not fully answer is
+none.
+
+Where we fit is asked of the memory that is free plus what our own stage would give back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from noloco_node import __version__
+from noloco_node.machine.interface import Dimensions
+from noloco_node.node.joining.stage_claim import Claimant, claims_of, servable
+from noloco_node.run.config import RunConfig
+from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
+from noloco_node.swarm.roster import PeerRecord, State
+from pipeline.migration import Mind, Move, Myself, Pace, decide, may_move
+from pipeline.placement import fitting
+
+if TYPE_CHECKING:
+    from noloco_node.network.interface import Conversation, Network
+
+
+class Moving:
+    """One replica's watch over the balance of the swarm; `run` beside the training.
+
+    `may_serve`, `moves_to`: what our record is to say. `moves`: that this peer has made so far. `device_s`: of a
+    microbatch at the stage that it goes to, once it has taken its place there. `unfit`: stages that turned out to be
+    too much for this machine.
+    """
+
+    def __init__(
+        self,
+        claimant: Claimant,
+        stage: int,
+        moves: int,
+        refresh_s: float,
+        progress: Callable[[], float],
+        unfit: Collection[int] = (),
+    ) -> None:
+        self.may_serve: tuple[int, ...] = ()
+        self.moves_to: int | None = None
+        self.moves = moves
+        self.device_s = 0.0
+        self._claimant, self._stage, self._progress, self._unfit = claimant, stage, progress, unfit
+        self._pace = Pace.of(refresh_s)
+        self._me = Myself(claimant.me, claimant.run.seed, _now(), moves)
+        self._mind = Mind()
+
+    def __repr__(self) -> str:
+        return f"Moving({self._me.peer} at stage {self._stage}, {self.moves} moves, {self._mind})"
+
+    async def run(self, allowed: bool) -> Move:
+        """Return when it is time to go, and where; never where the owner does not allow it."""
+        if not allowed:
+            await asyncio.Event().wait()
+        rng = Random(f"{self._me.seed}|looks|{self._me.peer}|{self.moves}")
+        while True:
+            await asyncio.sleep(self._pace.look_s * rng.uniform(0.9, 1.1))
+            if not may_move(self._me, self._pace, _now(), self._progress()):
+                self.may_serve, self.moves_to, self._mind = (), None, Mind()
+                continue
+            self.may_serve = self._elsewhere()
+            move = await self._look()
+            if move is not None:
+                return move
+
+    def told(self, record: PeerRecord) -> PeerRecord:
+        """Return a record of ours with what we would do and are about to do."""
+        if not self.may_serve and self.moves_to is None:
+            return record
+        return msgspec.structs.replace(record, may_serve=self.may_serve, moves_to=self.moves_to)
+
+    async def take_place(self, move: Move, device_s: float) -> None:
+        """Take our place at the other stage, before the microbatches in our hands are back: others shall know at once.
+
+        `device_s`: of a microbatch here.
+        """
+        claimant = self._claimant
+        work, line_s = claimant.plan.work, claimant.machine.line_s(move.target)
+        self.device_s = max(device_s * work[move.target] / work[move.origin], line_s)
+        claimant.presence.focus(range(claimant.run.pipeline.stages))
+        record = PeerRecord(
+            peer=claimant.me,
+            stage=move.target,
+            state=State.CATCHING_UP,
+            claimed_at=claimant.machine.unix_time(),
+            device_s=self.device_s,
+            version=__version__,
+        )
+        await claimant.presence.claim(record)
+
+    def _elsewhere(self) -> tuple[int, ...]:
+        """Return the other stages that would fit once ours is given back."""
+        machine = self._claimant.machine
+        free = machine.free_bytes()
+        if free is not None and machine.needs_bytes:
+            free += machine.needs_bytes[self._stage]
+        fits = fitting(machine.needs_bytes, free, self._claimant.run.pipeline.stages)
+        within = servable(self._claimant)
+        return tuple(stage for stage in fits if stage in within and stage != self._stage and stage not in self._unfit)
+
+    async def _look(self) -> Move | None:
+        """Read all stages once and judge; return the move for which it is time."""
+        presence, say = self._claimant.presence, self._claimant.voice.say
+        roster = await presence.peek(range(self._claimant.run.pipeline.stages))
+        if not presence.complete or roster.old_since_s is not None:
+            return None
+        claims = [
+            claim._replace(may_serve=self.may_serve, moves_to=self.moves_to) if claim.peer == self._me.peer else claim
+            for claim in claims_of(roster)
+        ]
+        verdict = decide(self._me, self._mind, claims, self._claimant.plan.work, self._pace, _now())
+        self._mind = verdict.mind
+        if verdict.go:
+            return verdict.move
+        if verdict.announce != self.moves_to:
+            self.moves_to = verdict.announce
+            if verdict.move is not None:
+                say(f"{verdict.move}; we go there in {self._pace.settle_s:.0f} s unless somebody else does")
+            else:
+                say("somebody else moves, or nobody has to any more: we stay")
+        return None
+
+
+async def close_doors(network: Network, run: RunConfig, plan: Dimensions, stage: int) -> None:
+    """Serve a stage no more: who still asks for it is told so, and no handler keeps its weights in memory."""
+    shapes = tuple(plan.shapes[stage].values())
+    doors = {GOSSIP: gossip_schema(run, shapes), STATE: state_schema(shapes)}
+    if stage > 0:
+        doors[MICROBATCH] = microbatch_schema(run, plan.width)
+    for name, schema in doors.items():
+        await network.serve(topic(name, stage), schema, _gone)
+
+
+async def _gone(conversation: Conversation) -> None:
+    raise ConnectionResetError(f"we serve another stage now, {conversation.peer}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,381 @@
+"""One replica at work: a window of microbatches, an inner step, a pause; and every so often a round.
+
+This module ties the pieces that know nothing of each other. The gate fills a window, the device takes the inner step
+at the learning rate that the run's progress asks for, and in the pause that follows the rounds may copy or correct
+the fast weights. Everything that touches weights is a job of the device's one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from random import Random
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from gossip.exchange.messages import Parts, ReplicaState
+from gossip.interface import Candidate, Deferred, Event, Going, Lost, OuterStep, Surroundings, TooStale
+from gossip.rounds.outer_optimiser import to_the_end
+from gossip.rounds.rounds import Rounds
+from gossip.rule.outer_step import Tensors
+from noloco_node import __version__
+from noloco_node.journal import events
+from noloco_node.machine.interface import Runner, Stage
+from noloco_node.network.timeouts import ANSWERS, Bounds, Timing
+from noloco_node.network.wire import Violation
+from noloco_node.node.replica_context import Post, World, round_settings
+from noloco_node.run.protocols import GOSSIP, MICROBATCH, topic
+from noloco_node.state_sync.starting_state import Beginning
+from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.swarm.roster import Derived, PeerRecord, Roster, State, speed
+from pipeline.admission import Gate, Outcome
+from pipeline.messages import Gradient, Microbatch, Refused, Reply
+from pipeline.next_stage import Downstream, Limits, Ways
+from pipeline.routing import Hop
+from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
+from pipeline.stage import OptimiserState
+from pipeline.worker import Compute, Worker
+
+if TYPE_CHECKING:
+    from noloco_node.network.interface import Conversation
+
+DRAIN_S = 30.0
+"""How long the blocking form of a round waits for what is in flight."""
+IDLE_S = 5.0
+"""Shorter waits are not worth a word."""
+REPLIES = Bounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
+"""Of a reply to a microbatch, where one stage is below us."""
+
+
+class Replica:
+    """The weights of one stage on this machine, and everything that moves them."""
+
+    def __init__(self, post: Post, stage: Stage, device: Runner, world: World, beginning: Beginning) -> None:
+        run = post.run
+        window, windows = run.pipeline.microbatches_per_step, run.pipeline.windows_in_flight
+        # The last stage waits for nobody: a second window would gain it nothing, and its gradients are always fresh.
+        # It queues what it would have had in flight.
+        self.post, self.gate = post, Gate(window, (1 + windows) * window, 1 if post.last else windows)
+        self.inner_steps = beginning.origin.inner_steps
+        self.progress: Progress = begin(beginning.progress, _now())
+        self._stage, self._device, self._world = stage, device, world
+        self._schedule = Schedule(
+            peak=run.inner.learning_rate,
+            steps=run.inner.steps,
+            warmup_steps=run.inner.warmup_steps,
+            final_fraction=run.inner.final_fraction,
+        )
+        rng = Random(f"{run.seed}|routing|{post.peer}")
+        ways = Ways(hops=Derived(world.roster, self._hops), call=self._call)
+        self.downstream = None if post.last else Downstream(ways, Limits(), rng)
+        self.worker = Worker(
+            stage, self.gate, Compute(run=device.run, clock=device.clock), self.downstream, run.pipeline.budget_s
+        )
+        self.rounds = Rounds(
+            post.peer,
+            round_settings(post, sum(tensor.nbytes for tensor in beginning.origin.state.slow)),
+            beginning.origin,
+            self,
+            Surroundings(
+                compute=device.beside,
+                partners=Derived(world.roster, self._partners),
+                converse=self._converse,
+                record=self._journal,
+                answers=Timing(ANSWERS) if post.deadlines else None,
+            ),
+        )
+        self._replies = Timing(REPLIES)
+        self._loss: float | None = None
+        self._gap: float | None = None
+        self._partner: str | None = None
+        self._tokens_per_s = 0.0
+        self._seconds_per_step = 1.0
+        self._stepped_at, self._busy_s = _now(), device.busy_s
+
+    # The training itself.
+
+    async def train(self, in_pause: Callable[[], Awaitable[None]]) -> None:
+        """Fill windows and take inner steps until the gate is closed; call `in_pause` between two of them."""
+        while (outcomes := await self.gate.full()) is not None:
+            # What the optimiser has taken must be counted, and known to the rounds, whenever we are cancelled.
+            await to_the_end(self._step(outcomes, in_pause))
+
+    async def _step(self, outcomes: tuple[Outcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
+        self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], _now())
+        rate = learning_rate(self.progress.value, self._schedule)
+        report = await self._device.run(self._stage.step, rate, len(outcomes))
+        self._note_step(outcomes, rate, report.applied)
+        going = Going(self.progress.value, speed(self._microbatch_s))
+        await self.rounds.between_steps(self.inner_steps, self._seconds_per_step, going)
+        await in_pause()
+        self.gate.next_window()
+
+    def _note_step(self, outcomes: tuple[Outcome, ...], rate: float, applied: bool) -> None:
+        self.inner_steps += 1
+        now_s, tokens = _now(), sum(outcome.tokens for outcome in outcomes)
+        losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
+        self._loss = fmean(losses) if losses else None
+        self._seconds_per_step = max(1e-6, now_s - self._stepped_at)
+        device_s = self._device.busy_s - self._busy_s
+        self._stepped_at, self._busy_s = now_s, self._device.busy_s
+        newest = tokens / self._seconds_per_step
+        self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * newest if self._tokens_per_s else newest
+        self._world.record(
+            events.InnerStep(
+                step=self.inner_steps,
+                progress=self.progress.value,
+                loss=self._loss,
+                tokens=tokens,
+                seconds=self._seconds_per_step,
+                learning_rate=rate if applied else 0.0,
+                device_s=device_s,
+                stale=sum(outcome.stale for outcome in outcomes),
+            )
+        )
+
+    @property
+    def seconds_per_step(self) -> float:
+        """What the last window took, from one inner step to the next; 1 before the first."""
+        return self._seconds_per_step
+
+    @property
+    def stranded(self) -> bool:
+        """Whether all microbatches in our hands wait for a replica of the next stage that would take them.
+
+        Those whose gradient has come wait for the others.
+        """
+        away = self.gate.in_flight - self.gate.turns.waiting
+        return self.downstream is not None and 0 < away <= self.downstream.statistics()["waiting"]
+
+    async def discard(self) -> int:
+        """Forget the gradients of the partial window, and what is in flight; return how many microbatches it held."""
+        self.worker.abandon()
+        await self._device.run(self._stage.discard)
+        return self.gate.succeeded
+
+    # What peers ask of us.
+
+    async def serve_microbatch(self, conversation: Conversation) -> None:
+        """Take one microbatch of another peer through our stage and send the reply."""
+        try:
+            async with asyncio.timeout(self.post.run.pipeline.budget_s):
+                microbatch = await conversation.receive()
+        except TimeoutError as silence:
+            raise ConnectionAbortedError(f"{conversation.peer} sent no microbatch") from silence
+        if not isinstance(microbatch, Microbatch):
+            raise Violation(f"expected a microbatch, got {type(microbatch).__name__}")
+        least, greatest = microbatch.targets.aminmax()
+        if int(least) < 0 or int(greatest) >= self._world.vocabulary:
+            raise Violation(f"targets outside the vocabulary of {self._world.vocabulary}")
+        reply = await self.worker.process(microbatch, conversation.peer)
+        try:
+            await conversation.send(reply)
+        except ConnectionError:
+            if isinstance(reply, Gradient):
+                self.worker.reply_lost()
+            raise
+        if isinstance(reply, Refused):
+            self._world.record(events.Refused(peer=conversation.peer, reason=str(reply.reason), here=True))
+
+    async def state(self, parts: Parts) -> ReplicaState:
+        """Return a copy of our state for a newcomer, or its slow weights for an export."""
+        outer, whole = self.rounds.state, parts is Parts.ALL
+        # A round may end while we wait for the optimiser: these are the weights of the one before it.
+        finished, last_met, inner_steps = self.rounds.finished, self.rounds.last_met, self.inner_steps
+        optimiser = await self._device.run(self._stage.optimiser_state) if whole else OptimiserState(0, ())
+        return ReplicaState(
+            slow=outer.slow,
+            momentum=outer.momentum if whole else (),
+            optimiser=optimiser.moments,
+            round=finished,
+            inner_steps=inner_steps,
+            progress=self.progress.value,
+            optimiser_steps=optimiser.steps,
+            gathered=outer.gathered if whole else (),
+            meetings=outer.meetings if whole else 0,
+            last_met=last_met,
+        )
+
+    # What the rounds ask of us (gossip.port.Replica).
+
+    async def snapshot(self) -> Tensors:
+        """Return a copy of the fast weights."""
+        return await self._device.run(self._stage.weights)
+
+    async def correct(self, correction: Tensors) -> None:
+        """Add to the fast weights."""
+        await self._device.run(self._stage.correct, correction)
+
+    def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
+        """Shut the gate until nothing is in flight."""
+        return self.gate.alone(retry_after_s, DRAIN_S if self.post.deadlines else math.inf)
+
+    def _partners(self, roster: Roster) -> tuple[Candidate, ...]:
+        others = [record for record in roster.stage(self.post.stage) if record.peer != self.post.peer]
+        return tuple([Candidate(r.peer, r.round, r.speed) for r in others if r.state is State.TRAINING])
+
+    def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
+        return self._world.network.talk(peer, topic(GOSSIP, self.post.stage), self._world.gossip_schema)
+
+    # What the worker asks of us.
+
+    def _hops(self, roster: Roster) -> tuple[Hop, ...]:
+        if self.post.last:
+            return ()
+        records = roster.stage(self.post.stage + 1)
+        return tuple([Hop(record.peer, record.device_s) for record in records if record.state is State.TRAINING])
+
+    async def _call(self, peer: str, microbatch: Microbatch) -> Reply:
+        try:
+            reply = await self._reply(peer, microbatch)
+        except Violation as violation:
+            self._world.record(events.Violation(peer=peer, topic=MICROBATCH, why=str(violation)))
+            raise
+        except ConnectionError as loss:
+            self._world.record(events.Lost(peer=peer, what="microbatch", why=str(loss) or type(loss).__name__))
+            raise
+        if isinstance(reply, Refused):
+            self._world.record(events.Refused(peer=peer, reason=str(reply.reason)))
+        return reply
+
+    async def _reply(self, peer: str, microbatch: Microbatch) -> Reply:
+        """Send a microbatch and return what comes; ConnectionAbortedError when nothing does for very much too long."""
+        # Whoever is nearest to a replica that hangs must be the first to give up, with time left for another to answer,
+        # or the innocent are accused. (A usual deadline is twice the mean at least.) That is why waits in vain do not
+        # lengthen it: those who wait above would not know. Who needs three times as long as the others is left out.
+        begun_s, below = _now(), self.post.run.pipeline.stages - 1 - self.post.stage
+        most_s = (1.0 + below / 2) * self._replies.deadline_s(peer)
+        try:
+            async with (
+                asyncio.timeout(most_s if self.post.deadlines and most_s < math.inf else None),
+                self._world.network.talk(
+                    peer, topic(MICROBATCH, self.post.stage + 1), self._world.microbatch_schema
+                ) as conversation,
+            ):
+                await conversation.send(microbatch)
+                reply = await conversation.receive()
+                if not isinstance(reply, Gradient | Refused):
+                    raise Violation(f"expected a gradient, got {type(reply).__name__}")
+        except TimeoutError:
+            raise ConnectionAbortedError(f"{peer} has not answered for {most_s:.0f} s, though it is there") from None
+        if isinstance(reply, Gradient):
+            self._replies.took(peer, _now() - begun_s)
+        return reply
+
+    # What we say of ourselves.
+
+    def _journal(self, event: Event) -> None:
+        match event:
+            case OuterStep():
+                self._gap, self._partner = event.gap, event.partner
+                self._world.record(
+                    events.OuterStep(
+                        round=event.round,
+                        partner=event.partner,
+                        gap=event.gap,
+                        staleness=event.staleness,
+                        bytes_sent=event.bytes_sent,
+                        bytes_received=event.bytes_received,
+                        seconds=event.seconds,
+                        staleness_rounds=event.staleness_rounds,
+                        partner_staleness=event.partner_staleness,
+                        adopted=event.adopted,
+                    )
+                )
+            case TooStale():
+                self._world.record(
+                    events.TooStale(
+                        round=event.round,
+                        partner=event.partner,
+                        partner_staleness=event.partner_staleness,
+                        bytes_sent=event.bytes_sent,
+                        bytes_received=event.bytes_received,
+                    )
+                )
+            case Deferred():
+                self._world.record(events.Deferred(round=event.round, in_a_row=event.in_a_row))
+            case Lost(implausible=True):
+                self._world.record(events.Violation(peer=event.partner, topic=GOSSIP, why=event.why))
+            case Lost():
+                self._world.record(events.Lost(peer=event.partner, what="exchange", why=event.why))
+
+    @property
+    def _microbatch_s(self) -> float:
+        """Seconds a microbatch, of the device or of the line, whichever limits us; 0 until known."""
+        return max(self.worker.device_s, self.post.line_s)
+
+    def describe(self, state: State) -> PeerRecord:
+        """Return our record for the roster."""
+        return PeerRecord(
+            peer=self.post.peer,
+            stage=self.post.stage,
+            state=state,
+            round=self.rounds.finished,
+            inner_steps=self.inner_steps,
+            progress=self.progress.value,
+            device_s=self._microbatch_s,
+            tokens_per_s=self._tokens_per_s,
+            # A record with a number that is none would be refused by every reader.
+            loss=_finite(self._loss),
+            gap=_finite(self._gap),
+            partner=self._partner,
+            waiting=self.waiting(),
+            version=__version__,
+        )
+
+    def waiting(self) -> str | None:
+        """Say what the replica waits for and since when; None while it works."""
+        now_s, wait = _now(), self.downstream.waiting if self.downstream else None
+        if wait is not None and now_s - wait.since_s > IDLE_S:
+            return f"{wait.what}, for {now_s - wait.since_s:.0f} s"
+        idle_s = now_s - self._stepped_at
+        if self.gate.in_flight == 0 and self.gate.succeeded < self.gate.window and idle_s > IDLE_S:
+            return f"microbatches from stage {self.post.stage - 1}, for {idle_s:.0f} s" if self.post.stage else None
+        return None
+
+    async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:
+        """Return everything that this replica needs to go on later."""
+        outer = self.rounds.state
+        fast = await self.snapshot()
+        optimiser = await self._device.run(self._stage.optimiser_state)
+        return Checkpoint(
+            Counters(
+                run_id=self.post.run_id,
+                peer=self.post.peer,
+                stage=self.post.stage,
+                round=self.rounds.finished,
+                inner_steps=self.inner_steps,
+                progress=self.progress.value,
+                samples=samples,
+                optimiser_steps=optimiser.steps,
+                meetings=outer.meetings,
+                last_met=self.rounds.last_met,
+                data_position=data_position,
+            ),
+            {"slow": outer.slow, "momentum": outer.momentum, "fast": fast, "optimiser": optimiser.moments}
+            | ({"gathered": outer.gathered} if outer.gathered else {}),
+        )
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the counters of the gate, the worker and the rounds, each under its own prefix."""
+        parts = {
+            "gate": self.gate.statistics(),
+            "worker": self.worker.statistics(),
+            "downstream": self.downstream.statistics() if self.downstream else {},
+            "rounds": self.rounds.statistics(),
+            "stage": self._stage.statistics(),
+        }
+        return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
+
+    def __repr__(self) -> str:
+        return f"Replica(stage {self.post.stage}, step {self.inner_steps}, {self.rounds!r}, {self.gate!r})"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

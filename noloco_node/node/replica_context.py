@@ -1,0 +1,82 @@
+"""A replica's place in the run, and what it sees of the swarm from there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gossip.exchange.formats import Format
+from gossip.interface import Patience, Settings
+from gossip.rule.delayed_momentum import Delay
+from gossip.rule.outer_step import Outer
+from noloco_node.journal import events
+from noloco_node.planning.message_sizes import sets
+from noloco_node.run.config import RunConfig
+from noloco_node.swarm.roster import Roster
+
+if TYPE_CHECKING:
+    from noloco_node.network.interface import Network
+    from noloco_node.network.wire import Schema
+
+SLOWEST_BYTES_PER_S = 2**20
+"""Of a line that is still good enough, if nobody says otherwise."""
+HEARING_S = 30.0
+"""For what an asker has to say, and for an answer to a proposal: nobody waits for either. What an offer's answer may
+take follows from what it took before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Post:
+    """A replica's place in the run. `stage`: number of its stage. `run_id`: the run's digest.
+
+    `deadlines`: False bounds neither a meeting nor its answer in time, so that a wait that never ends is seen.
+    `slowest_bytes_per_s`: a partner whose line is slower is given up; deadlines of an exchange follow from it.
+    `line_s`: seconds that our budget's line needs for a microbatch, 0 without a limit.
+    """
+
+    run: RunConfig
+    run_id: str
+    stage: int
+    peer: str
+    deadlines: bool = True
+    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
+    line_s: float = 0.0
+
+    @property
+    def last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stage == self.run.pipeline.stages - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """What a replica sees of the swarm. `record` takes journal events. `vocabulary`: of the model, in tokens."""
+
+    network: Network
+    roster: Callable[[], Roster]
+    record: Callable[[events.Event], None]
+    microbatch_schema: Schema
+    gossip_schema: Schema
+    vocabulary: int
+
+
+def round_settings(post: Post, weight_bytes: int) -> Settings:
+    """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves at most."""
+    run, outer = post.run, post.run.outer
+    patience = Patience(answer_s=HEARING_S, exchange_s=60.0 + 2 * sets(outer) * weight_bytes / post.slowest_bytes_per_s)
+    return Settings(
+        seed=run.seed,
+        outer=Outer(outer.alpha, outer.beta, outer.gamma),
+        delay=Delay(outer.momentum_period, outer.momentum_spread),
+        codec=Format(outer.codec),
+        staleness_at_most=outer.staleness_at_most,
+        inner_steps_per_round=outer.inner_steps_per_round,
+        late_inner_steps_per_round=outer.late_inner_steps_per_round,
+        dynamic_steps=outer.dynamic_steps,
+        overlap_steps=outer.overlap_steps,
+        deferrals_before_solo=outer.deferrals_before_solo,
+        blocking=outer.blocking,
+        patience=patience if post.deadlines else Patience(answer_s=math.inf, exchange_s=math.inf),
+    )

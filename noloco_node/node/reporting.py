@@ -1,0 +1,83 @@
+"""What a node tells while it trains: its record to the swarm, totals to the journal, a line to the person watching."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from noloco_node.journal import events
+from noloco_node.limits.rate_limit import spending
+from noloco_node.machine.interface import Voice
+from noloco_node.swarm.roster import PeerRecord, State
+
+if TYPE_CHECKING:
+    from noloco_node.network.interface import Network
+    from noloco_node.node.replica import Replica
+
+LINE_EVERY_S = 10.0
+
+
+class Telling:
+    """Keeps everybody up to date about one replica; `run` beside the training.
+
+    `announce`: renews our record, and returns the state that it says.
+    """
+
+    def __init__(
+        self, replica: Replica, network: Network, voice: Voice, refresh_s: float, announce: Callable[[], State]
+    ) -> None:
+        self._replica, self._network, self._voice = replica, network, voice
+        self._refresh_s, self._announce = refresh_s, announce
+
+    def __repr__(self) -> str:
+        return f"Telling(of {self._replica!r}, every {self._refresh_s} s)"
+
+    async def run(self) -> NoReturn:
+        """Tell until cancelled."""
+        said_at, totals_at, waited_for = -LINE_EVERY_S, 0.0, None
+        while True:
+            await asyncio.sleep(min(self._refresh_s, LINE_EVERY_S) / 2)
+            state = self._announce()
+            now_s = asyncio.get_running_loop().time()
+            if now_s - totals_at >= self._refresh_s:
+                totals_at = now_s
+                self.record_totals()
+            waiting = self._replica.waiting()
+            waits_for = waiting and waiting.partition(", for")[0]
+            if waits_for != waited_for:
+                waited_for = waits_for
+                self._voice.record(events.StateChanged(state=state, waiting=waits_for))
+            if now_s - said_at >= LINE_EVERY_S:
+                said_at = now_s
+                budget = spending(self._network.statistics())
+                line = progress_line(self._replica.describe(State.TRAINING))
+                self._voice.say(line + (f"; {budget}" if budget else ""))
+
+    def record_totals(self) -> None:
+        """Journal the totals so far: microbatches by next hop, bytes by purpose."""
+        if self._replica.downstream is not None:
+            totals = self._replica.downstream.hop_totals
+            self._voice.record(events.Hops(counts={peer: total.succeeded for peer, total in totals.items()}))
+        bytes_by: dict[str, dict[str, int]] = {"bytes.sent.": {}, "bytes.received.": {}}
+        totals_now = self._network.statistics()
+        budget = {name[len("budget.") :]: value for name, value in totals_now.items() if name.startswith("budget.")}
+        if budget:
+            self._voice.record(events.Budget(bytes=budget))
+        for name, value in totals_now.items():
+            for prefix, counts in bytes_by.items():
+                if name.startswith(prefix):
+                    purpose = name.removeprefix(prefix).partition("/")[0]
+                    counts[purpose] = counts.get(purpose, 0) + int(value)
+        self._voice.record(events.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
+
+
+def progress_line(record: PeerRecord) -> str:
+    """Say in one line how a peer is doing."""
+    loss = "" if record.loss is None else f", loss {record.loss:.3f}"
+    gap = "" if record.gap is None else f", gap {record.gap:.2g}"
+    waits = "" if record.waiting is None else f"; waiting for {record.waiting}"
+    return (
+        f"step {record.inner_steps}, round {record.round}, progress {record.progress:.1%}{loss}{gap}, "
+        f"{record.tokens_per_s:,.0f} tokens/s{waits}"
+    )

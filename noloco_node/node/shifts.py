@@ -1,0 +1,156 @@
+"""When a node takes part: within its hours, and while the month's traffic lasts.
+
+A node's life is a **shift**: it begins when the hours do and ends politely with them, or when the monthly cap is spent;
+between two shifts there is no network, and nothing of the node but this wait. It comes back by itself. Whether it may
+work is asked of the clock on the wall again and again, so that a machine that slept, or whose clock was set, errs by a
+minute at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import datetime
+from typing import NamedTuple
+
+from noloco_node.limits.budget import Allowance, Spent, in_hours, is_spent, next_month_s, size_words
+from noloco_node.limits.rate_limit import MeteredNetwork
+from noloco_node.limits.traffic_ledger import Ledger
+from noloco_node.network.interface import Network
+
+LOOK_EVERY_S = 60.0
+COUNT_EVERY_S = 2.0
+
+
+class Rest(NamedTuple):
+    """Why a node does not work now, and for how many seconds at least."""
+
+    why: str
+    for_s: float
+
+
+def rest(allowance: Allowance, spent: Spent, now: datetime) -> Rest | None:
+    """Return why a node may not work now; None if it may. Of two reasons the one that lasts longer."""
+    reasons: list[Rest] = []
+    if allowance.hours is not None:
+        inside, for_s = in_hours(allowance.hours, now)
+        if not inside:
+            reasons.append(Rest(f"it is outside the hours {allowance.hours}", for_s))
+    cap = allowance.monthly_cap_bytes
+    if cap is not None and is_spent(spent, cap, now):
+        used = f"{size_words(spent.total_bytes)} of this month's {size_words(cap)} are used up"
+        reasons.append(Rest(used, next_month_s(now)))
+    return max(reasons, key=lambda reason: reason.for_s, default=None)
+
+
+class Shifts:
+    """The shifts of one node. `now`: the time of day here."""
+
+    def __init__(
+        self, allowance: Allowance, ledger: Ledger, now: Callable[[], datetime], say: Callable[[str], None]
+    ) -> None:
+        self._allowance, self._ledger, self._now, self._say = allowance, ledger, now, say
+        self._ended_for: Rest | None = None
+
+    def __repr__(self) -> str:
+        return f"Shifts({self._allowance}, {self._ledger!r})"
+
+    async def begin(self) -> None:
+        """Wait until the node may work; say why it waits, and until when."""
+        said = ""
+        while (reason := rest(self._allowance, self._ledger.spent, self._now())) is not None:
+            if reason.why != said:
+                said = reason.why
+                now = self._now()
+                until = datetime.fromtimestamp(now.timestamp() + reason.for_s, now.tzinfo)
+                self._say(f"{reason.why}: waiting until {until:%Y-%m-%d %H:%M}, Ctrl-C leaves now")
+            await asyncio.sleep(min(max(reason.for_s, 0.01), LOOK_EVERY_S))
+
+    def lasts_s(self) -> float:
+        """Return for how many seconds the node may work as far as the hours say (infinity: always); 0 if not now."""
+        now = self._now()
+        if rest(self._allowance, self._ledger.spent, now) is not None:
+            return 0.0
+        return math.inf if self._allowance.hours is None else in_hours(self._allowance.hours, now)[1]
+
+    async def pause(self, for_s: float) -> None:
+        """Wait so long, or until the node may not work any more."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + for_s
+        while True:
+            left_s = min(until_s - loop.time(), self.lasts_s())
+            if left_s <= 0.0:
+                return
+            await asyncio.sleep(min(max(left_s, 0.01), LOOK_EVERY_S))
+
+    @asynccontextmanager
+    async def shift(self, network: Network, asked: asyncio.Event) -> AsyncIterator[tuple[Network, asyncio.Event]]:
+        """Enter one shift: yields the network within the budget, and the event that ends the shift.
+
+        The event follows `asked`, and the end of the hours or of the cap; `goes_on` then says which it was.
+        """
+        self._ended_for = None
+        over = asyncio.Event()
+        if self._allowance == Allowance():
+            yield network, asked
+            return
+        metered = MeteredNetwork(network, self._allowance) if self._allowance.is_limited else None
+        async with asyncio.TaskGroup() as group:
+            watching = [
+                group.create_task(self._close(asked, over), name="end of the shift"),
+                group.create_task(self._count(metered), name="traffic of the month"),
+            ]
+            try:
+                yield metered or network, over
+            finally:
+                for task in watching:
+                    task.cancel()
+
+    def goes_on(self) -> bool:
+        """Say whether the last shift ended for a while only, because of the hours or the cap."""
+        return self._ended_for is not None
+
+    async def _close(self, asked: asyncio.Event, over: asyncio.Event) -> None:
+        while not asked.is_set():
+            reason = rest(self._allowance, self._ledger.spent, self._now())
+            if reason is not None:
+                self._ended_for = reason
+                self._say(f"{reason.why}: leaving politely")
+                break
+            wait_s = LOOK_EVERY_S if self._allowance.monthly_cap_bytes is None else COUNT_EVERY_S
+            if self._allowance.hours is not None:
+                wait_s = min(wait_s, max(0.01, in_hours(self._allowance.hours, self._now())[1]))
+            try:
+                async with asyncio.timeout(wait_s):
+                    await asked.wait()
+            except TimeoutError:
+                continue
+        over.set()
+
+    async def _count(self, network: MeteredNetwork | None) -> None:
+        """Note what passes in the ledger, and in the network what the ledger says."""
+        if network is None:
+            return
+        sent = received = 0
+        kept_s = asyncio.get_running_loop().time()
+        try:
+            while True:
+                network.month_bytes = self._ledger.spent.total_bytes
+                await asyncio.sleep(COUNT_EVERY_S)
+                sent, received = self._note(network, sent, received)
+                if asyncio.get_running_loop().time() - kept_s >= LOOK_EVERY_S:
+                    kept_s = asyncio.get_running_loop().time()
+                    self._ledger.keep()  # some hundred bytes: not worth a thread
+        finally:
+            self._note(network, sent, received)
+            self._ledger.keep()
+
+    def _note(self, network: MeteredNetwork, sent: int, received: int) -> tuple[int, int]:
+        """Add to the ledger what the network counted beyond `sent` and `received`; return its counts."""
+        counts = network.statistics()
+        now_sent = int(sum(count for name, count in counts.items() if name.startswith("bytes.sent.")))
+        now_received = int(sum(count for name, count in counts.items() if name.startswith("bytes.received.")))
+        self._ledger.add(max(0, now_sent - sent), max(0, now_received - received))
+        return now_sent, now_received

@@ -1,0 +1,226 @@
+"""What a peer does at its stage between joining and leaving it: its part of the run, the training, and the end of both.
+
+At stage 0 the part is a source's; later it lasts until the sources say that the run is done. Training ends with it, or
+when the peer is asked to leave, or is needed at another stage. Nothing is taken on from then, what is in hand is
+waited for within bounds, and what did not become a step is forgotten and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from noloco_node.journal import events
+from noloco_node.node.microbatch_source import Source
+from noloco_node.swarm.roster import State
+from noloco_node.tasks import unless
+from pipeline.schedule import run_over
+
+if TYPE_CHECKING:
+    from noloco_node.machine.interface import Text, Voice
+    from noloco_node.node.migration import Moving
+    from noloco_node.node.replica import Replica
+    from noloco_node.run.config import RunConfig
+    from noloco_node.storage.checkpoint import Counters
+    from noloco_node.swarm.membership import Presence
+    from pipeline.migration import Move
+
+ASKED = "asked to leave"
+LAST_ROUND_S = 20.0
+DRAIN_S, LONGEST_DRAIN_S = 10.0, 60.0
+"""How long a leaving node waits for the microbatches in its hands: twice what a window took, within these bounds."""
+
+
+class Duty:
+    """This peer's part of the run, whatever stage it serves.
+
+    `text`: what it trains on as a source; it stays open where the peer moves away from stage 0, and is gone on with.
+
+    The samples of the run, as a source counts them, are its own, those of every other source that it has heard of, and
+    the unlisted ones: what the run had reached beyond these when we began. They are those of sources that the DHT had
+    forgotten. One that is heard of later brings along what it had done before, and as many fewer are unlisted.
+    """
+
+    def __init__(
+        self, run: RunConfig, me: str, presence: Presence, open_text: Callable[[], Awaitable[Text]], voice: Voice
+    ) -> None:
+        self.text: Text | None = None
+        self._run, self._me, self._presence = run, me, presence
+        self._open_text, self._voice = open_text, voice
+        self._source: Source | None = None
+        self._resumed: Counters | None = None
+        self._reached = 0
+        """Samples of the whole run when we began at this stage, as far as was known."""
+        self._begun = presence.roster
+        """The roster of that moment."""
+        self._unlisted = 0
+
+    def __repr__(self) -> str:
+        return f"Duty({self._source!r})"
+
+    @property
+    def samples(self) -> int:
+        """Sequences that a gradient came back for at the present stage; 0 but for a source."""
+        if self._source is None:
+            return self._resumed.samples if self._resumed else 0
+        return self._source.samples
+
+    def position(self) -> dict[str, Any] | None:
+        """Return where the next draw from the text begins."""
+        if self.text is None:
+            return self._resumed.data_position if self._resumed else None
+        return self.text.position()
+
+    def rest(self) -> None:
+        """Let go of the stage that was served."""
+        self._source = self._resumed = None
+
+    def begin(self, progress: float, counted: Counters | None) -> None:
+        """Begin at a stage, at its progress, with what we counted there in an earlier life."""
+        self._resumed, self._begun = counted, self._presence.roster
+        # Our own checkpoint may know of more than those do who came back before us.
+        reached = max(progress, counted.progress if counted else 0.0)
+        self._reached = round(reached * self._run.budget_samples)
+
+    async def fulfil(self, replica: Replica) -> None:
+        """Return when this peer's part of the run is done."""
+        if replica.post.stage == 0:
+            source = await self._make_source(replica)
+            await source.run(self._run.pipeline.microbatches_per_step * self._run.pipeline.windows_in_flight)
+            return
+        while not run_over(self._presence.roster.sources, self._presence.roster.sources_finished):
+            await self._presence.changed()
+
+    async def _make_source(self, replica: Replica) -> Source:
+        opened, resumed = self.text is None, self._resumed
+        text = self.text or await self._open_text()
+        # A source that comes back to its stage goes on where it was.
+        position = resumed.data_position if resumed is not None and opened else None
+        if position is not None and not await text.restore(position):
+            self._voice.say("the text is another one than before: reading it from its beginning")
+        self.text = text
+        self._source = Source(
+            text.draw,
+            replica.worker.process,
+            self._progress,
+            me=self._me,
+            budget_s=self._run.pipeline.budget_s,
+            rng=Random(f"{self._run.seed}|source|{self._me}"),
+        )
+        # The swarm forgets a source that was away for long; its own checkpoint does not.
+        own = self._source.samples = max(self._presence.roster.own_samples, resumed.samples if resumed else 0)
+        self._unlisted = max(0, self._reached - own - self._begun.others_samples)
+        return self._source
+
+    def _progress(self, own_samples: int) -> float:
+        """Return the progress of the whole run, our own samples being so many."""
+        roster = self._presence.roster
+        if run_over(roster.sources, roster.sources_finished):
+            return 1.0
+        unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
+        return min(1.0, (own_samples + roster.others_samples + unlisted) / self._run.budget_samples)
+
+
+class Ending(NamedTuple):
+    """How training at a stage ended. `over`: the run is done. `discarded`: microbatches that became no step."""
+
+    over: bool
+    discarded: int
+
+
+class Training:
+    """The training at one stage; it keeps nothing of the replica, for the next one's weights need the room.
+
+    `moving`: the watch over whether we are needed elsewhere. `state`: what our record is to say. `move`: to another
+    stage, once it is decided; our record is there from then on. `depart`: takes the place there, given the device
+    seconds of a microbatch here, and serves the old stage no more.
+    """
+
+    def __init__(
+        self, moving: Moving, duty: Duty, depart: Callable[[Move, float], Awaitable[None]], voice: Voice
+    ) -> None:
+        self.moving, self.state = moving, State.TRAINING
+        self.move: Move | None = None
+        self._duty, self._depart, self._voice = duty, depart, voice
+
+    def __repr__(self) -> str:
+        return f"Training({self.state}, {self._duty!r}, {self.moving!r})"
+
+    async def run(
+        self, replica: Replica, leave: asyncio.Event, in_pause: Callable[[], Awaitable[None]], *, moves: bool
+    ) -> Ending:
+        """Train until the run is over, or we are asked to leave or, if it `moves`, needed at another stage.
+
+        `in_pause` is called between two inner steps.
+        """
+        self._voice.say(f"training stage {replica.post.stage} from inner step {replica.inner_steps}")
+        async with asyncio.TaskGroup() as group:
+            gossip = group.create_task(replica.rounds.run(), name="gossip")
+            steps = group.create_task(replica.train(in_pause), name="inner steps")
+            work = group.create_task(self._duty.fulfil(replica), name="work")
+            asked = group.create_task(leave.wait(), name="leave")
+            moving = group.create_task(self.moving.run(moves), name="moving")
+            await asyncio.wait({work, asked, moving}, return_when=asyncio.FIRST_COMPLETED)
+            over = work.done()
+            self.move = moving.result() if moving.done() and not over and not asked.done() else None
+            moving.cancel()
+            self.state = State.TRAINING if over else State.LEAVING
+            replica.gate.close()
+            if self.move is not None:
+                self._voice.record(events.StateChanged(state=State.LEAVING))
+                await self._depart(self.move, replica.worker.device_s)
+            await self._drain(replica, steps)
+            for task in (work, asked, steps):
+                task.cancel()
+            await asyncio.wait({work, asked, steps})
+            discarded = await replica.discard()
+            if over:
+                self._voice.say("the run is over; one last round")
+                await unless(leave, replica.rounds.last_round(LAST_ROUND_S))
+            await replica.rounds.leave()
+            gossip.cancel()
+        return Ending(over, discarded)
+
+    async def _drain(self, replica: Replica, steps: asyncio.Task[None]) -> None:
+        """Wait until the step loop has ended: by itself, once nothing is in flight; a complete window is still used."""
+        drain_s = min(LONGEST_DRAIN_S, max(DRAIN_S, 2 * replica.seconds_per_step))
+        until_s = asyncio.get_running_loop().time() + drain_s
+        while not steps.done() and not replica.stranded and asyncio.get_running_loop().time() < until_s:
+            await asyncio.wait({steps}, timeout=0.5)
+        if replica.gate.in_flight:
+            self._voice.say(f"{replica.gate.in_flight} microbatches did not come back in time")
+
+    def tell(self, replica: Replica, ending: Ending) -> None:
+        """Journal how it ended."""
+        if self.move is not None:
+            origin, target, why = self.move.origin, self.move.target, str(self.move)
+            self._voice.say(f"moving from stage {origin} to stage {target}: {why}")
+            self._voice.record(events.Moved(origin=origin, target=target, why=why, discarded=ending.discarded))
+            self._voice.record(events.StateChanged(state=State.JOINING))
+            return
+        why = "the run is over" if ending.over else ASKED
+        self._voice.record(_finished(replica, why, ending.discarded))
+
+    def farewell(self, replica: Replica) -> events.Finished:
+        """Return what is to be journalled should we be asked to leave before we have arrived at the other stage."""
+        return _finished(replica, ASKED, 0)  # what was discarded is told with the move
+
+    def turn_back(self, why: str) -> None:
+        """Say and journal that we go back to where we were, since we cannot serve the other stage."""
+        assert self.move is not None
+        origin, target = self.move.origin, self.move.target
+        self._voice.say(f"we cannot serve stage {target}: {why} Going back to stage {origin}")
+        self._voice.record(events.Moved(origin=target, target=origin, why=why))
+        self._voice.record(events.StateChanged(state=State.JOINING))
+
+
+def _finished(replica: Replica, why: str, discarded: int) -> events.Finished:
+    return events.Finished(
+        why=why,
+        step=replica.inner_steps,
+        round=replica.rounds.finished,
+        progress=replica.progress.value,
+        discarded=discarded,
+    )

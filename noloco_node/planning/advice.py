@@ -1,0 +1,104 @@
+"""How busy the slowest stage of a run will be, and what a person can change today to make it busier.
+
+The forecast is `noloco_node.planning.pipeline_model`'s, for three lengths of a message, since the network is not known
+here. What can be changed without another network or other machines is the window: a longer one runs dry less often, and
+one that is a multiple of the replicas is shared out without a rest (`forecast.stand_in` says what a rest costs). With a
+smaller microbatch the batch stays the same, and a message then takes longer in forward passes than before: that is
+counted.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from noloco_node.planning.pipeline_model import WINDOW, Shape, efficiency, spread, stand_in
+from noloco_node.run.config import PipelineConfig
+
+MESSAGES = (0.0, 1.0, 3.0)
+"""How long a message may take, in forward passes of the slowest stage of the run as it is."""
+BUSY = 0.85
+"""Efficiency with which nobody needs advice."""
+_EFFORT = 13_000
+"""Hops of the model for the run as it is; half as many for each remedy."""
+
+
+class Remedy(msgspec.Struct, frozen=True, kw_only=True):
+    """Another window and, where the batch is to stay the same, another microbatch."""
+
+    microbatches_per_step: int
+    microbatch_size: int
+    batch: float
+    """Sequences of an inner step, in batches of the run as it is."""
+    efficiency: tuple[float, ...]
+
+
+def predict(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the share of its time for which the slowest stage works, for each of `MESSAGES`.
+
+    `work`: of a microbatch at each stage, in any unit.
+    """
+    return _predict(pipeline, work, pipeline.microbatches_per_step, 1.0, _EFFORT)
+
+
+def remedies(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[Remedy, ...]:
+    """Return what other windows would give: a longer one, and one twice as long as that."""
+    window, replicas = pipeline.microbatches_per_step, pipeline.replicas
+    least = 2 * window if window % replicas == 0 else window
+    first = -(-least // replicas) * replicas
+    if first > 4 * window:
+        first = 2 * window
+    found = []
+    for longer in (first, 2 * first):
+        if longer > WINDOW:
+            break
+        factor, rest = divmod(longer, window)
+        shrinks = rest == 0 and pipeline.microbatch_size % factor == 0
+        found.append(
+            Remedy(
+                microbatches_per_step=longer,
+                microbatch_size=pipeline.microbatch_size // (factor if shrinks else 1),
+                batch=1.0 if shrinks else longer / window,
+                efficiency=_predict(pipeline, work, longer, factor if shrinks else 1.0, _EFFORT // 2),
+            )
+        )
+    return tuple(found)
+
+
+def _predict(
+    pipeline: PipelineConfig, work: tuple[float, ...], window: int, message: float, hops: int
+) -> tuple[float, ...]:
+    replicas = stand_in(pipeline.replicas, window, len(work), hops)
+    passes = spread([each / max(work) for each in work], (1.0,) * replicas)
+    return tuple(
+        efficiency(
+            Shape(
+                passes=passes,
+                window=window,
+                latency=latency * message,
+                windows_in_flight=pipeline.windows_in_flight,
+            ),
+            hops,
+        )
+        for latency in MESSAGES
+    )
+
+
+def in_words(now: tuple[float, ...], others: tuple[Remedy, ...], replicas: int) -> list[str]:
+    """Say a prediction and its remedies in lines of plain text."""
+    nothing, one, three = now
+    lines = [
+        f"The slowest stage works at most {nothing:.0%} of the time if messages take none, {one:.0%} if a message",
+        f"takes as long as its forward pass, and {three:.0%} if three times as long.",
+    ]
+    for other in others:
+        nothing, one, three = other.efficiency
+        fields = f"microbatches_per_step = {other.microbatches_per_step}"
+        if other.batch == 1.0:
+            fields += f", microbatch_size = {other.microbatch_size}"
+            batch = "the same batch"
+        else:
+            batch = f"a batch {other.batch:.3g} times as large"
+        even = replicas > 1 and other.microbatches_per_step % replicas == 0
+        why = f"{batch}, a multiple of the replicas" if even else batch
+        lines.append(f"  {nothing:4.0%}, {one:4.0%}, {three:4.0%} with {fields} ({why})")
+    return lines

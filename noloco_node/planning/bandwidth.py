@@ -1,0 +1,127 @@
+"""What a stage's traffic asks of a peer's line, and what a budget makes of it.
+
+A microbatch passes a stage twice: activations and targets come and go, gradients go and come back. Besides, every round
+moves weights; spread over the microbatches of a round, they weigh on each of them. Under a budget that is so many
+seconds of line a microbatch. A replica announces the larger of these and its device's seconds: others route by what it
+announces, and it takes as many inner steps a round as it really can, so a peer on a narrow line gets the microbatches
+that its line carries and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from noloco_node.limits.budget import Allowance, rate_words, size_words
+from noloco_node.planning.message_sizes import round_bytes
+from noloco_node.run.config import RunConfig
+
+if TYPE_CHECKING:
+    from noloco_node.machine.interface import Dimensions
+
+ROUND_S = 60.0
+"""That partners wait for an exchange, whatever its size, before its bytes are counted."""
+NARROW_S = 2.0
+"""A microbatch that takes so long on the line is cause for a word: few devices take as long for theirs."""
+
+
+class Freight(NamedTuple):
+    """Bytes of one microbatch at one stage, its share of a round included; `whole_round`: of a round, each way."""
+
+    up: float
+    down: float
+    whole_round: float = 0.0
+
+
+def freight(run: RunConfig, plan: Dimensions, stage: int) -> Freight:
+    """Return what a microbatch moves at a stage."""
+    pipeline = run.pipeline
+    tokens = pipeline.microbatch_size * pipeline.sequence_length
+    back = tokens * plan.width * (2 if pipeline.wire_dtype == "bfloat16" else 4)
+    forth = back + 8 * tokens
+    sends, takes = stage < pipeline.stages - 1, stage > 0
+    weights = round_bytes(run.outer, tuple(plan.shapes[stage].values())) if pipeline.replicas > 1 else 0
+    rounds = weights / (run.outer.inner_steps_per_round * pipeline.microbatches_per_step)
+    return Freight(sends * forth + takes * back + rounds, takes * forth + sends * back + rounds, weights)
+
+
+def line_s(moved: Freight, allowance: Allowance) -> float:
+    """Return the seconds that the budget's line needs for a microbatch, the slower direction's; 0 without a limit."""
+    ways = ((moved.up, allowance.upload_bytes_per_s), (moved.down, allowance.download_bytes_per_s))
+    return max((count / rate for count, rate in ways if rate is not None), default=0.0)
+
+
+def slowest_bytes_per_s(allowance: Allowance, otherwise: float) -> float:
+    """Return the rate by which our own deadlines count: half of the budget's, where that is below `otherwise`.
+
+    Half, because a copy shares the line with microbatches.
+    """
+    rates = [rate / 2 for rate in (allowance.upload_bytes_per_s, allowance.download_bytes_per_s) if rate is not None]
+    return min([otherwise, *rates])
+
+
+def carried(run: RunConfig, stages: Sequence[Freight], allowance: Allowance) -> list[str]:
+    """Say in lines of plain text what a budget carries at each stage, and warn where that is too little."""
+    tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+    lines, warnings = ["With this budget:"], list[str]()
+    for number, moved in enumerate(stages):
+        each_s = line_s(moved, allowance)
+        words = f"  stage {number}: {size_words(moved.up)} up and {size_words(moved.down)} down a microbatch"
+        if each_s:
+            words += f"; the line carries one in {each_s:.2g} s, {tokens / each_s:,.0f} tokens/s"
+        lines.append(words + _hours(moved, each_s, allowance))
+        warnings += [f"At stage {number} {warning}" for warning in _warnings(run, moved, allowance)]
+    whole = run.inner.steps * run.pipeline.microbatches_per_step * max(moved.up + moved.down for moved in stages)
+    cap = allowance.monthly_cap_bytes
+    if cap is not None and whole > cap:
+        warnings.append(
+            f"The whole run moves about {size_words(whole)} at one peer, and the monthly cap is {size_words(cap)}: the "
+            "node will pause when that is used up, and come back in the next month."
+        )
+    return lines + [f"Warning: {warning}" for warning in warnings]
+
+
+def _warnings(run: RunConfig, moved: Freight, allowance: Allowance) -> Iterator[str]:
+    """Yield what is wrong with a budget at one stage."""
+    from noloco_node.node.replica_context import SLOWEST_BYTES_PER_S
+
+    each_s, travel_s = line_s(moved, allowance), run.pipeline.budget_s
+    window = run.pipeline.microbatches_per_step * run.pipeline.windows_in_flight
+    if each_s * window > travel_s:
+        needed = max(moved.up, moved.down) * window / travel_s
+        yield (
+            f"this budget cannot carry the traffic: a window of {window} microbatches needs {each_s * window:.0f} s of "
+            f"line, and a microbatch may travel for {travel_s:.0f} s. Allow {rate_words(needed)} or more, or take a "
+            "smaller model."
+        )
+    elif each_s > NARROW_S:
+        yield (
+            "the line, not the device, would be the limit: others will send such a peer a microbatch every "
+            f"{each_s:.1f} s at most."
+        )
+    round_s = line_s(Freight(moved.whole_round, moved.whole_round), allowance)
+    # Partners reckon with the whole weights in float32; what travels is that or less.
+    if round_s > ROUND_S + 2 * moved.whole_round / SLOWEST_BYTES_PER_S:
+        yield (
+            f"a round takes {round_s:.0f} s of this line, and partners may give up before: such a peer would hardly "
+            "ever meet anybody. Allow more, or choose a smaller codec in [outer]."
+        )
+
+
+def _hours(moved: Freight, each_s: float, allowance: Allowance) -> str:
+    """Say how long a month's cap lasts at the full rate, where both are known."""
+    cap = allowance.monthly_cap_bytes
+    if cap is None or not each_s or not moved.up + moved.down:
+        return ""
+    return f"; {size_words(cap)} last {cap / (moved.up + moved.down) * each_s / 3600:,.0f} h at that rate"
+
+
+def report(path: Path, allowance: Allowance) -> list[str]:
+    """Return what a budget makes of the run file at `path`; `Trouble` where that is wrong."""
+    from noloco_node.planning.model_layout import blueprint
+    from noloco_node.run.runfile import load_run
+
+    run = load_run(path)
+    plan = blueprint(run)
+    return carried(run, [freight(run, plan, number) for number in range(run.pipeline.stages)], allowance)

@@ -1,0 +1,135 @@
+"""What a run file means for the model: its config, where it is cut, and the shapes that every peer must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.run.config import ModelConfig, RunConfig
+from pipeline.partition import Prepared, cut, family_config, forward_flops, parameter_shapes, prepare, verify_family
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pipeline.decoder_slice import Cut, Slice
+    from pipeline.stage import Stage
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
+
+
+class Blueprint(NamedTuple):
+    """A model as a run cuts it. `shapes`: name and shape of every parameter of every stage, in the stage's order.
+
+    `work`: floating-point operations a token of each stage, forward.
+    """
+
+    prepared: Prepared
+    cuts: tuple[Cut, ...]
+    shapes: tuple[dict[str, tuple[int, ...]], ...]
+    work: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Activations a token between two stages."""
+        return int(self.prepared.config.hidden_size)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return int(self.prepared.config.vocab_size)
+
+
+def blueprint(run: RunConfig) -> Blueprint:
+    """Work out config, cuts and shapes of a run; raise `Trouble` naming what in the run file does not fit."""
+    try:
+        prepared = prepare(_config(run.model), run.model.dropout)
+        verify_family(prepared.config)
+        cuts = cut(
+            prepared.config, run.pipeline.stages, run.pipeline.boundaries, sequence_length=run.pipeline.sequence_length
+        )
+        shapes = tuple(parameter_shapes(prepared.config, part) for part in cuts)
+        work = forward_flops(prepared.config, cuts, run.pipeline.sequence_length)
+    except ValueError as error:
+        raise Trouble(
+            "The run file describes a model that cannot be built.",
+            why=str(error),
+            attempt="correct [model] or [pipeline] in the run file; noloco-node check says what they mean",
+            code=Exit.CONFIG,
+        ) from error
+    return Blueprint(prepared, cuts, shapes, work)
+
+
+def build_stage(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -> Slice:
+    """Build stage `number` with the weights that the run starts from: the seed's, or those of a checkpoint."""
+    from pipeline.partition import build, load
+
+    part = build(plan.prepared, plan.cuts[number], run.seed, device)
+    directory = model_directory(run.model)
+    if directory is not None:
+        with ExitStack() as files:
+            try:
+                load(part, _reader(directory, files))
+            except (ValueError, OSError) as error:
+                raise Trouble(
+                    f"The model in {directory} cannot be loaded.",
+                    why=str(error),
+                    attempt="give a Hugging Face directory with safetensors files of the same architecture",
+                    code=Exit.CONFIG,
+                ) from error
+    return part
+
+
+def make_stage(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -> Stage:
+    """Return stage `number` with its inner optimiser; raise `Trouble` as `build_stage` does."""
+    from noloco_node.machine.device import autocast_dtype
+    from pipeline.stage import Inner, Stage
+
+    inner = run.inner
+    return Stage(
+        build_stage(run, plan, number, device),
+        Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm),
+        first=number == 0,
+        last=number == run.pipeline.stages - 1,
+        device=device,
+        autocast=autocast_dtype(device, run.precision),
+    )
+
+
+def model_directory(model: ModelConfig) -> Path | None:
+    """Return the local directory of the checkpoint that a run starts from, fetched from the hub if need be, or None."""
+    if model.path is not None:
+        return Path(model.path).expanduser()
+    if model.hub is not None:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model.hub, revision=model.commit, allow_patterns=list(WEIGHT_PATTERNS)))
+    return None
+
+
+def _config(model: ModelConfig) -> Any:
+    if model.architecture is not None:
+        return family_config(model.architecture, model.sizes)
+    from transformers import AutoConfig
+
+    where = model.path or model.hub
+    try:
+        return AutoConfig.from_pretrained(where, revision=model.commit, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where} holds no model config that transformers knows: {error}") from error
+
+
+def _reader(directory: Path, files: ExitStack) -> Callable[[str], Tensor | None]:
+    """Return a function that reads one tensor by name from the safetensors files of a directory."""
+    from safetensors import safe_open
+
+    where: dict[str, Any] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        file = files.enter_context(safe_open(path, framework="pt"))
+        where |= dict.fromkeys(file.keys(), file)
+    if not where:
+        raise ValueError(f"there is no safetensors file in {directory}")
+    return lambda name: where[name].get_tensor(name) if name in where else None

@@ -1,0 +1,334 @@
+"""What a run file means, before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
+
+Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of the
+matrices and of attention. The memory of activations is an estimate: what autograd keeps of a layer in Llama and GPT-2
+models was measured at 10 to 12 numbers a token for each unit of the model's width and 4 for each of the
+feed-forward's; as many microbatches as a window holds, or two, may wait for their gradients at once, except at the last
+stage. With two windows in flight the weights before the step stay as long as a microbatch waits on them.
+The efficiency, and what would raise it, is `outlook`'s.
+"""
+
+from __future__ import annotations
+
+from math import log, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from noloco_node.planning.advice import BUSY, Remedy, in_words, predict, remedies
+from noloco_node.planning.message_sizes import Shapes, gossip_memory, round_bytes
+from noloco_node.run.config import OuterConfig, RunConfig
+from noloco_node.run.runfile import content_hashes, load_run, run_digest
+
+if TYPE_CHECKING:
+    from noloco_node.planning.model_layout import Blueprint
+
+_LAYER_FLOATS_PER_WIDTH = 11
+_LAYER_FLOATS_PER_FEED_FORWARD = 4
+_LOGIT_COPIES = 3
+_UNEVEN = 1.3
+_DEEP, _IDLE = 4, 0.7
+"""More stages than this, and less of their time at work, are cause for a warning."""
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that a peer of one stage needs, all numbers float32."""
+
+    weights: int
+    gradients: int
+    optimiser: int
+    """AdamW's two moments."""
+    slow_weights: int
+    outer_momentum: int
+    snapshot: int
+    exchange: int
+    """The weights that an exchange moves, coded and decoded, while it lasts."""
+    step: int
+    """New slow weights, momentum and correction, until they take the place of the old ones."""
+    owed: int
+    """What the codec has left out so far."""
+    ahead: int
+    """The next partner's slow weights, where they travel ahead of time."""
+    gathered: int
+    """What a period of the outer momentum has gathered."""
+    stale_weights: int
+    """Those before the last inner step, with two windows in flight."""
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it at once."""
+        return sum(getattr(self, name) for name in self.__struct_fields__)
+
+    @property
+    def computing(self) -> int:
+        """What the device computes with: of a GPU's own memory. Gossip's copies lie in the main memory."""
+        return self.weights + self.gradients + self.optimiser + self.stale_weights + self.activations
+
+
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage."""
+
+    layers: tuple[int, int]
+    """First layer, and the one behind the last."""
+    parameters: int
+    flops_per_token: int
+    """Of a forward pass; a backward pass takes twice as many."""
+    work: float
+    """Share of the model's work."""
+    memory: Memory
+    round_bytes: int
+    """What a peer sends its partner in a round, and receives from it."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run."""
+
+    name: str
+    run_id: str
+    parameters: int
+    stages: tuple[StagePlan, ...]
+    replicas: int
+    """Planned, of each stage."""
+    hop_down_bytes: int
+    """A microbatch on its way to the next stage: activations and targets."""
+    hop_up_bytes: int
+    """Its gradient on the way back."""
+    tokens: int
+    """The budget of the run."""
+    tokens_per_step: int
+    """Of one inner step of one replica."""
+    rounds: int
+    """That a replica opens, when as many peers come as planned."""
+    efficiency: tuple[float, ...]
+    """Share of its time for which the slowest stage works, for each of `outlook.MESSAGES`."""
+    remedies: tuple[Remedy, ...]
+    """Other windows that would make it busier."""
+    warnings: tuple[str, ...]
+
+
+def plan(run: RunConfig) -> Plan:
+    """Work out what a run means; raise `Trouble` (Exit.CONFIG) where model, cut or tokenizer do not fit together."""
+    from noloco_node.data.blocks import check_vocabulary
+    from noloco_node.planning.model_layout import blueprint
+
+    drawn = blueprint(run)
+    check_vocabulary(run.data, drawn.vocabulary)
+    stage_shapes = [tuple(named.values()) for named in drawn.shapes]
+    stages = tuple(
+        StagePlan(
+            layers=(cut.first_layer, cut.end_layer),
+            parameters=sum(map(prod, shapes)),
+            flops_per_token=flops,
+            work=flops / sum(drawn.work),
+            memory=memory,
+            round_bytes=round_bytes(run.outer, shapes),
+        )
+        for cut, flops, shapes, memory in zip(drawn.cuts, drawn.work, stage_shapes, memories(run, drawn), strict=True)
+    )
+    hop, targets = _hop_bytes(run, drawn.width)
+    shares = tuple(stage.work for stage in stages)
+    efficiency = predict(run.pipeline, shares)
+    return Plan(
+        name=run.name,
+        run_id=run_digest(run, content_hashes(run)),
+        parameters=sum(stage.parameters for stage in stages),
+        stages=stages,
+        replicas=run.pipeline.replicas,
+        hop_down_bytes=hop + targets if len(stages) > 1 else 0,
+        hop_up_bytes=hop if len(stages) > 1 else 0,
+        tokens=run.budget_samples * run.pipeline.sequence_length,
+        tokens_per_step=run.samples_per_step * run.pipeline.sequence_length,
+        rounds=_rounds(run),
+        efficiency=efficiency,
+        remedies=remedies(run.pipeline, shares) if efficiency[1] < BUSY else (),
+        warnings=tuple(_warnings(run, stages, efficiency[1])),
+    )
+
+
+def memories(run: RunConfig, drawn: Blueprint) -> tuple[Memory, ...]:
+    """Return what a peer of each stage needs."""
+    config = drawn.prepared.config
+    return tuple(
+        _memory(run, tuple(shapes.values()), _activations(run, config, cut), stale=_two_windows(run, cut))
+        for cut, shapes in zip(drawn.cuts, drawn.shapes, strict=True)
+    )
+
+
+def mean_steps_per_round(outer: OuterConfig) -> float:
+    """Return the inner steps of a round on average over a run of equal replicas.
+
+    H grows by the same factor in each part of the run: with progress p it is early * (late / early)^p, and a run of so
+    many steps has the steps times the mean of 1 / H rounds. Whole numbers of steps make that a little less exact.
+    """
+    early, late = outer.inner_steps_per_round, outer.late_inner_steps_per_round
+    return float(early) if late is None or late == early else log(late / early) / (1 / early - 1 / late)
+
+
+def _rounds(run: RunConfig) -> int:
+    return int(run.inner.steps / mean_steps_per_round(run.outer))
+
+
+def _two_windows(run: RunConfig, cut: Any) -> bool:
+    """Say whether a stage has two windows in flight; the last has one always."""
+    return run.pipeline.windows_in_flight == 2 and not cut.head
+
+
+def _memory(run: RunConfig, shapes: Shapes, activations: int, *, stale: bool) -> Memory:
+    once, gossip = 4 * sum(map(prod, shapes)), gossip_memory(run.outer, shapes)
+    return Memory(
+        weights=once,
+        gradients=once,
+        optimiser=2 * once,
+        slow_weights=once,
+        outer_momentum=once,
+        snapshot=once,
+        exchange=gossip.exchange,
+        step=gossip.step,
+        owed=gossip.owed,
+        ahead=gossip.ahead,
+        gathered=gossip.gathered,
+        stale_weights=once if stale else 0,
+        activations=activations,
+    )
+
+
+def _activations(run: RunConfig, config: Any, cut: Any) -> int:
+    """Estimate the bytes that the microbatches in flight keep; the last stage has one at a time, and its logits."""
+    width = config.hidden_size
+    feed_forward = next(
+        (size for name in ("intermediate_size", "n_inner", "ffn_dim") if (size := getattr(config, name, None))),
+        4 * width,
+    )
+    layer = _LAYER_FLOATS_PER_WIDTH * width + _LAYER_FLOATS_PER_FEED_FORWARD * feed_forward
+    floats = (cut.end_layer - cut.first_layer) * layer + (_LOGIT_COPIES * config.vocab_size if cut.head else 0)
+    in_flight = 1 if cut.head else run.pipeline.microbatches_per_step * run.pipeline.windows_in_flight
+    return int(4 * floats * run.pipeline.sequence_length * run.pipeline.microbatch_size * in_flight)
+
+
+def _hop_bytes(run: RunConfig, width: int) -> tuple[int, int]:
+    """Return the bytes of a microbatch's activations, and of its targets."""
+    tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+    return tokens * width * (2 if run.pipeline.wire_dtype == "bfloat16" else 4), tokens * 8
+
+
+def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) -> list[str]:
+    """Name costly choices. `efficiency`: where a message takes as long as a forward pass of the slowest stage."""
+    found = []
+    count, window = len(stages), run.pipeline.microbatches_per_step
+    if count > _DEEP and efficiency < _IDLE:
+        slow = f"the slowest stage works {efficiency:.0%} of the time where a message takes as long as its forward pass"
+        if run.pipeline.windows_in_flight == 1:
+            found.append(
+                f"{count} stages with one window in flight: each inner step waits until the whole pipeline has run "
+                f"dry, and {slow}. Fewer stages, or more microbatches_per_step, help; so does windows_in_flight = 2, "
+                "whose gradients are one step stale."
+            )
+        else:
+            found.append(
+                f"{count} stages, and windows of {window} microbatches, are too much even for two windows in flight: "
+                f"{slow}. Fewer stages, or more microbatches_per_step, help."
+            )
+    if count > 1 and window < 2 * count:
+        found.append(
+            f"A window of {window} microbatches is short for {count} stages: give microbatches_per_step "
+            f"{2 * count} or more (with a smaller microbatch_size the batch stays the same)."
+        )
+    for number, stage in enumerate(stages):
+        if stage.work * count > _UNEVEN:
+            found.append(
+                f"Stage {number} has {stage.work * count:.2f} times the mean work, and the others wait for it: "
+                "leave boundaries out, take another number of stages, or plan more replicas there."
+            )
+    if run.pipeline.replicas == 1:
+        found.append("One planned replica a stage: nobody gossips, every round is taken alone.")
+    elif _rounds(run) < 3:
+        early, late = run.outer.inner_steps_per_round, run.outer.late_inner_steps_per_round
+        often, fields = (f"{early}", "") if late is None else (f"{early} to {late}", " and late_inner_steps_per_round")
+        found.append(
+            f"{run.inner.steps} inner steps with a round every {often}: the replicas hardly ever meet. "
+            f"Fewer inner_steps_per_round{fields}, or more steps."
+        )
+    if run.outer.momentum_period > max(1, _rounds(run)):
+        found.append(
+            f"A momentum_period of {run.outer.momentum_period} in a run of {_rounds(run)} rounds: the outer momentum "
+            "never moves. Give a shorter one, or 1 for a momentum that moves in every round."
+        )
+    return found
+
+
+def describe(plan: Plan) -> list[str]:
+    """Say a plan in lines of plain text."""
+    lines = [
+        f"{plan.name}: {_count(plan.parameters)} parameters in {len(plan.stages)} stages, run id {plan.run_id[:16]}",
+        "",
+        *_stage_table(plan),
+        "",
+        "Memory of a peer, all numbers float32; activations are estimated, for whole windows in flight:",
+        *_memory_table(plan),
+        "",
+        f"Tokens: {_count(plan.tokens)} in all, {_count(plan.tokens_per_step)} an inner step of a replica; "
+        f"{plan.rounds} rounds a replica.",
+    ]
+    if len(plan.stages) > 1:
+        lines += [
+            f"A microbatch's hop: {_bytes(plan.hop_down_bytes)} down, {_bytes(plan.hop_up_bytes)} back.",
+            *in_words(plan.efficiency, plan.remedies, plan.replicas),
+        ]
+    return lines + [f"Warning: {warning}" for warning in plan.warnings]
+
+
+def _stage_table(plan: Plan) -> list[str]:
+    rows = [
+        [
+            str(number),
+            f"{stage.layers[0]} to {stage.layers[1] - 1}",
+            _count(stage.parameters),
+            f"{stage.work:.1%}",
+            _bytes(stage.memory.total),
+            _bytes(stage.memory.computing),
+            _bytes(stage.round_bytes),
+        ]
+        for number, stage in enumerate(plan.stages)
+    ]
+    return _table(
+        ["stage", "layers", "parameters", "work", "memory a peer", "of it on a GPU", "a round, each way"], rows
+    )
+
+
+def _memory_table(plan: Plan) -> list[str]:
+    # A column of nothing but zeros is not worth its place.
+    names = [name for name in Memory.__struct_fields__ if any(getattr(stage.memory, name) for stage in plan.stages)]
+    rows = [
+        [str(number), *(_bytes(getattr(stage.memory, name)) for name in names)]
+        for number, stage in enumerate(plan.stages)
+    ]
+    return _table(["stage", *(name.replace("_", " ") for name in names)], rows)
+
+
+def report(path: Path, *, as_json: bool = False) -> str:
+    """Return what the run file at `path` means, as text or as one JSON object; raise `Trouble` where it is wrong."""
+    found = plan(load_run(path))
+    return msgspec.json.encode(found).decode() if as_json else "\n".join(describe(found))
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+    ]
+
+
+def _count(number: int) -> str:
+    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
+
+
+def _bytes(number: int) -> str:
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
+    return f"{number} B"

@@ -1,0 +1,175 @@
+"""The run, identical on all peers, and this machine.
+
+`RunConfig` is decoded from `run.toml` once and frozen; defaults are in one place.
+
+Here are the structs and their defaults alone; `noloco_node.run.runfile` reads and validates them, and computes the
+digest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from noloco_node.limits.budget import Allowance
+
+MOST_SLOWDOWN = 1000.0
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which decoder to train.
+
+    Exactly one of: `architecture` (a transformers model type, with `sizes` for its config), `path` (a local Hugging
+    Face directory to continue from), `hub` with `commit` (likewise from the hub).
+    """
+
+    architecture: str | None = None
+    sizes: dict[str, Any] = {}
+    """Fields of the architecture's config in transformers, under the names that it uses there."""
+    path: str | None = None
+    """A local Hugging Face directory to continue from, the same on all peers; its content is part of the run's id."""
+    hub: str | None = None
+    """A model of the hub to continue from, owner/name."""
+    commit: str | None = None
+    """The commit of the hub model, 40 hexadecimal digits."""
+    dropout: float = 0.0
+
+
+class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the model is cut and how microbatches flow."""
+
+    stages: int = 2
+    boundaries: tuple[int, ...] | None = None
+    """Number of the first layer of every stage but the first; None cuts by estimated work."""
+    replicas: int = 2
+    """Planned replicas of a stage; with `inner.steps` it fixes the token budget of the run. More or fewer may come."""
+    sequence_length: int = 1024
+    microbatch_size: int = 8
+    microbatches_per_step: int = 8
+    windows_in_flight: Literal[1, 2] = 1
+    """2: forward passes of the next window begin before the step, and their gradients are one step stale. For deep
+    pipelines and long lines; not at the last stage, which never waits."""
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of activations and their gradients between stages."""
+    budget_s: float = 300.0
+    """Longest time that a microbatch may travel."""
+
+
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where text comes from. `source`: stdlib, text, json, parquet, or hub."""
+
+    source: Literal["stdlib", "text", "json", "parquet", "hub"] = "stdlib"
+    path: str | None = None
+    """A file, a directory or a glob for text, json and parquet; owner/name for hub."""
+    commit: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    field: str = "text"
+    tokenizer: str = "byt5"
+    """byt5 (bytes, needs no files); with `tokenizer_commit` owner/name of the hub, without it a local directory."""
+    tokenizer_commit: str | None = None
+    validation_percent: float = 2.0
+    shuffle: bool = True
+
+
+class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The optimiser inside a replica, between two rounds (AdamW), and its schedule over the run's progress."""
+
+    steps: int = 25_000
+    """Inner steps that each planned source takes: with the batch and the planned replicas, the run's token budget."""
+    learning_rate: float = 6e-4
+    warmup_steps: int = 1000
+    final_fraction: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+
+class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gossip round. The defaults were chosen in the laboratory, mostly on one seed (docs/results.md); NoLoCo as
+    published (arXiv 2506.10911) is 0.5, 0.7, 0.7, a round every 50 steps, float32, blocking.
+    """
+
+    inner_steps_per_round: int = 10
+    late_inner_steps_per_round: int | None = None
+    """At the end of the run; from `inner_steps_per_round` at its beginning they follow a geometric course."""
+    dynamic_steps: bool = True
+    """Slower replicas take fewer inner steps a round, so that they reach their rounds together with the fastest."""
+    alpha: float = 0.0
+    beta: float = 1.0
+    gamma: float = 1.0
+    momentum_period: int = 1
+    """Outer steps after which the momentum moves once; 1 is the paper's rule (`gossip.rule.delayed_momentum`)."""
+    momentum_spread: float = 0.0
+    """Share of the momentum that each outer step of a period but the last one applies."""
+    codec: Literal["float32", "bfloat16", "int8", "int4"] = "int4"
+    """Number format of the weights that a round exchanges; each but float32 carries its rounding error on."""
+    staleness_at_most: int = 16
+    """Rounds since its weights last met anybody's (1: in the round before) beyond which a replica takes its partner's
+    weights instead of a mean."""
+    blocking: bool = False
+    """The paper's form: shut the gate, drain, then exchange. Otherwise training goes on until the partner is there."""
+    overlap_steps: int = 8
+    """A snapshot older than this many inner steps is retaken while the round stays open."""
+    deferrals_before_solo: int = 4
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that all peers of a run must agree on."""
+
+    name: str = "run"
+    seed: int = 0
+    precision: Literal["auto", "float32"] = "auto"
+    """auto: bfloat16 autocast on a GPU that has it, float32 on a CPU. Weights are float32 always."""
+    model: ModelConfig
+    pipeline: PipelineConfig = PipelineConfig()
+    data: DataConfig = DataConfig()
+    inner: InnerConfig = InnerConfig()
+    outer: OuterConfig = OuterConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        """Sequences in one inner step of one replica."""
+        return self.pipeline.microbatch_size * self.pipeline.microbatches_per_step
+
+    @property
+    def budget_samples(self) -> int:
+        """Sequences of the whole run: progress 1."""
+        return self.inner.steps * self.samples_per_step * self.pipeline.replicas
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """This machine: what one peer may choose for itself, whatever the run."""
+
+    home: str
+    """Directory of this node's identity, journal and checkpoint; it belongs to one running node."""
+    device: str = "auto"
+    listen: tuple[str, ...] = ()
+    """Multiaddrs to listen on; none: a free TCP port on all interfaces."""
+    announce: tuple[str, ...] = ()
+    """Multiaddrs to tell others, where they differ from those listened on (behind a port forwarding)."""
+    relayed: bool = False
+    """Be reached through relays; otherwise others are asked whether they can dial us."""
+    stage: int | None = None
+    """The stage to serve; None takes the one that limits the swarm."""
+    stay: bool = False
+    """Stays at its stage for good, also where the owner did not name it."""
+    data: str | None = None
+    """Another source of text than the run's, as `with_source` reads it."""
+    threads: int | None = None
+    """Threads that torch may use; None leaves it to torch."""
+    slowdown: float = 1.0
+    """How many times slower than it is the device acts: for trials of uneven swarms."""
+    keep: int = 3
+    """Checkpoints that are kept."""
+    keep_snapshots: int = 0
+    """Rounds between two snapshots of each other stage; 0 keeps none."""
+    allowance: Allowance = Allowance()
+    """What its owner lets it take of the line, and when."""
+    linger_s: float = 600.0
+    """How long a finished node goes on serving its weights."""
+    refresh_s: float = 10.0
+    """Time between two refreshes of the own record and of the roster."""

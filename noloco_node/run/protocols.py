@@ -1,0 +1,97 @@
+"""What peers of one run talk about, and the exact shape of everything they may say.
+
+All of it follows from the run file, so both ends know it before the first byte arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from gossip.exchange.formats import Format, absolute, wire_specs
+from gossip.exchange.messages import (
+    Accepted,
+    Ahead,
+    Busy,
+    Declined,
+    Gone,
+    Manifest,
+    Offer,
+    Piece,
+    PieceRequest,
+    Probe,
+    Received,
+    Section,
+    StateRequest,
+    Weights,
+)
+from gossip.exchange.swap import PROBE
+from gossip.transfer.chunks import DIGEST_BYTES, cut
+from noloco_node.network.wire import Either, MessageSpec, Schema, TensorSpec
+from noloco_node.run.config import RunConfig
+from pipeline.messages import Gradient, Microbatch, Refused
+
+MICROBATCH = "microbatch"
+GOSSIP = "gossip"
+STATE = "state"
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def topic(kind: str, stage: int) -> str:
+    """Return the topic of conversations with a replica of one stage.
+
+    Middle stages have equal shapes: only the name keeps a peer from taking another stage's messages for its own when
+    somebody's roster still lists it at the stage that it served before.
+    """
+    return f"{kind}/{stage}"
+
+
+def microbatch_schema(run: RunConfig, width: int) -> Schema:
+    """Return what a stage and the one before it say to each other."""
+    cells = (run.pipeline.microbatch_size, run.pipeline.sequence_length)
+    hidden = TensorSpec((*cells, width), run.pipeline.wire_dtype)
+    return Schema(
+        {
+            Microbatch: MessageSpec("Microbatch", {"hidden": hidden, "targets": TensorSpec(cells, "int64")}),
+            Gradient: MessageSpec("Gradient", {"hidden": hidden}),
+            Refused: MessageSpec("Refused"),
+        }
+    )
+
+
+def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
+    """Return what two replicas of a stage with parameters of these shapes say to each other in a round."""
+    codec, both = Format(run.outer.codec), run.outer.gamma != run.outer.beta
+    # To somebody who adopts weights they go in a form of their own, where the codec's is not absolute.
+    forms = tuple(dict.fromkeys((codec, absolute(codec))))
+    coded = tuple(tuple(TensorSpec(spec.shape, spec.dtype) for spec in wire_specs(form, shapes)) for form in forms)
+    probe = TensorSpec((min(PROBE, sum(map(prod, shapes))),), "float32")
+    # Ahead of a round no snapshot is there to be probed.
+    fast_probe = Either((probe, None)) if codec is Format.INT4 else None
+    messages = {
+        Offer: MessageSpec("Offer"),
+        Accepted: MessageSpec("Accepted"),
+        Declined: MessageSpec("Declined"),
+        Probe: MessageSpec("Probe", {"slow": probe, "fast": fast_probe}),
+        Weights: MessageSpec("Weights", {"fast": Either((*coded, ())), "slow": Either((*coded, ())) if both else ()}),
+        Received: MessageSpec("Received"),
+    }
+    return Schema(messages | {Ahead: MessageSpec("Ahead")} if both else messages)
+
+
+def state_schema(shapes: Shapes) -> Schema:
+    """Return what a newcomer, or somebody who exports, and a replica of this stage say to each other."""
+    spans = cut([4 * prod(shape) for shape in shapes])
+    hashes = Either((TensorSpec((len(spans), DIGEST_BYTES), "uint8"), None))
+    sizes = dict.fromkeys(span.size_bytes for span in spans)
+    return Schema(
+        {
+            StateRequest: MessageSpec("StateRequest"),
+            Busy: MessageSpec("Busy"),
+            Manifest: MessageSpec("Manifest", {str(section): hashes for section in Section}),
+            PieceRequest: MessageSpec("PieceRequest"),
+            Piece: MessageSpec("Piece", {"data": Either(tuple(TensorSpec((size,), "uint8") for size in sizes))}),
+            Gone: MessageSpec("Gone"),
+        }
+    )

@@ -1,0 +1,162 @@
+"""What is known of each life of a peer, from its journal alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from gossip.rule.outer_step import OuterState
+from noloco_node.node.replica import Replica
+from noloco_node.sim.peer import SimulatedPeer
+
+
+class Complain(Protocol):
+    """Takes a broken invariant: its kind, and a sentence."""
+
+    def __call__(self, kind: str, sentence: str) -> None:
+        """Take note of it."""
+
+
+class Asked(NamedTuple):
+    """A request to leave. `training`: and nothing had told the peer yet that the run is over."""
+
+    at_s: float
+    steps: int
+    training: bool
+
+
+class Break(NamedTuple):
+    """An exchange that a replica gave up, and with whom."""
+
+    at_s: float
+    partner: str
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class LifeRecord:
+    """One life of a peer. `began_s`: when it began to train. `ended_s`: when it trained no more."""
+
+    peer: SimulatedPeer
+    life: int
+    stage: int
+    began_s: float
+    state: OuterState
+    fast: Tensor
+    finished: list[tuple[float, int]]
+    """Rounds finished, each with the time since when."""
+    stepped_s: deque[float]
+    """When the last inner steps were taken: as many as a round may be open, and one."""
+    pauses: dict[int, Tensor]
+    """The fast weights at the end of the last pauses, by the inner steps of this life."""
+    all_steps_s: list[float] = field(default_factory=list)
+    met_s: float = -1.0
+    breaks: list[Break] = field(default_factory=list)
+    asked: Asked | None = None
+    training: bool = True
+    ended_s: float | None = None
+    closed_s: float | None = None
+    """Since when it lets nobody in any more, though nobody asked it to leave: it moves."""
+    looked_s: float = 0.0
+    idle_s: float = 0.0
+    """For how long, since its last inner step, it was seen with nothing in its hands and its window not full."""
+
+    @property
+    def name(self) -> str:
+        """The peer's name."""
+        return self.peer.name
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of this life."""
+        return len(self.all_steps_s)
+
+    def steps_since(self, then_s: float) -> int:
+        """Return how many inner steps were taken after a time."""
+        return sum(1 for _ in takewhile(lambda at_s: at_s > then_s, reversed(self.all_steps_s)))
+
+    def note_step(self, now_s: float, fast: Tensor) -> None:
+        """Take note of an inner step and of the weights after it."""
+        self.idle_s = 0.0
+        self.all_steps_s.append(now_s)
+        self.stepped_s.append(now_s)
+        self.note_fast(fast)
+
+    def note_fast(self, fast: Tensor) -> None:
+        """Take note of the fast weights as they are in this pause."""
+        self.fast = self.pauses[self.steps] = fast
+
+    def forget_pauses(self, kept: int) -> None:
+        """Forget all but the last pauses."""
+        for step in [step for step in self.pauses if step < self.steps - kept]:
+            del self.pauses[step]
+
+    def finished_at(self, then_s: float) -> int:
+        """Return the round that was the last finished one at a time."""
+        return max((number for since_s, number in self.finished if since_s <= then_s), default=0)
+
+    def end(self, now_s: float) -> None:
+        """Note that it trains no more."""
+        self.training = False
+        if self.ended_s is None:
+            self.ended_s = now_s
+
+
+class Delays(NamedTuple):
+    """How late news may be in a world that has come to rest, in seconds.
+
+    `news_s`: a number in a record, until every roster shows it. `roster_s`: that somebody is gone. `trip_s`: a message
+    and its answer.
+    """
+
+    news_s: float
+    roster_s: float
+    trip_s: float
+
+
+Lives = dict[tuple[str, int], LifeRecord]
+"""All lives that ever trained, by peer and number."""
+Spoilt = Callable[[str, float], bool]
+"""Whether messages of a peer may have arrived other than it sent them, at a time or since."""
+
+
+def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> LifeRecord:
+    """Return the record of a life that begins to train now. `kept_steps`: times of inner steps to remember."""
+    replica = replica_of(peer)
+    assert replica is not None
+    fast = fast_of(peer)
+    return LifeRecord(
+        peer=peer,
+        life=peer.life.number,
+        stage=replica.post.stage,
+        began_s=now_s,
+        state=state_of(peer),
+        fast=fast,
+        finished=[(now_s, replica.rounds.finished)],
+        stepped_s=deque(maxlen=kept_steps),
+        pauses={0: fast},
+    )
+
+
+def replica_of(peer: SimulatedPeer) -> Replica | None:
+    """Return what a peer trains in its present life, or trained in its last."""
+    node = peer.life.node
+    return None if node is None else node.replica
+
+
+def state_of(peer: SimulatedPeer) -> OuterState:
+    """Return the slow weights and momentum of a peer."""
+    replica = replica_of(peer)
+    assert replica is not None
+    return replica.rounds.state
+
+
+def fast_of(peer: SimulatedPeer) -> Tensor:
+    """Return the fast weights of a bowl."""
+    assert peer.life.stage is not None
+    (weights,) = peer.life.stage.weights()
+    return weights

@@ -1,0 +1,96 @@
+"""What all parts of the watch know: who is there, since when nothing has happened, and what was found to be broken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from noloco_node.node.replica import Replica
+from noloco_node.sim.explore.introspection import is_tampered
+from noloco_node.sim.explore.invariant_error import Broken
+from noloco_node.sim.explore.life_records import Delays, LifeRecord, Lives, replica_of
+from noloco_node.sim.world import World
+
+LIFETIME_S = 30.0
+"""Of a record in the roster (`Presence`)."""
+
+
+@dataclass(slots=True)
+class Scene:
+    """The world as the watch has seen it so far. `quiet_s`: since when nothing has happened to it."""
+
+    world: World
+    delays: Delays
+    quiet_s: float = 0.0
+    running: dict[str, int] = field(default_factory=dict)
+    """The number of the life of each peer that was there at the last look."""
+    present: dict[str, LifeRecord] = field(default_factory=dict)
+    """The present life of each peer that has ever trained, or its last."""
+    lives: Lives = field(default_factory=dict)
+    checked: Counter[str] = field(default_factory=Counter)
+    """How often each invariant was really evaluated."""
+    broken: Broken | None = None
+    _spoilt_s: dict[str, float] = field(default_factory=dict)
+    """Until when messages of a peer may have arrived wrong."""
+
+    def __repr__(self) -> str:
+        return f"Scene({len(self.running)} peers, quiet since {self.quiet_s:.1f} s, {self.broken})"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how often each invariant was evaluated."""
+        return {f"checked.{kind}": count for kind, count in sorted(self.checked.items())}
+
+    @property
+    def idle_s(self) -> float:
+        """For how long nothing has happened to the world; negative while something lasts."""
+        return self.world.now_s - self.quiet_s
+
+    @property
+    def sent_home(self) -> bool:
+        """Whether everybody has been asked to go."""
+        late = self.world.now_s >= self.world.setting.scenario.swarm.duration_s
+        return late or self.world.standstill is not None
+
+    def complain(self, kind: str, sentence: str) -> None:
+        """Take note of an invariant that does not hold, if it is the first."""
+        if self.broken is None:
+            self.broken = Broken(kind, self.world.now_s, sentence)
+
+    def disturb(self, until_s: float = 0.0) -> None:
+        """Note that something happens to the world now, and lasts until `until_s`."""
+        self.quiet_s = max(self.quiet_s, until_s, self.world.now_s)
+
+    def training(self) -> list[tuple[LifeRecord, Replica]]:
+        """Return the lives that train, each with its replica."""
+        found: list[tuple[LifeRecord, Replica]] = []
+        for record in self.present.values():
+            if record.training and self.running.get(record.name) == record.life:
+                replica = replica_of(record.peer)
+                assert replica is not None
+                found.append((record, replica))
+        return found
+
+    def look(self) -> None:
+        """See who is there, and whose messages are still to arrive wrong."""
+        now_s = self.world.now_s
+        running = {name: peer.life.number for name, peer in self.world.peers.items() if peer.running}
+        if running != self.running:
+            self.running = running
+            self.disturb()
+        for (name, life), record in self.lives.items():
+            if record.ended_s is None and running.get(name) != life:
+                record.end(now_s)
+        for name, until_s in self._spoilt_s.items():
+            if until_s == float("inf") and not is_tampered(self.world.hub, name):
+                # The last of them was sent since the last look.
+                self._spoilt_s[name] = now_s
+
+    def spoil(self, peer: str) -> None:
+        """Note that messages of a peer will arrive wrong: what is plausible in them is believed."""
+        if is_tampered(self.world.hub, peer):
+            self._spoilt_s[peer] = float("inf")
+
+    def is_spoilt(self, peer: str, since_s: float) -> bool:
+        """Say whether messages of a peer may have arrived other than it sent them since then."""
+        until_s = self._spoilt_s.get(peer)
+        return until_s is not None and until_s + self.delays.news_s >= since_s

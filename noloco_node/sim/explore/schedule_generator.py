@@ -1,0 +1,239 @@
+"""Random schedules: a swarm of three stages and three replicas, its weather, and what happens to it, all from one seed.
+
+Every kind of fault is drawn, at any time: while peers join, in the middle, while they leave, in the last round. Most
+schedules leave the swarm in peace for its second half, so that what must come right after the last fault can be seen
+to; the others strike until the end. Half of all swarms have no deadlines, so that no timeout hides a wait.
+
+One replica a stage is its **anchor**: it may crash but comes back, is never asked to leave, and can be reached. So the
+run can always be finished, and a run that does not end is a bug. Without an anchor that would be a matter of luck.
+
+In one swarm of four replicas move to where they are needed. Everything is then slower than in the others but for the
+refreshes, from which it follows how soon somebody moves, and some stage is left to its anchor: otherwise nobody would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, Literal
+
+from msgspec import structs
+
+from noloco_node.sim.network.link_model import Latency
+from noloco_node.sim.scenario import faults
+from noloco_node.sim.scenario.faults import Fault
+from noloco_node.sim.scenario.scenario import DevicesConfig, NetworkConfig, Scenario, SwarmConfig, peer_name, planned
+
+STAGES = REPLICAS = 3
+SAMPLES = 48
+"""Microbatches that a source draws in a run in which nothing happens, about."""
+SLACK_S = 400.0
+"""Beyond the work itself, before a run counts as one that does not end."""
+NEWCOMERS = ("n0", "n1", "n2")
+MOVING_SHARE = 0.25
+"""Of the swarms in which replicas move."""
+SLOWER = 2.0
+"""Times as long as others, their run is."""
+
+
+def draw(seed: int) -> Scenario:
+    """Return the scenario that a seed means."""
+    rng = Random(f"{seed}|explore")
+    work_s = rng.uniform(65.0, 95.0)
+    swarm = structs.replace(_swarm(rng), **_outer(Random(f"{seed}|explore|outer")))
+    moving = Random(f"{seed}|explore|moves")
+    if moves := moving.random() < MOVING_SHARE:
+        work_s *= SLOWER
+        swarm = structs.replace(swarm, moves=True, refresh_s=round(moving.uniform(0.4, 0.7), 2))
+    network = _network(rng)
+    # A microbatch takes a device 3 forward_s; devices are idle for some of the time.
+    devices = DevicesConfig(
+        forward_s=round(work_s / (SAMPLES * 5.0), 3),
+        step_s=rng.choice((0.0, 0.05)),
+        slowness=rng.choice(((1.0,), (1.0, 1.0, 2.0), (1.0, 1.5, 2.5))),
+        stutter_share=rng.choice((0.0, 0.0, 0.02)),
+        stutter_pause_s=1.0,
+    )
+    anchors = _anchors(rng, network.dials_only)
+    fault = _Schedule(rng, work_s, anchors).draw()
+    if moves:
+        fault = tuple(sorted((*fault, *_starvation(moving, work_s, anchors)), key=lambda each: each.at_s))
+    last_s = max((faults.ends_s(each) for each in fault), default=0.0)
+    swarm = structs.replace(swarm, duration_s=round(last_s + 10.0 * work_s + SLACK_S, 1))
+    return Scenario(name=f"explored {seed}", seed=seed, swarm=swarm, network=network, devices=devices, fault=fault)
+
+
+def _swarm(rng: Random) -> SwarmConfig:
+    per_round, window = rng.choice((2, 3, 4)), rng.choice((2, 3, 4))
+    return SwarmConfig(
+        stages=STAGES,
+        replicas=REPLICAS,
+        rounds=max(4, round(SAMPLES / (per_round * window))),
+        inner_steps_per_round=per_round,
+        microbatches_per_step=window,
+        overlap_steps=rng.randrange(1, per_round),
+        blocking=rng.random() < 0.3,
+        refresh_s=round(rng.uniform(2.0, 4.0), 2),
+        save_every_s=round(rng.uniform(5.0, 40.0), 1),
+        impatient=rng.random() < 0.5,
+    )
+
+
+def _outer(rng: Random) -> dict[str, Any]:
+    """Draw the outer rule, and how weights travel."""
+    return {
+        "codec": rng.choice(("float32", "float32", "bfloat16", "int8", "int4")),
+        "alpha": rng.choice((None, 0.5, 0.5)),
+        "gamma": rng.choice((None, None, 0.5)),
+        "momentum_period": rng.choice((1, 1, 2, 3)),
+        "staleness_at_most": rng.choice((1, 2, 16)),
+    }
+
+
+def _network(rng: Random) -> NetworkConfig:
+    mean_s = round(rng.choice((0.002, 0.02, 0.05, 0.2)), 3)
+    shapes: tuple[Literal["constant", "uniform", "lognormal"], ...] = ("constant", "uniform", "lognormal")
+    shape = rng.choice(shapes)
+    return NetworkConfig(
+        latency=Latency(
+            shape=shape, mean_s=mean_s, std_s=0.0 if shape == "constant" else mean_s * rng.choice((0.3, 1.0))
+        ),
+        loss=rng.choice((0.0, 0.0, 0.005, 0.02, 0.05)),
+        late=rng.choice((0.0, 0.0, 0.02, 0.1)),
+        late_s=rng.choice((0.5, 2.0)),
+        duplicate=rng.choice((0.0, 0.0, 0.01, 0.05)),
+        roster_lag_s=rng.choice((0.0, 0.0, 2.0, 5.0)),
+        dials_only=rng.choice((0.0, 0.0, 0.12, 0.23)),
+        microbatch_bytes=20_000,
+        weights_bytes=200_000,
+    )
+
+
+def _anchors(rng: Random, dials_only: float) -> tuple[str, ...]:
+    """Choose a replica of each stage that the world lets others dial."""
+    names = planned(STAGES, REPLICAS)
+    hidden = [names[int(number / dials_only) % len(names)] for number in range(int(dials_only * len(names) + 0.5))]
+    reachable = [[n for n in names if n.startswith(f"s{stage}") and n not in hidden] for stage in range(STAGES)]
+    return tuple(rng.choice(found) for found in reachable)
+
+
+def _starvation(rng: Random, work_s: float, anchors: tuple[str, ...]) -> Iterator[Fault]:
+    """Yield the deaths that leave a stage to its anchor; some of the dead come back much later."""
+    stage, at_s = rng.randrange(STAGES), rng.uniform(2.0, work_s / 4)
+    for replica in range(REPLICAS):
+        peer = peer_name(stage, replica)
+        if peer not in anchors:
+            yield faults.Crash(at_s=round(at_s + rng.uniform(0.0, 3.0), 2), peer=peer)
+            if rng.random() < 0.3:
+                yield faults.Restart(at_s=round(at_s + rng.uniform(10.0, work_s), 2), peer=peer)
+
+
+class _Schedule:
+    """Draws the faults of one run."""
+
+    def __init__(self, rng: Random, work_s: float, anchors: tuple[str, ...]) -> None:
+        self._rng, self._anchors = rng, anchors
+        self._last_s = work_s * (0.7 if rng.random() < 0.7 else 2.0)
+        self._peers = [peer_name(stage, replica) for stage in range(STAGES) for replica in range(REPLICAS)]
+        self._together_s = rng.uniform(0.0, self._last_s)
+        self._newcomers = list(NEWCOMERS)
+        self._kinds: tuple[Callable[[float], list[Fault]], ...] = (
+            *(
+                self._crash,
+                self._crash,
+                self._crash,
+                self._leave,
+                self._silence,
+                self._silence,
+                self._partition,
+                self._partition,
+            ),
+            *(self._storm, self._slow, self._stutter, self._line, self._tamper, self._disk, self._join),
+        )
+
+    def __repr__(self) -> str:
+        return f"_Schedule(until {self._last_s:.0f} s, anchors {', '.join(self._anchors)})"
+
+    def draw(self) -> tuple[Fault, ...]:
+        """Return one to nine faults with what belongs to them, in order."""
+        found: list[Fault] = []
+        for _ in range(self._rng.randint(1, 9)):
+            found += self._rng.choice(self._kinds)(self._when())
+        return tuple(sorted(found, key=lambda fault: fault.at_s))
+
+    def _when(self) -> float:
+        """Draw a time: anywhere, among the first seconds, or together with others."""
+        way = self._rng.random()
+        if way < 0.15:
+            return round(self._rng.uniform(0.0, 6.0), 2)
+        if way < 0.35:
+            return round(self._together_s + self._rng.uniform(0.0, 3.0), 2)
+        return round(self._rng.uniform(0.0, self._last_s), 2)
+
+    def _lasting(self) -> float:
+        return round(self._rng.choice((self._rng.uniform(0.5, 8.0), self._rng.uniform(5.0, 50.0))), 2)
+
+    def _who(self) -> str:
+        return self._rng.choice(self._peers)
+
+    def _passing(self) -> str:
+        """Return a peer that is no anchor."""
+        return self._rng.choice([peer for peer in self._peers if peer not in self._anchors])
+
+    def _back(self, peer: str, at_s: float) -> list[Fault]:
+        away_s = self._rng.choice((0.0, self._rng.uniform(0.5, 5.0), self._rng.uniform(5.0, 45.0)))
+        return [faults.Restart(at_s=round(at_s + 0.01 + away_s, 2), peer=peer)]
+
+    def _crash(self, at_s: float) -> list[Fault]:
+        peer = self._who()
+        stays_away = peer not in self._anchors and self._rng.random() < 0.5
+        return [faults.Crash(at_s=at_s, peer=peer), *([] if stays_away else self._back(peer, at_s))]
+
+    def _leave(self, at_s: float) -> list[Fault]:
+        peer = self._passing()
+        back = self._back(peer, at_s + self._rng.uniform(1.0, 15.0)) if self._rng.random() < 0.6 else []
+        return [faults.Leave(at_s=at_s, peer=peer), *back]
+
+    def _silence(self, at_s: float) -> list[Fault]:
+        return [faults.Silence(at_s=at_s, peer=self._who(), for_s=self._lasting())]
+
+    def _partition(self, at_s: float) -> list[Fault]:
+        mixed = self._rng.sample(self._peers, len(self._peers))
+        cuts = sorted(self._rng.sample(range(1, len(mixed)), self._rng.choice((1, 1, 2))))
+        groups = tuple(
+            tuple(sorted(mixed[begin:end])) for begin, end in zip([0, *cuts], [*cuts, len(mixed)], strict=True)
+        )
+        return [faults.Partition(at_s=at_s, groups=groups[1:], for_s=self._lasting())]
+
+    def _storm(self, at_s: float) -> list[Fault]:
+        loss, late, duplicate = (round(self._rng.uniform(0.0, most), 3) for most in (0.2, 0.3, 0.2))
+        return [faults.Storm(at_s=at_s, for_s=self._lasting(), loss=loss, late=late, duplicate=duplicate)]
+
+    def _slow(self, at_s: float) -> list[Fault]:
+        return [faults.Slow(at_s=at_s, peer=self._who(), factor=round(self._rng.uniform(0.5, 4.0), 2))]
+
+    def _stutter(self, at_s: float) -> list[Fault]:
+        share, pause_s = round(self._rng.uniform(0.02, 0.2), 2), round(self._rng.uniform(0.5, 6.0), 1)
+        return [faults.Stutter(at_s=at_s, peer=self._who(), share=share, pause_s=pause_s)]
+
+    def _line(self, at_s: float) -> list[Fault]:
+        peer = self._who()
+        up, down = (self._rng.choice((None, self._rng.choice((50_000.0, 200_000.0, 1e6)))) for _ in range(2))
+        hides = peer not in self._anchors and self._rng.random() < 0.4
+        return [faults.Line(at_s=at_s, peer=peer, up_bytes_per_s=up, down_bytes_per_s=down, dials_only=hides)]
+
+    def _tamper(self, at_s: float) -> list[Fault]:
+        kinds: tuple[Literal["flip", "shape", "not finite", "garbled values"], ...]
+        kinds = ("flip", "shape", "not finite", "garbled values")
+        how = self._rng.choice(kinds)
+        return [faults.Tamper(at_s=at_s, peer=self._who(), how=how, count=self._rng.randint(1, 5))]
+
+    def _disk(self, at_s: float) -> list[Fault]:
+        return [faults.Disk(at_s=at_s, peer=self._who(), for_s=self._lasting())]
+
+    def _join(self, at_s: float) -> list[Fault]:
+        if not self._newcomers:
+            return []
+        peer = self._newcomers.pop(0)
+        self._peers.append(peer)
+        return [faults.Join(at_s=at_s, peer=peer, stage=self._rng.choice((None, None, *range(STAGES))))]

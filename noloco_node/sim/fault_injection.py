@@ -1,0 +1,104 @@
+"""What the peers of a world live with: lines, weather, partitions, devices and disks, and what faults make of them.
+
+Some faults last, and may overlap. What several of them ask for holds until the last of them ends: a peer is silent
+while any silence of it lasts, and the weather is as bad as the worst of its storms. Partitions are the exception, for
+groups of two partitions have no union: a second one takes the place of the first, whose end then heals nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from noloco_node.sim.hardware.device import Stutter
+from noloco_node.sim.network.hub import Hub, Tampering
+from noloco_node.sim.network.link_model import Access, Weather
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.scenario import faults
+from noloco_node.sim.scenario.faults import Fault
+
+
+class Conditions:
+    """The conditions of one world. `weather`: when no storm rages."""
+
+    def __init__(self, hub: Hub, peers: Mapping[str, SimulatedPeer], weather: Weather) -> None:
+        self._hub, self._peers, self._weather = hub, peers, weather
+        self._lasting: list[Fault] = []
+
+    def __repr__(self) -> str:
+        return f"Conditions({len(self._lasting)} faults last)"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how many faults last."""
+        return {"lasting": len(self._lasting)}
+
+    def begin(self, fault: Fault) -> bool:
+        """Let a fault happen; return False where there is nothing for it to happen to."""
+        peer = self._peers.get(getattr(fault, "peer", ""))
+        match fault:
+            case faults.Slow() if peer is not None:
+                peer.slow_down(fault.factor)
+            case faults.Stutter() if peer is not None:
+                peer.begin_stutter(Stutter(fault.share, fault.pause_s))
+            case faults.Line() if peer is not None:
+                peer.access = _access(fault)
+                if peer.running:
+                    self._hub.set_access(peer.name, peer.access)
+            case faults.Tamper() if peer is not None and peer.running:
+                self._hub.tamper(peer.name, Tampering(fault.how), fault.count)
+            case faults.Silence():
+                self._hub.silence(fault.peer)
+            case faults.Partition():
+                self._lasting = [other for other in self._lasting if not isinstance(other, faults.Partition)]
+                self._hub.partition(fault.groups)
+            case faults.Storm():
+                self._hub.weather = self._stormy((*self._storms(), fault))
+            case faults.Disk() if peer is not None:
+                peer.disk_refuses = True
+            case _:
+                return False  # random schedules ask for such things, of peers that are gone
+        if isinstance(fault, faults.LASTING):
+            self._lasting.append(fault)
+        return True
+
+    def end(self, fault: Fault) -> None:
+        """Let a fault that lasts end; what another asks for as well goes on."""
+        if fault not in self._lasting:
+            return  # another partition has taken its place
+        self._lasting.remove(fault)
+        match fault:
+            case faults.Silence() if not self._lasts(faults.Silence, fault.peer):
+                self._hub.resume(fault.peer)
+            case faults.Partition():
+                self._hub.heal()
+            case faults.Storm():
+                self._hub.weather = self._stormy(self._storms())
+            case faults.Disk() if fault.peer in self._peers and not self._lasts(faults.Disk, fault.peer):
+                self._peers[fault.peer].disk_refuses = False
+            case _:
+                pass
+
+    def _lasts(self, kind: type[faults.Silence | faults.Disk], peer: str) -> bool:
+        return any(isinstance(fault, kind) and fault.peer == peer for fault in self._lasting)
+
+    def _storms(self) -> tuple[faults.Storm, ...]:
+        return tuple(fault for fault in self._lasting if isinstance(fault, faults.Storm))
+
+    def _stormy(self, storms: tuple[faults.Storm, ...]) -> Weather:
+        """Return the weather with all these storms: of each share the worst."""
+        usual = self._weather
+        return replace(
+            usual,
+            loss=max(usual.loss, *(storm.loss for storm in storms), 0.0),
+            late=max(usual.late, *(storm.late for storm in storms), 0.0),
+            duplicate=max(usual.duplicate, *(storm.duplicate for storm in storms), 0.0),
+        )
+
+
+def _access(fault: faults.Line) -> Access:
+    return Access(
+        up_bytes_per_s=fault.up_bytes_per_s or math.inf,
+        down_bytes_per_s=fault.down_bytes_per_s or math.inf,
+        dials_only=fault.dials_only,
+    )

@@ -1,0 +1,180 @@
+"""A model that costs next to nothing: each stage is a quadratic bowl, and a microbatch a noisy look at its slope.
+
+Stage weights w are `SIZE` numbers with the loss 1/2 (w - c) A (w - c): A is diagonal, from `FLATTEST` to 1, and the
+centre c of one microbatch is the bowl's own (zero) plus noise that follows from the microbatch's number alone. So a
+swarm of bowls really descends, replicas really disagree, and the theory of the outer rule (NoLoCo, appendix A) applies
+to it; every gate, route and round is the production one. Activations are the microbatch's number, one float a sample,
+handed on unchanged: exact below 2**24.
+
+The inner step is plain SGD at the run's learning rate. Its moments stay zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.messages import Gradient
+from pipeline.stage import OptimiserState, StepReport
+
+SIZE = 8
+"""Weights of a stage."""
+FLATTEST = 0.05
+"""Least curvature; the greatest is 1."""
+NOISE = 0.3
+"""Standard deviation of a microbatch's centre."""
+START = 1.0
+"""Each weight of every replica at the start."""
+VOCABULARY = 2**24
+"""Numbers that microbatches may have."""
+
+
+class BowlPlan(NamedTuple):
+    """The dimensions of a model of bowls (`noloco_node.machine.interface.Dimensions`)."""
+
+    shapes: tuple[Mapping[str, tuple[int, ...]], ...]
+    work: tuple[float, ...]
+    width: int = 1
+    vocabulary: int = VOCABULARY
+
+
+def bowl_plan(stages: int, work: Sequence[float] | None = None) -> BowlPlan:
+    """Return the dimensions of a pipeline of bowls. `work`: of a microbatch at each stage, if it is not even."""
+    return BowlPlan(tuple({"weights": (SIZE,)} for _ in range(stages)), tuple(work or (1.0,) * stages))
+
+
+class _Pass:
+    """A forward pass that waits for its gradient."""
+
+    def __init__(self, bowl: Bowl, output: Tensor) -> None:
+        self._bowl, self.output, self.built_on = bowl, output, bowl._values
+
+    def backward(self, gradient: Tensor, /) -> Tensor | None:
+        """Add this microbatch's slope to the gradient."""
+        if gradient.shape != self.output.shape:
+            raise ValueError(f"a gradient of {list(gradient.shape)} for activations of {list(self.output.shape)}")
+        self._bowl._collect(self.output, self.built_on)
+        return gradient
+
+
+class Bowl:
+    """One stage (`noloco_node.machine.interface.Stage`).
+
+    What a microbatch asks for is computed on Python's floats: for eight numbers a call of torch costs more than the
+    arithmetic. The weights that others see are float32, and the sums here are never less exact.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._weights = torch.full((SIZE,), START)
+        self._values = [START] * SIZE
+        self._gradient = [0.0] * SIZE
+        self._curvature = [FLATTEST ** (1.0 - place / (SIZE - 1)) for place in range(SIZE)]
+        # Frequencies that no two coordinates or stages share: their sines look like noise of one number.
+        self._frequencies = [place * (7.0 + math.sqrt(2.0) * (number + 1)) for place in range(1, SIZE + 1)]
+        self._steps = self._skipped = self._passes = 0
+
+    def __repr__(self) -> str:
+        return f"Bowl(inner step {self._steps})"
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of the weights."""
+        return ((SIZE,),)
+
+    def forward(self, hidden: Tensor, /) -> _Pass:
+        """Hand the microbatch's number on: activations [batch, sequence, 1]."""
+        return _Pass(self, hidden.float().unsqueeze(-1) if hidden.ndim == 2 else hidden)
+
+    def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
+        """Take the last stage's whole work at once."""
+        passed = self.forward(hidden)
+        away = self._collect(passed.output, passed.built_on)
+        loss = 0.5 * sum(curvature * each * each for curvature, each in zip(self._curvature, away, strict=True))
+        return Gradient(hidden=torch.zeros_like(passed.output), loss=loss, tokens=targets.numel())
+
+    def _centre(self, output: Tensor) -> list[float]:
+        number, scale = float(output.numpy()[0, 0, 0]), NOISE * math.sqrt(2.0)
+        if not math.isfinite(number):
+            return [math.nan] * SIZE
+        return [scale * math.sin(frequency * number) for frequency in self._frequencies]
+
+    def _collect(self, output: Tensor, values: list[float]) -> list[float]:
+        """Add a microbatch's slope at the weights of its forward pass to the gradient; return how far its centre is."""
+        away = [value - centre for value, centre in zip(values, self._centre(output), strict=True)]
+        terms = zip(self._gradient, self._curvature, away, strict=True)
+        self._gradient = [sum_so_far + curvature * each for sum_so_far, curvature, each in terms]
+        self._passes += 1
+        return away
+
+    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+        """Take one SGD step on the mean slope; a slope that is not finite is thrown away."""
+        slope = [each / microbatches if microbatches else math.nan for each in self._gradient]
+        norm = math.hypot(*slope)
+        self.discard()
+        if not math.isfinite(norm):
+            self._skipped += 1
+            return StepReport(norm, False)
+        self._put(torch.tensor([value - learning_rate * each for value, each in zip(self._values, slope, strict=True)]))
+        self._steps += 1
+        return StepReport(norm, True)
+
+    def discard(self) -> None:
+        """Forget the slopes collected so far."""
+        self._gradient = [0.0] * SIZE
+
+    def weights(self) -> tuple[Tensor, ...]:
+        """Return the weights; they are replaced, never changed, so that no copy is needed."""
+        return (self._weights,)
+
+    def set_weights(self, weights: Sequence[Tensor], /) -> None:
+        """Replace the weights."""
+        (only,) = weights
+        self._put(only)
+
+    def correct(self, delta: Sequence[Tensor], /) -> None:
+        """Add to the weights."""
+        self._put(self._weights + delta[0])
+
+    def _put(self, weights: Tensor) -> None:
+        self._weights, self._values = weights, weights.tolist()
+
+    def optimiser_state(self) -> OptimiserState:
+        """Return the moments, which SGD does not use."""
+        return OptimiserState(self._steps, (torch.zeros(SIZE), torch.zeros(SIZE)))
+
+    def load_optimiser_state(self, state: OptimiserState, /) -> None:
+        """Take over the counter."""
+        self._steps = state.steps
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return counts since the start."""
+        return {"passes": self._passes, "inner_steps": self._steps, "skipped_steps": self._skipped}
+
+
+class Numbers:
+    """The text of bowls (`noloco_node.machine.interface.Text`): numbers that no two sources share, as far as there are
+    enough."""
+
+    def __init__(self, shape: tuple[int, int], first: int) -> None:
+        """`shape`: sequences of a microbatch and tokens of a sequence. `first`: where this source begins."""
+        self._shape, self._first = shape, first
+        self.drawn = 0
+
+    async def draw(self) -> Tensor:
+        """Return the next microbatch, int64 [batch, sequence + 1]."""
+        self.drawn += 1
+        batch, sequence = self._shape
+        return torch.full((batch, sequence + 1), (self._first + self.drawn) % VOCABULARY)
+
+    def position(self) -> dict[str, Any]:
+        """Return how many were drawn."""
+        return {"drawn": self.drawn}
+
+    async def restore(self, position: Mapping[str, Any]) -> bool:
+        """Go back to a position."""
+        self.drawn = int(position["drawn"])
+        return True

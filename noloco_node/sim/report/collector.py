@@ -1,0 +1,291 @@
+"""What a simulation is seen to do: counted as it happens, without the nodes' knowing.
+
+Most figures are totals that nodes keep anyway and that `report` reads at the end. What is not kept anywhere is counted
+here: what devices wait for, who is suspected and rightly so, and how all of it went over time.
+
+**Waiting.** About once a virtual second every peer is looked at, and a device that has nothing to do is counted under
+one `Cause`, the first that holds. The causes are exclusive and complete: with the time at work they make a whole.
+Moments are drawn at random and times at work are exact, so that it is only the division of idle time that is sampled.
+In a run of many hours it is fewer looks that count, each for as many seconds as lie between them.
+
+**Suspicions.** The world knows what a node can only guess: a suspicion is true if its peer was gone, silent, cut off,
+could not be dialled or tampered with its messages, then or within `RECENT_S`, for a dial into the dark takes long.
+
+**Time.** Rows hold running totals, so that leaving out every second one, when there are too many, loses no count. From
+then on one is written, and the waiting looked at, half as often.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from typing import NamedTuple
+
+from noloco_node.journal import events
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.report.stage_time import Stint, Stints
+from noloco_node.sim.scenario import faults
+from noloco_node.sim.scenario.faults import Fault
+from noloco_node.sim.world import World
+from noloco_node.swarm.roster import State
+
+RECENT_S = 30.0
+SEEN_AT_ONCE = 1024
+"""Peers whose waiting is looked at in one look; of more, each look sees some."""
+MOST_ROWS = 4096
+
+
+class Cause(StrEnum):
+    """What a device waits for. Order counts: the first that holds."""
+
+    JOINING = "joining"
+    """The peer looks for a place, or copies the weights of another."""
+    ENDING = "ending"
+    """The run's tokens are used up, or the peer is on its way out."""
+    GOSSIP = "gossip"
+    """A blocking round drains and exchanges, or the pause between two steps lasts."""
+    ROUTE = "no route"
+    """No replica of the next stage can be reached; or the source pauses before it tries again."""
+    ROOM = "room at the next stage"
+    """Replicas of the next stage refused for now."""
+    WINDOW = "end of the window"
+    """More microbatches wait at the gate, but the window is complete but for those that are further down; or gradients
+    have come that belong to the next window."""
+    REPLIES = "replies"
+    """All microbatches of the window, or of both, are further down, and no more are at the gate."""
+    MICROBATCHES = "microbatches"
+    """The window has room, and the stage before sends nothing."""
+
+
+class Struck(NamedTuple):
+    """A fault as it happened."""
+
+    at_s: float
+    fault: Fault
+
+
+class Row(NamedTuple):
+    """Running totals at a moment; those in tuples by stage."""
+
+    at_s: float
+    microbatches: int
+    busy_s: tuple[float, ...]
+    alive_s: tuple[float, ...]
+    gap: tuple[float, ...]
+    gaps: tuple[int, ...]
+    loss: float
+    losses: int
+
+
+class Migration(NamedTuple):
+    """A replica that went on to another stage."""
+
+    at_s: float
+    peer: str
+    event: events.Moved
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sums:
+    """Sums by stage that only events tell."""
+
+    gap: list[float]
+    gaps: list[int]
+    loss: float = 0.0
+    losses: int = 0
+    inner_steps: Counter[int] = field(default_factory=Counter)
+    discarded: int = 0
+
+
+class Tally:
+    """Watches one world (`world.Watcher`)."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._stages = world.setting.run.pipeline.stages
+        self.stints = Stints(self._stages)
+        self.struck_faults: list[Struck] = []
+        self.migrations: list[Migration] = []
+        self.causes: tuple[Counter[Cause], ...] = tuple(Counter() for _ in range(self._stages))
+        self.true_suspects = self.false_suspects = 0
+        self.sums = _Sums(gap=[0.0] * self._stages, gaps=[0] * self._stages)
+        self.rows: list[Row] = []
+        self._stride, self._looks = 1, 0
+        self.budget = world.setting.run.budget_samples // world.setting.run.pipeline.microbatch_size
+        self._bad_until_s: dict[str, float] = {}
+        self._cut_until_s, self._sides = 0.0, dict[str, int]()
+
+    def __repr__(self) -> str:
+        return f"Tally({len(self.stints.all)} lives, {self._looks} looks, {len(self.rows)} rows)"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how much has been seen."""
+        return {"lives": len(self.stints.all), "looks": self._looks, "rows": len(self.rows)}
+
+    # What the world tells.
+
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+        """Count what only events tell."""
+        match event:
+            case events.StateChanged(state=State.JOINING):
+                self.stints.begin(peer, self._world.now_s)
+            case events.Moved():
+                self._note_move(peer, event)
+            case events.Started():
+                self.stints.of(peer).stage = event.stage
+            case events.InnerStep():
+                self._note_step(self.stints.of(peer).stage or 0, event)
+            case events.OuterStep() if event.gap is not None:
+                stage = self.stints.of(peer).stage or 0
+                self.sums.gap[stage] += event.gap
+                self.sums.gaps[stage] += 1
+            case events.Traffic():
+                self.stints.of(peer).traffic = event
+            case events.Finished():
+                self.sums.discarded += event.discarded
+                self._end(self.stints.of(peer))
+            case _:
+                pass
+
+    def _note_move(self, peer: SimulatedPeer, event: events.Moved) -> None:
+        """End the stint at one stage; what the peer says next begins that at the other."""
+        stint = self.stints.of(peer)
+        # Traffic is counted for a life: the stint at its last stage tells all of it.
+        stint.left, stint.traffic = stint.replica, None
+        self._end(stint)
+        self.migrations.append(Migration(self._world.now_s, peer.name, event))
+        self.sums.discarded += event.discarded
+
+    def _note_step(self, stage: int, event: events.InnerStep) -> None:
+        self.sums.inner_steps[stage] += 1
+        if stage == self._stages - 1 and event.loss is not None:
+            self.sums.loss += event.loss
+            self.sums.losses += 1
+
+    def struck(self, fault: Fault) -> None:
+        """Note a fault, and whom it puts under a suspicion that is true."""
+        now_s = self._world.now_s
+        self.struck_faults.append(Struck(now_s, fault))
+        match fault:
+            case faults.Crash() | faults.Leave() | faults.Restart() | faults.Tamper():
+                self._suspect(fault.peer, now_s + RECENT_S)
+            case faults.Silence():
+                self._suspect(fault.peer, faults.ends_s(fault) + RECENT_S)
+            case faults.Partition():
+                self._cut_until_s = faults.ends_s(fault) + RECENT_S
+                self._sides = {peer: number for number, group in enumerate(fault.groups) for peer in group}
+            case _:
+                pass
+        if isinstance(fault, faults.Crash) and fault.peer in self._world.peers:
+            self._end(self.stints.of(self._world.peers[fault.peer]))
+
+    def _suspect(self, peer: str, until_s: float) -> None:
+        self._bad_until_s[peer] = max(until_s, self._bad_until_s.get(peer, 0.0))
+
+    def look(self) -> None:
+        """Look at whom everybody suspects, and at times at what everybody does, and write a row."""
+        for stint in self.stints.open:
+            if stint.ended_s is None:
+                if stint.life.running:
+                    self._note_suspects(stint)
+                else:
+                    self._end(stint)
+        if self._looks % self._stride == 0:
+            self.stints.settle(self._world.now_s)
+            done = self.microbatches()
+            self._see(done >= self.budget)
+            self.rows.append(self._row(done))
+            if len(self.rows) > MOST_ROWS:
+                self.rows, self._stride = self.rows[::2], 2 * self._stride
+        self._looks += 1
+
+    def _see(self, over: bool) -> None:
+        """Count what those wait for that have nothing to do; one look counts for those that are left out."""
+        step = len(self.stints.open) // SEEN_AT_ONCE + 1
+        for stint in islice(self.stints.open, len(self.rows) % step, None, step):
+            if stint.ended_s is None and stint.stage is not None and not stint.device.busy:
+                self.causes[stint.stage][waits_for(stint, over)] += self._stride
+
+    def _note_suspects(self, stint: Stint) -> None:
+        """Count new suspicions. They may be over after a few seconds, so that no look is left out."""
+        replica = stint.replica
+        if replica is None or replica.downstream is None:
+            return
+        suspects = replica.downstream.suspects
+        if suspects != stint.suspects:
+            rightly = [self._is_bad(stint.peer.name, peer) for peer in suspects - stint.suspects]
+            self.true_suspects += sum(rightly)
+            self.false_suspects += len(rightly) - sum(rightly)
+            stint.suspects = suspects
+
+    # What follows.
+
+    def close(self) -> None:
+        """Write the last row; end what has not ended."""
+        for stint in self.stints.open:
+            self._end(stint)
+        self.rows.append(self._row(self.microbatches()))
+
+    def microbatches(self) -> int:
+        """Return the microbatches whose gradient came back where they were drawn."""
+        return self.stints.microbatches()
+
+    def _row(self, microbatches: int) -> Row:
+        """Return the totals of this moment."""
+        now_s, sums = self._world.now_s, self.sums
+        busy_s, alive_s = self.stints.seconds(now_s)
+        return Row(
+            at_s=now_s,
+            microbatches=microbatches,
+            busy_s=busy_s,
+            alive_s=alive_s,
+            gap=tuple(sums.gap),
+            gaps=tuple(sums.gaps),
+            loss=sums.loss,
+            losses=sums.losses,
+        )
+
+    def placed(self) -> Iterator[Stint]:
+        """Yield the lives that had a stage."""
+        return (stint for stint in self.stints.all if stint.stage is not None)
+
+    def _end(self, stint: Stint) -> None:
+        if stint.ended_s is None:
+            stint.ended_s = self._world.now_s
+            stint.busy_s = min(stint.device.busy_s - stint.before_s, stint.ended_s - stint.begun_s)
+            stint.lines = self._world.hub.link_use(stint.peer.name)
+
+    def _is_bad(self, me: str, name: str) -> bool:
+        """Say whether a suspicion of `me` against a peer is true."""
+        peer, now_s = self._world.peers[name], self._world.now_s
+        if not peer.running or peer.life.node is None or peer.life.node.replica is None or peer.access.dials_only:
+            return True
+        if now_s < self._bad_until_s.get(name, 0.0) or self._world.hub.is_cut(me, name):
+            return True
+        return now_s < self._cut_until_s and self._sides.get(me) != self._sides.get(name)
+
+
+def waits_for(stint: Stint, over: bool) -> Cause:
+    """Return what an idle device waits for. `over`: the run's tokens are used up."""
+    replica = stint.replica
+    if replica is None:
+        return Cause.JOINING
+    gate, downstream = replica.gate, replica.downstream
+    if (over and not gate.in_flight) or stint.life.leave.is_set():
+        return Cause.ENDING
+    if gate.succeeded == gate.window or (replica.post.run.outer.blocking and replica.rounds.statistics()["engaged"]):
+        return Cause.GOSSIP
+    wait = downstream.waiting if downstream is not None else None
+    if wait is not None:
+        if wait.what.startswith("room"):
+            return Cause.ROOM
+        return Cause.ENDING if over else Cause.ROUTE  # at the end those whom it looks for have left
+    if gate.turns.waiting:
+        return Cause.WINDOW
+    if gate.succeeded + gate.in_flight == gate.windows * gate.window:
+        return Cause.WINDOW if gate.queued else Cause.REPLIES
+    # A source fills its window at once; where it does not it was refused, and pauses.
+    return Cause.ROUTE if stint.stage == 0 else Cause.MICROBATCHES

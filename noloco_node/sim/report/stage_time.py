@@ -1,0 +1,151 @@
+"""What each peer of a simulation did at each stage, and the sum of it.
+
+A stint is one life of a peer at one stage. What is over is added to totals once, and its node let go of: in a day of
+comings and goings a peer lives a dozen lives, and a look at all of them must not become dearer with each, nor the
+memory fuller.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from noloco_node.journal import events
+from noloco_node.node.replica import Replica
+from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.network.bandwidth import LinkUse
+from noloco_node.sim.peer import Life, SimulatedPeer
+
+SETTLED_S = 10.0
+"""After its end a stint's counters may still move: its last calls break."""
+FORGOTTEN = 100
+"""Lives after which garbage is collected: the parts of a node refer to each other, and by itself the collector looks
+through what is old once in many hours (`noloco_node.sim.clock`).
+"""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Stint:
+    """One life of a peer at one stage, until its training there was over.
+
+    `lines`: use of its uplink and downlink by then. `before_s`: for which its device had worked at other stages.
+    `left`: what it trained, where it went on to another stage. `counted`: its replica's counters, once it is settled.
+    """
+
+    peer: SimulatedPeer
+    life: Life
+    device: VirtualDevice
+    stage: int | None
+    begun_s: float
+    ended_s: float | None = None
+    busy_s: float = 0.0
+    lines: tuple[LinkUse, LinkUse] | None = None
+    suspects: frozenset[str] = frozenset()
+    traffic: events.Traffic | None = None
+    before_s: float = 0.0
+    left: Replica | None = None
+    counted: Mapping[str, int | float] | None = None
+
+    def worked_s(self) -> float:
+        """Return the seconds that the device was at work so far."""
+        return self.device.busy_s - self.before_s if self.ended_s is None else self.busy_s
+
+    def alive_s(self, now_s: float) -> float:
+        """Return how long the peer has been there."""
+        return (now_s if self.ended_s is None else self.ended_s) - self.begun_s
+
+    @property
+    def replica(self) -> Replica | None:
+        """What trains in this life, at this stage."""
+        if self.left is not None:
+            return self.left
+        return self.life.node.replica if self.life.node is not None else None
+
+    @property
+    def succeeded(self) -> int:
+        """Microbatches whose gradient came back here."""
+        if self.counted is not None:
+            return int(self.counted.get("worker.succeeded", 0))
+        return int(self.replica.worker.statistics()["succeeded"]) if self.replica is not None else 0
+
+    def counters(self) -> Mapping[str, int | float]:
+        """Return the counters of what trains, or trained, in this life; none where it never began."""
+        if self.counted is not None:
+            return self.counted
+        return self.replica.statistics() if self.replica is not None else {}
+
+    @property
+    def past(self) -> bool:
+        """Whether its peer is at another stage by now, or lives another life."""
+        return self.left is not None or (self.life is not self.peer.life and not self.device.busy)
+
+    def settle(self) -> bool:
+        """Keep the counters, and let go of what trained; say whether a whole life is over."""
+        self.counted, moved = self.counters(), self.left is not None
+        self.left = None
+        if not moved:
+            self.life.forget()
+        return not moved
+
+
+class Stints:
+    """All stints of one world: those that may still change, and the totals of the others."""
+
+    def __init__(self, stages: int) -> None:
+        self.all: list[Stint] = []
+        self.open: dict[Stint, None] = {}
+        """Those that may still change."""
+        self._now: dict[str, Stint] = {}
+        self._busy_s, self._alive_s = [0.0] * stages, [0.0] * stages
+        self._microbatches = self._forgotten = 0
+
+    def __repr__(self) -> str:
+        return f"Stints({len(self.all)}, {len(self.open)} open)"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how many there were, and how many may still change."""
+        return {"stints": len(self.all), "open": len(self.open)}
+
+    def begin(self, peer: SimulatedPeer, now_s: float) -> None:
+        """Note that a peer has come, or gone on to another stage."""
+        device = peer.device
+        stint = Stint(peer=peer, life=peer.life, device=device, stage=peer.stage, begun_s=now_s, before_s=device.busy_s)
+        self.all.append(stint)
+        self.open[stint] = None
+        self._now[peer.name] = stint
+
+    def of(self, peer: SimulatedPeer) -> Stint:
+        """Return the present stint of a peer, or its last."""
+        return self._now[peer.name]
+
+    def settle(self, now_s: float) -> None:
+        """Add what is over to the totals."""
+        for stint in list(self.open):
+            if stint.ended_s is not None and now_s - stint.ended_s >= SETTLED_S and stint.past:
+                self._settle(stint)
+
+    def _settle(self, stint: Stint) -> None:
+        self._forgotten += stint.settle()
+        del self.open[stint]
+        if stint.stage is not None:
+            self._busy_s[stint.stage] += stint.busy_s
+            self._alive_s[stint.stage] += stint.alive_s(0.0)
+        if stint.stage == 0:
+            self._microbatches += stint.succeeded
+        if self._forgotten == FORGOTTEN:
+            self._forgotten = 0
+            gc.collect()
+
+    def microbatches(self) -> int:
+        """Return the microbatches whose gradient came back where they were drawn."""
+        return self._microbatches + sum(stint.succeeded for stint in self.open if stint.stage == 0)
+
+    def seconds(self, now_s: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return by stage for how long devices were at work so far, and for how long peers were there."""
+        busy_s, alive_s = self._busy_s.copy(), self._alive_s.copy()
+        for stint in self.open:
+            if stint.stage is not None:
+                busy_s[stint.stage] += stint.worked_s()
+                alive_s[stint.stage] += stint.alive_s(now_s)
+        return tuple(busy_s), tuple(alive_s)

@@ -1,0 +1,269 @@
+"""A newcomer copies the state of its stage from living replicas, and says how it gets on.
+
+What is copied, and what becomes of it when a donor dies, is `gossip.transfer.download`'s. Here are the peers that are
+asked, what their word is compared with, the lines that a person reads, and the journal.
+
+A donor is compared with its stage before a byte of its weights is fetched: its round and progress with the roster's
+records, its norm with what up to `VOICES` other replicas say (a small question: nothing is frozen for it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossip.exchange.messages import Manifest, Parts, ReplicaState, Section, StateRequest
+from gossip.transfer import download
+from gossip.transfer.assembly import Arrived, Followed, Holding, Keep, Left, News
+from gossip.transfer.donor_switch import Voices, objection
+from noloco_node.journal import events
+from noloco_node.machine.interface import Runner, Voice
+from noloco_node.run.protocols import STATE, state_schema, topic
+from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.swarm.roster import PeerRecord
+
+if TYPE_CHECKING:
+    from noloco_node.machine.interface import Stage
+    from noloco_node.network.interface import Network
+
+COPY_AGAIN_S = 10.0
+"""Before all donors are asked again, when none gave its state; half as long again each time."""
+LONGEST_PAUSE_S = 120.0
+SAY_EVERY_S = 5.0
+VOICES = 2
+VOICE_S = 10.0
+"""For another replica to say its norm."""
+LONGEST_S = 1e8
+"""Three years: nobody waits so long."""
+MIB = 2**20
+
+
+class Line(NamedTuple):
+    """How the weights come to us. `deadline_s`: for all that one donor gives."""
+
+    network: Network
+    device: Runner
+    deadline_s: float
+
+
+def copying_s(weight_bytes: int, slowest_bytes_per_s: float) -> float:
+    """Return how long a whole state may take over the slowest line: five sections, each as large as the weights."""
+    return 60.0 + len(Section) * weight_bytes / slowest_bytes_per_s
+
+
+def pause_s(attempts: int) -> float:
+    """Return how long to wait before the donors are asked again, after so many attempts in vain."""
+    return min(LONGEST_PAUSE_S, COPY_AGAIN_S * 1.5 ** min(attempts - 1, 20))
+
+
+def own_sections(checkpoint: Checkpoint) -> dict[Section, tuple[Tensor, ...]]:
+    """Return what of a checkpoint a copy may find equal pieces in."""
+    tensors = checkpoint.tensors
+    moments = tensors.get("optimiser", ())
+    half = len(moments) // 2
+    return {
+        Section.SLOW: tensors["slow"],
+        Section.MOMENTUM: tensors["momentum"],
+        Section.GATHERED: tensors.get("gathered", ()),
+        Section.FIRST: moments[:half],
+        Section.SECOND: moments[half:],
+    }
+
+
+class Copying:
+    """The copy of one stage's state, over as many attempts as it takes; what has come stays between them."""
+
+    def __init__(
+        self, number: int, stage: Stage, line: Line, voice: Voice, keep: Keep | None, own: Checkpoint | None = None
+    ) -> None:
+        self._number, self._line, self._own, self._keep = number, line, own, keep
+        self._schema = state_schema(stage.shapes)
+        self._like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
+        self._account = Account(number, voice, asyncio.get_running_loop().time)
+        self._holding = Holding(self._like, keep, self._account.note)
+        self.attempts = 0
+
+    def __repr__(self) -> str:
+        return f"Copying(stage {self._number}, {self.attempts} attempts, {self._holding!r})"
+
+    async def attempt(
+        self, donors: tuple[str, ...], living: Callable[[], tuple[PeerRecord, ...]]
+    ) -> ReplicaState | str:
+        """Return the state, or why no donor has completed it. `living`: the records of the stage's replicas by then."""
+        self.attempts += 1
+        if self._own is not None:
+            own, self._own = self._own, None
+            await self._line.device.run(self._holding.load)
+            await self._line.device.run(self._holding.seed, own_sections(own))
+        norms: dict[str, float] = {}
+
+        async def refuse(donor: str, manifest: Manifest) -> str | None:
+            asked = [peer for peer in donors if peer != donor][:VOICES]
+            await asyncio.gather(*[self._ask_norm(peer, norms) for peer in asked if peer not in norms])
+            records = living()  # the donor before this one may have taken an hour
+            voices = Voices(
+                rounds=[record.round for record in records],
+                progress=[record.progress for record in records],
+                norms=[norms[peer] for peer in asked if peer in norms],
+            )
+            return objection(manifest, voices)
+
+        wanted = download.Wanted(parts=Parts.ALL, like=self._like, deadline_s=self._line.deadline_s, objection=refuse)
+        try:
+            state = await download.catch_up(donors, self._converse, wanted, self._line.device.run, self._holding)
+        except ConnectionError as error:
+            return str(error)
+        finally:
+            # Whoever is asked to leave in the middle never comes to `discard`.
+            if self._keep is not None:
+                self._keep.rest()
+            self._account.close()
+        self._account.done(self._holding.mixed)
+        return state
+
+    def discard(self) -> None:
+        """Remove what was kept on the disk, the state being where it belongs."""
+        if self._keep is not None:
+            self._keep.discard()
+
+    async def _ask_norm(self, peer: str, norms: dict[str, float]) -> None:
+        """Note the norm of a replica's slow weights, if it says one in time."""
+        try:
+            async with asyncio.timeout(VOICE_S), self._converse(peer) as conversation:
+                request = StateRequest(parts=Parts.OUTLINE)
+                reply = await download.manifest_of(conversation, request, len(self._holding.spans))
+        except (ConnectionError, TimeoutError):
+            return
+        if isinstance(reply, Manifest):
+            norms[peer] = reply.norm
+
+    def _converse(self, peer: str) -> download.Talk:
+        return self._line.network.talk(peer, topic(STATE, self._number), self._schema)
+
+
+class Account:
+    """What a person reads of a copy, and its journal."""
+
+    def __init__(self, stage: int, voice: Voice, now: Callable[[], float]) -> None:
+        self._stage, self._voice, self._now = stage, voice, now
+        self._begun_s: float | None = None
+        self._donor: str | None = None
+        self._round = self._total_bytes = self._held_bytes = self._fetched_bytes = 0
+        self._since_s = self._said_s = 0.0
+        self._since_bytes = 0
+
+    def note(self, news: News) -> None:
+        """Take note of what a copy says."""
+        if self._begun_s is None:
+            self._begun_s = self._now()
+        match news:
+            case Followed():
+                self._follow(news)
+            case Arrived():
+                self._fetched_bytes += news.size_bytes
+                self._held_bytes += news.size_bytes
+                self._tell()
+            case Left():
+                self._record("refused" if news.refused else "lost", news.donor, news.why)
+                if news.refused:
+                    self._voice.say(f"refused the copy of {news.donor}: {news.why}")
+                else:
+                    self._voice.say(f"lost {news.donor} while copying from it ({news.why}); what came is kept")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._voice.draw(1.0, "")
+
+    def done(self, mixed: bool) -> None:
+        """Say that all is here."""
+        seconds = self._seconds()
+        rate = f" at {self._fetched_bytes / seconds / MIB:,.1f} MiB/s" if seconds > 0 else ""
+        of_two = "; its parameters are those of more than one replica" if mixed else ""
+        self._voice.say(
+            f"copied stage {self._stage}: {_size(self._fetched_bytes)} in {duration(seconds)}{rate}{of_two}"
+        )
+        self._record("done", self._donor)
+
+    def _follow(self, news: Followed) -> None:
+        self._donor, self._round = news.donor, news.round
+        self._total_bytes, self._held_bytes = news.total_bytes, news.held_bytes
+        self._since_s = self._said_s = self._now()
+        self._since_bytes = self._fetched_bytes
+        what = "mixed" if news.settled_bytes else "resumed" if news.held_bytes else "began"
+        words = {
+            "began": f"{_size(news.total_bytes)}",
+            "resumed": f"{_size(news.held_bytes)} of {_size(news.total_bytes)} are here already",
+            "mixed": f"{_size(news.held_bytes)} of {_size(news.total_bytes)} are here already,"
+            f" {_size(news.settled_bytes)} of them whole parameters of another replica, which stay",
+        }
+        self._voice.say(f"copying stage {self._stage} from {news.donor} (round {news.round}): {words[what]}")
+        self._record(what, news.donor)
+
+    def _tell(self) -> None:
+        seconds = self._now() - self._since_s
+        rate = (self._fetched_bytes - self._since_bytes) / seconds if seconds > 0 else 0.0
+        left_bytes = self._total_bytes - self._held_bytes
+        line = progress_line(self._stage, self._held_bytes, self._total_bytes, rate, left_bytes)
+        drawn = self._voice.draw(self._held_bytes / self._total_bytes if self._total_bytes else 1.0, line)
+        if not drawn and self._now() - self._said_s >= SAY_EVERY_S:
+            self._said_s = self._now()
+            self._voice.say(line)
+
+    def _seconds(self) -> float:
+        return 0.0 if self._begun_s is None else self._now() - self._begun_s
+
+    def _record(self, what: str, donor: str | None, why: str | None = None) -> None:
+        self._voice.record(
+            events.CatchUp(
+                what=what,
+                stage=self._stage,
+                donor=donor,
+                round=self._round,
+                total_bytes=self._total_bytes,
+                held_bytes=self._held_bytes,
+                fetched_bytes=self._fetched_bytes,
+                seconds=self._seconds(),
+                why=why,
+            )
+        )
+
+
+def progress_line(stage: int, held_bytes: int, total_bytes: int, bytes_per_s: float, left_bytes: int) -> str:
+    """Return how far a copy is, in words."""
+    share = held_bytes / total_bytes if total_bytes else 1.0
+    text = f"copying stage {stage}: {_size(held_bytes)} of {_size(total_bytes)} ({share:.0%})"
+    if bytes_per_s <= 0.0:
+        return text
+    return f"{text}, {bytes_per_s / MIB:,.1f} MiB/s, {duration(left_bytes / bytes_per_s)} left"
+
+
+def waiting_line(stage: int, since_unix_s: float, now_unix_s: float, again_s: float) -> str:
+    """Return for what a newcomer waits whom no donor serves, since when, and what to do."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since_unix_s))
+    return (
+        f"waiting for a replica of stage {stage} that gives its state, since {since}"
+        f" ({duration(now_unix_s - since_unix_s)}); asking again in {duration(again_s)}. If this lasts: can their"
+        " addresses (noloco-node status) be reached from here? Or serve another stage with --stage, or Ctrl-C"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a time span as a person says it."""
+    if seconds >= LONGEST_S:
+        return "very long"
+    whole = math.ceil(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:,.0f} MiB" if size_bytes >= 10 * MIB else f"{size_bytes / 1024:,.0f} KiB"

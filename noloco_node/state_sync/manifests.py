@@ -1,0 +1,94 @@
+"""Asking peers for the weights of a stage: what they say of them first, and the weights themselves.
+
+An outline is a round, a progress and a norm, and costs a few bytes: whoever wants one replica's slow weights, or a
+snapshot of them, compares what several peers say before it fetches anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from gossip.exchange.messages import Manifest, Parts, StateRequest
+from gossip.transfer.chunks import cut
+from gossip.transfer.download import Converse, Wanted, manifest_of
+from noloco_node.run.protocols import state_schema, topic
+from noloco_node.state_sync.replica_mean import Standing
+
+if TYPE_CHECKING:
+    from noloco_node.network.interface import Network
+    from noloco_node.network.wire import Schema
+
+SNAPSHOT = "snapshot"
+"""The topic of those who keep snapshots of a stage."""
+PATIENCE_S = 10.0
+ASKED_AT_ONCE = 8
+
+
+class Subject(NamedTuple):
+    """A stage whose weights are asked for. `kind`: STATE of its replicas, SNAPSHOT of peers that keep one."""
+
+    number: int
+    shapes: tuple[tuple[int, ...], ...]
+    kind: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the slow weights."""
+        return 4 * sum(map(prod, self.shapes))
+
+    @property
+    def schema(self) -> Schema:
+        """What is said about them."""
+        return state_schema(self.shapes)
+
+    def converse(self, network: Network) -> Converse:
+        """Return how to talk about them with a peer."""
+        return lambda peer: network.talk(peer, topic(self.kind, self.number), self.schema)
+
+    def wanted(self, deadline_s: float) -> Wanted:
+        """Return what to ask for: the slow weights alone."""
+        like = tuple(torch.empty(shape, device="meta") for shape in self.shapes)
+        return Wanted(parts=Parts.SLOW, like=like, deadline_s=deadline_s)
+
+
+class Told(NamedTuple):
+    """What was said: by those who answered, and by how many that they are busy with others just now."""
+
+    manifests: dict[str, Manifest]
+    busy: int
+
+
+async def outlines(network: Network, peers: Iterable[str], subject: Subject) -> Told:
+    """Return what each peer says of its weights, round and norm, as far as they answer soon."""
+    turns, pieces = asyncio.Semaphore(ASKED_AT_ONCE), len(cut([4 * prod(shape) for shape in subject.shapes]))
+    converse, told, busy = subject.converse(network), dict[str, Manifest](), list[str]()
+
+    async def ask(peer: str) -> None:
+        async with turns:
+            try:
+                async with asyncio.timeout(PATIENCE_S), converse(peer) as conversation:
+                    reply = await manifest_of(conversation, StateRequest(parts=Parts.OUTLINE), pieces)
+            except (ConnectionError, TimeoutError):
+                return
+            if isinstance(reply, Manifest):
+                told[peer] = reply
+            else:
+                busy.append(peer)
+
+    async with asyncio.TaskGroup() as group:
+        for peer in peers:
+            group.create_task(ask(peer))
+    return Told({peer: told[peer] for peer in sorted(told)}, len(busy))
+
+
+def standings(told: Mapping[str, Manifest]) -> list[Standing]:
+    """Return what peers said, for a comparison."""
+    return [
+        Standing(peer=peer, round=each.round, inner_steps=each.inner_steps, progress=each.progress, norm=each.norm)
+        for peer, each in told.items()
+    ]

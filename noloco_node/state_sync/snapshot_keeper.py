@@ -1,0 +1,309 @@
+"""Snapshots: slow weights of every stage, kept by peers that volunteer, so that no stage dies with its last replica.
+
+A peer that runs with `--keep-snapshots ROUNDS` looks now and then how far each stage is. A stage that is so many rounds
+further than the snapshot of it gets a new one: a few of its replicas say round and norm, one of those that agree is
+chosen at random, and its slow weights are fetched as an export fetches them, beside the training, one stage at a time,
+and not at all while the donor is busy with newcomers. The last few of each stage are kept, as files like checkpoints;
+the own stage is left out, for its checkpoints lie beside them. A stage that has begun anew replaces nothing: its rounds
+have to pass those of the snapshot first.
+
+What is kept is served under a topic of its own, as a replica serves its state: whoever revives a stage asks for it
+(`noloco_node.node.joining.revival`). Of all stages that live at most one is served at a time, which bounds the memory
+that strangers can cost; one that has lost its last replica is served in any case, or a stranger who asks for another
+one all the time would keep it dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from random import Random
+from statistics import median_low
+from typing import TYPE_CHECKING
+
+from gossip.exchange.messages import Busy, Manifest, Parts, ReplicaState
+from gossip.exchange.swap import norm
+from gossip.transfer.chunks import cut
+from gossip.transfer.donor import Donor, Terms
+from gossip.transfer.donor_switch import OUTLYING_ROUNDS
+from gossip.transfer.download import catch_up, piece_s
+from noloco_node.machine.interface import Runner, SnapshotStore, Voice
+from noloco_node.run.protocols import STATE, topic
+from noloco_node.state_sync.manifests import SNAPSHOT, Subject, outlines, standings
+from noloco_node.state_sync.replica_mean import Standing, sift
+from noloco_node.storage.checkpoint import Checkpoint, Counters, load_latest, save
+from noloco_node.swarm.roster import PeerRecord, Roster, State
+
+if TYPE_CHECKING:
+    from noloco_node.network.interface import Conversation, Network
+
+KEPT = 2
+"""Snapshots of a stage on the disk."""
+LOOK_S = 10.0
+"""Between two looks at how far the stages are."""
+FAILURE_S = 120.0
+"""Before a stage is tried again whose snapshot failed."""
+VOICES = 3
+"""Replicas that are asked for round and norm before one of them is chosen."""
+VOICE_S = 10.0
+RETRY_S = 5.0
+NORM_CHANGE = 1.5
+"""By which a norm may differ from what the same replica said a moment ago."""
+ROOM = 4
+"""Times its own size that a snapshot must find free: the checkpoints of this node come first."""
+
+
+def next_stage(rounds: Sequence[Sequence[int]], kept: Mapping[int, int], every: int) -> int | None:
+    """Return the stage that needs a snapshot most, None if none does.
+
+    `rounds`: of each stage's replicas at work. `kept`: round of the last snapshot. The median counts: no single replica
+    can have snapshots taken all the time, or never.
+    """
+    behind = {number: median_low(found) - kept.get(number, -every) for number, found in enumerate(rounds) if found}
+    due = [number for number, lag in behind.items() if lag >= every]
+    return max(due, key=lambda number: (behind[number], -number), default=None)
+
+
+class DirectoryStore:
+    """Snapshots in a directory, one below it for each stage; implements `machine.SnapshotStore`."""
+
+    def __init__(self, directory: Path, run_id: str) -> None:
+        self._directory, self._run_id = directory, run_id
+
+    async def keep(self, checkpoint: Checkpoint) -> None:
+        """Write a snapshot and drop all but the last few; raise `OSError` where the disk has not room to spare."""
+        await asyncio.to_thread(self._keep, checkpoint)
+
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        directory = self._directory / str(checkpoint.counters.stage)
+        directory.mkdir(parents=True, exist_ok=True)
+        needed = ROOM * sum(tensor.nbytes for tensors in checkpoint.tensors.values() for tensor in tensors)
+        free = shutil.disk_usage(directory).free
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free, {needed / 2**20:.0f} MiB should be")
+        save(directory, checkpoint, KEPT)
+
+    async def newest(self, stage: int) -> Checkpoint | None:
+        """Return the slow weights of the last whole snapshot of a stage, or None."""
+        # A checkpoint of ours may lie there from a stage that we served, with momenta that nobody asks a snapshot for.
+        return await asyncio.to_thread(load_latest, self._directory / str(stage), self._run_id, wanted=("slow",))
+
+    def __repr__(self) -> str:
+        return f"DirectoryStore({self._directory})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keeping:
+    """What is kept. `shapes`: of each stage's parameters. `own`: the stage that we serve. `every`: in rounds.
+
+    `deadline_s`: for the fetching of so many bytes.
+    """
+
+    run_id: str
+    seed: int
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    own: int
+    every: int
+    deadline_s: Callable[[int], float]
+
+    def subject(self, number: int, kind: str) -> Subject:
+        """Return a stage as it is asked for."""
+        return Subject(number, self.shapes[number], kind)
+
+
+class Keeper:
+    """Takes snapshots and serves them; `run` is to be awaited as long as we take part."""
+
+    def __init__(
+        self,
+        keeping: Keeping,
+        network: Network,
+        roster: Callable[[], Roster],
+        store: SnapshotStore,
+        device: Runner,
+        voice: Voice,
+    ) -> None:
+        self._keeping, self._network, self._roster = keeping, network, roster
+        self._store, self._device, self._voice = store, device, voice
+        self._rng = Random(f"{keeping.seed}|snapshots|{network.peer_id}")
+        self._rounds: dict[int, int] = {}
+        self._not_before_s: dict[int, float] = {}
+        self._donors: dict[int, Donor] = {}
+        self._said: dict[int, ReplicaState] = {}
+        self._talking: Counter[int] = Counter()
+        self._counts = {"taken": 0, "failed": 0}
+
+    async def run(self) -> None:
+        """Serve what is there, and take a snapshot of a stage whenever one is due, until cancelled."""
+        for number in range(len(self._keeping.shapes)):
+            await self._look_up(number)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            due = next_stage(self._standing(), self._rounds, self._keeping.every)
+            if due is not None:
+                await self._take(due)
+
+    async def _look_up(self, number: int) -> None:
+        found = await self._store.newest(number)
+        if found is not None:
+            await self._note(found)
+
+    def _standing(self) -> list[list[int]]:
+        """Return the rounds of the replicas of each stage that may be asked now."""
+        now_s = asyncio.get_running_loop().time()
+        return [
+            [record.round for record in _at_work(self._roster().stage(number))]
+            if number != self._keeping.own and now_s >= self._not_before_s.get(number, 0.0)
+            else []
+            for number in range(len(self._keeping.shapes))
+        ]
+
+    async def _take(self, number: int) -> None:
+        try:
+            found = await self._fetch(number)
+            await self._store.keep(found)
+        except OSError as error:  # a lost connection is one too
+            self._counts["failed"] += 1
+            self._not_before_s[number] = asyncio.get_running_loop().time() + FAILURE_S
+            self._voice.say(f"no snapshot of stage {number} this time: {error}")
+            return
+        if number not in self._rounds:
+            self._voice.say(f"keeping snapshots of stage {number}, the first of round {found.counters.round}")
+        self._counts["taken"] += 1
+        await self._note(found)
+
+    async def _fetch(self, number: int) -> Checkpoint:
+        """Return the slow weights of one replica of a stage; raise `OSError` where nobody gives them."""
+        subject = self._keeping.subject(number, STATE)
+        peers = [record.peer for record in _at_work(self._roster().stage(number))]
+        told = await outlines(self._network, self._rng.sample(peers, min(VOICES, len(peers))), subject)
+        found = possible(standings(told.manifests), self._keeping.every)
+        kept, _ = sift(found, self._keeping.every)
+        if not kept:
+            raise ConnectionRefusedError("none of its replicas answered")
+        chosen = found[self._rng.choice(kept)]
+        wanted = subject.wanted(self._keeping.deadline_s(subject.weight_bytes))
+        state = await catch_up(
+            [chosen.peer],
+            subject.converse(self._network),
+            replace(wanted, objection=self._objection(chosen)),
+            self._device.beside,
+            passes=1,
+        )
+        return snapshot_of(state, chosen.peer, number, self._keeping.run_id)
+
+    def _objection(self, chosen: Standing) -> Callable[[str, Manifest], Awaitable[str | None]]:
+        async def objection(_: str, manifest: Manifest) -> str | None:
+            if manifest.round > chosen.round + max(self._keeping.every, OUTLYING_ROUNDS):
+                return f"it is in round {manifest.round}, and was in round {chosen.round} a moment ago"
+            if chosen.norm / NORM_CHANGE <= manifest.norm <= chosen.norm * NORM_CHANGE:
+                return None
+            return f"its norm is {manifest.norm:.4g}, and was {chosen.norm:.4g} a moment ago"
+
+        return objection
+
+    async def _note(self, found: Checkpoint) -> None:
+        """Remember how far a stage's snapshot is, and serve it from now on."""
+        number = found.counters.stage
+        size = await self._device.beside(norm, found.tensors["slow"])
+        self._rounds[number] = found.counters.round
+        # What it says of itself is asked by many, and must cost neither the disk nor memory for the weights.
+        self._said[number] = replace(state_of(found), slow=())
+        if number in self._donors:
+            self._donors[number].knows(found.counters.round, size)
+            return
+        subject = self._keeping.subject(number, SNAPSHOT)
+        deadline_s = self._keeping.deadline_s(subject.weight_bytes)
+        pieces = len(cut([4 * prod(shape) for shape in subject.shapes]))
+        terms = Terms(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, pieces))
+
+        async def provide(parts: Parts) -> ReplicaState:
+            if parts is Parts.OUTLINE:
+                return self._said[number]
+            kept = await self._store.newest(number)
+            if kept is None or parts is Parts.ALL:
+                raise ConnectionAbortedError("a snapshot has slow weights, as long as it is there, and no more")
+            return state_of(kept)
+
+        async def serve(conversation: Conversation) -> None:
+            if _at_work(self._roster().stage(number)) and self._serves_beside(number):
+                await turn_away(conversation)
+                return
+            self._talking[number] += 1
+            try:
+                await self._donors[number].serve(conversation)
+            finally:
+                self._talking[number] -= 1
+
+        donor = self._donors[number] = Donor(provide, self._device.beside, subject.shapes, terms)
+        donor.knows(found.counters.round, size)
+        await self._network.serve(topic(SNAPSHOT, number), subject.schema, serve)
+
+    def _serves_beside(self, number: int) -> bool:
+        """Say whether another stage's snapshot is being served, or held for somebody."""
+        others = [other for other in self._donors if other != number]
+        return any(self._talking[other] or self._donors[other].statistics()["held"] for other in others)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return snapshots taken and failed, and how many stages there are snapshots of."""
+        return {**self._counts, "stages": len(self._rounds)}
+
+    def __repr__(self) -> str:
+        return f"Keeper(rounds {self._rounds})"
+
+
+def snapshot_of(state: ReplicaState, peer: str, stage: int, run_id: str) -> Checkpoint:
+    """Return a replica's slow weights as they are kept."""
+    counters = Counters(
+        run_id=run_id,
+        stage=stage,
+        round=state.round,
+        inner_steps=state.inner_steps,
+        progress=state.progress,
+        samples=0,
+        optimiser_steps=0,
+        last_met=state.last_met,
+        peer=peer,
+    )
+    return Checkpoint(counters, {"slow": state.slow})
+
+
+def state_of(kept: Checkpoint) -> ReplicaState:
+    """Return what is kept as a replica would give it."""
+    counters = kept.counters
+    return ReplicaState(
+        slow=kept.tensors["slow"],
+        momentum=(),
+        optimiser=(),
+        round=counters.round,
+        inner_steps=counters.inner_steps,
+        progress=counters.progress,
+        optimiser_steps=0,
+        last_met=counters.last_met or 0,
+    )
+
+
+def possible(found: Sequence[Standing], every: int) -> list[Standing]:
+    """Return the replicas that are not far ahead of the others: a snapshot of such a round would never be replaced."""
+    furthest = median_low([each.round for each in found]) + max(every, OUTLYING_ROUNDS) if found else 0
+    return [each for each in found if each.round <= furthest]
+
+
+async def turn_away(conversation: Conversation) -> None:
+    """Tell whoever asks to come back later; raise ConnectionAbortedError where it asks nothing."""
+    try:
+        async with asyncio.timeout(VOICE_S):
+            await conversation.receive()
+            await conversation.send(Busy(retry_after_s=RETRY_S))
+    except TimeoutError as silence:
+        raise ConnectionAbortedError("no request came") from silence
+
+
+def _at_work(records: Sequence[PeerRecord]) -> list[PeerRecord]:
+    return [record for record in records if record.state is State.TRAINING]

@@ -1,0 +1,89 @@
+"""Where a replica begins: with the run's first weights, with a donor's state, or with its own checkpoint.
+
+A checkpoint that is a few rounds behind the swarm is gone on from: its replica is then a straggler like any other, and
+keeps the steps that it took alone. One that is further behind would bring weights that others have left long ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+
+import torch
+
+from gossip.exchange.messages import ReplicaState
+from gossip.interface import Origin
+from gossip.rounds.matching import ROUND_BOUND
+from gossip.rule.outer_step import OuterState
+from gossip.transfer.donor_switch import round_to_start_in
+from noloco_node.machine.interface import Stage
+from noloco_node.storage.checkpoint import Checkpoint
+from pipeline.stage import OptimiserState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beginning:
+    """Where a replica starts, its stage being there already: the outer state, its counters, the run's progress."""
+
+    origin: Origin
+    progress: float = 0.0
+
+
+def fresh(stage: Stage) -> Beginning:
+    """Return the beginning of a replica that starts from the run's initial weights."""
+    slow = stage.weights()
+    return Beginning(origin=Origin(OuterState(slow, tuple(tensor.new_zeros(tensor.shape) for tensor in slow))))
+
+
+def copied(stage: Stage, state: ReplicaState) -> Beginning:
+    """Put a donor's state into the stage and return the beginning that follows from it."""
+    stage.set_weights(state.slow)
+    if state.optimiser:
+        stage.load_optimiser_state(OptimiserState(state.optimiser_steps, state.optimiser))
+    return Beginning(
+        # As far in its momentum period as the donor is: with the same weights it takes the same steps.
+        origin=Origin(
+            OuterState(state.slow, state.momentum, state.gathered, state.meetings),
+            rounds=state.round,
+            inner_steps=state.inner_steps,
+            last_met=state.last_met,
+        ),
+        progress=state.progress,
+    )
+
+
+def goes_on(own_round: int, rounds: Sequence[int], staleness_at_most: int) -> bool:
+    """Say whether a checkpoint of `own_round` will do in a stage whose living replicas are in `rounds`.
+
+    It may be as far behind as numbers of rounds heal at once, and as weights may be and still count in a meeting.
+    """
+    return own_round >= median_low(rounds) - min(ROUND_BOUND, staleness_at_most)
+
+
+def started(beginning: Beginning, rounds: Sequence[int], progress: float) -> Beginning:
+    """Return the beginning of a newcomer that is as far as its stage: `rounds` of its replicas, median `progress`."""
+    origin = beginning.origin
+    round = round_to_start_in(origin.rounds, rounds)
+    origin = origin._replace(rounds=round, last_met=min(origin.last_met, round))
+    return replace(beginning, origin=origin, progress=progress)
+
+
+def restored(stage: Stage, checkpoint: Checkpoint) -> Beginning:
+    """Put a checkpoint into the stage and return the beginning that follows from it."""
+    counters, tensors = checkpoint
+    fast, slow = tensors["fast"], tensors["slow"]
+    stage.set_weights(fast)
+    stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
+    return Beginning(
+        origin=Origin(
+            OuterState(slow, tensors["momentum"], tensors.get("gathered", ()), counters.meetings),
+            rounds=counters.round,
+            inner_steps=counters.inner_steps,
+            # One from before this was noted: as fresh as can be.
+            last_met=counters.round if counters.last_met is None else counters.last_met,
+            # Steps since the last round are in the fast weights alone, and must not be lost with the last one.
+            gathered=all(map(torch.equal, fast, slow)),
+        ),
+        progress=counters.progress,
+    )

@@ -1,0 +1,156 @@
+"""Checkpoints: one whole file or none, and one whole file always.
+
+A checkpoint is one safetensors file of `noloco_node.storage.tensor_file`: written aside, flushed, renamed, with a
+checksum that is compared before it is used. They are numbered in the order in which they were written (the time of day
+may jump), the last few are kept, and the new one is there before the oldest is removed. So a disk that is full or
+read-only costs the new checkpoint and never an earlier one: `save` says so with an `OSError`, and the node carries on;
+and a checkpoint that a failing disk has damaged costs the steps since the one before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from noloco_node.storage import tensor_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KEPT = 3
+_NAME = re.compile(r"(\d{8})-\d{10}\.safetensors")
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of the replica besides its tensors."""
+
+    run_id: str
+    stage: int
+    round: int
+    inner_steps: int
+    progress: float
+    samples: int
+    optimiser_steps: int
+    meetings: int = 0
+    """Of the running momentum period."""
+    last_met: int | None = None
+    """The round in which these weights last met anybody's, 0 if in none; None where it was not noted."""
+    data_position: dict[str, Any] | None = None
+    peer: str = ""
+    """Whose weights these are."""
+
+
+class Checkpoint(NamedTuple):
+    """One replica at rest: `tensors` by group, each a tuple in the stage's order.
+
+    The groups are slow, momentum, gathered, fast and optimiser; gathered is absent between two momentum periods, and a
+    snapshot for others has slow alone. What a lossy codec owes (`gossip.codec.Feedback`) is not kept: a restart loses
+    one rounding.
+    """
+
+    counters: Counters
+    tensors: dict[str, tuple[Tensor, ...]]
+
+
+def save(directory: Path, checkpoint: Checkpoint, keep: int = KEPT) -> Path:
+    """Write `checkpoint` as a new file, then drop all but the last `keep`; raise `OSError` when the disk refuses."""
+    return store(directory, checkpoint.counters, arrays_of(checkpoint), keep)
+
+
+def store(directory: Path, counters: Counters, arrays: list[tensor_file.Array], keep: int) -> Path:
+    """Do what `save` does, the tensors being bytes already: for whoever has no torch."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensor_file.sweep(directory)
+    earlier = files(directory)
+    path = directory / f"{_serial(earlier[-1]) + 1 if earlier else 1:08d}-{counters.inner_steps:010d}.safetensors"
+    try:
+        tensor_file.write(path, arrays, msgspec.json.encode(counters).decode())
+    except OSError as error:
+        if earlier:
+            beside = f"the {len(earlier)} kept before it {'are' if len(earlier) > 1 else 'is'} untouched"
+            raise OSError(error.errno, f"{error.strerror or error}; {beside}", error.filename) from error
+        raise
+    for old in [*earlier, path][: -max(1, keep)]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def arrays_of(checkpoint: Checkpoint) -> list[tensor_file.Array]:
+    """Return the tensors of a checkpoint as they lie in memory, float32."""
+    return [
+        tensor_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), _bytes_of(tensor))
+        for group, tensors in checkpoint.tensors.items()
+        for number, tensor in enumerate(tensors)
+    ]
+
+
+def load_latest(
+    directory: Path, run_id: str, complain: Callable[[str], None] = lambda _: None, wanted: tuple[str, ...] = ()
+) -> Checkpoint | None:
+    """Return the newest whole checkpoint of this run, or None; `complain` of those that are not whole.
+
+    `wanted`: the groups of tensors to read, all by default.
+    """
+    for path in reversed(files(directory)):
+        try:
+            counters = counters_of(path)
+            if counters.run_id != run_id:
+                continue
+            tensor_file.check(path)
+            return load(path, *wanted)
+        except (OSError, ValueError) as error:
+            complain(f"the checkpoint {path} is of no use ({error}); trying the one before it")
+    return None
+
+
+def counters_of(path: Path) -> Counters:
+    """Read what a checkpoint says of itself; raise ValueError where it is none, `OSError` where it cannot be read."""
+    told = tensor_file.about(path)
+    if told is None:
+        raise ValueError(f"{path.name} does not say what it is")
+    return msgspec.json.decode(told, type=Counters)
+
+
+def load(path: Path, *wanted: str) -> Checkpoint:
+    """Read a checkpoint, or of its groups those `wanted`; raise ValueError or `OSError` where that cannot be."""
+    from safetensors import SafetensorError, safe_open
+
+    counters = counters_of(path)
+    groups: dict[str, dict[int, Tensor]] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (not a dictionary)
+                group, number = key.rsplit(".", 1)
+                if not wanted or group in wanted:
+                    groups.setdefault(group, {})[int(number)] = file.get_tensor(key)
+        return Checkpoint(counters, {g: tuple(ts[i] for i in range(len(ts))) for g, ts in groups.items()})
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{path.name}: {error}") from error
+
+
+def files(directory: Path) -> list[Path]:
+    """Return the checkpoints in the order in which they were written."""
+    return sorted(directory.glob("[0-9]*.safetensors"), key=_order)
+
+
+def _order(path: Path) -> tuple[int, int, str]:
+    """Files from before they were numbered come first, in the order of their times."""
+    serial = _serial(path)
+    return serial, 0 if serial else path.stat().st_mtime_ns, path.name
+
+
+def _serial(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else 0
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1)
+    view: Any = flat.view(torch.uint8).numpy()
+    return memoryview(view)

@@ -1,0 +1,115 @@
+"""When a replica saves itself, and what becomes of a disk that refuses.
+
+Every finished round is saved, and without rounds every few minutes; but writing takes a bounded share of the time, so
+that a large replica on a slow disk saves less often instead of doing nothing else. The copy is taken between two inner
+steps, where weights, momentum and optimiser belong together; it is written beside the training, one at a time.
+
+A disk that refuses is said once, with the cause; it is a state (`Saving.trouble`) that the roster shows, and it is over
+with the first checkpoint that is written again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from noloco_node.errors import refusal
+from noloco_node.storage.checkpoint import Checkpoint
+
+SHARE = 0.05
+"""Of the time, at most, is spent on writing."""
+SAY_EVERY_S = 300.0
+"""A checkpoint that was written like the one before it is worth a line this often."""
+
+
+class Last(NamedTuple):
+    """The last attempt: the round that it held, when it ended (loop seconds), and how long it took."""
+
+    round: int
+    ended_s: float
+    took_s: float
+
+
+def due(now_s: float, round: int, last: Last, every_s: float) -> bool:
+    """Say whether to save now: a round has been finished since, or `every_s` went by, and the share allows it."""
+    since_s = now_s - last.ended_s
+    return since_s >= last.took_s * (1.0 - SHARE) / SHARE and (round != last.round or since_s >= every_s)
+
+
+class Saving:
+    """Writes the checkpoints of one replica; `run` is to be awaited as long as it trains."""
+
+    def __init__(
+        self, save: Callable[[Checkpoint], Awaitable[str]], say: Callable[[str], None], every_s: float
+    ) -> None:
+        self._save, self._say, self._every_s = save, say, every_s
+        self._waiting: Checkpoint | None = None
+        self._wake = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._last = Last(0, _now(), 0.0)
+        self._saved_s = self._said_s = _now()
+        self._said_once = False
+        self._trouble: str | None = None
+        self._counts = {"saved": 0, "failed": 0}
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps the disk from taking our checkpoints, and since when; None while it does."""
+        if self._trouble is None:
+            return None
+        return f"its disk, nothing saved for {_now() - self._saved_s:.0f} s ({self._trouble[:80]})"
+
+    def due(self, round: int) -> bool:
+        """Say whether a checkpoint is due, `round` rounds being finished; never while one is being written."""
+        return self._waiting is None and not self._turn.locked() and due(_now(), round, self._last, self._every_s)
+
+    def begin(self, checkpoint: Checkpoint) -> None:
+        """Have `run` write a checkpoint."""
+        self._waiting = checkpoint
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write what `begin` is given, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            checkpoint, self._waiting = self._waiting, None
+            if checkpoint is not None:
+                await self._write(checkpoint, last=False)
+
+    async def finish(self, checkpoint: Checkpoint) -> bool:
+        """Write the last checkpoint, after the one that is being written; say whether the disk took it."""
+        self._waiting = None
+        return await self._write(checkpoint, last=True)
+
+    async def _write(self, checkpoint: Checkpoint, *, last: bool) -> bool:
+        async with self._turn:
+            began_s, cause = _now(), None
+            try:
+                where = await self._save(checkpoint)
+            except OSError as error:
+                cause = " ".join(refusal(error).split())
+            self._last = Last(checkpoint.counters.round, _now(), _now() - began_s)
+        self._counts["failed" if cause else "saved"] += 1
+        if cause is not None:
+            if last or self._trouble is None:
+                self._say(f"could not save: {cause}; free some space, earlier checkpoints are kept")
+            self._trouble = cause
+            return False
+        again, self._trouble, self._saved_s = self._trouble is not None, None, _now()
+        if last or again or not self._said_once or _now() - self._said_s >= SAY_EVERY_S:
+            self._said_once, self._said_s = True, _now()
+            self._say(f"saved {where}" + (", after all" if again else ""))
+        return True
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return how many checkpoints were written, and how many the disk refused."""
+        return dict(self._counts)
+
+    def __repr__(self) -> str:
+        return f"Saving({self._counts['saved']} saved, {self._trouble or 'no trouble'})"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,149 @@
+"""A home: the one directory of one running node.
+
+Identity, run file, checkpoint and journal of a peer lie together, and two nodes in one home would write over each other
+and claim one peer id twice. So a running node holds a lock on the file `lock` (the kernel's: it ends with the process,
+however that ends), and writes there who it is, for the one that finds the door shut. The lock file is never removed: a
+file that is unlinked while somebody waits for it would be locked twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from noloco_node.errors import Exit, Trouble, refusal
+from noloco_node.storage import atomic_file
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds a home. `since`: unix seconds."""
+
+    pid: int
+    since: float
+    command: str
+
+
+class Home:
+    """A directory that is ours alone until `close`. Made by `Home.open`."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Create the directory where it is missing (mode 0700) and lock it.
+
+        Raises `Trouble`: HOME_IN_USE where another node holds it, STORAGE where it cannot be written.
+        """
+        path = path.expanduser().absolute()
+        lock = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _sign(lock)
+        except OSError as error:
+            trouble = _in_use(path, lock) if error.errno == errno.EWOULDBLOCK else _unusable(path, error)
+            if lock >= 0:
+                os.close(lock)
+            raise trouble from error
+        return cls(path, lock)
+
+    @property
+    def identity(self) -> Path:
+        """The private key that makes the peer id."""
+        return self.path / "identity.key"
+
+    @property
+    def journal(self) -> Path:
+        """The journal that `noloco_node.journal.events` writes."""
+        return self.path / "journal.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        """What a restart resumes from."""
+        return self.path / "checkpoint"
+
+    @property
+    def snapshots(self) -> Path:
+        """Slow weights of other stages, kept for others."""
+        return self.path / "snapshots"
+
+    @property
+    def run_file(self) -> Path:
+        """The run file as it was fetched."""
+        return self.path / "run.toml"
+
+    def keep_run_file(self, text: str) -> None:
+        """Have the run file as it was fetched; raise `Trouble` (STORAGE) where it is not there and the disk refuses."""
+        content = text.encode()
+        try:
+            if not (self.run_file.is_file() and self.run_file.read_bytes() == content):
+                atomic_file.write(self.run_file, content)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+    def close(self) -> None:
+        """Give the directory free; closing twice is harmless."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Home({self.path}, {'held' if self._lock >= 0 else 'free'})"
+
+
+def holder(path: Path) -> Holder | None:
+    """Return who signed the lock of a home last, running or not; None where nobody legible did."""
+    try:
+        return msgspec.json.decode((path / "lock").read_bytes(), type=Holder)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _sign(lock: int) -> None:
+    command = shlex.join(sys.argv)[:1000]
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, msgspec.json.encode(Holder(pid=os.getpid(), since=time.time(), command=command)), 0)
+    os.fsync(lock)  # a disk that is full says so here, before anything depends on it
+
+
+def _in_use(path: Path, lock: int) -> Trouble:
+    try:
+        found = msgspec.json.decode(os.pread(lock, 4096, 0), type=Holder)
+    except msgspec.DecodeError:  # the holder is just about to sign
+        who = "a process that has not signed yet"
+    else:
+        since = datetime.fromtimestamp(found.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        who = f"process {found.pid}, since {since}: {found.command}"
+    return Trouble(
+        f"the home {path} belongs to a running node",
+        why=f"its lock is held by {who}",
+        attempt="stop that node, or give this one a directory of its own with --home",
+        code=Exit.HOME_IN_USE,
+    )
+
+
+def _unusable(path: Path, error: OSError) -> Trouble:
+    return Trouble(
+        f"cannot use the home {path}",
+        why=refusal(error),
+        attempt="free some space, repair its permissions, or give another directory with --home",
+        code=Exit.STORAGE,
+    )

@@ -1,0 +1,232 @@
+"""Pieces of a state that is still being copied, on the disk, so that a newcomer that was killed goes on from there.
+
+One file, appended to: each record is its length, a header in MessagePack and, for a piece, its bytes. Nothing is
+flushed. A process that is killed loses what it was just writing, and a machine that loses power perhaps more; a record
+that is torn ends the file, and a piece that is not what its hash says is passed over by whoever reads it
+(`gossip.transfer.assembly`). So the disk is never waited for and never believed.
+
+The file belongs to one run and stage, by its name; those of others are removed. It holds two copies of the state at
+most, and a disk that refuses, or has little room left, ends the noting: the copy itself goes on in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from gossip.exchange.messages import Manifest, Section
+from gossip.transfer.assembly import Key
+from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, present, raw
+from noloco_node.errors import refusal
+from noloco_node.storage.tensor_file import SPARE_BYTES, lacking
+
+_PREFIX = struct.Struct(">I")
+_HEADER_BYTES = 2**26
+SECTIONS = len(Section)
+
+
+class _Follow(msgspec.Struct, frozen=True, kw_only=True, tag="follow"):
+    """Whose pieces come next: the fields of a manifest, its hashes by section, and the units of donors before."""
+
+    snapshot: str
+    round: int
+    inner_steps: int
+    progress: float
+    optimiser_steps: int
+    meetings: int
+    last_met: int
+    norm: float
+    hashes: dict[Section, bytes]
+    settled: tuple[int, ...]
+
+
+class _Nobody(msgspec.Struct, frozen=True, tag="nobody"):
+    """Nobody is followed any more."""
+
+
+class _Noted(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
+    """A piece, whose `size` bytes follow."""
+
+    section: Section
+    number: int
+    digest: bytes
+    size: int
+
+
+_Record = _Follow | _Nobody | _Noted
+_DECODER: msgspec.msgpack.Decoder[_Record] = msgspec.msgpack.Decoder(_Record)
+
+
+class Partial:
+    """Implements `gossip.holding.Keep` in one file."""
+
+    def __init__(
+        self, directory: Path, run_id: str, stage: int, section_bytes: int, complain: Callable[[str], None]
+    ) -> None:
+        """`section_bytes`: of the stage's weights. `complain`: told once, when the disk refuses."""
+        self.path = directory / f"{run_id[:32]}-{stage}.pieces"
+        self._complain = complain
+        self._most_bytes = 2 * SECTIONS * section_bytes + _HEADER_BYTES
+        self._file = -1
+        self._whole_bytes = 0
+        self._refused = self._scanned = False
+
+    def __repr__(self) -> str:
+        return f"Partial({self.path}, {self._whole_bytes} bytes)"
+
+    def last(self) -> tuple[Manifest | None, frozenset[int]]:
+        """Return what `follow` noted last."""
+        found: _Follow | None = None
+        for record, _ in self._records():
+            if not isinstance(record, _Noted):
+                found = record if isinstance(record, _Follow) else None
+        if found is None:
+            return None, frozenset()
+        try:
+            return _manifest(found), frozenset(found.settled)
+        except ValueError:
+            return None, frozenset()
+
+    def pieces(self) -> Iterator[tuple[Key, bytes, Tensor]]:
+        """Yield what was noted, in order."""
+        for record, data in self._records():
+            if isinstance(record, _Noted):
+                yield Key(record.section, record.number), record.digest, data
+
+    def follow(self, manifest: Manifest | None, settled: frozenset[int]) -> None:
+        """Note whose pieces come from now on."""
+        if manifest is None:
+            self._append(_Nobody(), None)
+            return
+        self._append(
+            _Follow(
+                snapshot=manifest.snapshot,
+                round=manifest.round,
+                inner_steps=manifest.inner_steps,
+                progress=manifest.progress,
+                optimiser_steps=manifest.optimiser_steps,
+                meetings=manifest.meetings,
+                last_met=manifest.last_met,
+                norm=manifest.norm,
+                hashes={section: bytes(raw(digests).numpy()) for section, digests in present(manifest).items()},
+                settled=tuple(sorted(settled)),
+            ),
+            None,
+        )
+
+    def put(self, key: Key, digest: bytes, data: Tensor) -> None:
+        """Note one piece."""
+        self._append(_Noted(section=key.section, number=key.number, digest=digest, size=data.nbytes), data)
+
+    def rest(self) -> None:
+        """Close the file: nothing comes for now. What comes later opens it again."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def discard(self) -> None:
+        """Forget everything: the state is complete, and is where it belongs."""
+        self.rest()
+        self._refused = True
+        for path in (*self._others(), self.path):
+            with suppress(OSError):  # a disk that refuses: whoever comes next finds pieces that fit nothing
+                path.unlink(missing_ok=True)
+
+    def _records(self) -> Iterator[tuple[_Record, Tensor]]:
+        """Yield the whole records of the file; what is torn ends it."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._whole_bytes = 0
+        try:
+            with self.path.open("rb") as file:
+                while len(prefix := file.read(_PREFIX.size)) == _PREFIX.size:
+                    (size,) = _PREFIX.unpack(prefix)
+                    header = file.read(size) if size <= _HEADER_BYTES else b""
+                    record, data = _DECODER.decode(header), nothing
+                    if isinstance(record, _Noted) and record.size:
+                        content = bytearray(file.read(record.size) if 0 < record.size <= MOST_PIECE_BYTES else b"")
+                        if len(content) != record.size:
+                            return
+                        data = torch.frombuffer(content, dtype=torch.uint8)
+                    self._whole_bytes = file.tell()
+                    yield record, data
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return
+        finally:
+            self._scanned = True
+
+    def _append(self, record: _Record, data: Tensor | None) -> None:
+        header = msgspec.msgpack.encode(record)
+        content: Any = data.numpy() if data is not None else b""
+        body = memoryview(content)
+        frame_bytes = _PREFIX.size + len(header) + len(body)
+        if self._refused or self._whole_bytes + frame_bytes > self._most_bytes:
+            return
+        try:
+            if self._file < 0:
+                self._open()
+            free_bytes = shutil.disk_usage(self.path.parent).free
+            if frame_bytes + SPARE_BYTES > free_bytes:
+                raise OSError(errno.ENOSPC, lacking(frame_bytes, free_bytes))
+            for part in (memoryview(_PREFIX.pack(len(header)) + header), body):
+                while part:
+                    part = part[os.write(self._file, part) :]
+            self._whole_bytes += frame_bytes
+        except OSError as error:
+            self._refused = True
+            self.rest()
+            self._complain(
+                f"pieces of the copy cannot be kept on the disk ({refusal(error)}): killed, we would begin again"
+            )
+
+    def _open(self) -> None:
+        """Open the file for what comes, behind the last whole record."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in self._others():
+            path.unlink(missing_ok=True)
+        if not self._scanned:
+            for _ in self._records():
+                pass
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.ftruncate(self._file, self._whole_bytes)
+        os.lseek(self._file, 0, os.SEEK_END)
+
+    def _others(self) -> list[Path]:
+        return [path for path in self.path.parent.glob("*.pieces") if path != self.path]
+
+
+def _manifest(found: _Follow) -> Manifest:
+    """Return the manifest that was noted; raise ValueError where its hashes are no rows of digests."""
+
+    def hashes(section: Section) -> Tensor | None:
+        content = found.hashes.get(section)
+        if content is None:
+            return None
+        if len(content) % DIGEST_BYTES or not content:
+            raise ValueError(f"{len(content)} bytes of hashes")
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, DIGEST_BYTES)
+
+    return Manifest(
+        snapshot=found.snapshot,
+        round=found.round,
+        inner_steps=found.inner_steps,
+        progress=found.progress,
+        optimiser_steps=found.optimiser_steps,
+        meetings=found.meetings,
+        last_met=found.last_met,
+        norm=found.norm,
+        slow=hashes(Section.SLOW),
+        momentum=hashes(Section.MOMENTUM),
+        gathered=hashes(Section.GATHERED),
+        first=hashes(Section.FIRST),
+        second=hashes(Section.SECOND),
+    )

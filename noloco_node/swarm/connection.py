@@ -1,0 +1,84 @@
+"""How a command reaches a swarm: the network of one run, opened for as long as the command needs it.
+
+A node whose hours have come again also knows whom it met before. It goes in by the invite as long as anybody of the
+invite opens; where nobody does, it knocks at those others as well before it calls the swarm unreachable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.endpoint.known_peers import Acquaintances
+from noloco_node.libp2p.endpoint.settings import Settings
+from noloco_node.libp2p.network import Libp2p
+from noloco_node.network.interface import Network
+from noloco_node.network.timeouts import PatientNetwork
+from noloco_node.network.wire import WIRE_VERSION
+from noloco_node.swarm import invite as invites
+from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.run_distribution import Recipe, fetch
+from noloco_node.terminal import say
+
+
+def prefix(digest: str) -> str:
+    """Return what begins every protocol name and key of a run."""
+    return f"/noloco/{WIRE_VERSION}/{digest}/"
+
+
+@asynccontextmanager
+async def connected(settings: Settings, met: Acquaintances | None = None) -> AsyncIterator[Libp2p]:
+    """Open the network, and end the body with `Trouble` should our libp2p daemon die again and again.
+
+    `met`: whom earlier networks of this peer met; whom this one meets is added.
+    """
+    async with _entered(settings, met) as network, asyncio.TaskGroup() as group:
+        watch = group.create_task(network.wait_daemon(), name="daemon watch")
+        try:
+            yield network
+        finally:
+            watch.cancel()
+
+
+@asynccontextmanager
+async def _entered(settings: Settings, met: Acquaintances | None) -> AsyncIterator[Libp2p]:
+    """Open the network by the bootstrap peers; if nobody opens, by those or anybody that we met."""
+    async with AsyncExitStack() as stack:
+        try:
+            network = await stack.enter_async_context(Libp2p.open(settings, say, met))
+        except Trouble as trouble:
+            wider = settings if met is None else with_doors(settings, met.doors())
+            if trouble.code is not Exit.UNREACHABLE or wider == settings:
+                raise
+            network = await stack.enter_async_context(Libp2p.open(wider, say, met))
+            say("no bootstrap peer opened; back by way of peers that we met before")
+        yield network
+
+
+def with_doors(settings: Settings, doors: tuple[str, ...]) -> Settings:
+    """Return settings with further peers to join by, each address once."""
+    return msgspec.structs.replace(settings, bootstrap=tuple(dict.fromkeys((*settings.bootstrap, *doors))))
+
+
+@asynccontextmanager
+async def visited(invite: str) -> AsyncIterator[tuple[Network, Recipe, Presence]]:
+    """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
+
+    A peer that does not take calls holds the visitor up no longer than it would a node (`patience`).
+    """
+    parsed = invites.parse(invite)
+    settings = Settings(
+        prefix=prefix(parsed.digest),
+        listen=("/ip4/127.0.0.1/tcp/0",),
+        bootstrap=tuple(map(str, parsed.addresses)),
+    )
+    async with connected(settings) as whole:
+        network = PatientNetwork(whole)
+        recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
+        presence = Presence(network, parsed.digest, recipe.run.pipeline.stages)
+        await presence.peek()
+        yield network, recipe, presence

@@ -1,0 +1,73 @@
+"""An invite: the one string that a newcomer needs.
+
+    noloco1:<digest of the run, 64 hex digits>@<multiaddr>[,<multiaddr>...]
+
+The digest says which run file to believe, whoever serves it. Each multiaddr ends in /p2p/ and the id of a bootstrap
+peer, so that nobody else can answer in its place. The 1 is the version of this format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
+
+_SCHEME = "noloco1:"
+_MOST_ADDRESSES = 64
+
+
+class Invite(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed invite: the run's digest, and where its bootstrap peers are."""
+
+    digest: str
+    addresses: tuple[PeerAddress, ...]
+
+    def __str__(self) -> str:
+        return _SCHEME + self.digest + "@" + ",".join(map(str, self.addresses))
+
+
+def format(digest: str, addresses: Sequence[str]) -> str:
+    """Return the invite to the run with this digest by way of these multiaddrs; Trouble when a part is malformed."""
+    return str(parse(f"{_SCHEME}{digest}@{','.join(addresses)}"))
+
+
+def parse(text: str) -> Invite:
+    """Parse an invite as it was pasted (surrounding white space is ignored); Trouble names the part at fault."""
+    text = text.strip()
+    if not text.startswith(_SCHEME):
+        newer = re.match(r"noloco\d+:", text)
+        raise _malformed(
+            f"it is of a format that this version does not know: {newer[0]}"
+            if newer
+            else f"it does not start with {_SCHEME!r}: {text[:24]!r}"
+        )
+    digest, separator, places = text.removeprefix(_SCHEME).partition("@")
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise _malformed(
+            f"the run's digest must be 64 hex digits in lower case, not {len(digest)} characters: {digest!r}"
+        )
+    if not separator or not places:
+        raise _malformed("no address follows the digest: an @ and at least one multiaddr are missing")
+    listed = places.split(",")
+    if len(listed) > _MOST_ADDRESSES:
+        raise _malformed(f"it lists {len(listed)} addresses, at most {_MOST_ADDRESSES} are allowed")
+    addresses: list[PeerAddress] = []
+    for number, place in enumerate(listed, 1):
+        try:
+            addresses.append(parse_peer_address(place))
+        except ValueError as error:
+            raise _malformed(f"address {number} is wrong: {error}") from None
+    return Invite(digest=digest, addresses=tuple(addresses))
+
+
+def _malformed(why: str) -> Trouble:
+    return Trouble(
+        "This is not a valid invite.",
+        why=why,
+        attempt="paste the whole line that `noloco-node bootstrap` printed, in quotes",
+        code=Exit.CONFIG,
+    )

@@ -1,0 +1,273 @@
+"""What the DHT says of one stage's peers, and how long to believe it.
+
+A peer is believed as long as news of it comes: a record that differs and bears a higher serial number than the last.
+The DHT's own expiry follows the clocks of those who write and read, and clocks are wrong by minutes; so it is only a
+generous bound, and a peer's age is counted by the reader, from the reading that found the news.
+
+Only time in which we could see counts. A reading that failed, or in which nobody was heard, says something about us and
+not about them: the clock by which they age stands still until somebody is heard, and then moves by half a lifetime at
+most. So neither a DHT out of reach nor a machine that slept declares everybody dead; who is dead follows soon after.
+
+A record that is seen for the first time may be left over from a peer that died minutes ago. If it is old by its own
+time of writing, both against our clock and against the youngest of all records read so far, it is doubted: its peer
+counts from its next record on, ten seconds later if it lives. Two clocks are asked, since one of them may be wrong;
+where all records are old, they are rather believed for a while than a living swarm taken for a dead one. A third clock
+has a part in it, the writer's: what is old by no more than `CLOCK_S` beyond a lifetime may be fresh. Whoever looks at a
+stage only now and then (`pipeline.migration`) sees every record of it for the first time, and would never see such a
+peer.
+
+A record that is still found after its lifetime stays in the books, so that it is not taken for news once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from noloco_node.swarm.roster import PeerRecord
+
+RECORD_BYTES = 4096
+SOURCE_BYTES = 64
+MOST_RECORDS = 4096
+MOST_DECODED = 4 * MOST_RECORDS
+USUAL_BYTES = 1024
+"""Of a record that is worth keeping decoded."""
+LARGEST_COUNT = 2**53
+LATEST_UNIX_S = 2.0**40
+CLOCK_S = 60.0
+"""By which the clock of whoever wrote a record may be behind without a doubt."""
+LONGEST_LIFETIME_S = 300.0
+"""For which a record is believed, whatever it asks for."""
+SOURCE_LIFETIME_S = 600.0
+"""For which the record of a source's samples is kept."""
+CLOCK_ERROR_S = 300.0
+"""By which the clocks of a swarm may differ without harm."""
+
+
+class Published(msgspec.Struct, frozen=True, array_like=True):
+    """A record as it is stored. `serial` grows with each publication; `at`: Unix time of it, 0 if not said.
+
+    `lifetime_s`: for which it asks to be believed, since its peer may publish more seldom than we do; 0 if not said.
+    """
+
+    serial: int
+    record: PeerRecord
+    at: float = 0.0
+    lifetime_s: float = 0.0
+
+
+class SourceRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What outlives a source: its samples, and whether it finished."""
+
+    samples: int
+    finished: bool
+
+
+class Sighting(msgspec.Struct, frozen=True):
+    """A peer's last record, its bytes, and when they were new to us, on the clock of `Sightings`.
+
+    `believed`: whether the peer counts as there. `offset_s`: our clock minus its own, its record's age included; None
+    until it is known from a record that was fresh.
+    """
+
+    published: Published
+    raw: bytes
+    heard_s: float
+    believed: bool
+    offset_s: float | None = None
+
+
+class Reading(NamedTuple):
+    """The circumstances of one reading. `now_s`: loop seconds; `unix_s`: by our clock. `youngest_at`: when the
+    youngest record so far was written.
+
+    `sighted`: whether anybody was heard in it, in this stage or another; if not, nobody ages.
+    """
+
+    now_s: float
+    unix_s: float
+    youngest_at: float
+    sighted: bool
+
+
+class Sightings:
+    """The peers of one stage as they were last seen. One of which nothing is new for `lifetime_s`, or as long as its
+    last record asked for, is gone.
+    """
+
+    def __init__(self, lifetime_s: float) -> None:
+        self._lifetime_s = lifetime_s
+        self._seen: dict[str, Sighting] = {}
+        self._clock_s = 0.0
+        self._sighted_s: float | None = None
+        self._believed: dict[str, PeerRecord] | None = {}
+        """What `believed` returns, until something changes."""
+
+    def __repr__(self) -> str:
+        return f"Sightings({len(self.believed)} of {len(self._seen)})"
+
+    @property
+    def believed(self) -> dict[str, PeerRecord]:
+        """The records of those who count as there, by peer."""
+        if self._believed is None:
+            self._believed = {peer: each.published.record for peer, each in self._seen.items() if each.believed}
+        return self._believed
+
+    @property
+    def known(self) -> Mapping[str, Sighting]:
+        """All that is in the books."""
+        return self._seen
+
+    def clear(self) -> None:
+        """Forget everybody."""
+        self._seen.clear()
+        self._sighted_s = self._believed = None
+
+    def take(self, news: Mapping[str, Published], raws: Mapping[str, bytes], reading: Reading) -> None:
+        """Note the later records that a reading found, checked, and let the others age. `raws`: all that was found."""
+        if reading.sighted:
+            if self._sighted_s is not None:
+                self._clock_s += min(reading.now_s - self._sighted_s, self._lifetime_s / 2)
+            self._sighted_s = reading.now_s
+        for peer, published in news.items():
+            believed, offset_s = True, None
+            if peer not in self._seen:
+                believed = not is_doubtful(published.at, reading, self._life_s(published))
+            elif published.at:
+                offset_s = reading.unix_s - published.at
+            self._seen[peer] = Sighting(published, raws[peer], self._clock_s, believed, offset_s)
+        aged = [
+            peer
+            for peer, sighting in self._seen.items()
+            if sighting.heard_s + self._lifetime_s <= self._clock_s  # nobody's is shorter
+            and sighting.heard_s + self._life_s(sighting.published) <= self._clock_s
+        ]
+        if news or aged:
+            self._believed = None
+        for peer in aged:
+            sighting = self._seen[peer]
+            if raws.get(peer) == sighting.raw:
+                self._seen[peer] = msgspec.structs.replace(sighting, believed=False)
+            else:
+                del self._seen[peer]
+
+    def _life_s(self, published: Published) -> float:
+        return max(self._lifetime_s, min(published.lifetime_s, LONGEST_LIFETIME_S))
+
+
+def is_doubtful(at: float, reading: Reading, lifetime_s: float) -> bool:
+    """Say whether a record that is seen for the first time is likely left over: old by our clock and by the others'."""
+    return bool(at) and min(reading.unix_s, reading.youngest_at) - at > lifetime_s + CLOCK_S
+
+
+def youngest_at(records: Iterable[Published]) -> float:
+    """Return the latest time of writing that a record says; 0 if none does."""
+    return max((record.at for record in records), default=0.0)
+
+
+def skew_s(offsets_s: Iterable[float | None], typical_age_s: float, least_peers: int = 3) -> float | None:
+    """Return by how much our clock is ahead of the others', negative if behind; None if too few are known to tell.
+
+    The median of what single peers' records say, so that no single wrong clock decides. `typical_age_s`: of a record
+    when it is read.
+    """
+    known = [offset_s for offset_s in offsets_s if offset_s is not None]
+    return median(known) - typical_age_s if len(known) >= least_peers else None
+
+
+def at_most(found: Collection[str], known: Mapping[str, Any]) -> Iterable[str]:
+    """Return the peers of a reading; of too many the known first, so that a flood drives nobody out."""
+    if len(found) <= MOST_RECORDS:
+        return found
+    return sorted(found, key=lambda peer: (peer not in known, peer))[:MOST_RECORDS]
+
+
+_decoded: dict[str, tuple[bytes, Published]] = {}
+"""Each peer's record as it was decoded last, and its bytes: the many readers of a simulation share one of each."""
+
+
+def decode_record(raw: bytes, peer: str, stage: int) -> Published | None:
+    """Return the record if it is one that this peer may publish for this stage."""
+    last = _decoded.get(peer)
+    if last is not None and last[0] == raw:
+        published = last[1]
+    else:
+        if len(raw) > RECORD_BYTES:
+            return None
+        try:
+            published = msgspec.msgpack.decode(raw, type=Published)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        if published.record.peer != peer or not _is_possible(published):
+            return None
+        if len(_decoded) >= MOST_DECODED:
+            _decoded.clear()
+        if len(raw) <= USUAL_BYTES:
+            _decoded[peer] = raw, published
+    return published if published.record.stage == stage else None
+
+
+def _is_possible(published: Published) -> bool:
+    record = published.record
+    numbers = (record.claimed_at, record.device_s, record.tokens_per_s, record.loss or 0.0, record.gap or 0.0)
+    counts = (record.round, record.inner_steps, record.samples, published.serial)
+    return (
+        all(map(math.isfinite, numbers))
+        and min(record.claimed_at, record.device_s, record.tokens_per_s) >= 0.0
+        and 0.0 <= record.progress <= 1.0
+        and 0.0 <= published.at <= LATEST_UNIX_S
+        and 0.0 <= published.lifetime_s < math.inf
+        and all(0 <= count <= LARGEST_COUNT for count in counts)
+    )
+
+
+@lru_cache(maxsize=1024)  # for the many readers of a simulation: one node decodes as many in a millisecond
+def decode_source(raw: bytes) -> SourceRecord | None:
+    """Return what a source left behind, if it can be."""
+    if len(raw) > SOURCE_BYTES:
+        return None
+    try:
+        source = msgspec.msgpack.decode(raw, type=SourceRecord)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return source if 0 <= source.samples <= LARGEST_COUNT else None
+
+
+class SourceCount(NamedTuple):
+    """What is known of a source: the most that it said, and when its record was found last (loop seconds).
+
+    `first`: its samples when we first heard of it. `forgotten`: those of an earlier life that it counts no more itself.
+    """
+
+    said: SourceRecord
+    found_s: float
+    first: int
+    forgotten: int = 0
+
+    @property
+    def samples(self) -> int:
+        """All that it did."""
+        return min(LARGEST_COUNT, self.forgotten + self.said.samples)
+
+
+def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> SourceCount:
+    """Return what is known of a source once it says `news`.
+
+    A smaller count than before is an old copy of its record, unless all copies have expired: then the source has lost
+    count, and whatever it says beyond `news` comes on top of what it had done.
+    """
+    if known is None:
+        return SourceCount(news, now_s, first=news.samples)
+    samples, forgotten, lost = news.samples, known.forgotten, known.said.samples - news.samples
+    if lost > 0:
+        if now_s - known.found_s > SOURCE_LIFETIME_S + CLOCK_ERROR_S:
+            forgotten += lost
+        else:
+            samples += lost
+    said = SourceRecord(samples, known.said.finished or news.finished)
+    return SourceCount(said, now_s, known.first, forgotten)

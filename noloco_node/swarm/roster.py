@@ -1,0 +1,120 @@
+"""The roster: who serves what, as one immutable snapshot that decisions read.
+
+Each peer keeps one record of itself in the DHT, refreshed long before it expires. A background task reads the records
+of all stages into a `Roster`. Peers disagree for a while about who is there; every decision tolerates that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+def speed(device_s: float) -> float:
+    """Return what a device does in a second that takes so long for a microbatch; 0 where that is not known.
+
+    A replica's inner steps follow its share of the microbatches, and routes are weighted by device time: so this is its
+    inner-step rate too, up to a factor that all replicas of its stage have in common.
+    """
+    return 1.0 / device_s if device_s > 0.0 else 0.0
+
+
+class State(StrEnum):
+    """What a peer is doing, in one word."""
+
+    JOINING = "joining"
+    CATCHING_UP = "catching up"
+    TRAINING = "training"
+    FINISHED = "finished"
+    LEAVING = "leaving"
+
+
+class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer says of itself. Nobody else vouches for it: readers bound what they believe."""
+
+    peer: str
+    stage: int
+    state: State
+    claimed_at: float = 0.0
+    """Unix time of the claim of this stage."""
+    round: int = 0
+    """Rounds finished, met or solo."""
+    inner_steps: int = 0
+    progress: float = 0.0
+    samples: int = 0
+    """At stage 0: sequences drawn here whose gradient came back."""
+    device_s: float = 0.0
+    """Measured device seconds a microbatch, or the seconds of a budgeted line where those are more; 0 until known."""
+    tokens_per_s: float = 0.0
+    loss: float | None = None
+    gap: float | None = None
+    partner: str | None = None
+    waiting: str | None = None
+    """What it waits for, in words, and since when; None while it works."""
+    budget: str | None = None
+    """What it uses of its bandwidth budget, in words; None without one."""
+    addresses: tuple[str, ...] = ()
+    may_serve: tuple[int, ...] = ()
+    """Stages that it would move to if it were needed there (`pipeline.migration`)."""
+    moves_to: int | None = None
+    """The stage that it is about to move to."""
+    version: str = ""
+
+    @property
+    def speed(self) -> float:
+        """Microbatches a second that the device would do alone, as the peer says; 0 until known."""
+        return speed(self.device_s)
+
+
+class Roster(msgspec.Struct, frozen=True, kw_only=True):
+    """All live records by stage, as of `read_at` (loop seconds)."""
+
+    stages: tuple[tuple[PeerRecord, ...], ...]
+    read_at: float = 0.0
+    old_since_s: float | None = None
+    """Since when nothing was learnt of anybody (loop seconds): the trouble is ours, and the others may be there."""
+    run_samples: int = 0
+    """Sequences done in the whole run, records of departed sources included."""
+    own_samples: int = 0
+    """How many of them we are known for ourselves, from an earlier life too."""
+    first_samples: int = 0
+    """How many of them the other sources had done, each when we first heard of it."""
+    sources: int = 0
+    """Sources at work now, or finished. One that left early, or died, is neither: it ends no run and holds up none."""
+    sources_finished: int = 0
+
+    @property
+    def others_samples(self) -> int:
+        """Sequences done by all others."""
+        return self.run_samples - self.own_samples
+
+    def stage(self, number: int) -> tuple[PeerRecord, ...]:
+        """Return the live records of one stage."""
+        return self.stages[number]
+
+
+class Derived(Generic[T]):
+    """Something made of the last roster, made anew when the roster is another one.
+
+    A roster never changes, so that its identity is all there is to compare; whoever asks at every microbatch pays for
+    the length of the roster once a reading.
+    """
+
+    def __init__(self, roster: Callable[[], Roster], make: Callable[[Roster], T]) -> None:
+        self._roster, self._make = roster, make
+        self._of = roster()
+        self._value = make(self._of)
+
+    def __call__(self) -> T:
+        """Return it as of the last roster."""
+        roster = self._roster()
+        if roster is not self._of:
+            self._of, self._value = roster, self._make(roster)
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"Derived({self._value!r})"

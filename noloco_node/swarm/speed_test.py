@@ -1,0 +1,148 @@
+"""What every node answers a doctor: it sends some load, or takes some, so that a newcomer can measure its line.
+
+Strangers ask, so it costs little: one measurement at a time, a few MiB each, and over time no more than
+`LOAD_BYTES_PER_S` for all who ask together. A node with a bandwidth budget spends it from that. Nothing here loads
+torch: bootstrap peers answer too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+
+from noloco_node.limits.budget import Bucket, take
+from noloco_node.network.interface import Conversation
+from noloco_node.network.wire import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
+
+TOPIC = "doctor"
+PIECE_BYTES = 256 * 1024
+MOST_PIECES = 16
+LOAD_BYTES_PER_S = 512.0 * 1024
+PATIENCE_S = 60.0
+"""For one measurement."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendMe:
+    """Send me so many pieces, please."""
+
+    pieces: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakeFromMe:
+    """I would like to send you so many pieces."""
+
+    pieces: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Go:
+    """Send them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Load, of no meaning."""
+
+    content: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Took:
+    """All came: so many bytes after the first piece, in so many seconds since it."""
+
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotNow:
+    """Others are being measured, or were so much that it is enough for now."""
+
+    retry_after_s: float
+
+
+SCHEMA = Schema(
+    {
+        SendMe: MessageSpec("SendMe"),
+        TakeFromMe: MessageSpec("TakeFromMe"),
+        Go: MessageSpec("Go"),
+        Piece: MessageSpec("Piece", header_bytes=LONG_HEADER_BYTES),
+        Took: MessageSpec("Took"),
+        NotNow: MessageSpec("NotNow"),
+    }
+)
+
+
+class Desk:
+    """Answers the topic."""
+
+    def __init__(self) -> None:
+        burst = 2.0 * MOST_PIECES * PIECE_BYTES
+        self._budget = Bucket(LOAD_BYTES_PER_S, burst, burst, asyncio.get_running_loop().time())
+        self._busy = False
+        self._measured = self._refused = 0
+
+    def __repr__(self) -> str:
+        return f"Desk({self._measured} measured, {self._refused} refused)"
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return counts since the start."""
+        return {"measured": self._measured, "refused": self._refused}
+
+    async def answer(self, conversation: Conversation) -> None:
+        """Answer one question; ConnectionAbortedError where the asker takes too long."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                question = await conversation.receive()
+                if not isinstance(question, SendMe | TakeFromMe) or not 1 < question.pieces <= MOST_PIECES:
+                    raise Violation(f"a doctor asks for 2 to {MOST_PIECES} pieces to be sent or taken")
+                wait_s = self._admit(question.pieces * PIECE_BYTES)
+                if wait_s > 0.0:
+                    self._refused += 1
+                    await conversation.send(NotNow(retry_after_s=wait_s))
+                    return
+                try:
+                    if isinstance(question, SendMe):
+                        await send(conversation, question.pieces)
+                    else:
+                        await conversation.send(Go())
+                        await conversation.send(
+                            await count(conversation, question.pieces, await conversation.receive())
+                        )
+                    self._measured += 1
+                finally:
+                    self._busy = False
+        except TimeoutError as slow:
+            raise ConnectionAbortedError(f"{conversation.peer} was not measured within {PATIENCE_S:g} s") from slow
+
+    def _admit(self, size: int) -> float:
+        """Begin a measurement; return 0, or how long to wait for one, in seconds."""
+        if self._busy:
+            return 2.0
+        self._budget, wait_s = take(self._budget, size, asyncio.get_running_loop().time())
+        self._busy = wait_s == 0.0
+        return wait_s
+
+
+async def send(conversation: Conversation, pieces: int) -> None:
+    load = Piece(content=os.urandom(PIECE_BYTES))  # which no line can compress
+    for _ in range(pieces):
+        await conversation.send(load)
+
+
+async def count(conversation: Conversation, pieces: int, first: object) -> Took:
+    """Take the other pieces behind the `first` and say how long they took; Violation where anything else comes.
+
+    The first one is not counted: it waited for the line to wake up.
+    """
+    loop, piece = asyncio.get_running_loop(), first
+    begun_s = loop.time()
+    for number in range(pieces):
+        if number:
+            piece = await conversation.receive()
+        if not isinstance(piece, Piece) or len(piece.content) != PIECE_BYTES:
+            raise Violation(f"expected a piece of {PIECE_BYTES} bytes, got {type(piece).__name__}")
+    return Took(count=(pieces - 1) * PIECE_BYTES, seconds=max(1e-6, loop.time() - begun_s))

@@ -1,0 +1,476 @@
+"""Blocks of tokens: cut anywhere and restored they go on the same; nothing held out is ever trained on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sysconfig
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import msgspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from noloco_node.data import dataset_documents
+from noloco_node.data.blocks import (
+    Blocks,
+    check_source,
+    check_vocabulary,
+    encode_bytes,
+    open_blocks,
+    open_encoder,
+    vocab_size,
+)
+from noloco_node.data.dataset_documents import RowDocuments, load_rows
+from noloco_node.data.file_documents import (
+    FileDocuments,
+    Order,
+    Part,
+    Piece,
+    _text_of,
+    held_out,
+    pieces_of,
+    stdlib_files,
+)
+from noloco_node.errors import Exit, Trouble
+from noloco_node.run.config import DataConfig
+
+END = 1
+BYT5 = ByT5Tokenizer()
+datasets.disable_progress_bars()
+
+
+def text_of(number: int) -> str:
+    return f"document {number} " + "xyz " * (number % 7) + f"end of {number}\n"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same 90 texts as files, as JSON Lines in three files, and as parquet in row groups of eight."""
+    root = tmp_path_factory.mktemp("corpus")
+    texts = [text_of(number) for number in range(90)]
+    for number, text in enumerate(texts):
+        file = root / "files" / f"part{number % 3}" / f"{number:03}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (root / "files" / ".hidden").write_text("never seen")
+    (root / "files" / "binary.dat").write_bytes(b"\xff\xfe\x00not utf-8")
+    for shard in range(3):
+        mine = texts[shard * 30 : shard * 30 + 30]
+        (root / f"part[{shard}].jsonl").write_text("".join(json.dumps({"text": t, "other": 1}) + "\n" for t in mine))
+        table = pyarrow.table({"text": mine, "other": list(range(len(mine)))})
+        pyarrow.parquet.write_table(table, root / f"{shard}.parquet", row_group_size=8)
+    return root
+
+
+def config(corpus: Path, source: str, **others: Any) -> DataConfig:
+    path = {"text": corpus / "files", "json": corpus / "*.jsonl", "parquet": corpus}.get(source)
+    fields = {"source": source, "path": str(path) if path else None, "validation_percent": 10.0, **others}
+    return msgspec.convert(fields, DataConfig)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_documents, "CHUNK_ROWS", 7)
+
+
+SOURCES = ("text", "json", "parquet")
+
+
+def documents_in(blocks: Blocks, count: int) -> list[str]:
+    """Join blocks into the first `count` whole documents."""
+    parts: list[torch.Tensor] = []
+    found = 0
+    while found < count and len(batch := blocks.next_batch(4)):
+        parts.append(batch[:, :-1].flatten())
+        found += int((parts[-1] == END).sum())
+    joined = bytes(0 if i == END else i - 3 for i in torch.cat(parts).tolist())
+    return [part.decode() for part in joined.split(b"\0")[:count]]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_epoch_reads_every_document_once_and_none_held_out(corpus: Path, source: str) -> None:
+    data = config(corpus, source)
+    # Blocks of one token leave nothing over at the end.
+    validation = documents_in(open_blocks(data, 1, 0, "", "validation"), 1000)
+    assert set(validation) <= all_texts()
+    training = open_blocks(data, 16, 3, "peer")
+    expected = sorted(all_texts() - set(validation))
+    assert 1 <= len(validation) <= 25
+    first, second = (
+        documents_in(training, len(expected)),
+        documents_in(open_blocks(data, 16, 3, "peer"), 2 * len(expected)),
+    )
+    assert sorted(first) == expected
+    assert sorted(second[len(expected) :]) == expected
+    assert second[: len(expected)] == first, "the same seed and peer, the same order"
+    assert second[len(expected) :] != first, "another epoch, another order"
+
+
+def all_texts() -> set[str]:
+    return {text_of(number) for number in range(90)}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_peer_has_an_order_of_its_own(corpus: Path, source: str, shuffle: bool) -> None:
+    data = config(corpus, source, shuffle=shuffle)
+    orders = [tuple(documents_in(open_blocks(data, 16, 0, f"peer {n}"), 20)) for n in range(4)]
+    assert len(set(orders)) >= 2
+    if shuffle:
+        assert len(set(orders)) == 4
+        assert documents_in(open_blocks(data, 16, 1, "peer 0"), 20) != list(orders[0])
+
+
+@settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    source=st.sampled_from(SOURCES),
+    shuffle=st.booleans(),
+    part=st.sampled_from(("train", "train", "validation")),
+    length=st.sampled_from((1, 5, 16, 200)),
+    cuts=st.lists(st.integers(0, 9), min_size=1, max_size=2),
+)
+def test_cut_anywhere_and_restored_it_goes_on_the_same(
+    corpus: Path, source: str, shuffle: bool, part: Part, length: int, cuts: list[int]
+) -> None:
+    data = config(corpus, source, shuffle=shuffle)
+    whole, resumed = (open_blocks(data, length, 5, "peer", part) for _ in range(2))
+    for cut in cuts:
+        for size in (1,) * cut + (3,):
+            assert torch.equal(whole.next_batch(size), resumed.next_batch(size))
+        position = json.loads(json.dumps(resumed.position()))
+        assert len(json.dumps(position)) < 2000
+        resumed.close()
+        resumed = open_blocks(data, length, 5, "peer", part)
+        assert resumed.restore(position)
+        assert resumed.position() == position
+    for _ in range(6):
+        assert torch.equal(whole.next_batch(2), resumed.next_batch(2))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_resumption_crosses_epochs(corpus: Path, source: str) -> None:
+    data = config(corpus, source)
+    whole = open_blocks(data, 64, 0, "peer")
+    positions, blocks = [], []
+    for _ in range(120):
+        positions.append(whole.position())
+        blocks.append(whole.next_batch(1))
+    assert whole.statistics()["epoch"] >= 1
+    for start in (0, 31, 59, 60, 61, 90, 118):
+        resumed = open_blocks(data, 64, 0, "peer")
+        assert resumed.restore(positions[start])
+        assert torch.equal(resumed.next_batch(2), torch.cat((*blocks, whole.next_batch(1))[start : start + 2]))
+
+
+def test_blocks_overlap_by_one_token_and_hold_the_text(corpus: Path) -> None:
+    blocks = open_blocks(config(corpus, "text"), 16, 0, "peer")
+    batch = blocks.next_batch(50)
+    assert batch.shape == (50, 17)
+    assert batch.dtype == torch.int64
+    assert torch.equal(batch[1:, 0], batch[:-1, -1])
+    assert (batch == END).sum() > 3
+    assert blocks.statistics()["tokens"] == 50 * 16
+
+
+def test_a_position_of_another_peer_seed_source_or_tokenizer_is_not_taken(corpus: Path, tmp_path: Path) -> None:
+    blocks = open_blocks(config(corpus, "text"), 16, 0, "peer")
+    start = blocks.next_batch(3)
+    position = blocks.position()
+    for other in (
+        open_blocks(config(corpus, "text"), 16, 1, "peer"),
+        open_blocks(config(corpus, "text"), 16, 0, "another"),
+        open_blocks(config(corpus, "text", shuffle=False), 16, 0, "peer"),
+        open_blocks(config(corpus, "json"), 16, 0, "peer"),
+        open_blocks(config(corpus, "text", tokenizer=str(bpe(tmp_path))), 16, 0, "peer"),
+    ):
+        assert not other.restore(position)
+        assert not torch.equal(other.next_batch(3), blocks.next_batch(3))
+    fresh = open_blocks(config(corpus, "text"), 16, 0, "peer")
+    assert not fresh.restore({})
+    assert torch.equal(fresh.next_batch(3), start)
+
+
+@pytest.mark.parametrize(
+    "broken", [{"offset": "x"}, {"offset": 10**9}, {"place": {}}, {"place": {"epoch": 0, "index": -1}}]
+)
+def test_a_broken_position_is_refused(corpus: Path, broken: dict[str, Any]) -> None:
+    blocks = open_blocks(config(corpus, "text"), 16, 0, "peer")
+    with pytest.raises(ValueError, match=r"position|place"):
+        blocks.restore({**blocks.position(), **broken})
+
+
+def test_validation_is_one_pass_the_same_for_all(corpus: Path) -> None:
+    for source in SOURCES:
+        data = config(corpus, source)
+        passes = [
+            list(open_blocks(data, 16, seed, peer, "validation").batches(3)) for seed, peer in ((0, "a"), (1, "b"))
+        ]
+        assert len(passes[0]) > 1
+        assert all(len(batch) == 3 for batch in passes[0][:-1])
+        assert all(torch.equal(a, b) for a, b in zip(*passes, strict=True))
+
+
+def test_a_document_is_held_out_whatever_else_there_is() -> None:
+    names = [f"n{k}" for k in range(400)]
+    chosen = {name for name, out in zip(names, held_out(names, 5.0), strict=True) if out}
+    assert 8 <= len(chosen) <= 36
+    fewer = names[100:300]
+    assert {n for n, out in zip(fewer, held_out(fewer, 5.0), strict=True) if out} == chosen & set(fewer)
+    assert sum(held_out(["one", "two"], 1e-9)) == 1, "one of two, if no share is small enough"
+    assert sum(held_out(["one"], 1e-9)) == 0
+    assert sum(held_out(["one", "two"], 0.0)) == 0
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text("aé漢\n", max_size=40), max_size=6), st.integers(8, 40))
+def test_the_pieces_of_a_file_join_to_the_file(tmp_path: Path, lines: list[str], step: int) -> None:
+    file = tmp_path / "one.txt"
+    text = "".join(lines)
+    file.write_bytes(text.encode())
+    pieces = pieces_of([("one.txt", file)], step)
+    assert "".join(map(_text_of, pieces)) == text
+    assert len({piece.name for piece in pieces}) == len(pieces)
+
+
+def test_pieces_end_at_line_ends(tmp_path: Path) -> None:
+    file = tmp_path / "novel.txt"
+    file.write_text("".join(f"line {n}\n" for n in range(15_000)))
+    texts = [_text_of(piece) for piece in pieces_of([("novel.txt", file)], 65_536)]
+    assert len(texts) == 2
+    assert all(text.startswith("line") and text.endswith("\n") for text in texts)
+    assert "".join(texts) == file.read_text()
+    assert _text_of(Piece(tmp_path / "gone", "gone", 0, 5, 5)) == ""
+
+
+def test_one_long_file_gives_training_and_validation(tmp_path: Path) -> None:
+    file = tmp_path / "novel.txt"
+    file.write_text("".join(f"line {n}\n" for n in range(80_000)))
+    data = DataConfig(source="text", path=str(file))
+    validation = open_blocks(data, 128, 0, "", "validation")
+    trained = {line for text in documents_in(open_blocks(data, 128, 0, "p"), 8) for line in text.splitlines()}
+    checked = {line for text in documents_in(validation, 9) for line in text.splitlines()}
+    assert trained
+    assert checked
+    assert not trained & checked
+
+
+def test_the_standard_library_is_whole_modules_without_tests_or_packages() -> None:
+    documents = FileDocuments(pieces_of(stdlib_files(), 2**30), Order("train", 0, "p", True), 0.0)
+    texts = [found[1] for found in (documents.next() for _ in range(300)) if found]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    known = {(root / name).read_text() for name in ("abc.py", "json/decoder.py", "asyncio/tasks.py")}
+    everything = set(texts) | {
+        found[1] for found in (documents.next() for _ in range(int(documents.statistics()["of"]))) if found
+    }
+    assert len(set(texts)) > 290
+    assert known <= everything
+    for foreign in ("test/test_json/test_decode.py", "unittest/test/test_case.py"):
+        if (root / foreign).exists():
+            assert (root / foreign).read_text() not in everything
+    with pytest.raises(Trouble, match="no text out"):
+        open_blocks(DataConfig(validation_percent=0.0), 128, 0, "", "validation")
+
+
+@given(st.text())
+@settings(max_examples=60, deadline=None)
+def test_the_byte_encoder_is_byt5(text: str) -> None:
+    text = text.encode(errors="replace").decode()
+    expected = BYT5(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert encode_bytes(text).tolist() == expected
+
+
+def test_byt5_agrees_where_a_text_spells_out_special_tokens() -> None:
+    text = "a</s>b<pad> <extra_id_7>\r\n\t"
+    assert encode_bytes(text).tolist() == BYT5(text, split_special_tokens=True)["input_ids"][:-1]
+    assert open_encoder(DataConfig()).end == BYT5.eos_token_id == END
+    assert vocab_size(DataConfig()) == len(BYT5)
+
+
+def bpe(directory: Path) -> Path:
+    """Write a small byte-pair tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text_of(7)] * 3, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(directory / "bpe")
+    return directory / "bpe"
+
+
+def test_a_local_tokenizer_and_its_end_token(corpus: Path, tmp_path: Path) -> None:
+    data = config(corpus, "text", tokenizer=str(bpe(tmp_path)))
+    encoder = open_encoder(data)
+    assert END not in encoder.encode("x<|end|>y").tolist()
+    assert encoder.end == 0
+    assert (open_blocks(data, 16, 0, "p").next_batch(20) == 0).sum() > 3
+    check_vocabulary(data, vocab_size(data))
+    with pytest.raises(Trouble, match=r"vocabulary of 100 .*") as caught:
+        check_vocabulary(data, 100)
+    assert str(vocab_size(data)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"source": "text", "path": "/nowhere/*.txt"}, "no data at"),
+        ({"source": "json", "path": "/nowhere.jsonl"}, "no data at"),
+        ({"source": "json", "field": "body"}, "its fields are text"),
+        ({"source": "json", "field": "other"}, "no text"),
+        ({"source": "text", "tokenizer": "no/such"}, "no directory"),
+    ],
+)
+def test_what_is_not_there_is_one_clear_message(corpus: Path, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(Trouble, match=says) as caught:
+        open_blocks(config(corpus, **change), 16, 0, "p").next_batch(1)
+    assert caught.value.code == Exit.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b'{"text": "good"}\n{"text": \n', "cannot be read"),
+        ("a.jsonl", b"", "are empty"),
+        ("a.jsonl", b'{"text": null}\n{"text": ""}\n', "no rows with text"),
+        ("a.parquet", b"not parquet", "cannot be read"),
+        ("a.txt", b"\xff\xff", "no text"),
+    ],
+)
+def test_data_without_text_is_one_clear_message(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    source = {"jsonl": "json", "parquet": "parquet", "txt": "text"}[name.split(".")[1]]
+    data = DataConfig(source=source, path=str(tmp_path / name), validation_percent=0.0)  # type: ignore[arg-type]
+    with pytest.raises(Trouble, match=says):
+        open_blocks(data, 16, 0, "p").next_batch(1)
+
+
+def test_too_little_validation_text(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("short")
+    data = DataConfig(source="text", path=str(tmp_path), validation_percent=50.0)
+    with pytest.raises(Trouble, match="too little text for validation"):
+        open_blocks(data, 1000, 0, "", "validation").next_batch(1)
+
+
+class Cable:
+    """A network that fails at given reads, in front of a real stream of rows."""
+
+    def __init__(self, stream: Any, reads: Any, broken: set[int]) -> None:
+        self.stream, self.reads, self.broken = stream, reads, broken
+        self.num_shards, self.column_names = stream.num_shards, None
+
+    def shard(self, num_shards: int, index: int) -> Cable:
+        return Cable(self.stream.shard(num_shards=num_shards, index=index), self.reads, self.broken)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.stream.load_state_dict(state)
+
+    def state_dict(self) -> Any:
+        return self.stream.state_dict()
+
+    def __iter__(self) -> Any:
+        for row in self.stream:
+            if next(self.reads) in self.broken:
+                raise ConnectionResetError("the cable was cut")
+            yield row
+
+
+def texts_of(documents: RowDocuments, count: int) -> list[str]:
+    return [found[1] for found in (documents.next() for _ in range(count)) if found]
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(broken=st.sets(st.integers(0, 150), max_size=5))
+def test_a_network_that_fails_loses_and_repeats_nothing(corpus: Path, broken: set[int]) -> None:
+    data, order = config(corpus, "json"), Order("train", 0, "p", True)
+    pauses = dataset_documents.PAUSES_S
+    dataset_documents.PAUSES_S = (0.0,) * 6
+    try:
+        reads = itertools.count()
+        failing = RowDocuments(data, order, lambda: Cable(load_rows(data), reads, broken))
+        assert texts_of(failing, 100) == texts_of(RowDocuments(data, order, lambda: load_rows(data)), 100)
+        done = next(reads)
+        assert failing.statistics()["retries"] == sum(read < done for read in broken)
+    finally:
+        dataset_documents.PAUSES_S = pauses
+
+
+def failing(calls: list[int]) -> Callable[[], Any]:
+    def load() -> Any:
+        calls.append(1)
+        raise TimeoutError("no answer")
+
+    return load
+
+
+def test_a_network_that_stays_away_is_given_up_in_the_end(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_documents, "PAUSES_S", (0.0, 0.0))
+    calls: list[int] = []
+    with pytest.raises(Trouble, match="TimeoutError: no answer"):
+        RowDocuments(config(corpus, "json"), Order("train", 0, "p", True), failing(calls))
+    assert len(calls) == 3
+
+
+def test_closing_ends_a_pause(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_documents, "PAUSES_S", (3600.0,))
+    data = config(corpus, "json")
+    reached, ended = threading.Event(), threading.Event()
+
+    class Stuck(Cable):
+        def shard(self, num_shards: int, index: int) -> Cable:
+            reached.set()
+            raise TimeoutError("no answer")
+
+    documents = RowDocuments(
+        data, Order("train", 0, "p", True), lambda: Stuck(load_rows(data), itertools.count(), set())
+    )
+
+    def read() -> None:
+        with pytest.raises(ConnectionAbortedError):
+            documents.next()
+        ended.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert reached.wait(10)
+    documents.close()
+    assert ended.wait(10)
+    thread.join()
+
+
+def test_orders_are_permutations() -> None:
+    rng = random.Random(0)
+    for _ in range(30):
+        count, shuffle = rng.randrange(1, 50), rng.random() < 0.5
+        order = Order("train", rng.randrange(5), "p", shuffle).permutation(count, rng.randrange(3))
+        assert sorted(order) == list(range(count))
+
+
+@pytest.mark.parametrize("source", ["text:no/such/file", "no/such/*.txt", "rows.jsonl", "json:", "hub:owner/name"])
+def test_a_source_that_is_not_here_is_refused_before_anything_begins(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Trouble) as trouble:
+        check_source(source)
+    assert trouble.value.code is Exit.CONFIG
+
+
+def test_a_source_that_is_here_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    for source in ("rows.jsonl", "text:rows.*", "json:rows.jsonl", "stdlib", f"hub:owner/name@{'a' * 40}"):
+        check_source(source)

@@ -1,0 +1,622 @@
+"""The demo: what it counts, what it shows, where it writes, and that its children never outlive it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S
+from rich.console import Console
+from typer.testing import CliRunner
+
+from noloco_node.cli.main import app
+from noloco_node.demo.braille_chart import Series, chart, smoothed
+from noloco_node.demo.calibrate import EFFICIENCY, Calibration, affordable_steps
+from noloco_node.demo.child_processes import Children, Patience, bound_sockets, leashed
+from noloco_node.demo.live_view import Forecast, View
+from noloco_node.demo.loss_plot import picture, spread
+from noloco_node.demo.options import SLOWDOWN, DemoConfig, mark
+from noloco_node.demo.output_dir import claim, write_whole
+from noloco_node.demo.peer_history import Curve, Point, Track, over_tokens
+from noloco_node.demo.run import demonstrate
+from noloco_node.demo.summary import Verdict, busy, lines, readable_bytes, readable_seconds, summarise
+from noloco_node.errors import Exit, Trouble
+from noloco_node.journal.events import (
+    Deferred,
+    Event,
+    Finished,
+    Hops,
+    InnerStep,
+    Lost,
+    OuterStep,
+    Refused,
+    Started,
+    StateChanged,
+    Traffic,
+    Violation,
+)
+from noloco_node.run.presets import demo_run_text
+from noloco_node.run.runfile import decode_run
+from noloco_node.swarm.roster import State
+
+VERDICT = Verdict(
+    merged=2.0,
+    routes={"0a/1a": 2.2, "0a/1b": 2.4},
+    untrained=5.9,
+    unigram=3.2,
+    tokens=65536,
+    parameters=750_000,
+    prompt="def ",
+    sample="main():",
+)
+
+
+def inner(step: int, at: float, loss: float | None = 3.0, device_s: float = 0.0) -> InnerStep:
+    return InnerStep(
+        at=at,
+        step=step,
+        progress=step / 10,
+        loss=loss,
+        tokens=4096,
+        seconds=0.5,
+        learning_rate=1e-3,
+        device_s=device_s,
+    )
+
+
+def outer(number: int, partner: str | None, gap: float | None) -> OuterStep:
+    return OuterStep(
+        at=1.0,
+        round=number,
+        partner=partner,
+        gap=gap,
+        staleness=2,
+        bytes_sent=100,
+        bytes_received=90,
+        seconds=0.1,
+    )
+
+
+def started(peer: str, stage: int) -> Started:
+    return Started(at=100.0, peer=peer, stage=stage, run="r", version="0", parameters=5)
+
+
+def track(name: str, stage: int, events: list[Event]) -> Track:
+    folded = Track(name, stage)
+    for event in [started(f"Qm{name}", stage), *events]:
+        folded.take(event)
+    return folded
+
+
+def swarm() -> list[Track]:
+    """Two stages of two replicas; source 0a is the first to begin and 0b the last to end."""
+    steps = [inner(number, 100.5 + 0.5 * number) for number in range(10)]
+    return [
+        track(
+            "0a",
+            0,
+            [
+                *steps,
+                outer(1, "Qm0b", 0.1),
+                Deferred(at=1.0, round=2, in_a_row=1),
+                outer(2, None, None),
+                outer(3, "Qm0b", 0.02),
+                Hops(counts={"Qm1a": 5, "Qm1b": 5}),
+                Hops(counts={"Qm1a": 30, "Qm1b": 10}),
+                Traffic(sent={"microbatch": 1000, "gossip": 20}, received={"microbatch": 900}),
+                Refused(peer="Qm1a", reason="full", count=3),
+                Refused(peer="Qm9", reason="full", here=True),
+                Lost(peer="Qm1b", what="microbatch", why="silent"),
+                Violation(peer="Qm1b", topic="gossip", why="NaN"),
+            ],
+        ),
+        track("0b", 0, [*steps[1:6], inner(6, 110.0), Hops(counts={"Qm1b": 7, "Qmgone": 3})]),
+        track(
+            "1a",
+            1,
+            [*steps, Traffic(sent={"microbatch": 10}, received={}), Finished(why="over", step=9, round=3, progress=1)],
+        ),
+        track("1b", 1, []),
+    ]
+
+
+def test_a_summary_counts_what_the_journals_say() -> None:
+    summary = summarise(swarm())
+    assert summary.tokens == 16 * 4096
+    assert summary.seconds == pytest.approx(110.0 - 100.0)  # the first step began half a second before it ended
+    assert summary.tokens_per_s == pytest.approx(16 * 4096 / 10)
+    first = summary.peers[0]
+    assert (first.met, first.solo, first.deferred, first.mean_staleness) == (2, 1, 1, 2.0)
+    assert (first.gap_first, first.gap_last) == (0.1, 0.02)
+    assert (first.refused, first.lost, first.violations) == ({"full": 3}, {"microbatch": 1}, 1)
+    assert {name: both.sent for name, both in summary.bytes.items()} == {"gossip": 20, "microbatch": 1010}
+    assert [peer.finished for peer in summary.peers] == [None, None, "over", None]
+
+
+def test_shares_of_hops_are_of_their_sender() -> None:
+    hops = {(hop.sender, hop.receiver): hop for hop in summarise(swarm()).hops}
+    assert hops["0a", "1a"].share == 0.75
+    assert hops["0a", "1b"].share == 0.25
+    assert hops["0b", "1a"].microbatches == 0  # a route that nothing took is a route all the same
+    assert hops["0b", "Qmgone"].share == pytest.approx(0.3)
+    assert {hop.even for hop in hops.values()} == {0.5}
+
+
+def test_a_summary_is_readable_with_and_without_a_verdict() -> None:
+    text = "\n".join(lines(summarise(swarm()), VERDICT))
+    assert "merged model           2.0000         7.39   0.62 of the byte unigram entropy" in text
+    assert "mean of 2 routes, 2.200 to 2.400" in text
+    assert "0a -> 1a             30    75.0% (even share 50.0%)" in text
+    assert "3 refused (full), 1 microbatch lost, 1 violations" in text
+    assert "Validation" not in "\n".join(lines(summarise(swarm()), None))
+    assert lines(summarise([]), None)  # nobody came, and nothing divides by zero
+
+
+def test_no_gap_is_explained() -> None:
+    remark = "hold the same slow weights"
+    twins = [track("0a", 0, [inner(1, 101.0), outer(1, "Qm0b", 0.0)]), track("0b", 0, [inner(1, 101.0)])]
+    assert remark in "\n".join(lines(summarise(twins), None))
+    assert remark not in "\n".join(lines(summarise(swarm()), None))
+    missed = track("1a", 1, [outer(1, None, None)])
+    assert remark not in "\n".join(lines(summarise([*twins, missed]), None))
+    assert picture("A swarm", twins, None).startswith(b"\x89PNG")
+
+
+def test_busy_is_the_share_of_the_time_between_steps_for_which_the_device_worked() -> None:
+    peer = track("0a", 0, [inner(1, 101.0, device_s=0.5)])
+    assert peer.busy is None  # the first step of a life has waited for the others
+    for event in (inner(2, 101.5, device_s=0.4), inner(3, 102.0, device_s=0.3), started("Qm0a", 0)):
+        peer.take(event)
+    peer.take(inner(3, 300.0, device_s=0.5))
+    peer.take(inner(4, 300.5, device_s=0.2))
+    assert peer.busy == pytest.approx((0.4 + 0.3 + 0.2) / 1.5)
+    assert track("0a", 0, [inner(step, 101.0 + step) for step in range(9)]).busy is None  # an older journal
+
+
+def test_the_summary_tells_slow_and_fast_replicas_apart() -> None:
+    def at_work(name: str, device_s: float, slowdown: float) -> Track:
+        folded = Track(name, 1, slowdown)
+        for step in range(3):
+            folded.take(inner(step, 100.0 + step, device_s=device_s))
+        return folded
+
+    summary = summarise([at_work("1a", 0.3, 1.0), at_work("1b", 0.4, 1.0), at_work("1c", 0.5, 4.0)])
+    assert [busy(summary, slowed=slowed) for slowed in (False, True)] == [pytest.approx(0.7), pytest.approx(1.0)]
+    text = lines(summary, None)
+    assert "  1a          60.0%        2" in text
+    assert "  1c         100.0%        2   at 1/4 of its speed" in text
+    assert "  fast replicas 70.0%, slow ones 100.0%" in text
+    even = summarise([at_work("1a", 0.3, 1.0), at_work("1b", 0.4, 1.0)])
+    assert busy(even, slowed=True) is None
+    assert "  mean 70.0%" in lines(even, None)
+    assert "busy" not in "\n".join(lines(summarise(swarm()), None))
+
+
+def test_a_verdict_calls_peers_by_their_names() -> None:
+    named = VERDICT.named({"0a": "first", "1b": "last"})
+    assert named.routes == {"first/1a": 2.2, "first/last": 2.4}
+    assert named.single == VERDICT.single == pytest.approx(2.3)
+
+
+def test_sizes_and_durations_are_readable() -> None:
+    assert [readable_bytes(count) for count in (0, 1023, 1536, 5 * 2**30)] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB"]
+    assert [readable_seconds(count) for count in (-1, 5, 75, 3725)] == ["0:00", "0:05", "1:15", "1:02:05"]
+
+
+def test_speed_is_measured_over_recent_steps_and_falls_when_nothing_comes() -> None:
+    steady = track("0a", 0, [inner(number, 100.0 + 0.5 * number) for number in range(1, 30)])
+    assert steady.tokens_per_s(now=114.6) == pytest.approx(4096 / 0.5)
+    assert steady.tokens_per_s(now=130.0) < 4096
+    steady.take(Finished(why="over", step=29, round=0, progress=1.0))
+    assert steady.tokens_per_s(now=114.6) == 0
+
+
+def test_a_common_axis_counts_the_tokens_of_all_sources() -> None:
+    first, second = track("0a", 0, [inner(1, 101.0), inner(2, 102.0)]), track("0b", 0, [inner(1, 101.5)])
+    later = track("1a", 1, [inner(1, 100.75), inner(2, 101.5), inner(3, 200.0)])
+    points = over_tokens(later.losses, [first, second, later])
+    # 0a begins its first step at 100.5, and takes its second from 101 to 102; 0b is at its first from 101 to 101.5.
+    assert [point.x for point in points] == pytest.approx([0.5 * 4096, 2.5 * 4096, 3 * 4096])
+
+
+@given(st.integers(1, 5000))
+def test_a_curve_is_bounded_and_keeps_its_first_point(count: int) -> None:
+    curve = Curve(limit=64)
+    for number in range(count):
+        curve.add(number / count, float(number))
+    assert len(curve.points) <= 64
+    assert curve.points[0].value == 0
+    gaps = {b.value - a.value for a, b in pairwise(curve.points)}
+    assert len(gaps) <= 1  # evenly thinned
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=200))
+def test_smoothing_stays_within_what_it_smooths(values: list[float]) -> None:
+    points = [Point(number / len(values), value) for number, value in enumerate(values)]
+    smooth = smoothed(points)
+    assert [point.x for point in smooth] == [point.x for point in points]
+    assert min(values) - 1e-6 <= min(p.value for p in smooth) <= max(p.value for p in smooth) <= max(values) + 1e-6
+    assert smooth[0] == points[0]
+
+
+def test_a_falling_curve_falls_from_corner_to_corner() -> None:
+    points = [Point(number / 99, 6.0 * 0.97**number) for number in range(100)]
+    drawn = [line.plain for line in chart([Series(points, "red")], width=40, height=6)]
+    assert all(len(line) == 40 for line in drawn)
+    assert drawn[0].startswith("  6.00 ┤")
+    assert drawn[0][8] != " "
+    assert drawn[-1][-1] != " "
+    assert all(line[8:].count(" ") < 32 for line in drawn)
+    assert [line.plain for line in chart([], width=40, height=3)] == ["", "", ""]
+
+
+@given(st.lists(st.floats(0, 1), max_size=12))
+def test_labels_never_lie_over_each_other(heights: list[float]) -> None:
+    wanted = sorted(heights)
+    found = spread(wanted, 0.05)
+    assert all(b - a >= 0.05 - 1e-9 for a, b in pairwise(found))
+    if all(b - a > 0.05 for a, b in pairwise(wanted)):
+        assert found == pytest.approx(wanted)
+    assert sum(found) == pytest.approx(sum(wanted))
+
+
+def test_the_picture_is_drawn_for_full_and_for_empty_journals() -> None:
+    for tracks, verdict in ((swarm(), VERDICT), (swarm(), None), ([], None)):
+        assert picture("A swarm", tracks, verdict).startswith(b"\x89PNG")
+
+
+def test_a_plain_line_says_everything_and_comes_every_few_seconds() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    tracks = [*swarm()[:3], track("1b", 1, [StateChanged(at=110.0, state=State.CATCHING_UP, waiting="a donor")])]
+    with View(console, "heading", tracks, 20 * 4096, started_at=90.0) as view:
+        for now in (112.0, 113.0, 116.0, 118.0):
+            view.show(now)
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue().splitlines()
+    assert len(printed) == 2
+    assert printed[0].startswith("[0:22]  80% | ")
+    assert "| no estimate yet | loss 3.000 | 0a step 9 round 3 |" in printed[0]
+    assert "| 1a finished at step 9 | 1b waits for a donor since 0:02" in printed[0]
+
+
+def test_the_live_picture_names_peers_partners_and_what_they_wait_for() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
+    tracks = [*swarm()[:3], track("1b", 1, [StateChanged(at=110.0, state=State.CATCHING_UP, waiting="a donor")])]
+    view = View(console, "a heading", tracks, 20 * 4096, started_at=90.0)
+    with console.capture() as capture:
+        console.print(view.picture(112.0))
+    text = capture.get()
+    assert "a heading" in text
+    assert "a donor, 0:02" in text
+    assert "0.0200" in text
+    assert "80%" in text
+    assert "⠀" <= max(text) <= "⣿"  # a curve is there
+
+
+def test_a_peer_that_died_is_shown_as_gone() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    peer = track("0a", 0, [inner(1, 101.0)])
+    peer.gone = "killed by SIGKILL"
+    view = View(console, "heading", [peer], 20 * 4096, started_at=90.0)
+    assert "0a killed by SIGKILL" in view.line(102.0)
+    assert "| 0 tokens/s |" in view.line(102.0)
+    with console.capture() as capture:
+        console.print(view.picture(102.0))
+    assert "gone" in capture.get()
+
+
+def test_the_live_view_gives_the_terminal_back() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
+    interrupted = View(console, "a heading", swarm(), 20 * 4096, started_at=90.0)
+    with contextlib.suppress(KeyboardInterrupt), interrupted as view:
+        view.show(112.0)
+        raise KeyboardInterrupt
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is visible again
+
+
+def test_a_forecast_follows_the_recent_rate() -> None:
+    forecast = Forecast()
+    assert forecast.left_s(0.0, 0.0) is None
+    assert forecast.left_s(0.1, 10.0) == pytest.approx(90.0)
+    for second in range(11, 60):
+        left_s = forecast.left_s(0.1 + 0.02 * (second - 10), float(second))
+    assert left_s is not None
+    assert 0 <= left_s < 1
+    assert forecast.left_s(1.0, 60.0) == 0.0
+
+
+def test_routes_are_all_of_them_or_hold_every_replica() -> None:
+    from noloco_node.demo.judge_model import MOST_ROUTES, routes
+    from noloco_node.export.replica_fetch import Copy
+
+    def copies(stage: int, count: int) -> list[Copy]:
+        return [Copy(f"{stage}.{number}", 1, 10, 1.0, {}) for number in range(count)]
+
+    few = {"/".join(copy.peer for copy in route) for route in routes([copies(0, 2), copies(1, 3)])}
+    assert len(few) == 6
+    many = routes([copies(0, 20), copies(1, 3), copies(2, 7)])
+    assert MOST_ROUTES <= len(many) <= 20
+    assert len({copy.peer for route in many for copy in route}) == 30
+
+
+def test_the_step_budget_fits_the_time() -> None:
+    run = decode_run(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "test")
+    once = Calibration(seconds_per_microbatch=0.05, measured_s=3.0)
+    per_step_s = 0.05 * run.pipeline.microbatches_per_step * 2 / EFFICIENCY
+    assert affordable_steps(120.0, [once], run) == int(120 / per_step_s)
+    assert affordable_steps(120.0, [once, once], run) == int(240 / per_step_s)
+    assert affordable_steps(0.1, [once], run) == 20
+    # Two stages of two replicas, one at a quarter: 1 1/4 of each stage are at work, enough for two cores, not for four.
+    assert affordable_steps(120.0, [once] * 2, run, 4.0) == affordable_steps(120.0, [once] * 2, run)
+    assert affordable_steps(120.0, [once] * 4, run, 4.0) == int(2.5 * 120 / per_step_s)
+
+
+def test_a_demo_never_writes_over_files(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(Trouble) as caught:
+        claim(tmp_path / "mine", b"{}")
+    assert caught.value.code is Exit.USAGE
+    assert "thesis.tex" in caught.value.why
+    assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+def test_each_demo_gets_a_directory_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "noloco-demo-3").mkdir()
+    (tmp_path / "noloco-demo-3" / "thesis.tex").touch()
+    names = []
+    for _ in range(3):
+        with claim(tmp_path / "noloco-demo", b"{}") as home:
+            names.append(home.path.name)
+    assert names == ["noloco-demo", "noloco-demo-2", "noloco-demo-4"]
+
+
+def test_a_demo_that_is_a_moment_ahead_keeps_its_directory(tmp_path: Path) -> None:
+    with claim(tmp_path / "demo", b"{}") as first:
+        (first.path / "demo.json").unlink()
+        with claim(tmp_path / "demo", b"{}") as second:
+            assert second.path.name == "demo-2"
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "entry").touch()
+    with pytest.raises(Trouble) as caught:
+        write_whole(tmp_path / "directory", b"x")
+    assert caught.value.code is Exit.STORAGE
+    assert [entry.name for entry in tmp_path.iterdir()] == ["directory"]
+
+
+def test_too_many_peers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(Trouble) as caught:
+        asyncio.run(demonstrate(DemoConfig(stages=9, replicas=9, home=tmp_path / "demo")))
+    assert caught.value.code is Exit.USAGE
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize(("stages", "replicas", "slow"), [(1, 2, "0b"), (2, 2, "1b"), (3, 28, "2ab")])
+def test_the_slow_replica_is_the_last_of_the_last_stage(stages: int, replicas: int, slow: str) -> None:
+    even = DemoConfig(stages=stages, replicas=replicas)
+    assert even.slow_peer is None
+    uneven = msgspec.structs.replace(even, slowdown=SLOWDOWN)
+    assert uneven.slow_peer == slow
+    kept = msgspec.json.decode(mark(uneven, 12.0))
+    assert (kept["slowdown"], kept["started_at"]) == (4.0, 12.0)
+
+
+def test_one_replica_a_stage_cannot_be_uneven(tmp_path: Path) -> None:
+    arguments = ["demo", "--heterogeneous", "--replicas", "1", "--home", str(tmp_path / "demo")]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, Trouble)
+    assert result.exception.code is Exit.USAGE
+    assert "--replicas 2" in result.exception.attempt
+    assert not (tmp_path / "demo").exists()
+
+
+# Real processes. They are waited for by their output or by a pipe that they hold, never by a pause.
+
+HURRY = Patience(interrupt_s=0.1, terminate_s=0.1, kill_s=LAST_RESORT_S)
+STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]\n"
+READY = "print('ready', flush=True)\n"
+WAIT = "import signal; signal.pause()\n"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+class Lifeline:
+    """A named pipe that a process holds open for writing: the end of the file is the end of the process."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.grab = f"lifeline = open({str(path)!r}, 'wb', buffering=0); lifeline.write(b'here')\n"
+        self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def expect(self, content: bytes) -> None:
+        readable, _, _ = select.select([self._reader], [], [], LAST_RESORT_S)
+        assert readable, f"waited in vain for {content!r}"
+        assert os.read(self._reader, 100) == content
+
+    def close(self) -> None:
+        os.close(self._reader)
+
+
+@pytest.fixture
+def lifeline(tmp_path: Path) -> Iterator[Lifeline]:
+    line = Lifeline(tmp_path / "lifeline")
+    yield line
+    line.close()
+
+
+def test_polite_children_leave_at_the_first_signal(tmp_path: Path) -> None:
+    async def main() -> None:
+        children = Children(Patience(interrupt_s=LAST_RESORT_S))
+        code = "try:\n    print('ready', flush=True); input()\nexcept KeyboardInterrupt:\n    raise SystemExit(7)"
+        both = [children.start(name, python(code), tmp_path / name) for name in ("one", "two")]
+        for child in both:
+            assert await child.line("ad", LAST_RESORT_S) == "ady"
+        await children.stop()
+        assert [child.exit_code for child in both] == [7, 7]
+        assert children.statistics() == {"started": 2, "running": 0, "killed": 0}
+
+    asyncio.run(main())
+
+
+def test_stubborn_children_and_their_children_are_killed(tmp_path: Path, lifeline: Lifeline) -> None:
+    async def main() -> None:
+        children = Children(HURRY)
+        daemon = STUBBORN + lifeline.grab + WAIT
+        code = (
+            f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {daemon!r}])\n" + STUBBORN + READY + WAIT
+        )
+        child = children.start("stubborn", python(code), tmp_path / "logs")
+        await child.line("ready", LAST_RESORT_S)
+        lifeline.expect(b"here")
+        await children.stop()
+        assert child.end == "killed by SIGKILL"
+        assert children.statistics()["killed"] == 1
+        lifeline.expect(b"")
+
+    asyncio.run(main())
+
+
+def test_what_a_dead_child_leaves_running_is_swept(tmp_path: Path, lifeline: Lifeline) -> None:
+    async def main() -> None:
+        children = Children()
+        code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {lifeline.grab + WAIT!r}])\ninput()"
+        child = children.start("short-lived", python(code), tmp_path / "logs")
+        lifeline.expect(b"here")
+        child.signal(signal.SIGTERM)
+        assert await child.ended() == -signal.SIGTERM
+        lifeline.expect(b"")
+        await children.stop()
+
+    asyncio.run(main())
+
+
+def test_a_stop_that_is_cancelled_kills_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        children = Children(Patience(interrupt_s=3600.0))
+        child = children.start("stubborn", python(STUBBORN + READY + WAIT), tmp_path / "logs")
+        await child.line("ready", LAST_RESORT_S)
+        stopping = asyncio.create_task(children.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert await child.ended() == -signal.SIGKILL
+
+    asyncio.run(main())
+
+
+def test_sockets_of_killed_children_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    code = f"import socket\ns = socket.socket(socket.AF_UNIX)\ns.bind({str(path)!r})\n" + STUBBORN + READY + WAIT
+
+    async def main() -> None:
+        children = Children(HURRY)
+        child = children.start("bound", python(code), tmp_path / "logs")
+        await child.line("ready", LAST_RESORT_S)
+        assert bound_sockets([child.pid]) == {path}
+        with socket.socket(socket.AF_UNIX) as ours:
+            ours.bind(str(tmp_path / "ours"))
+            await children.stop()
+        assert not path.exists()
+        assert (tmp_path / "ours").exists()
+
+    asyncio.run(main())
+
+
+def test_a_child_that_dies_early_is_quoted(tmp_path: Path) -> None:
+    async def main() -> None:
+        child = Children().start("node", python("import sys; sys.exit('no such invite') or 3"), tmp_path)
+        with pytest.raises(Trouble) as caught:
+            await child.line("noloco1:", LAST_RESORT_S)
+        assert "node: it ended before it was ready" in caught.value.what
+        assert caught.value.why == "no such invite"
+        coded = Children().start("node", python("raise SystemExit(4)"), tmp_path)
+        with pytest.raises(Trouble) as caught:
+            await coded.line("noloco1:", LAST_RESORT_S)
+        assert caught.value.code is Exit.UNREACHABLE
+        assert caught.value.why == "(it said nothing)"
+
+    asyncio.run(main())
+
+
+def test_of_a_child_that_says_why_it_ends_no_more_is_quoted(tmp_path: Path) -> None:
+    async def main() -> None:
+        children = Children(HURRY)
+        words = "17:00:00  copying\\nnoloco-node: The disk is full.\\n  why: it is small\\n  try: a larger one"
+        child = children.start("full", python(f'import sys; sys.stderr.write("{words}"); sys.exit(9)'), tmp_path)
+        with pytest.raises(Trouble) as trouble:
+            await child.line("never", LAST_RESORT_S)
+        assert trouble.value.why == "The disk is full.\n  why: it is small\n  try: a larger one"
+        assert trouble.value.code is Exit.STORAGE
+        await children.stop()
+
+    asyncio.run(main())
+
+
+def test_a_child_that_never_speaks_is_given_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        children = Children(Patience(interrupt_s=LAST_RESORT_S))
+        child = children.start("mute", python("print('half a line', end='', flush=True); input()"), tmp_path)
+        with pytest.raises(Trouble, match="was not ready after 0 s"):
+            await child.line("half", 0.2)
+        await children.stop()
+
+    asyncio.run(main())
+
+
+def test_a_leashed_module_ends_with_its_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "guest.py").write_text(
+        "import signal, sys\n"
+        "try:\n    print(sys.argv[1:], __name__, flush=True)\n    signal.pause()\n"
+        "except KeyboardInterrupt:\n    sys.exit(5)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = leashed("guest", "--x", "y")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout.readline() == b"['--x', 'y'] __main__\n"
+        child.stdin.close()
+        assert child.wait(LAST_RESORT_S) == 5
+
+
+def test_the_leash_grows_firmer(tmp_path: Path) -> None:
+    code = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from noloco_node.demo import child_main\nchild_main.FIRMER_AFTER_S = 0.01\nchild_main.watch(0)"
+    )
+    assert subprocess.run(python(code), stdin=subprocess.DEVNULL, timeout=LAST_RESORT_S).returncode == -signal.SIGTERM
+
+
+def test_children_of_a_killed_parent_leave(tmp_path: Path, lifeline: Lifeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "guest.py").write_text(lifeline.grab + WAIT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = (
+        "import signal\nfrom pathlib import Path\nfrom noloco_node.demo.child_processes import Children, leashed\n"
+        f"children = Children()\nchildren.start('guest', leashed('guest'), Path({str(tmp_path)!r}))\nsignal.pause()"
+    )
+    with subprocess.Popen(python(code)) as parent:
+        lifeline.expect(b"here")
+        parent.kill()
+        lifeline.expect(b"")

@@ -1,0 +1,371 @@
+"""The doctor says what is in the way and what to do; the desk that peers keep for it cannot be abused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import Commands
+from typer.testing import CliRunner
+
+from noloco_node.cli.main import app
+from noloco_node.doctor import command, machine_checks, swarm_checks
+from noloco_node.doctor.findings import Finding, Grade, exit_code, line, verdict
+from noloco_node.doctor.machine_checks import Need, Supply
+from noloco_node.errors import Exit
+from noloco_node.libp2p.endpoint.settings import Settings
+from noloco_node.libp2p.streams import dialback
+from noloco_node.limits.budget import Allowance
+from noloco_node.limits.rate_limit import MeteredNetwork, weigh
+from noloco_node.network.interface import Conversation
+from noloco_node.planning.bandwidth import Freight
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.hub import Hub, MemoryNetwork
+from noloco_node.sim.network.link_model import Access
+from noloco_node.swarm import speed_test
+from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
+from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
+from noloco_node.swarm.run_distribution import RunFile
+
+WORSE = [Grade.GOOD, Grade.DOUBTFUL, Grade.BAD]
+BYTES = st.integers(0, 10**13)
+NEEDS = st.lists(
+    st.builds(lambda number, more: Need(number, number + more, number, more), st.integers(1, 10**12), BYTES), max_size=4
+).map(lambda needs: [need._replace(stage=number) for number, need in enumerate(needs)])
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# Judgements.
+
+
+@given(NEEDS, BYTES, BYTES)
+def test_more_of_anything_is_never_worse(needs: list[Need], one: int, other: int) -> None:
+    less, more = sorted((one, other))
+    home = Path("home")
+    for judge in (
+        lambda free: machine_checks.judge_memory(Supply(free, None, None), needs),
+        lambda free: machine_checks.judge_gpu(Supply(None, free, None), needs)[0],
+        lambda free: machine_checks.judge_disk(Supply(None, None, free), needs, home),
+        lambda free: machine_checks.judge_files(free),
+    ):
+        assert WORSE.index(judge(more).grade) <= WORSE.index(judge(less).grade)
+
+
+@given(NEEDS, BYTES)
+def test_memory_prevents_joining_exactly_if_no_stage_fits(needs: list[Need], free: int) -> None:
+    found = machine_checks.judge_memory(Supply(free, None, None), needs)
+    fits = [need.stage for need in needs if machine_checks.ROOM * need.memory <= free]
+    assert (found.grade is Grade.BAD) == bool(needs and not fits)
+    assert (found.grade is Grade.DOUBTFUL) == (0 < len(fits) < len(needs))
+    if found.grade is Grade.DOUBTFUL:
+        assert f"--stage {fits[0]}" in (found.attempt or "")
+
+
+def test_what_nobody_can_measure_is_said_and_not_guessed() -> None:
+    assert machine_checks.judge_memory(Supply(None, None, None), []).grade is Grade.DOUBTFUL
+    assert machine_checks.judge_gpu(Supply(1, None, 1), []) == []
+    assert machine_checks.judge_disk(Supply(None, None, None), [], Path("x")).grade is Grade.BAD
+
+
+@pytest.mark.parametrize(("free", "grade"), [(0, Grade.BAD), (10**8, Grade.DOUBTFUL), (10**11, Grade.GOOD)])
+def test_a_full_disk_prevents_joining_whatever_the_run_needs(free: int, grade: Grade) -> None:
+    assert machine_checks.judge_disk(Supply(None, None, free), [], Path("x")).grade is grade
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "grade"),
+    [
+        ((), Grade.DOUBTFUL),
+        ((0.1, -0.2, 0.0), Grade.GOOD),
+        ((3.0, 3.1), Grade.DOUBTFUL),
+        ((-70.0, -71.0, 0.0), Grade.BAD),
+        ((0.0, 0.1, 5000.0), Grade.GOOD),  # one peer with a bad clock is not ours
+    ],
+)
+def test_a_clock_is_judged_by_the_median(ahead_s: tuple[float, ...], grade: Grade) -> None:
+    found = swarm_checks.judge_clock(ahead_s)
+    assert found.grade is grade
+    assert (found.attempt is None) == (grade is Grade.GOOD)
+
+
+CIRCUIT = "/ip4/192.0.2.1/tcp/4001/p2p/A/p2p-circuit/p2p/B"
+
+
+@pytest.mark.parametrize(
+    ("said", "addresses", "grades"),
+    [
+        (dialback.Verdict(True, ("/ip4/192.0.2.9/tcp/1",), ()), (), [Grade.GOOD, Grade.GOOD]),
+        (dialback.Verdict(None, (), ()), (), [Grade.DOUBTFUL]),
+        (dialback.Verdict(False, (), ()), (CIRCUIT,), [Grade.DOUBTFUL, Grade.GOOD]),
+        (dialback.Verdict(False, (), ("relay",)), (), [Grade.DOUBTFUL, Grade.DOUBTFUL]),
+        (dialback.Verdict(False, (), ()), (), [Grade.BAD, Grade.BAD]),
+    ],
+)
+def test_who_cannot_be_dialled_needs_a_relay(
+    said: dialback.Verdict, addresses: tuple[str, ...], grades: list[Grade]
+) -> None:
+    assert [found.grade for found in swarm_checks.judge_reach(said, (4001,), addresses)] == grades
+
+
+def test_whoever_listens_over_quic_alone_is_told_that_nobody_tries_that() -> None:
+    nobody = dialback.Verdict(None, (), ())
+    (over_quic,), (over_tcp,) = (swarm_checks.judge_reach(nobody, ports, ()) for ports in ((), (4001,)))
+    assert "over TCP alone" in over_quic.says
+    assert "over TCP alone" not in over_tcp.says
+
+
+def test_the_best_line_counts_and_a_microbatch_that_takes_long_is_said() -> None:
+    measured = [swarm_checks.Rates(1e5, 1e7), swarm_checks.Rates(2e5, None)]
+    up, down = swarm_checks.judge_rates(measured, (), [Freight(up=1e6, down=1e6), Freight(up=1e7, down=1e6)])
+    assert up.grade is Grade.DOUBTFUL
+    assert "5.0 s" in up.says
+    assert "the best of 2" in up.says
+    assert down.grade is Grade.GOOD
+    (nothing,) = swarm_checks.judge_rates([], ["peer: busy"], [])
+    assert nothing.grade is Grade.DOUBTFUL
+    assert "peer: busy" in nothing.says
+
+
+@given(st.lists(st.sampled_from(WORSE), max_size=8))
+def test_one_bad_finding_is_enough(grades: list[Grade]) -> None:
+    findings = [Finding(about="x", grade=grade, says="y", attempt=None) for grade in grades]
+    assert exit_code(findings) is (Exit.UNFIT if Grade.BAD in grades else Exit.OK)
+    assert ("prevent" in verdict(findings)) == (Grade.BAD in grades)
+    assert all(len(line(finding).splitlines()) == 1 for finding in findings)
+
+
+def test_our_tcp_ports_are_found_in_our_addresses() -> None:
+    addresses = (
+        CIRCUIT,
+        "/ip4/10.0.0.1/udp/4002/quic/p2p/B",
+        "/ip4/10.0.0.1/tcp/4003/p2p/B",
+        "/ip6/::1/tcp/4004/p2p/B",
+        "/ip4/10.0.0.2/tcp/4003/p2p/B",
+    )
+    assert command._ports(addresses) == (4003, 4004)
+
+
+# What peers are asked.
+
+
+def weighed(message: Any, topic: str) -> int:
+    return weigh(message, speed_test.SCHEMA if topic == speed_test.TOPIC else dialback.SCHEMA)
+
+
+async def at_the_desk(hub: Hub, name: str = "peer") -> speed_test.Desk:
+    served = speed_test.Desk()
+    await hub.network(name).serve(speed_test.TOPIC, speed_test.SCHEMA, served.answer)
+    return served
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(5e4, 1e8), st.floats(5e4, 1e8))
+def test_the_line_is_measured_both_ways(up: float, down: float) -> None:
+    async def main() -> swarm_checks.Rates | str:
+        hub = Hub(size_bytes=weighed)
+        await at_the_desk(hub)
+        return await swarm_checks.rates_with(
+            hub.network("us", Access(up_bytes_per_s=up, down_bytes_per_s=down)), "peer"
+        )
+
+    found = run(main())
+    # A line that is too slow for the whole measurement is given up, and that is said.
+    if isinstance(found, str):
+        assert min(up, down) < 2 * swarm_checks.PIECES * speed_test.PIECE_BYTES / speed_test.PATIENCE_S
+    else:
+        assert found.up == pytest.approx(up, rel=0.15)
+        assert found.down == pytest.approx(down, rel=0.15)
+
+
+def test_a_peer_with_a_budget_is_measured_within_it() -> None:
+    async def main() -> swarm_checks.Rates | str:
+        hub = Hub(size_bytes=weighed)
+        metered = MeteredNetwork(hub.network("peer"), Allowance(upload_bytes_per_s=5e5))
+        await metered.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.Desk().answer)
+        return await swarm_checks.rates_with(hub.network("us"), "peer")
+
+    found = run(main())
+    assert isinstance(found, swarm_checks.Rates)
+    assert found.down is not None
+    # Half a megabyte was saved up.
+    assert 5e5 <= found.down <= 6e5
+
+
+def test_all_who_ask_together_get_no_more_than_the_desk_gives() -> None:
+    async def main() -> tuple[float, speed_test.Desk]:
+        hub = Hub(size_bytes=weighed)
+        served, given = await at_the_desk(hub), 0.0
+
+        async def greedy(network: MemoryNetwork) -> None:
+            nonlocal given
+            while now() < 600:
+                found = await swarm_checks.rates_with(network, "peer")
+                if isinstance(found, swarm_checks.Rates):
+                    given += (1 + (found.up is not None)) * swarm_checks.PIECES * speed_test.PIECE_BYTES
+                await asyncio.sleep(1)
+
+        await asyncio.gather(*[greedy(hub.network(f"us-{number}")) for number in range(10)])
+        assert not hub.failures
+        return given, served
+
+    given, served = run(main())
+    burst = 2 * speed_test.MOST_PIECES * speed_test.PIECE_BYTES
+    assert 0.5 * 600 * speed_test.LOAD_BYTES_PER_S < given <= 630 * speed_test.LOAD_BYTES_PER_S + burst
+    assert served.statistics()["refused"] > 0
+
+
+@pytest.mark.parametrize(
+    "question",
+    [speed_test.SendMe(pieces=10**9), speed_test.SendMe(pieces=-1), speed_test.TakeFromMe(pieces=1), speed_test.Go()],
+)
+def test_who_asks_for_more_than_there_is_gets_nothing(question: Any) -> None:
+    async def main() -> None:
+        hub = Hub(size_bytes=weighed)
+        served = await at_the_desk(hub)
+        async with hub.network("us").talk("peer", speed_test.TOPIC, speed_test.SCHEMA) as conversation:
+            await conversation.send(question)
+            with pytest.raises(ConnectionError):
+                await conversation.receive()
+        assert served.statistics() == {"measured": 0, "refused": 0}
+        assert not hub.failures
+
+    run(main())
+
+
+def test_who_says_nothing_or_nonsense_does_not_keep_the_desk() -> None:
+    async def offend(network: MemoryNetwork, load: object) -> None:
+        async with network.talk("peer", speed_test.TOPIC, speed_test.SCHEMA) as conversation:
+            await conversation.send(speed_test.TakeFromMe(pieces=4))
+            assert isinstance(await conversation.receive(), speed_test.Go)
+            if load is not None:
+                await conversation.send(load)
+            await conversation.receive()
+
+    async def main() -> None:
+        hub = Hub(size_bytes=weighed)
+        await at_the_desk(hub)
+        network = hub.network("us")
+        for load in (None, speed_test.Piece(content=b"short"), speed_test.Go()):
+            begun = now()
+            with pytest.raises(ConnectionError):
+                await offend(network, load)
+            assert now() - begun <= speed_test.PATIENCE_S + 1
+        assert isinstance(await swarm_checks.rates_with(network, "peer"), swarm_checks.Rates)
+
+    run(main())
+
+
+def test_a_peer_without_a_desk_and_one_that_is_gone_are_said() -> None:
+    async def main() -> list[swarm_checks.Rates | str]:
+        hub = Hub()
+        hub.network("plain")
+        network = hub.network("us")
+        return [await swarm_checks.rates_with(network, peer) for peer in ("plain", "gone")]
+
+    plain, gone = run(main())
+    assert isinstance(plain, str)
+    assert "does not serve" in plain
+    assert isinstance(gone, str)
+    assert "cannot be reached" in gone
+
+
+@pytest.mark.parametrize("off_s", [0.0, 120.0, -7.0])
+def test_a_clock_is_compared_with_a_peers(off_s: float) -> None:
+    async def main() -> float:
+        hub = Hub()
+
+        async def serve(conversation: Conversation) -> None:
+            await conversation.receive()
+            await conversation.send(RunFile(text="", unix_time=1e9 + now() - off_s))
+
+        await hub.network("peer").serve(RUN_TOPIC, RUN_SCHEMA, serve)
+        return await swarm_checks.clock_of(hub.network("us"), "peer", lambda: 1e9 + now())
+
+    assert run(main()) == pytest.approx(off_s, abs=0.001)
+
+
+def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def connected(_: Settings) -> AsyncIterator[MemoryNetwork]:
+        async with asyncio.TaskGroup():
+            yield Hub().network("doctor")
+
+    async def main() -> None:
+        monkeypatch.setattr(command, "connected", connected)
+        swarm = await command._swarm("0" * 64, (), command.Wish(home=Path("home")))
+        assert [finding.grade for finding in swarm.findings] == [Grade.DOUBTFUL, Grade.BAD]
+        assert "serves the run" in swarm.findings[1].says
+
+    run(main())
+
+
+def test_peers_that_do_not_answer_say_nothing_about_our_reach() -> None:
+    async def main() -> dialback.Verdict:
+        hub = Hub()
+
+        async def answer(conversation: Conversation) -> None:
+            asked = await conversation.receive()
+            place = f"/ip4/192.0.2.1/tcp/{asked.ports[0]}"
+            await conversation.send(dialback.Dialled(place=place, tried=True, relays=("r",)))
+
+        async def silent(conversation: Conversation) -> None:
+            await asyncio.sleep(1e6)
+
+        await hub.network("good").serve(dialback.TOPIC, dialback.SCHEMA, answer)
+        await hub.network("silent").serve(dialback.TOPIC, dialback.SCHEMA, silent)
+        return await swarm_checks.dialled_back(hub.network("us"), ["silent", "gone", "good"], (4001,))
+
+    assert run(main()) == dialback.Verdict(True, ("/ip4/192.0.2.1/tcp/4001",), ("r",))
+
+
+# The command.
+
+
+def test_without_an_invite_the_machine_alone_is_looked_at(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--home", str(tmp_path / "home"), "--device", "cpu", "--json"])
+    found = json.loads(result.stdout)
+    about = {each["about"]: each for each in found["findings"]}
+    assert {"system", "device", "memory", "disk", "open files"} <= about.keys()
+    assert about["device"]["grade"] == "good"
+    assert result.exit_code == (0 if found["fit"] else 11)
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_device_that_is_not_there_is_a_finding(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--home", str(tmp_path), "--device", "mps"])
+    assert result.exit_code == 11
+    assert "BAD  device" in result.stdout
+    assert "try: " in result.stdout
+
+
+@pytest.mark.network
+def test_a_real_swarm_is_visited_and_a_dead_address_has_its_cause(tmp_path: Path) -> None:
+    with Commands() as commands:
+        run_file = tmp_path / "run.toml"
+        CliRunner().invoke(app, ["init", str(run_file)])
+        listen = ("--listen", "/ip4/127.0.0.1/tcp/0")
+        host = commands.start("bootstrap", "--run", str(run_file), *listen, "--relays", "0", home=True)
+        commands.until(lambda: "noloco1:" in host.output, "the invite", alive=[host])
+        invite = host.output.strip().splitlines()[-1]
+        peer = invite.rpartition("/p2p/")[2]
+        doctor = commands.start("doctor", f"{invite},/ip4/127.0.0.1/tcp/9/p2p/{peer}", *listen, "--json", home=True)
+        code = doctor.wait()
+        found = json.loads(doctor.output)
+        about = {each["about"]: each for each in found["findings"]}
+        assert "refused" in about["bootstrap peer /ip4/127.0.0.1/tcp/9"]["says"]
+        assert sum(each["about"].startswith("bootstrap peer") and each["grade"] == "good" for each in found["findings"])
+        assert about["clock"]["grade"] == "good"
+        assert "replicas by stage" in about["swarm"]["says"]
+        assert "the largest stage takes" in about["memory"]["says"] or about["memory"]["grade"] != "good"
+        assert about["dialled back"]["grade"] == "good"
+        assert code == (0 if found["fit"] else 11)

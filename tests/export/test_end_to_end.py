@@ -1,0 +1,585 @@
+"""The model of a run taken home: from a living swarm, from homes, from snapshots; and what is done with it there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S
+from memory_swarms import Peer, recipe, until
+from safetensors.torch import load_file
+from state_copies import SHAPES, of_parts, same_tensors, state
+from torch import Tensor
+from toy_gossip import at_once
+from typer.testing import CliRunner
+
+from gossip.exchange.messages import Busy, Parts, ReplicaState
+from gossip.transfer.donor import Donor, Terms
+from noloco_node.cli.continue_run import continuing_text
+from noloco_node.cli.main import app
+from noloco_node.errors import Exit, Trouble
+from noloco_node.export import exporter, replica_fetch
+from noloco_node.export.exporter import Order, export, from_swarm, merged_homes, parts_beside, recipe_of
+from noloco_node.export.huggingface import read_notes
+from noloco_node.export.replica_files import in_home, newest
+from noloco_node.inference.evaluation import Question, evaluate
+from noloco_node.inference.generation import generate_sample
+from noloco_node.journal import events
+from noloco_node.network.interface import Conversation
+from noloco_node.planning.model_layout import Blueprint, blueprint, build_stage
+from noloco_node.run.presets import PRESETS, demo_run_text, run_text
+from noloco_node.run.protocols import STATE, state_schema, topic
+from noloco_node.run.runfile import decode_run
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.link_model import Access
+from noloco_node.state_sync.replica_mean import FACTOR, Standing, sift
+from noloco_node.storage.checkpoint import Checkpoint, Counters, save
+from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.run_distribution import Recipe
+
+TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
+"""A run whose model has 0.75 million parameters."""
+
+
+# Who belongs in the mean.
+
+
+def standing(norm: float, round: int = 100, peer: str = "a") -> Standing:
+    return Standing(peer=peer, round=round, inner_steps=10 * round, progress=0.5, norm=norm)
+
+
+@given(
+    honest=st.lists(st.tuples(st.floats(0.8, 1.2), st.integers(90, 100)), min_size=2, max_size=9),
+    lies=st.lists(
+        st.one_of(
+            st.floats(1e-9, 0.8 / FACTOR * 0.99),
+            st.floats(1.2 * FACTOR * 1.01, 1e9),
+            st.sampled_from([math.nan, math.inf]),
+        ),
+        max_size=4,
+    ),
+    stale=st.lists(st.integers(0, 70), max_size=4),
+    order=st.randoms(use_true_random=False),
+)
+def test_outliers_and_stragglers_stay_out_as_long_as_they_are_the_fewer(
+    honest: list[tuple[float, int]], lies: list[float], stale: list[int], order: Any
+) -> None:
+    bad = len(lies) + len(stale)
+    if bad >= len(honest):
+        lies, stale = lies[:1], []
+    good = [standing(norm, round, f"good {n}") for n, (norm, round) in enumerate(honest)]
+    mixed = [*good, *(standing(lie, 10**9, f"lie {n}") for n, lie in enumerate(lies))]
+    mixed += [standing(1.0, round, f"stale {n}") for n, round in enumerate(stale)]
+    order.shuffle(mixed)
+    kept, left_out = sift(mixed, rounds_behind=16)
+    assert sorted(mixed[place].peer for place in kept) == sorted(each.peer for each in good)
+    assert sorted([each.peer for each in left_out] + [mixed[place].peer for place in kept]) == sorted(
+        each.peer for each in mixed
+    )
+
+
+@given(norms=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=6), rounds=st.integers(0, 10**6))
+def test_somebody_is_kept_wherever_anybody_is_finite(norms: list[float], rounds: int) -> None:
+    kept, left_out = sift([standing(abs(norm), rounds) for norm in norms], 16)
+    assert bool(kept) == any(map(math.isfinite, norms))
+    assert len(kept) + len(left_out) == len(norms)
+
+
+# From homes.
+
+
+class Homes:
+    """Homes of one run as nodes leave them: each with a run file and one replica's checkpoint."""
+
+    def __init__(self, directory: Path, text: str = TEXT) -> None:
+        self.directory, self.text = directory, text
+        self.recipe = Recipe(text, "the test's run file")
+        self.plan: Blueprint = blueprint(self.recipe.run)
+
+    def weights(self, stage: int) -> tuple[Tensor, ...]:
+        part = build_stage(self.recipe.run, self.plan, stage, torch.device("cpu"))
+        return tuple(weight.detach() for weight in part.parameters())
+
+    def checkpoint(self, stage: int, peer: str, tensors: tuple[Tensor, ...], round: int = 40) -> Checkpoint:
+        counters = Counters(
+            run_id=self.recipe.digest,
+            stage=stage,
+            round=round,
+            inner_steps=10 * round,
+            progress=0.5,
+            samples=0,
+            optimiser_steps=0,
+            peer=peer,
+        )
+        return Checkpoint(counters, {"slow": tensors, "fast": tuple(2 * tensor for tensor in tensors)})
+
+    def make(self, name: str, stage: int, tensors: tuple[Tensor, ...], round: int = 40) -> Path:
+        home = self.directory / name
+        home.mkdir(exist_ok=True)
+        (home / "run.toml").write_text(self.text)
+        save(home / "checkpoint", self.checkpoint(stage, name, tensors, round))
+        return home
+
+
+def moved(tensors: tuple[Tensor, ...], by: float, seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(tensor + by * torch.randn(tensor.shape, generator=generator) for tensor in tensors)
+
+
+def exported(out: Path) -> dict[str, Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_homes_are_merged_without_the_outlier_and_the_straggler(tmp_path: Path) -> None:
+    made = Homes(tmp_path)
+    first, last = made.weights(0), made.weights(1)
+    homes = [
+        made.make("a", 0, moved(first, 0.01, 1), round=40),
+        made.make("b", 0, moved(first, 0.01, 2), round=42),
+        made.make("mad", 0, tuple(9 * tensor for tensor in first), round=42),
+        made.make("asleep", 0, moved(first, 0.01, 3), round=3),
+        made.make("d", 1, last, round=41),
+    ]
+    # A node's own checkpoint of long ago, and a snapshot that another peer took of it later.
+    made.make("b", 0, moved(first, 0.5, 4), round=7)
+    save(tmp_path / "d" / "snapshots" / "0", made.checkpoint(0, "a", moved(first, 0.5, 5), round=12))
+
+    told = asyncio.run(export(Order(out=tmp_path / "model", homes=tuple(homes))))
+    notes = read_notes(tmp_path / "model")
+    assert notes.replicas == (2, 1)
+    assert notes.rounds == (42, 41)
+    assert [[each.peer for each in stage] for stage in notes.taken] == [["a", "b"], ["d"]]
+    assert {each.peer for each in notes.left_out[0]} == {"mad", "asleep"}
+    assert "stage 0: 2, rounds 40 to 42; stage 1: 1, round 41" in told
+    assert "Left out of stage 0: mad (norm" in told
+    names = list(made.plan.shapes[0])
+    means = [(x.double() + y.double()) / 2 for x, y in zip(moved(first, 0.01, 1), moved(first, 0.01, 2), strict=True)]
+    found = exported(tmp_path / "model")
+    assert all(torch.equal(found[name], mean.float()) for name, mean in zip(names, means, strict=True))
+    assert all(torch.equal(found[name], each) for name, each in zip(made.plan.shapes[1], last, strict=True))
+
+
+def test_a_stage_is_found_in_a_snapshot_alone(tmp_path: Path) -> None:
+    made = Homes(tmp_path)
+    home = made.make("a", 0, made.weights(0))
+    with pytest.raises(Trouble, match="no usable weights of stage 1") as caught:
+        asyncio.run(export(Order(out=tmp_path / "model", homes=(home,))))
+    assert caught.value.code is Exit.UNREACHABLE
+    assert not (tmp_path / "model").exists()
+    save(home / "snapshots" / "1", made.checkpoint(1, "gone", made.weights(1)))
+    asyncio.run(export(Order(out=tmp_path / "model", homes=(home,))))
+    assert read_notes(tmp_path / "model").taken[1][0].peer == "gone"
+
+
+def test_homes_of_two_runs_are_not_one_model(tmp_path: Path) -> None:
+    home = Homes(tmp_path).make("a", 0, Homes(tmp_path).weights(0))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "run.toml").write_text(demo_run_text(stages=2, replicas=2, steps=101, seed=0))
+    with pytest.raises(Trouble, match="another run") as caught:
+        recipe_of([home, tmp_path / "b"])
+    assert caught.value.code is Exit.OTHER_RUN
+    with pytest.raises(Trouble, match="not the home of a node") as caught:
+        recipe_of([home, tmp_path / "nowhere"])
+    assert caught.value.code is Exit.CONFIG
+    with pytest.raises(Trouble, match="nothing to export"):
+        asyncio.run(export(Order(out=tmp_path / "model")))
+
+
+def test_a_damaged_file_in_a_home_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
+    made = Homes(tmp_path)
+    home = made.make("a", 0, made.weights(0), round=1)
+    made.make("a", 0, made.weights(0), round=2)
+    (_, newer) = sorted((home / "checkpoint").iterdir())
+    newer.write_bytes(newer.read_bytes()[:-1])
+    (filed,) = newest(in_home(home, made.recipe.digest), 0)
+    assert filed.counters.round == 1
+
+
+# From a living swarm.
+
+
+def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 1 has nobody at first; what stage 0 gave is not asked for again, and the model is whole in the end."""
+    monkeypatch.setattr(asyncio, "to_thread", _at_once)
+    asked: list[str] = []
+    fetch = replica_fetch.fetch
+
+    async def counting(network: Any, peer: str, number: int, shapes: Any) -> Any:
+        asked.append(peer)
+        return await fetch(network, peer, number, shapes)
+
+    monkeypatch.setattr(replica_fetch, "fetch", counting)
+
+    async def main() -> None:
+        hub, what = Hub(), recipe(replicas=2, steps=4000, per_round=3)
+        peers = [Peer(hub, what, f"peer-{stage}{number}", stage) for stage in (0, 1) for number in (0, 1)]
+        await until(lambda: all(len(peer.of(events.OuterStep)) >= 2 for peer in peers))
+        roster, plan, parts = peers[0].node.roster, peers[0].plan, parts_beside(tmp_path / "model")
+        whole = msgspec.structs.replace(roster, stages=(roster.stages[0], peers[2].node.roster.stages[1]))
+        visitor = hub.network("visitor")
+        without = seen(msgspec.structs.replace(whole, stages=(whole.stages[0], ())))
+        roster = seen(whole)
+        with pytest.raises(Trouble, match="Nobody serves stage 1, and nobody keeps a snapshot of it"):
+            await from_swarm(visitor, what, without, plan, (parts, ()))
+        assert asked == ["peer-00", "peer-01"]
+        assert [path.name for path in parts.iterdir()] == ["stage-0.safetensors"], "replicas are removed once merged"
+        found = await from_swarm(visitor, what, roster, plan, (parts, ()))
+        stages = [each.stage for each in found]
+        assert asked[2:] == ["peer-10", "peer-11"]
+        assert [[each.peer for each in stage.taken] for stage in stages] == [asked[:2], asked[2:]]
+        assert all(list(stage.weights) == list(shapes) for stage, shapes in zip(stages, plan.shapes, strict=True))
+        assert "loaded again and compared" in exporter.write(tmp_path / "model", what, plan, stages)
+        # A finished stage that the disk has damaged is fetched again.
+        part = parts / "stage-1.safetensors"
+        part.write_bytes(part.read_bytes()[:-3] + b"???")
+        await from_swarm(visitor, what, roster, plan, (parts, ()))
+        assert asked[4:] == ["peer-10", "peer-11"]
+        # And so is one that its stage has left far behind.
+        behind = what.run.outer.staleness_at_most
+        far = [max(each.round for each in stages[0].taken) + behind + 1]
+        assert not exporter.is_kept(found[0], far, behind)
+        assert exporter.is_kept(found[0], [round - 1 for round in far], behind)
+        assert exporter.is_kept(found[0], [], behind)
+        for peer in peers:
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in peers])
+
+    run(main())
+
+
+async def _at_once(job: Any, *args: Any) -> Any:
+    """Stand in for a thread, where time is virtual."""
+    return job(*args)
+
+
+def seen(roster: Roster) -> replica_fetch.Look:
+    """See the same roster however often one looks."""
+
+    async def look() -> Roster:
+        return roster
+
+    return look
+
+
+class Replicas:
+    """Donors of a stage 1 of which some serve others for a while, and a roster that changes."""
+
+    def __init__(self) -> None:
+        self.hub, self.listed, self.asked = Hub(), list[str](), list[str]()
+        self.busy_until_s: dict[str, float] = {}
+        self._visitor = self.hub.network("visitor")
+
+    async def add(self, name: str, seed: int, access: Access | None = None) -> None:
+        async def provide(parts: Parts) -> ReplicaState:
+            return of_parts(state(seed), parts)
+
+        donor = Donor(provide, at_once, SHAPES, Terms(deadline_s=6000.0, piece_s=600.0))
+
+        async def serve(conversation: Conversation) -> None:
+            if name not in self.asked[-1:]:
+                self.asked.append(name)
+            if asyncio.get_running_loop().time() >= self.busy_until_s.get(name, 0.0):
+                await donor.serve(conversation)
+                return
+            await conversation.receive()
+            await conversation.send(Busy(retry_after_s=5.0))
+
+        await self.hub.network(name, access).serve(topic(STATE, 1), state_schema(SHAPES), serve)
+        self.listed.append(name)
+
+    async def look(self) -> Roster:
+        return Roster(stages=((), tuple(PeerRecord(peer=n, stage=1, state=State.TRAINING) for n in self.listed)))
+
+    def fetched(self) -> AsyncIterator[replica_fetch.Copy]:
+        shapes = {f"weight {number}": shape for number, shape in enumerate(SHAPES)}
+        return replica_fetch.fetched(self._visitor, self.look, 1, shapes)
+
+
+@pytest.fixture
+def at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "to_thread", _at_once)
+
+
+@pytest.mark.usefixtures("at_the_same_time")
+def test_who_died_meanwhile_is_not_asked_and_who_came_is() -> None:
+    async def main() -> None:
+        swarm = Replicas()
+        for seed, name in enumerate("abcd"):
+            await swarm.add(name, seed)
+        swarm.listed.remove("d")
+        found = []
+        async for copy in swarm.fetched():
+            found.append(copy)
+            if copy.peer == "a":
+                swarm.listed.remove("b")
+                swarm.listed.append("d")
+        assert [copy.peer for copy in found] == ["a", "c", "d"]
+        assert swarm.asked == ["a", "c", "d"]
+        for copy in found:
+            assert same_tensors(tuple(copy.weights.values()), state("abcd".index(copy.peer)).slow)
+
+    run(main())
+
+
+@pytest.mark.usefixtures("at_the_same_time")
+def test_a_slow_line_at_home_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifteen times slower than a line that is good enough: 0.6 Mbit/s."""
+    size_bytes = 4 * sum(map(math.prod, SHAPES))
+    monkeypatch.setattr(replica_fetch, "SLOWEST_BYTES_PER_S", size_bytes / 100.0)
+
+    async def main() -> None:
+        swarm = Replicas()
+        await swarm.add("slow", 0, Access(up_bytes_per_s=size_bytes / 1500.0))
+        assert [copy.peer async for copy in swarm.fetched()] == ["slow"]
+        assert asyncio.get_running_loop().time() > 1400.0
+
+    run(main())
+
+
+@pytest.mark.usefixtures("at_the_same_time")
+def test_a_busy_replica_is_waited_for_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> tuple[list[str], list[str], float]:
+        swarm = Replicas()
+        for seed, name in enumerate("abc"):
+            await swarm.add(name, seed)
+        swarm.busy_until_s = {"a": 60.0, "b": 30.0}
+        several = [copy.peer async for copy in swarm.fetched()]
+        swarm.listed, swarm.busy_until_s = ["a"], {"a": 700.0}
+        begun_s = asyncio.get_running_loop().time()
+        alone = [copy.peer async for copy in swarm.fetched()]
+        return several, alone, asyncio.get_running_loop().time() - begun_s
+
+    several, alone, seconds = run(main())
+    assert several == ["c", "b", "a"], "the others first"
+    assert alone == ["a"]
+    assert 600.0 < seconds < 710.0
+    assert "a serves others just now; asking it again for 15 minutes at most" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("at_the_same_time")
+@pytest.mark.parametrize(("others", "bound_s"), [(0, replica_fetch.BUSY_S), (2, replica_fetch.BUSY_BESIDE_S)])
+def test_who_is_busy_for_ever_is_left_out_at_last(
+    others: int, bound_s: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> tuple[list[str], float]:
+        swarm = Replicas()
+        for seed, name in enumerate(["busy", "and", "other"][: 1 + others]):
+            await swarm.add(name, seed)
+        swarm.busy_until_s = {"busy": math.inf}
+        return [copy.peer async for copy in swarm.fetched()], asyncio.get_running_loop().time()
+
+    found, seconds = run(main())
+    assert len(found) == others
+    assert bound_s <= seconds < bound_s + 10.0
+    assert "left out" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("at_the_same_time")
+def test_however_many_strangers_offer_weights_so_many_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_fetch, "MOST_GIVEN", 2)
+    monkeypatch.setattr(replica_fetch, "MOST_ASKED", 3)
+
+    async def main() -> None:
+        swarm = Replicas()
+        for seed, name in enumerate("abcd"):
+            await swarm.add(name, seed)
+        assert [copy.peer async for copy in swarm.fetched()] == ["a", "b"]
+        swarm.listed = ["away 1", "away 2", "away 3", "c"]
+        assert [copy.peer async for copy in swarm.fetched()] == []
+
+    run(main())
+
+
+@given(
+    listed=st.sets(st.sampled_from("abcdef")),
+    again_s=st.dictionaries(st.sampled_from("abcdef"), st.one_of(st.floats(0.0, 1e6), st.just(math.inf))),
+)
+def test_nobody_is_asked_twice_before_all_were_asked_once(listed: set[str], again_s: dict[str, float]) -> None:
+    peer = replica_fetch.next_to_ask(listed, again_s)
+    left = {each for each in listed if again_s.get(each) != math.inf}
+    if peer is None:
+        assert not left
+        return
+    assert peer in left
+    if peer in again_s:
+        assert left <= again_s.keys()
+        assert all(again_s[peer] <= again_s[other] for other in left)
+
+
+# At home.
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Homes, list[Path], Path]:
+    """Homes of a small run, and what was exported from them."""
+    made = Homes(tmp_path_factory.mktemp("taken"))
+    homes = [made.make(f"{stage}{n}", stage, moved(made.weights(stage), 0.02, n)) for stage in (0, 1) for n in (0, 1)]
+    out = made.directory / "model"
+    asyncio.run(export(Order(out=out, homes=tuple(homes))))
+    return made, homes, out
+
+
+@pytest.mark.processes
+def test_a_stranger_with_transformers_alone_loads_it(taken: tuple[Homes, list[Path], Path]) -> None:
+    """A process that cannot see this project: nothing of it is on its path."""
+    _, _, out = taken
+    program = f"""
+import sys
+import torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained({str(out)!r}, local_files_only=True)
+tokenizer = transformers.AutoTokenizer.from_pretrained({str(out)!r}, local_files_only=True)
+ids = tokenizer("import os", return_tensors="pt", add_special_tokens=False).input_ids
+with torch.no_grad():
+    assert model(ids).logits.shape == (1, 9, 384)
+made = model.generate(ids, max_new_tokens=4, do_sample=False)
+assert made.shape[1] <= 13
+ours = {{"noloco_node", "gossip", "pipeline", "hivemind"}} & {{name.split(".")[0] for name in sys.modules}}
+try:
+    import noloco_node
+except ImportError:
+    seen = False
+else:
+    seen = True
+sys.exit(f"saw {{ours}}" if ours or seen else 0)
+"""
+    packages = {str(Path(module.__file__ or "").parent.parent) for module in (torch, msgspec)}
+    environment = {"PYTHONPATH": os.pathsep.join(sorted(packages)), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    # -S: no site packages, so that an editable install of this project is not seen.
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=out,
+        timeout=LAST_RESORT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_that_goes_on_from_an_export_begins_with_exactly_that_model(
+    taken: tuple[Homes, list[Path], Path], tmp_path: Path
+) -> None:
+    """Export, `init --from`, the first weights of the run that this makes, export: the same bits."""
+    _, _, out = taken
+    again = Homes(tmp_path, continuing_text(out, "tiny"))
+    run_ = again.recipe.run
+    assert run_.model.path == str(out)
+    assert (run_.pipeline.stages, run_.pipeline.sequence_length) == (2, 128)
+    homes = [again.make(f"again-{stage}", stage, again.weights(stage)) for stage in (0, 1)]
+    asyncio.run(export(Order(out=tmp_path / "again", homes=tuple(homes))))
+    assert same(exported(out), exported(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_can_go_on_from_a_checkpoint_of_any_depth(tmp_path: Path, preset: str) -> None:
+    config = {"num_hidden_layers": 3, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = decode_run(continuing_text(tmp_path, preset), "the test's run file")
+    assert plan.pipeline.stages <= 3
+    assert plan.pipeline.sequence_length == 64
+    assert plan.data.tokenizer == str(tmp_path)
+    assert plan.inner.learning_rate < decode_run(run_text(preset), "a preset").inner.learning_rate
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(Trouble, match="no model to go on from"):
+        continuing_text(tmp_path, preset)
+
+
+def test_evaluation_of_homes_is_that_of_the_export_and_of_each_replica(
+    taken: tuple[Homes, list[Path], Path], tmp_path: Path
+) -> None:
+    made, homes, out = taken
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
+    question = Question(homes=tuple(homes), data=str(tmp_path), batches=1)
+    rows = json.loads(evaluate(question, as_json=True))["models"]
+    names = ["merged", *[f"stage {stage}, {stage}{n}, round 40" for stage in (0, 1) for n in (0, 1)]]
+    assert [row["model"] for row in rows] == names
+    plain = json.loads(evaluate(replace(question, homes=(), directories=(out,)), as_json=True))
+    assert plain["loss"] == pytest.approx(rows[0]["loss"], rel=1e-6)
+    # The merged model is back in its place after each: stage 1's replicas were measured with the mean of stage 0.
+    mixed = merged_homes(homes, made.recipe, made.plan)
+    alone = [each for each in homes if each.name in ("00", "10", "11")]
+    assert len({row["loss"] for row in rows}) == 5
+    assert mixed[0].taken[0].round == 40
+    single = json.loads(evaluate(replace(question, homes=tuple(alone)), as_json=True))["models"]
+    assert single[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-6), "stage 0 has one replica: that is its mean"
+    said = evaluate(replace(question, homes=(), directories=(out, out)), as_json=False)
+    assert said.count(f"{out}: loss ") == 2
+
+
+def test_evaluation_wants_one_kind_of_model(tmp_path: Path) -> None:
+    for question in (Question(), Question(directories=(tmp_path,), homes=(tmp_path,))):
+        with pytest.raises(Trouble) as caught:
+            evaluate(question, as_json=False)
+        assert caught.value.code is Exit.USAGE
+
+
+def test_a_checkpoint_of_anybody_is_evaluated_on_a_text_that_is_named(
+    taken: tuple[Homes, list[Path], Path], tmp_path: Path
+) -> None:
+    _, _, out = taken
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    for path in out.iterdir():
+        if path.name != "noloco.json":
+            (stranger / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
+    question = Question(directories=(stranger,), data=str(tmp_path / "text.txt"), batches=1)
+    ours = json.loads(evaluate(replace(question, directories=(out,)), as_json=True))
+    theirs = json.loads(evaluate(question, as_json=True))
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
+    with pytest.raises(Trouble, match="no checkpoint of a swarm"):
+        evaluate(replace(question, data=None), as_json=True)
+    # Bytes that are no text are marked by one, and passed over by the tokenizer of the other.
+    one, other = (generate_sample(directory, "to be", 40).replace("\ufffd", "") for directory in (out, stranger))
+    assert one == other
+    assert one
+
+
+def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], tmp_path: Path) -> None:
+    _, homes, out = taken
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
+
+    def typed(*words: str) -> str:
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return str(done.output)
+
+    from_homes = [word for home in homes for word in ("--from-home", str(home))]
+    assert "stage 1: 2, round 40" in typed("export", *from_homes, "--out", str(tmp_path / "model"))
+    assert same(exported(out), exported(tmp_path / "model"))
+    on = ("--data", str(tmp_path / "text.txt"), "--batches", "1")
+    assert typed("evaluate", str(tmp_path / "model"), *on).startswith("loss ")
+    prompt = "to be"
+    greedy = ("--prompt", prompt, "--max-tokens", "3", "--temperature", "0")
+    said = typed("generate", str(tmp_path / "model"), *greedy)
+    assert said == typed("generate", str(tmp_path / "model"), *greedy, "--seed", "5")
+    assert said.startswith(prompt)
+    typed("init", str(tmp_path / "run.toml"), "--from", str(tmp_path / "model"))
+    assert str(tmp_path / "model") in (tmp_path / "run.toml").read_text()
+
+
+def test_a_model_that_is_not_there_is_said_before_anything_is_printed(tmp_path: Path) -> None:
+    for words in (["generate", str(tmp_path / "none"), "--prompt", "import"], ["evaluate", str(tmp_path / "none")]):
+        done = CliRunner().invoke(app, words)
+        assert isinstance(done.exception, Trouble)
+        assert done.exception.why.endswith("noloco.json: No such file or directory")
+        assert done.stdout == ""

@@ -1,0 +1,488 @@
+"""An export from a swarm: one that was interrupted goes on, and a stage that died comes from a snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from export.test_end_to_end import seen
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_swarms import Peer, recipe, until
+from state_copies import of_parts, same_tensors
+from state_sync.test_snapshots import Memory, forgotten, killed, over
+from torch import Tensor
+from toy_gossip import at_once
+
+from gossip.exchange.messages import Busy, Parts, ReplicaState
+from gossip.rounds.matching import ROUND_BOUND
+from gossip.transfer.donor import Donor, Terms
+from gossip.transfer.download import Occupied
+from noloco_node.errors import Exit, Trouble
+from noloco_node.export import exporter, replica_fetch, snapshot_fetch
+from noloco_node.export.exporter import Found, Order, export, from_swarm, is_kept, parts_beside, path_of
+from noloco_node.export.huggingface import read_notes
+from noloco_node.export.replica_fetch import Copy
+from noloco_node.export.replica_files import Filed, Merged
+from noloco_node.export.snapshot_fetch import noted, told_of
+from noloco_node.network.interface import Conversation, Network
+from noloco_node.node.joining.revival import AGAIN_S, ATTEMPTS
+from noloco_node.planning.model_layout import blueprint
+from noloco_node.run.protocols import STATE, state_schema, topic
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.hub import Hub
+from noloco_node.state_sync.manifests import SNAPSHOT, Subject
+from noloco_node.state_sync.replica_mean import Standing
+from noloco_node.storage import tensor_file
+from noloco_node.storage.checkpoint import Checkpoint, arrays_of, load
+from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.run_distribution import Recipe
+
+RUN = recipe(replicas=2)
+PLAN = blueprint(RUN.run)
+BEHIND = RUN.run.outer.staleness_at_most
+
+
+def drawn(stage: int, seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=generator) for shape in PLAN.shapes[stage].values())
+
+
+class Interrupted(Exception):
+    """Stands in for Ctrl-C."""
+
+
+class Swarm:
+    """Peers that give weights of a run, their own and such as they keep, and an export that comes to them.
+
+    `asked`: of whom weights were fetched, and of which kind. `interrupted_at`: the fetch at which the export ends.
+    `fails`: who says what it has, and does not give it; `full_until_s`: not yet.
+    """
+
+    def __init__(self, parts: Path) -> None:
+        self.hub, self.parts = Hub(), parts
+        self.records: dict[str, PeerRecord] = {}
+        self.asked: list[tuple[str, str]] = []
+        self.interrupted_at = math.inf
+        self.busy_until_s: dict[tuple[str, str], float] = {}
+        self.full_until_s: dict[tuple[str, str], float] = {}
+        self.fails: set[tuple[str, str]] = set()
+        self._states: dict[tuple[str, str], ReplicaState] = {}
+        self._networks: dict[str, Network] = {}
+
+    async def replica(self, peer: str, stage: int, round: int = 40) -> None:
+        """Let a peer train at a stage, and give its weights."""
+        self.at_work(peer, stage, round)
+        await self._give(peer, stage, STATE, round)
+
+    async def keeper(self, peer: str, stage: int, round: int) -> None:
+        """Let a peer that is there already keep a snapshot of another stage."""
+        await self._give(peer, stage, SNAPSHOT, round)
+
+    def at_work(self, peer: str, stage: int, round: int) -> None:
+        self.records[peer] = PeerRecord(peer=peer, stage=stage, state=State.TRAINING, round=round, progress=0.5)
+
+    def at_round(self, peer: str, round: int) -> None:
+        """Let a replica go on to a round."""
+        self.at_work(peer, self.records[peer].stage, round)
+        self._states[peer, STATE] = replace(self._states[peer, STATE], round=round)
+
+    async def _give(self, peer: str, stage: int, kind: str, round: int) -> None:
+        progress = 0.5 if kind == STATE else 0.25
+        slow = drawn(stage, sum(map(ord, peer + kind)))
+        counters = {"round": round, "inner_steps": 3 * round, "progress": progress, "optimiser_steps": 0}
+        self._states[peer, kind] = ReplicaState(slow=slow, momentum=(), optimiser=(), **counters)  # type: ignore[arg-type]
+
+        async def provide(parts: Parts) -> ReplicaState:
+            if parts is Parts.SLOW and (peer, kind) in self.fails:
+                raise ConnectionAbortedError("its disk has died")
+            return of_parts(self._states[peer, kind], parts)
+
+        shapes = tuple(PLAN.shapes[stage].values())
+        donor = Donor(provide, at_once, shapes, Terms(deadline_s=600.0, piece_s=60.0))
+
+        async def serve(conversation: Conversation) -> None:
+            if asyncio.get_running_loop().time() >= self.busy_until_s.get((peer, kind), 0.0):
+                await donor.serve(conversation)
+                return
+            await conversation.receive()
+            await conversation.send(Busy(retry_after_s=5.0))
+
+        await self._network(peer).serve(topic(kind, stage), state_schema(shapes), serve)
+
+    def _network(self, peer: str) -> Network:
+        if peer not in self._networks:
+            self._networks[peer] = self.hub.network(peer)
+        return self._networks[peer]
+
+    def given(self, peer: str, kind: str = STATE) -> tuple[Tensor, ...]:
+        return self._states[peer, kind].slow
+
+    async def look(self) -> Roster:
+        stages = range(len(PLAN.shapes))
+        return Roster(stages=tuple(tuple(r for r in self.records.values() if r.stage == stage) for stage in stages))
+
+    @contextlib.asynccontextmanager
+    async def visited(self, _: str) -> AsyncIterator[tuple[Network, Recipe, Any]]:
+        """Stand in for `swarm.visited`."""
+        yield self._network("visitor"), RUN, SimpleNamespace(peek=self.look)
+
+    async def exported(self, *filed: Filed) -> list[Found]:
+        """Export, or go on with it; `asked` begins anew."""
+        self.asked.clear()
+        return await from_swarm(self._network("visitor"), RUN, self.look, PLAN, (self.parts, filed))
+
+    async def interrupted(self, at: int) -> None:
+        """Export until so many replicas have come."""
+        self.interrupted_at = at
+        with contextlib.suppress(Interrupted):
+            await self.exported()
+        self.interrupted_at = math.inf
+
+
+@pytest.fixture
+def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
+    made: list[Swarm] = []
+    fetch_of = replica_fetch.fetch_of
+
+    async def watched(network: Any, peer: str, subject: Subject, *others: Any) -> Copy:
+        (swarm,) = made
+        if len(swarm.asked) >= swarm.interrupted_at:
+            raise Interrupted
+        swarm.asked.append((peer, subject.kind))
+        if asyncio.get_running_loop().time() < swarm.full_until_s.get((peer, subject.kind), 0.0):
+            raise Occupied("it serves others", 5.0)
+        return await fetch_of(network, peer, subject, *others)
+
+    async def thread(job: Any, *args: Any) -> Any:
+        return job(*args)
+
+    monkeypatch.setattr(replica_fetch, "fetch_of", watched)
+    monkeypatch.setattr(snapshot_fetch, "fetch_of", watched)
+    monkeypatch.setattr(asyncio, "to_thread", thread)
+    made.append(Swarm(parts_beside(tmp_path / "model")))
+    return made[0]
+
+
+async def two_stages(swarm: Swarm) -> None:
+    for peer in ("a", "b", "c"):
+        await swarm.replica(peer, 0)
+    await swarm.replica("d", 1)
+
+
+def peers_of(found: Found) -> list[str]:
+    return [each.peer for each in found.stage.taken]
+
+
+def same_stage(one: Merged, other: Merged) -> bool:
+    return one.weights.keys() == other.weights.keys() and same_tensors(
+        tuple(one.weights.values()), tuple(other.weights.values())
+    )
+
+
+# Going on.
+
+
+def test_replicas_that_had_come_of_an_unfinished_stage_are_not_fetched_again(swarm: Swarm, tmp_path: Path) -> None:
+    async def main() -> None:
+        await two_stages(swarm)
+        await swarm.interrupted(at=2)
+        assert {path.name for path in swarm.parts.iterdir()} == {path_of(swarm.parts, 0, p).name for p in ("a", "b")}
+        resumed = await swarm.exported()
+        assert swarm.asked == [("c", STATE), ("d", STATE)]
+        assert [peers_of(each) for each in resumed] == [["a", "b", "c"], ["d"]]
+        assert {path.name for path in swarm.parts.iterdir()} == {"stage-0.safetensors", "stage-1.safetensors"}
+        swarm.parts = tmp_path / ".another.parts"
+        at_one_go = await swarm.exported()
+        assert len(swarm.asked) == 4
+        assert all(same_stage(one.stage, other.stage) for one, other in zip(resumed, at_one_go, strict=True))
+        assert [each.stage.taken for each in resumed] == [each.stage.taken for each in at_one_go]
+
+    run(main())
+
+
+def spoil(path: Path, how: str) -> None:
+    if how == "damaged":
+        path.write_bytes(path.read_bytes()[:-3] + b"???")
+        return
+    if how == "no such file at all":
+        path.write_bytes(b"?")
+        return
+    counters, tensors = load(path)
+    slow = tensors["slow"]
+    if how == "of another run":
+        counters = msgspec.structs.replace(counters, run_id="another")
+    elif how == "of another peer":
+        counters = msgspec.structs.replace(counters, peer="another")
+    elif how == "of other shapes":
+        slow = (torch.zeros(3), *slow[1:])
+    else:
+        slow = slow[:-1]
+    tensor_file.write(path, arrays_of(Checkpoint(counters, {"slow": slow})), msgspec.json.encode(counters).decode())
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["damaged", "no such file at all", "of another run", "of another peer", "of other shapes", "of too few tensors"],
+)
+def test_a_replica_whose_file_is_of_no_use_is_fetched_again(swarm: Swarm, how: str) -> None:
+    async def main() -> None:
+        await two_stages(swarm)
+        await swarm.interrupted(at=2)
+        spoil(path_of(swarm.parts, 0, "a"), how)
+        found = await swarm.exported()
+        assert swarm.asked == [("a", STATE), ("c", STATE), ("d", STATE)]
+        assert peers_of(found[0]) == ["a", "b", "c"]
+
+    run(main())
+
+
+@pytest.mark.parametrize(("further", "again"), [(BEHIND, []), (BEHIND + 1, ["a", "b"])])
+def test_a_replica_that_its_stage_has_left_far_behind_is_fetched_again(
+    swarm: Swarm, further: int, again: list[str]
+) -> None:
+    async def main() -> None:
+        await two_stages(swarm)
+        await swarm.interrupted(at=2)
+        for peer in ("a", "b", "c"):
+            swarm.at_round(peer, 40 + further)
+        found = await swarm.exported()
+        assert [peer for peer, _ in swarm.asked] == [*again, "c", "d"]
+        assert peers_of(found[0]) == ["a", "b", "c"]
+        assert {each.round for each in found[0].stage.taken} == ({40 + further} if again else {40, 40 + further})
+
+    run(main())
+
+
+def test_what_a_peer_gave_that_has_gone_since_still_counts(swarm: Swarm, capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        await two_stages(swarm)
+        await swarm.interrupted(at=2)
+        del swarm.records["a"], swarm.records["b"]
+        found = await swarm.exported()
+        assert swarm.asked == [("c", STATE), ("d", STATE)]
+        assert peers_of(found[0]) == ["a", "b", "c"]
+
+    run(main())
+    assert "stage 0: 2 replicas are here from an export that was interrupted" in capsys.readouterr().err
+
+
+@given(st.integers(0, 100), st.lists(st.integers(0, 100), max_size=5), st.integers(0, 30), st.booleans())
+def test_a_finished_part_is_kept_until_its_stage_is_far_or_lives_again(
+    round: int, rounds: list[int], behind: int, of_snapshot: bool
+) -> None:
+    standing = Standing(peer="a", round=round, inner_steps=0, progress=0.0, norm=1.0)
+    part = Found(Merged({}, (standing,), ()), "keeper" if of_snapshot else None)
+    near = not rounds or round >= sorted(rounds)[(len(rounds) - 1) // 2] - behind
+    assert is_kept(part, rounds, behind) == (near and not (of_snapshot and rounds))
+
+
+# A stage that died.
+
+
+def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("noloco_node.swarm.connection.visited", swarm.visited)
+    out = tmp_path / "model"
+
+    async def main() -> str:
+        for peer in ("a", "b", "c"):
+            await swarm.replica(peer, 0)
+        await swarm.keeper("a", 1, round=10)
+        await swarm.keeper("b", 1, round=12)
+        found = await swarm.exported()
+        assert swarm.asked[3:] == [("b", SNAPSHOT)]
+        assert [each.kept_by for each in found] == [None, "b"]
+        assert same_tensors(tuple(found[1].stage.weights.values()), swarm.given("b", SNAPSHOT))
+        assert {path.name for path in swarm.parts.iterdir()} == {"stage-0.safetensors", "stage-1.safetensors"}
+        # Also where it is read from a part that an interrupted export has left.
+        swarm.asked.clear()
+        told = await export(Order(out=out, invite="to the swarm"))
+        assert swarm.asked == []
+        assert not swarm.parts.exists()
+        return told
+
+    told = run(main())
+    (note,) = read_notes(out).snapshots
+    assert (note.stage, note.kept_by, note.round, note.others_round) == (1, "b", 12, 40)
+    assert (note.progress, note.others_progress) == (0.25, 0.5)
+    assert (
+        "No replica of stage 1 gave its weights; in their place is a snapshot of its round 12 that b keeps, 28 rounds "
+        "behind the other stages (round 40); its progress is 25.0%, theirs 50.0%."
+    ) in told
+
+
+def test_a_keeper_that_gives_nothing_gives_way_to_the_next(swarm: Swarm) -> None:
+    async def main() -> None:
+        for peer, round in (("a", 10), ("b", 12), ("c", 11)):
+            await swarm.replica(peer, 0)
+            await swarm.keeper(peer, 1, round)
+        swarm.fails = {("b", SNAPSHOT)}
+        swarm.at_work("dead", 1, 20)
+        found = await swarm.exported()
+        assert swarm.asked[-3:] == [("dead", STATE), ("b", SNAPSHOT), ("c", SNAPSHOT)]
+        assert found[1].kept_by == "c"
+
+    run(main())
+
+
+def test_a_stage_that_nobody_serves_and_nobody_keeps_is_named_with_what_to_try(swarm: Swarm) -> None:
+    async def main() -> tuple[Trouble, Trouble, Trouble]:
+        await swarm.replica("a", 0)
+        with pytest.raises(Trouble) as nothing:
+            await swarm.exported()
+        swarm.at_work("dead", 1, 20)
+        with pytest.raises(Trouble) as dead:
+            await swarm.exported()
+        await swarm.keeper("a", 1, round=10)
+        swarm.fails = {("a", SNAPSHOT)}
+        with pytest.raises(Trouble) as broken:
+            await swarm.exported()
+        assert swarm.asked == [("dead", STATE), ("a", SNAPSHOT)], "it is not asked twice, and stage 0 is there"
+        return nothing.value, dead.value, broken.value
+
+    nothing, dead, broken = run(main())
+    assert nothing.what == "Nobody serves stage 1, and nobody keeps a snapshot of it."
+    assert dead.what == "Nobody gave the weights of stage 1, and nobody keeps a snapshot of it."
+    assert "lists 1 replicas of it; of 2 peers that were asked for a snapshot 0 offered one" in dead.why
+    assert broken.what == "Nobody gave the weights of stage 1, and no snapshot of it could be fetched and believed."
+    for trouble in (nothing, dead, broken):
+        assert "--from-home DIR" in trouble.attempt
+        assert trouble.code is Exit.UNREACHABLE
+
+
+@pytest.mark.parametrize("busy", ["busy_until_s", "full_until_s"])
+@pytest.mark.parametrize(("busy_s", "comes"), [(60.0, True), (math.inf, False)])
+def test_a_busy_keeper_is_waited_for_and_not_for_ever(swarm: Swarm, busy: str, busy_s: float, comes: bool) -> None:
+    async def main() -> float:
+        await swarm.replica("a", 0)
+        await swarm.keeper("a", 1, round=10)
+        setattr(swarm, busy, {("a", SNAPSHOT): busy_s})
+        if comes:
+            assert (await swarm.exported())[1].kept_by == "a"
+        else:
+            with pytest.raises(Trouble, match="no snapshot of it could be fetched"):
+                await swarm.exported()
+        return asyncio.get_running_loop().time()
+
+    least_s = busy_s if comes else AGAIN_S * (ATTEMPTS - 1)
+    assert least_s <= run(main()) < least_s + 2 * AGAIN_S
+
+
+def test_a_part_from_a_snapshot_is_not_kept_once_the_stage_lives_again(swarm: Swarm) -> None:
+    async def main() -> None:
+        await swarm.replica("a", 0)
+        await swarm.keeper("a", 1, round=38)
+        assert [each.kept_by for each in await swarm.exported()] == [None, "a"]
+        await swarm.replica("back", 1, round=39)
+        found = await swarm.exported()
+        assert swarm.asked == [("back", STATE)]
+        assert (peers_of(found[1]), found[1].kept_by) == (["back"], None)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("round", "taken", "left_out"),
+    [
+        (10 + ROUND_BOUND, ["of a home"], []),
+        (11 + ROUND_BOUND, ["a", "of a home"], []),
+        (10 + BEHIND, ["a", "of a home"], []),
+        (11 + BEHIND, ["a"], ["of a home"]),
+    ],
+)
+def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
+    swarm: Swarm, tmp_path: Path, round: int, taken: list[str], left_out: list[str]
+) -> None:
+    async def main() -> None:
+        await swarm.replica("a", 0)
+        await swarm.keeper("a", 1, round)
+        weights = dict(zip(PLAN.shapes[1], drawn(1, seed=9), strict=True))
+        copy = Copy("of a home", 10, 30, 0.25, weights)
+        filed = exporter._file(tmp_path / "home.safetensors", RUN.digest, 1, copy)
+        found = (await swarm.exported(filed))[1]
+        assert peers_of(found) == taken
+        assert [each.peer for each in found.stage.left_out] == left_out
+        assert found.kept_by == ("a" if "a" in taken else None)
+        assert filed.path.exists()
+
+    run(main())
+
+
+def test_replicas_of_an_interrupted_export_do_not_outweigh_a_snapshot_of_long_after(swarm: Swarm) -> None:
+    """Their stage has died meanwhile, so that no roster says how old they are."""
+
+    async def main() -> None:
+        await swarm.replica("z", 0, round=5)
+        for peer in ("k", "l", "m"):
+            await swarm.replica(peer, 1, round=5)
+        await swarm.interrupted(at=3)
+        for peer in ("k", "l", "m"):
+            del swarm.records[peer]
+        swarm.at_round("z", 200)
+        await swarm.keeper("z", 1, round=190)
+        found = await swarm.exported()
+        assert swarm.asked == [("z", STATE), ("z", SNAPSHOT)]
+        assert (peers_of(found[1]), found[1].kept_by) == (["z"], "z")
+        assert [each.peer for each in found[1].stage.left_out] == ["k", "l"]
+        assert found[1].stage.left_out[0].why == "round 5, the snapshot that z keeps is of round 190"
+
+    run(main())
+
+
+@given(rounds=st.lists(st.integers(0, 300), min_size=1, max_size=5), data=st.data(), progress=st.floats(0.0, 1.0))
+def test_what_is_noted_compares_with_stages_that_live_where_there_are_any(
+    rounds: list[int], data: st.DataObject, progress: float
+) -> None:
+    kept = data.draw(st.sets(st.sampled_from(range(len(rounds))), min_size=1))
+    stages = [
+        (Standing(peer=f"peer {n}", round=round, inner_steps=0, progress=progress, norm=1.0),)
+        for n, round in enumerate(rounds)
+    ]
+    notes = noted(stages, {number: f"peer {number}" for number in kept})
+    assert [note.stage for note in notes] == sorted(kept)
+    for note in notes:
+        assert note.round == rounds[note.stage]
+        living = sorted(round for n, round in enumerate(rounds) if n not in kept)
+        beside = living or sorted(round for n, round in enumerate(rounds) if n != note.stage)
+        assert note.others_round == (beside[(len(beside) - 1) // 2] if beside else None)
+        told = told_of(note)
+        assert f"of its round {note.round} that peer {note.stage} keeps" in told
+        if note.others_round is not None:
+            lag = note.others_round - note.round
+            assert ("behind the other" in told, "ahead of" in told, "in the same round" in told) == (
+                lag > 0,
+                lag < 0,
+                lag == 0,
+            )
+
+
+@pytest.mark.usefixtures("swarm")
+def test_a_stage_of_a_whole_swarm_that_died_is_taken_home(tmp_path: Path) -> None:
+    """With nodes, one of which keeps snapshots as a volunteer does."""
+
+    async def main() -> None:
+        hub, what, store = Hub(), recipe(replicas=2, steps=4000, per_round=3), Memory()
+        keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
+        rest = [Peer(hub, what, name, stage, job_s=0.3) for name, stage in (("a0", 0), ("a1", 1), ("b1", 1))]
+        await until(lambda: len(store.kept.get(1, [])) >= 2)
+        await killed(hub, rest[1:])
+        await until(lambda: forgotten(keeper, 1))
+        look, disk = seen(keeper.node.roster), (tmp_path / ".model.parts", ())
+        found = await from_swarm(hub.network("visitor"), what, look, keeper.plan, disk)
+        assert (found[0].kept_by, found[1].kept_by) == (None, "keeper")
+        assert same_tensors(tuple(found[1].stage.weights.values()), store.kept[1][-1].tensors["slow"])
+        assert found[1].stage.taken[0].round == store.kept[1][-1].counters.round
+        await over([keeper, rest[0]])
+
+    run(main())

@@ -1,0 +1,268 @@
+"""From the slices of a swarm to one checkpoint that plain transformers loads, and what it is worth."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.export.huggingface import Notes, merge, read_notes, write_checkpoint
+from noloco_node.inference.evaluation import Loss, evaluate_directory, open_model, unigram_entropy, validation_loss
+from noloco_node.inference.generation import generate_sample
+from noloco_node.run.presets import demo_run_text
+from pipeline.decoder_slice import Slice
+from pipeline.partition import Prepared, build, cut, family_config, prepare
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 384,
+        "max_position_embeddings": 128,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 384, "n_positions": 128},
+    "mixtral": {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "num_local_experts": 4,
+        "vocab_size": 384,
+        "max_position_embeddings": 128,
+    },
+}
+NOTES = Notes(
+    run_id="ab" * 32,
+    rounds=(4, 3),
+    replicas=(2, 1),
+    untied=True,
+    run_file=demo_run_text(stages=2, replicas=2, steps=100, seed=0),
+)
+
+
+def slices(family: str, stages: int = 2) -> tuple[Prepared, list[Slice]]:
+    recipe = prepare(family_config(family, SIZES[family]))
+    return recipe, [build(recipe, piece, seed=1).eval() for piece in cut(recipe.config, stages, None, 128)]
+
+
+def weights(part: Slice) -> dict[str, Tensor]:
+    return {name: weight.detach() for name, weight in part.named_parameters()}
+
+
+def ids() -> Tensor:
+    return torch.randint(3, 259, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def export(target: Path, family: str = "llama") -> list[Slice]:
+    recipe, parts = slices(family)
+    write_checkpoint(target, recipe.config, [weights(part) for part in parts], ByT5Tokenizer(), NOTES)
+    return parts
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_plain_transformers_loads_the_same_model(family: str, tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "model"
+    parts = export(target, family)
+    model, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    with torch.no_grad():
+        hidden = ids()
+        for part in parts:
+            hidden = part(hidden)
+        torch.testing.assert_close(model.eval()(ids()).logits, hidden, rtol=1e-5, atol=1e-5)
+    assert model.config.use_cache
+    assert not model.config.tie_word_embeddings
+    assert model.generation_config.eos_token_id == 1
+    assert model.generation_config.pad_token_id == 0
+    assert os.listdir(target.parent) == ["model"], "nothing left beside it"
+    assert read_notes(target) == NOTES
+    assert json.loads((target / "noloco.json").read_text())["replicas"] == [2, 1]
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    export(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer("Grüße").input_ids == ByT5Tokenizer()("Grüße").input_ids
+
+
+@given(count=st.integers(1, 5), seed=st.integers(0, 1000))
+def test_merging_is_the_exact_mean_rounded_once(count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    replicas = [
+        {"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator, dtype=torch.float64)}
+        for _ in range(count)
+    ]
+    before = [{name: tensor.clone() for name, tensor in replica.items()} for replica in replicas]
+    merged = merge(replicas)
+    for name in ("a", "b"):
+        exact = torch.stack([replica[name].double() for replica in replicas]).mean(0)
+        assert merged[name].dtype == torch.float32
+        torch.testing.assert_close(merged[name].double(), exact, rtol=1e-7, atol=1e-12)
+    for replica, old in zip(replicas, before, strict=True):
+        assert all(torch.equal(replica[name], old[name]) for name in old)
+
+
+def test_equal_replicas_merge_to_themselves() -> None:
+    replica = {"a": torch.randn(100, generator=torch.Generator().manual_seed(0))}
+    assert torch.equal(merge([replica] * 3)["a"], replica["a"])
+
+
+def test_only_replicas_of_one_stage_merge() -> None:
+    with pytest.raises(ValueError, match="no replica"):
+        merge([])
+    for other in ({"b": torch.zeros(2)}, {"a": torch.zeros(3)}, {}):
+        with pytest.raises(ValueError, match="not of one stage"):
+            merge([{"a": torch.zeros(2)}, other])
+
+
+def test_stages_that_are_not_the_whole_model_are_refused(tmp_path: Path) -> None:
+    recipe, parts = slices("gpt2")
+    first, last = (weights(part) for part in parts)
+    target = tmp_path / "model"
+    bent = {**last, "transformer.ln_f.weight": torch.zeros(31)}
+    extra = {**last, "transformer.h.9.ln_1.bias": torch.zeros(32)}
+    for stages, named in (
+        ([first], "lm_head.weight"),
+        ([first, last, first], "wte.weight"),
+        ([first, bent], "transformer.ln_f.weight$"),
+        ([first, extra], r"transformer.h.9.ln_1.bias$"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            write_checkpoint(target, recipe.config, stages, ByT5Tokenizer(), NOTES)
+    assert not target.exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("years of work")
+    (tmp_path / "file").write_text("")
+    for name in ("full", "file"):
+        with pytest.raises(Trouble, match="not empty") as caught:
+            export(tmp_path / name)
+        assert caught.value.code == Exit.USAGE
+    assert sorted(os.listdir(tmp_path)) == ["file", "full"]
+    assert os.listdir(tmp_path / "full") == ["thesis.tex"]
+    (tmp_path / "empty").mkdir()
+    export(tmp_path / "empty")
+    assert (tmp_path / "empty" / "config.json").exists()
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    class FullDisk(ByT5Tokenizer):  # type: ignore[misc]
+        def save_pretrained(self, *_: Any, **__: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+    recipe, parts = slices("llama")
+    with pytest.raises(Trouble, match="No space left") as caught:
+        write_checkpoint(tmp_path / "model", recipe.config, [weights(part) for part in parts], FullDisk(), NOTES)
+    assert caught.value.code == Exit.STORAGE
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_export_left_goes_and_one_at_work_is_left_alone(tmp_path: Path) -> None:
+    left = tmp_path / ".model.aside"
+    (left / "deeper").mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    lock = os.open(left, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(Trouble, match="Another export") as caught:
+        export(tmp_path / "model")
+    assert caught.value.code == Exit.USAGE
+    assert os.listdir(tmp_path) == [left.name]
+    assert sorted(os.listdir(left)) == ["deeper", "model.safetensors"]
+    os.close(lock)  # as the system does for whoever is killed
+    export(tmp_path / "model")
+    assert os.listdir(tmp_path) == ["model"]
+    assert "deeper" not in os.listdir(tmp_path / "model")
+
+
+def test_loss_by_hand() -> None:
+    """Three tokens, probabilities a half, a quarter and an eighth: two bits a token on the mean."""
+    table = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+
+    def model(batch: Tensor) -> Tensor:
+        return table.expand(*batch.shape, 4) + 3.0
+
+    loss = validation_loss(model, [torch.tensor([[3, 0, 1]]), torch.tensor([[0, 2]])])
+    assert loss.tokens == 3
+    assert loss.mean == pytest.approx(2 * math.log(2))
+    assert loss.perplexity == pytest.approx(4.0)
+    with pytest.raises(ValueError, match="no token"):
+        validation_loss(model, [])
+    assert Loss(1e6, 1).perplexity == math.inf
+
+
+def test_unigram_entropy_by_hand() -> None:
+    batches = [torch.tensor([[9, 0, 0, 1]]), torch.tensor([[0, 0, 7, 0]])]
+    shares = [4 / 6, 1 / 6, 1 / 6]
+    assert unigram_entropy(batches) == pytest.approx(-sum(share * math.log(share) for share in shares))
+    assert unigram_entropy([torch.zeros(2, 5, dtype=torch.int64)]) == 0.0
+    with pytest.raises(ValueError, match="no token"):
+        unigram_entropy([])
+
+
+@given(seed=st.integers(0, 1000), values=st.integers(1, 9))
+def test_no_model_without_context_beats_the_unigram_entropy(seed: int, values: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    batches = [torch.randint(0, values, (2, 7), generator=generator) for _ in range(2)]
+    table = torch.randn(9, generator=generator)
+    assert validation_loss(lambda ids: table.expand(*ids.shape, 9), batches).mean >= unigram_entropy(batches) - 1e-6
+    counts = torch.bincount(torch.cat([batch[:, 1:].flatten() for batch in batches]), minlength=9)
+    fitted = (counts / counts.sum()).log().clamp(min=-1e4)
+    best = validation_loss(lambda ids: fitted.expand(*ids.shape, 9), batches).mean
+    assert best == pytest.approx(unigram_entropy(batches), abs=1e-5)
+
+
+def test_a_route_through_slices_measures_like_the_checkpoint(tmp_path: Path) -> None:
+    parts = export(tmp_path / "model")
+    model = open_model(tmp_path / "model")
+    batches = [torch.cat([ids(), ids()[:, :1]], dim=1)]
+    route = validation_loss(lambda batch: parts[1](parts[0](batch)), batches)
+    plain = validation_loss(lambda batch: model(batch).logits, batches)
+    assert route.mean == pytest.approx(plain.mean, rel=1e-6)
+    assert route.mean == pytest.approx(math.log(384), rel=0.05), "an untrained model knows nothing"
+
+
+def test_evaluating_a_directory(tmp_path: Path) -> None:
+    export(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 200)
+    said = evaluate_directory(tmp_path / "model", data=str(text), batches=2, as_json=False)
+    numbers = json.loads(evaluate_directory(tmp_path / "model", data=str(text), batches=2, as_json=True))
+    assert numbers.keys() == {"loss", "perplexity", "tokens", "unigram_entropy"}
+    assert numbers["tokens"] == 2 * 8 * 128
+    assert numbers["perplexity"] == pytest.approx(math.exp(numbers["loss"]))
+    assert f"loss {numbers['loss']:.4f} nats a token" in said
+    assert 2.0 < numbers["unigram_entropy"] < 2.6 < numbers["loss"]
+
+
+def test_a_directory_without_a_model_says_so(tmp_path: Path) -> None:
+    with pytest.raises(Trouble, match="no checkpoint of a swarm") as caught:
+        evaluate_directory(tmp_path, data=None, batches=1, as_json=False)
+    assert caught.value.code == Exit.CONFIG
+    with pytest.raises(Trouble, match="no model"):
+        open_model(tmp_path)
+
+
+def test_a_sample_follows_its_seed_and_leaves_the_generator_alone(tmp_path: Path) -> None:
+    export(tmp_path / "model")
+    before = torch.get_rng_state()
+    texts = [generate_sample(tmp_path / "model", "import ", 24, seed) for seed in (0, 0, 1)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert texts[0] == texts[1] != texts[2]
+    assert "import" not in texts[0]

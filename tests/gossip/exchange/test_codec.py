@@ -1,0 +1,536 @@
+"""What travels in each form, what becomes of it, and that sender and receiver end with the same numbers."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S
+from torch import Tensor
+
+from gossip.exchange.codec import FAR, FEW, FINEST, Encoded, Feedback, common_steps, decode, encode
+from gossip.exchange.formats import BLOCK, Format, wire_bytes, wire_specs
+from gossip.exchange.messages import Implausible
+from gossip.exchange.quantise import PIECE
+from gossip.exchange.swap import NORM_RATIO, probe_coordinates
+from gossip.rule.outer_step import Tensors, mean
+from noloco_node.network.schema import TensorSpec
+
+SHAPES = ((3, 7), (), (0,), (2 * BLOCK + 5,), (BLOCK,), (2, 0, 3), (1,))
+LOSSY = (Format.BFLOAT16, Format.INT8, Format.INT4)
+TINY, HUGE = torch.finfo(torch.float32).tiny, 3e38
+
+several = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=5).map(tuple)
+seeds = st.integers(0, 2**31)
+formats = st.sampled_from(Format)
+lossy = st.sampled_from(LOSSY)
+scales = st.sampled_from([1e-45, 1e-38, 1e-20, 1.0, 1e20, 1e37])
+few = settings(max_examples=40, deadline=None)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(seed: int, scale: float = 1.0, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> Tensors:
+    source = generator(seed)
+    return tuple(torch.randn(shape, generator=source).mul(scale) for shape in shapes)
+
+
+def near(weights: Tensors, distance: float, seed: int) -> Tensors:
+    """Weights that differ from these by less than `distance` everywhere."""
+    source = generator(seed)
+    return tuple(w + (torch.rand(w.shape, generator=source) * 2 - 1) * distance for w in weights)
+
+
+def steps_for(form: Format, weights: Tensors, step: float) -> tuple[float, ...]:
+    return (step,) * len(weights) if form is Format.INT4 else ()
+
+
+def bits(tensors: Tensors) -> list[Tensor]:
+    """The memory of each tensor, so that minus zero differs from zero."""
+    return [tensor.reshape(-1).view(torch.int32) for tensor in tensors]
+
+
+def same_bits(a: Tensors, b: Tensors) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(bits(a), bits(b), strict=True))
+
+
+def probe(weights: Tensors, coordinates: Tensors) -> Tensor:
+    """The weights at these flat indices."""
+    return torch.cat([tensor.reshape(-1)[at] for tensor, at in zip(weights, coordinates, strict=True)])
+
+
+def worst(a: Tensors, b: Tensors) -> float:
+    """The largest distance, in double precision."""
+    return max(
+        (float((x.double() - y.double()).abs().max()) for x, y in zip(a, b, strict=True) if x.numel()), default=0
+    )
+
+
+@given(form=formats, shapes=several, seed=seeds)
+@few
+def test_what_travels_is_known_from_the_shapes(form: Format, shapes: tuple[tuple[int, ...], ...], seed: int) -> None:
+    weights = draw(seed, shapes=shapes)
+    encoded = encode(form, weights, (), steps_for(form, weights, 0.01))
+    specs = wire_specs(form, shapes)
+    assert [(str(t.dtype), tuple(t.shape)) for t in encoded.wire] == [(f"torch.{s.dtype}", s.shape) for s in specs]
+    assert sum(tensor.nbytes for tensor in encoded.wire) == wire_bytes(form, shapes)
+    assert all(TensorSpec(spec.shape, spec.dtype).size_bytes == spec.size_bytes for spec in specs)
+    assert [tensor.shape for tensor in encoded.decoded] == [tensor.shape for tensor in weights]
+
+
+def test_sizes() -> None:
+    shapes = ((4096, 1024), (1024,))
+    values = 4096 * 1024 + 1024
+    figures = {form: wire_bytes(form, shapes) / values for form in Format}
+    assert figures == {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / BLOCK, "int4": 0.5}
+
+
+@given(form=formats, seed=seeds, shared=seeds)
+@few
+def test_both_sides_hold_the_same_numbers(form: Format, seed: int, shared: int) -> None:
+    """To the bit, and so is the mean that either computes."""
+    step = 0.01
+    centre = draw(shared)
+    a, b = near(centre, 3.7 * step, seed), near(centre, 3.7 * step, seed + 1)
+    steps = steps_for(form, centre, step)
+    sent_a, sent_b = encode(form, a, (), steps), encode(form, b, (), steps)
+    at_b, at_a = decode(form, sent_a.wire, b, steps), decode(form, sent_b.wire, a, steps)
+    assert same_bits(at_b, sent_a.decoded)
+    assert same_bits(at_a, sent_b.decoded)
+    assert same_bits(mean(sent_a.decoded, at_a), mean(sent_b.decoded, at_b))
+
+
+@given(form=formats, seed=seeds)
+@few
+def test_nothing_is_written_into_the_arguments(form: Format, seed: int) -> None:
+    weights, residual, own = draw(seed), draw(seed + 1, 0.001), draw(seed + 2)
+    before = [tensor.clone() for tensor in (*weights, *residual, *own)]
+    steps = steps_for(form, weights, 0.01)
+    encoded = encode(form, weights, residual, steps)
+    wire = [tensor.clone() for tensor in encoded.wire]
+    decode(form, encoded.wire, own, steps)
+    assert all(torch.equal(now, then) for now, then in zip((*weights, *residual, *own), before, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(encoded.wire, wire, strict=True))
+
+
+@given(form=formats, seed=seeds)
+@few
+def test_memory_order_does_not_matter(form: Format, seed: int) -> None:
+    turned = (torch.randn(13, 7, generator=generator(seed)).t(),)
+    plain = tuple(tensor.contiguous() for tensor in turned)
+    steps = steps_for(form, plain, 0.01)
+    encoded = encode(form, turned, (), steps)
+    expected = encode(form, plain, (), steps)
+    assert all(torch.equal(a, b) for a, b in zip(encoded.wire, expected.wire, strict=True))
+    assert same_bits(decode(form, encoded.wire, turned, steps), expected.decoded)
+
+
+@given(seed=seeds, scale=scales)
+@few
+def test_float32_is_exact(seed: int, scale: float) -> None:
+    weights = draw(seed, scale)
+    encoded = encode(Format.FLOAT32, weights)
+    assert same_bits(decode(Format.FLOAT32, encoded.wire, weights), weights)
+    assert encoded.decoded is weights
+
+
+@given(seed=seeds, scale=scales)
+@few
+def test_bfloat16_is_exact_where_it_can_be_and_within_half_a_unit_elsewhere(seed: int, scale: float) -> None:
+    """Some processors take what is too small for a normal number as zero."""
+    weights = draw(seed, scale)
+    decoded = decode(Format.BFLOAT16, encode(Format.BFLOAT16, weights).wire, weights)
+    for value, got in zip(weights, decoded, strict=True):
+        size, error = value.double().abs(), (got.double() - value.double()).abs()
+        assert bool((error <= torch.where(size < TINY, TINY, size * 2**-8)).all())
+    assert same_bits(encode(Format.BFLOAT16, decoded).decoded, decoded)
+
+
+@given(seed=seeds, exponent=st.integers(-118, 118), size=st.integers(1, 3 * BLOCK))
+@few
+def test_int8_keeps_multiples_of_its_scale(seed: int, exponent: int, size: int) -> None:
+    codes = torch.randint(-127, 128, (size,), generator=generator(seed))
+    codes[::BLOCK] = 127
+    weights = (torch.ldexp(codes.float(), torch.tensor(exponent)),)
+    assert torch.equal(encode(Format.INT8, weights).decoded[0], weights[0])
+    assert torch.equal(encode(Format.INT8, weights).wire[0], codes.to(torch.int8))
+
+
+@given(seed=seeds, scale=scales)
+@few
+def test_int8_is_within_half_a_scale_of_its_own_block(seed: int, scale: float) -> None:
+    """Blocks of one parameter differ by orders of magnitude; a block of zeros stays zero."""
+    spread = torch.logspace(-6, 0, 5).repeat_interleave(BLOCK)[: 4 * BLOCK + 9]
+    values = torch.randn(len(spread), generator=generator(seed)) * spread * scale
+    values[BLOCK : 2 * BLOCK] = 0.0
+    decoded = encode(Format.INT8, (values,)).decoded[0]
+    for block, got in zip(values.double().split(BLOCK), decoded.double().split(BLOCK), strict=True):
+        half = max(float(block.abs().max()) / 127, TINY) / 2
+        assert float((got - block).abs().max()) <= half * (1 + 2**-16)
+    assert not decoded[BLOCK : 2 * BLOCK].any()
+
+
+@given(seed=seeds, exponent=st.integers(-100, 100), fraction=st.integers(128, 255))
+@few
+def test_int4_keeps_multiples_of_its_step_that_are_near(seed: int, exponent: int, fraction: int) -> None:
+    """Of a step with 8 significant bits, which `common_steps` returns: up to 7 steps apart whatever the fractions."""
+    step = math.ldexp(fraction, exponent)
+    source = generator(seed)
+    multiples = torch.randint(-30000, 30000, (2 * BLOCK + 1,), generator=source)
+    away = torch.rand(multiples.shape, generator=source) * 14.9 - 7.45
+    weights = ((multiples * step).float(),)
+    own = ((multiples + away).mul(step).float(),)
+    encoded = encode(Format.INT4, weights, (), (step,))
+    assert torch.equal(encoded.decoded[0], weights[0])
+    assert same_bits(decode(Format.INT4, encoded.wire, own, (step,)), weights)
+
+
+@given(seed=seeds, step=st.floats(1e-3, 10.0).map(lambda value: float(torch.tensor(value))))
+@few
+def test_int4_is_within_half_a_step(seed: int, step: float) -> None:
+    weights = draw(seed)
+    own = near(weights, 7.4 * step, seed + 1)
+    steps = (step,) * len(weights)
+    encoded = encode(Format.INT4, weights, (), steps)
+    assert worst(encoded.decoded, weights) <= 0.501 * step
+    assert same_bits(decode(Format.INT4, encoded.wire, own, steps), encoded.decoded)
+
+
+@given(seed=seeds, step=st.floats(1e-3, 1.0), apart=st.sampled_from([1.0, 1e3, 1e6]))
+@few
+def test_a_liar_moves_a_weight_by_eight_steps_at_most(seed: int, step: float, apart: float) -> None:
+    """Whatever bytes it sends, and however far its honest weights would be."""
+    own = draw(seed, apart)
+    source = generator(seed + 1)
+    (spec,) = wire_specs(Format.INT4, SHAPES)
+    wire = (torch.randint(0, 256, spec.shape, dtype=torch.uint8, generator=source),)
+    decoded = decode(Format.INT4, wire, own, (step,) * len(own))
+    for value, got in zip(own, decoded, strict=True):
+        rounding = value.double().abs() * 2**-21
+        assert bool(((got.double() - value.double()).abs() <= 8 * step * (1 + 2**-20) + rounding).all())
+
+
+@pytest.mark.parametrize("form", Format)
+def test_pieces_join(form: Format) -> None:
+    """A parameter of several pieces: the same as its blocks one by one, and odd at the end."""
+    (values,) = draw(3, shapes=((2 * PIECE + BLOCK + 3,),))
+    steps = steps_for(form, (values,), 0.25)
+    encoded = encode(form, (values,), (), steps)
+    blocks = values.split(BLOCK)
+    apart = encode(form, blocks, (), steps_for(form, blocks, 0.25))
+    assert same_bits((torch.cat(apart.decoded),), encoded.decoded)
+    assert same_bits(decode(form, encoded.wire, (values + 0.3,), steps), encoded.decoded)
+
+
+@pytest.mark.parametrize("form", Format)
+def test_zeros_and_the_largest(form: Format) -> None:
+    zeros = tuple(torch.zeros(shape) for shape in SHAPES)
+    assert same_bits(encode(form, zeros, (), steps_for(form, zeros, 0.5)).decoded, zeros)
+    large = tuple(torch.full(shape, HUGE) for shape in SHAPES)
+    steps = steps_for(form, large, 2.0**120)
+    assert worst(encode(form, large, (), steps).decoded, large) <= HUGE * 2**-8
+
+
+@pytest.mark.parametrize("form", Format)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_encoded(form: Format, poison: float) -> None:
+    weights = draw(1)
+    weights[3][7] = poison
+    with pytest.raises(ConnectionAbortedError, match="not finite: tensor 3"):
+        encode(form, weights, (), steps_for(form, weights, 0.01))
+
+
+@pytest.mark.parametrize("form", Format)
+def test_what_came_is_of_our_shapes_or_implausible(form: Format) -> None:
+    own = draw(1)
+    steps = steps_for(form, own, 0.01)
+    wire = encode(form, own, (), steps).wire
+    for wrong in (
+        wire[:-1],
+        (*wire, torch.zeros(1)),
+        (*wire[:-1], torch.zeros(9999, dtype=wire[-1].dtype)),
+        (wire[0].to(torch.float64), *wire[1:]),
+    ):
+        with pytest.raises(Implausible, match=f"weights in {form}"):
+            decode(form, wrong, own, steps)
+
+
+def test_what_came_is_finite_or_implausible() -> None:
+    own = draw(1)
+    for form in (Format.FLOAT32, Format.BFLOAT16):
+        for poison in (math.nan, math.inf):
+            wire = tuple(tensor.clone() for tensor in encode(form, own).wire)
+            wire[0][0, 0] = poison
+            with pytest.raises(Implausible, match="tensor 0: not finite"):
+                decode(form, wire, own)
+    codes, good = encode(Format.INT8, own).wire
+    for poison in (math.nan, math.inf, -1.0):
+        bad = good.clone()
+        bad[1] = poison
+        with pytest.raises(Implausible, match="a scale is negative or not finite"):
+            decode(Format.INT8, (codes, bad), own)
+    with pytest.raises(Implausible, match="tensor 0: not finite"):
+        decode(Format.INT8, (torch.full_like(codes, -128), torch.full_like(good, HUGE)), own)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    weights = draw(1)
+    wire = encode(Format.INT4, weights, (), (0.1,) * len(weights)).wire
+    with pytest.raises(ValueError, match="0 steps for 7 tensors in int4"):
+        encode(Format.INT4, weights)
+    with pytest.raises(ValueError, match="1 steps for 7 tensors in int4"):
+        decode(Format.INT4, wire, weights, (0.1,))
+    with pytest.raises(ValueError, match="7 steps for 7 tensors in int8"):
+        encode(Format.INT8, weights, (), (0.1,) * len(weights))
+    with pytest.raises(ValueError, match="residual is of other shapes"):
+        encode(Format.INT8, weights, weights[:-1])
+    with pytest.raises(ValueError, match="float32"):
+        encode(Format.INT8, tuple(tensor.double() for tensor in weights))
+
+
+# The step of int4.
+
+
+def probed(seed: int, distances: Tensors, size: float = 1.0) -> tuple[Tensor, Tensor, list[int]]:
+    """Probes of two replicas that lie this far apart, and how many coordinates each parameter has in them."""
+    source = generator(seed)
+    own = tuple(torch.randn(d.shape, generator=source).mul(size) for d in distances)
+    other = tuple(torch.add(w, d) for w, d in zip(own, distances, strict=True))
+    coordinates = probe_coordinates(seed, [d.numel() for d in distances])
+    return probe(own, coordinates), probe(other, coordinates), [len(at) for at in coordinates]
+
+
+@given(seed=seeds, scale=st.sampled_from([0.0, 1e-30, 1e-6, 1e-2, 1.0]), size=scales)
+@few
+def test_both_sides_find_the_same_steps(seed: int, scale: float, size: float) -> None:
+    a, b, counts = probed(seed, draw(seed, scale * size), size)
+    steps = common_steps(a, b, counts)
+    assert steps == common_steps(b, a, counts)
+    assert all(step >= TINY and math.isfinite(step) for step in steps)
+    assert all(step == float(torch.tensor(step)) for step in steps)
+    assert [math.frexp(step)[0] * 256 % 1 for step in steps] == [0.0] * len(steps)
+
+
+@given(seed=seeds, shrink=st.integers(0, 9))
+@few
+def test_steps_follow_the_distance(seed: int, shrink: int) -> None:
+    """Halving the distances halves the steps, so the error relative to the distance stays as replicas draw together."""
+    (distances,) = draw(seed, shapes=((20000,),))
+    wide, narrow = (probed(seed, (distances * factor,)) for factor in (0.1, 0.1 * 2.0**-shrink))
+    ratio = common_steps(*narrow)[0] / common_steps(*wide)[0]
+    assert ratio == pytest.approx(2.0**-shrink, rel=0.02)
+
+
+def test_parameters_with_enough_coordinates_have_steps_of_their_own() -> None:
+    distances = (torch.full((4096,), 0.1), torch.full((4096,), 0.01), torch.zeros(4096), torch.full((FEW - 1,), 0.001))
+    own = torch.ones(sum(map(len, distances)))
+    far, own_step, unmoved, rare = common_steps(own, own + torch.cat(distances), [len(d) for d in distances])
+    assert far == pytest.approx(1.5 * 0.1 / 8, rel=0.01)
+    assert far / 10 < own_step < far / 8
+    assert unmoved == rare == far
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hardly_any_value_wraps(seed: int) -> None:
+    """Below 1e-4 for Gaussian distances of parameters that differ among themselves, and in a Laplace tail."""
+    source = generator(seed)
+    shapes = tuple((size,) for size in (300000, 100000, 100000, 30000, 500, 500))
+    spread = torch.randn(len(shapes), generator=source).mul(0.5).exp()
+    for tail in ("Gaussian", "Laplace"):
+        distances = []
+        for shape, width in zip(shapes, spread, strict=True):
+            gaussian = torch.randn(shape, generator=source)
+            exponential = torch.empty(shape).exponential_(generator=source)
+            distances.append((gaussian if tail == "Gaussian" else exponential * gaussian.sign()) * width * 0.01)
+        steps = common_steps(*probed(seed, tuple(distances)))
+        wrapped = sum(int((distance.abs() > 7.5 * step).sum()) for distance, step in zip(distances, steps, strict=True))
+        assert wrapped < 1e-4 * sum(map(len, distances))
+
+
+def test_a_small_stage_never_wraps() -> None:
+    """Its probe is all of its weights."""
+    distances = draw(5, 0.01)
+    for distance, step in zip(distances, common_steps(*probed(5, distances)), strict=True):
+        assert not bool((distance.abs() > 7.4 * step).any())
+
+
+def test_both_sides_find_the_same_finest_step() -> None:
+    """It follows the larger of the two: here they differ by less than it, and round to different numbers."""
+    own = torch.ones(100)
+    theirs = own.clone()
+    theirs[7] += 2**-20
+    assert common_steps(own, theirs, [100]) == common_steps(theirs, own, [100]) == (FINEST * (1 + 2**-7),)
+
+
+def test_probes_that_are_alike_or_empty_still_give_a_step() -> None:
+    same = torch.randn(100, generator=generator(1))
+    assert all(step > 0 for step in common_steps(same, same, [60, 40]))
+    assert all(step > 0 for step in common_steps(torch.zeros(3), torch.zeros(3), [1, 2]))
+    assert all(step > 0 for step in common_steps(torch.empty(0), torch.empty(0), [0]))
+    assert common_steps(torch.empty(0), torch.empty(0), []) == ()
+
+
+@given(poison=st.sampled_from([math.nan, math.inf, -math.inf, 3e38, 2 * FAR * NORM_RATIO]), at=st.integers(0, 99))
+@few
+def test_a_probe_that_is_far_from_ours_is_implausible(poison: float, at: int) -> None:
+    """Otherwise it could widen the steps, and with them what its codes may do."""
+    own = torch.ones(100)
+    theirs = own.clone()
+    theirs[at] = poison
+    with pytest.raises(Implausible, match="from ours"):
+        common_steps(own, theirs, [50, 50])
+
+
+@given(seed=st.integers(0, 2**31), moved=st.floats(0.01, 0.05), outlier=st.floats(0.1, 1.5))
+@few
+def test_fresh_weights_believe_a_trained_partners_probe(seed: int, moved: float, outlier: float) -> None:
+    """Training makes outliers where the first weights have none: both sides find the same steps for them."""
+    generator = torch.Generator().manual_seed(seed)
+    fresh = 0.02 * torch.randn(4096, generator=generator)
+    trained = fresh + moved * torch.randn(4096, generator=generator)
+    trained[7] = outlier
+    assert common_steps(fresh, trained, [4096]) == common_steps(trained, fresh, [4096])
+
+
+def test_a_probe_of_another_form_is_implausible() -> None:
+    own = torch.ones(100)
+    for theirs in (torch.ones(99), torch.ones(100, dtype=torch.float64), torch.ones(10, 10)):
+        with pytest.raises(Implausible, match="probe"):
+            common_steps(own, theirs, [100])
+    with pytest.raises(ValueError, match="100"):
+        common_steps(own, own, [99])
+    with pytest.raises(ValueError, match="our own probe is not finite"):
+        common_steps(torch.full((100,), math.nan), own, [100])
+
+
+# Error feedback.
+
+
+@given(form=lossy, seed=seeds)
+@settings(max_examples=15, deadline=None)
+def test_what_was_sent_adds_up_to_what_was_meant(form: Format, seed: int) -> None:
+    """All that is missing after many rounds is one residual, and that is one rounding."""
+    feedback = Feedback(form)
+    rounds = 40
+    start = draw(seed)
+    sent, meant = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
+    for number in range(rounds):
+        weights = near(start, 0.2, seed + number)
+        encoded = encode(form, weights, feedback.residual, steps_for(form, weights, 0.05))
+        feedback.settle(weights, encoded.decoded)
+        for total, tensor in zip((*sent, *meant), (*encoded.decoded, *weights), strict=True):
+            total.add_(tensor)
+    missing = tuple(m - s for m, s in zip(meant, sent, strict=True))
+    assert worst(missing, feedback.residual) < rounds * 1e-6
+    largest = max(float(tensor.abs().max()) for tensor in start if tensor.numel()) + 0.3
+    assert (
+        worst(feedback.residual, tuple(torch.zeros(shape) for shape in SHAPES))
+        <= {
+            Format.BFLOAT16: largest * 2**-8,
+            Format.INT8: largest / 127 * 0.51,
+            Format.INT4: 0.026,
+        }[form]
+    )
+
+
+@given(form=lossy, seed=seeds)
+@settings(max_examples=15, deadline=None)
+def test_without_feedback_a_small_part_is_never_sent(form: Format, seed: int) -> None:
+    """A value below half a step beside a large one: lost each time, or sent whole now and then."""
+    weights = (torch.tensor([100.0] * 8) + torch.rand(8, generator=generator(seed)) * 0.1 + 0.05,)
+    weights[0][0] = 127.0
+    steps = steps_for(form, weights, 1.0)
+    feedback = Feedback(form)
+    sent = torch.zeros(8, dtype=torch.float64)
+    for _ in range(64):
+        encoded = encode(form, weights, feedback.residual, steps)
+        feedback.settle(weights, encoded.decoded)
+        sent += encoded.decoded[0]
+    plain = encode(form, weights, (), steps).decoded
+    assert worst((sent / 64,), weights) < 0.02
+    assert worst(plain, weights) > 0.04
+
+
+def test_a_residual_appears_with_the_first_loss_and_can_be_restored() -> None:
+    weights = draw(1)
+    feedback = Feedback(Format.INT8)
+    assert feedback.residual == ()
+    assert feedback.statistics() == {"residual_norm": 0.0}
+    encoded = encode(Format.INT8, weights, feedback.residual)
+    assert feedback.residual == ()
+    feedback.settle(weights, encoded.decoded)
+    assert [tensor.shape for tensor in feedback.residual] == [tensor.shape for tensor in weights]
+    assert all(type(tensor) is Tensor and tensor.dtype == torch.float32 for tensor in feedback.residual)
+    assert feedback.statistics()["residual_norm"] > 0
+    assert repr(feedback) == "<Feedback: int8, 7 residuals>"
+    restored = Feedback(Format.INT8, tuple(tensor.clone() for tensor in feedback.residual))
+    again, there = (encode(Format.INT8, weights, side.residual) for side in (feedback, restored))
+    assert same_bits(again.decoded, there.decoded)
+
+
+def test_an_exact_form_owes_nothing() -> None:
+    weights = draw(1)
+    feedback = Feedback(Format.FLOAT32)
+    encoded = encode(Format.FLOAT32, weights, feedback.residual)
+    assert encoded == Encoded(weights, weights)
+    feedback.settle(weights, encoded.decoded)
+    assert feedback.residual == ()
+
+
+@given(seed=seeds)
+@few
+def test_what_is_probed_is_what_is_encoded(seed: int) -> None:
+    """The weights and what is still owed: with both inside the margin the partner decodes what we have."""
+    a, b = draw(seed), near(draw(seed), 0.01, seed)
+    owed = Feedback(Format.INT4, draw(seed + 1, 0.05)), Feedback(Format.INT4)
+    coordinates = probe_coordinates(seed, [tensor.numel() for tensor in a])
+    assert torch.equal(owed[1].probe(b, coordinates), probe(b, coordinates))
+    steps = common_steps(
+        owed[0].probe(a, coordinates), owed[1].probe(b, coordinates), [len(chosen) for chosen in coordinates]
+    )
+    encoded = encode(Format.INT4, a, owed[0].residual, steps)
+    assert same_bits(decode(Format.INT4, encoded.wire, b, steps), encoded.decoded)
+
+
+def agreement(form: Format, *, owing: bool, rounds: int = 40) -> float:
+    """Four replicas go half of the way to the mean of changing pairs; return how far apart they are in the end."""
+    replicas = [near(draw(1, shapes=((3000,),)), 0.1, seed) for seed in range(4)]
+    feedback = [Feedback(form) for _ in replicas]
+    coordinates = probe_coordinates(1, [3000])
+    for number in range(rounds):
+        for pair in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))[number % 3]:
+            probes = [feedback[one].probe(replicas[one], coordinates) for one in pair]
+            steps = common_steps(*probes, [3000]) if form is Format.INT4 else ()
+            encoded = [encode(form, replicas[one], feedback[one].residual, steps) for one in pair]
+            meant = [meant_by(replicas[one], feedback[one].residual) for one in pair]
+            got = [decode(form, encoded[1 - side].wire, meant[side], steps) for side in (0, 1)]
+            for side, one in enumerate(pair):
+                assert same_bits(got[side], encoded[1 - side].decoded)
+                if owing:
+                    feedback[one].settle(replicas[one], encoded[side].decoded)
+                replicas[one] = mean(replicas[one], mean(encoded[side].decoded, got[side]))
+    return max(worst(replicas[0], other) for other in replicas[1:])
+
+
+def meant_by(weights: Tensors, residual: Tensors) -> Tensors:
+    """Weights and what is owed, that is what is meant."""
+    return tuple(torch.add(w, e) for w, e in zip(weights, residual, strict=True)) if residual else weights
+
+
+@pytest.mark.parametrize("owing", [False, True])
+def test_only_a_code_that_follows_the_distance_lets_replicas_agree(owing: bool) -> None:
+    """Absolute codes put a floor beneath the distance; that of int4 is its finest step, of weights up to 4."""
+    assert agreement(Format.FLOAT32, owing=owing) < 1e-6
+    assert agreement(Format.INT4, owing=owing) < 4 * FINEST * 1.5
+    assert 1e-3 < agreement(Format.BFLOAT16, owing=owing) < 0.05
+    assert 1e-3 < agreement(Format.INT8, owing=owing) < 0.05
+
+
+def test_sizes_are_known_without_torch() -> None:
+    program = "import sys, gossip.formats; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=LAST_RESORT_S, check=False).returncode == 0

@@ -1,0 +1,305 @@
+"""Who meets whom: the hint is a fair and stable matching, the answer comes at once and leaves nobody waiting."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer
+from gossip.interface import Patience
+from gossip.prospects import ASKED_AT_MOST, Prospects
+from gossip.rounds import matching
+from gossip.rounds.matching import (
+    PICKY_SHARE,
+    ROUND_BOUND,
+    Standing,
+    answer,
+    good_enough_at,
+    heal,
+    partners_of_round,
+    preferences,
+)
+from gossip.rounds.round_schedule import Cadence
+
+names = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=1, max_size=25)
+few = settings(max_examples=60, deadline=None)
+
+
+def roster(count: int) -> list[str]:
+    return [f"peer{number:03}" for number in range(count)]
+
+
+# The hint.
+
+
+@few
+@given(names, st.integers(0, 99), st.integers(0, 999))
+def test_matching_is_an_involution_that_leaves_out_at_most_one(replicas: set[str], seed: int, round: int) -> None:
+    partner = partners_of_round(replicas, seed, round)
+    assert all(partner[partner[peer]] == peer != partner[peer] for peer in partner)
+    assert len(replicas) - len(partner) == len(replicas) % 2
+
+
+@few
+@given(names, st.integers(0, 99), st.integers(0, 999))
+def test_preferences_list_everybody_once_and_the_partner_first(replicas: set[str], seed: int, round: int) -> None:
+    shuffled = random.Random(seed).sample(sorted(replicas), len(replicas))
+    partner = partners_of_round(replicas, seed, round)
+    for me in replicas:
+        order = preferences(me, [peer for peer in shuffled if peer != me], seed, round)
+        assert sorted(order) == sorted(replicas - {me})
+        assert order == preferences(me, shuffled, seed, round)
+        if me in partner:
+            assert order[0] == partner[me]
+
+
+def test_every_pair_is_equally_likely_over_the_rounds() -> None:
+    replicas = roster(8)
+    met = Counter(frozenset(pair) for round in range(2800) for pair in partners_of_round(replicas, 5, round).items())
+    # Each unordered pair was counted in both directions.
+    observed = [met[frozenset(pair)] // 2 for pair in combinations(replicas, 2)]
+    assert sum(observed) == 4 * 2800
+    assert chisquare(observed).pvalue > 0.001
+
+
+@pytest.mark.parametrize("count", [3, 5, 9])
+def test_with_an_odd_number_each_sits_out_once_a_cycle(count: int) -> None:
+    replicas = [f"p{number}" for number in range(count)]
+    orders = []
+    for cycle in range(6):
+        rounds = range(cycle * count, (cycle + 1) * count)
+        idle = [min(set(replicas) - set(partners_of_round(replicas, 1, round))) for round in rounds]
+        assert sorted(idle) == replicas
+        orders.append(tuple(idle))
+    assert len(set(orders)) > 1
+
+
+def test_a_roster_that_differs_by_one_changes_few_pairs() -> None:
+    everybody = roster(41)
+    kept = []
+    for round in range(60):
+        all_pairs = {frozenset(pair) for pair in partners_of_round(everybody, 1, round).items()}
+        seen = {frozenset(pair) for pair in partners_of_round(everybody[:-1], 1, round).items()}
+        kept.append(len(all_pairs & seen) / len(seen))
+    assert sum(kept) / len(kept) > 0.8
+
+
+def test_seeds_and_rounds_give_different_pairs() -> None:
+    replicas = roster(20)
+    assert partners_of_round(replicas, 0, 1) != partners_of_round(replicas, 0, 2) != partners_of_round(replicas, 1, 2)
+
+
+def test_preferences_never_form_a_cycle() -> None:
+    # Among any set of replicas some two like each other best: whoever is still free can always be paired.
+    replicas = roster(12)
+    for round in range(50):
+        order = {me: list(preferences(me, replicas, 9, round)) for me in replicas}
+        free = set(random.Random(round).sample(replicas, 5))
+        best = {me: min(free - {me}, key=order[me].index) for me in free}
+        assert any(best[best[me]] == me for me in free)
+
+
+def test_large_rosters_follow_their_own_preferences(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = roster(20)
+    greedy = {me: preferences(me, replicas, 2, 7) for me in replicas}
+    monkeypatch.setattr(matching, "GREEDY_AT_MOST", 19)
+    by_hash = {me: preferences(me, replicas, 2, 7) for me in replicas}
+    assert all(sorted(greedy[me]) == sorted(by_hash[me]) for me in replicas)
+    # The best pair of all agrees in both.
+    agreed = [me for me in replicas if by_hash[by_hash[me][0]][0] == me]
+    assert agreed
+    assert all(greedy[me][0] == by_hash[me][0] for me in agreed)
+
+
+# The answer.
+
+
+def standing(
+    *,
+    open: bool = True,
+    engaged: bool = False,
+    asking: str | None = None,
+    leaving: bool = False,
+    had: bool = False,
+    hopes_s: float = 0.0,
+) -> Standing:
+    return Standing(
+        me="m",
+        round=5,
+        open=open,
+        engaged=engaged,
+        asking=asking,
+        leaving=leaving,
+        had=had,
+        hopes_s=hopes_s,
+        ready_in_s=12.0,
+    )
+
+
+@pytest.mark.parametrize("round", [1, 4, 5, 6, 900])
+def test_an_open_and_free_replica_accepts_any_round(round: int) -> None:
+    assert answer(standing(), "z", Offer(round=round)) == Accepted(round=5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sender", "round", "reason"),
+    [
+        (standing(open=False), "z", 6, DeclineReason.NOT_OPEN),
+        (standing(open=False), "z", 5, DeclineReason.MET),
+        (standing(open=False), "z", 3, DeclineReason.MET),
+        (standing(engaged=True), "z", 5, DeclineReason.ENGAGED),
+        (standing(asking="a"), "z", 5, DeclineReason.ASKING),
+        (standing(asking="z"), "z", 5, DeclineReason.YIELD),
+        (standing(hopes_s=12.0), "z", 5, DeclineReason.HOPING),
+        (standing(hopes_s=12.0, asking="a"), "z", 5, DeclineReason.HOPING),
+        (standing(hopes_s=12.0, asking="z"), "z", 5, DeclineReason.YIELD),
+        (standing(leaving=True), "z", 5, DeclineReason.LEAVING),
+        (standing(had=True), "z", 6, DeclineReason.MET),
+        (standing(had=True, asking="z", hopes_s=12.0), "z", 6, DeclineReason.MET),
+    ],
+)
+def test_reasons_to_decline(asked: Standing, sender: str, round: int, reason: DeclineReason) -> None:
+    declined = answer(asked, sender, Offer(round=round))
+    assert isinstance(declined, Declined)
+    assert (declined.reason, declined.round) == (reason, 5)
+    waits = reason in (DeclineReason.ASKING, DeclineReason.YIELD)
+    assert declined.retry_after_s == (matching.SOON_S if waits else 12.0)
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_of_two_crossed_offers_exactly_the_lower_ids_goes_first(a: str, b: str) -> None:
+    if a == b:
+        return
+    to_a = answer(replace(standing(asking=b), me=a), b, Offer(round=5))
+    to_b = answer(replace(standing(asking=a), me=b), a, Offer(round=5))
+    assert isinstance(to_b if a < b else to_a, Accepted)
+    assert isinstance(to_a if a < b else to_b, Declined)
+
+
+# The number of the round.
+
+
+def test_healing_adopts_the_higher_number() -> None:
+    assert heal(4, [6], [4, 5, 6], 4) == 6
+    assert heal(4, [], [9, 9, 4], 4) == 9
+    assert heal(9, [3], [3, 3, 9], 4) == 9
+
+
+def test_healing_is_bounded_by_the_median_of_the_roster() -> None:
+    assert heal(5, [10**9], [5, 5, 6, 10**9], 4) == 9
+    assert heal(5, [], [5, 10**9], 4) == 9
+    assert heal(5, [10**9], [], 4) == 9
+    # A straggler far behind may be told the truth, whatever its distance.
+    assert heal(3, [80], [80, 79, 80, 3], 4) == 80
+
+
+@given(st.integers(0, 50), st.lists(st.integers(0, 10**6)), st.lists(st.integers(0, 50), min_size=1), st.integers(0, 9))
+def test_healing_never_goes_back_nor_beyond_the_bound(own: int, seen: list[int], listed: list[int], bound: int) -> None:
+    healed = heal(own, seen, listed, bound)
+    assert healed >= own
+    assert healed == own or healed <= sorted(listed)[(len(listed) - 1) // 2] + bound
+    assert healed in {own, *seen, *listed, sorted(listed)[(len(listed) - 1) // 2] + bound}
+
+
+def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
+    cadence = Cadence(10, rounds=3, inner_steps=100)
+    assert cadence.ready_in_s(20.0) == 20.0
+    cadence.tick(109, 0.5)
+    assert not cadence.due
+    assert cadence.ready_in_s(20.0) == 0.5
+    cadence.tick(110, 0.5)
+    assert cadence.due
+    cadence.open([3, 3])
+    assert (cadence.round, cadence.finished, cadence.due, cadence.healed) == (4, 3, False, 0)
+    # Deferred, while the others finished round 4: the next one is 5.
+    cadence.tick(120, 0.5)
+    cadence.defer()
+    cadence.open([4, 4])
+    assert (cadence.round, cadence.deferred_in_a_row, cadence.healed) == (5, 1, 1)
+    cadence.adopt(10**6, [4, 4])
+    assert cadence.round == 4 + ROUND_BOUND
+    cadence.finish(cadence.round)
+    assert (cadence.finished, cadence.deferred_in_a_row) == (8, 0)
+
+
+def test_a_round_becomes_less_picky_as_it_ages() -> None:
+    assert [good_enough_at(place, 5) for place in range(5)] == [PICKY_SHARE * place / 4 for place in range(5)]
+    assert good_enough_at(0, 1) == 0.0
+    cadence = Cadence(20, rounds=0, inner_steps=0)
+    cadence.tick(20, 2.0)
+    cadence.open([0, 0, 0])
+    # Places 0, 1, 2 become good enough 0, 5 and 10 steps after the opening, 2 s each.
+    assert [cadence.hopes_s(place, 3, 99.0) for place in range(3)] == [0.0, 10.0, 20.0]
+    cadence.tick(26, 2.0)
+    assert [cadence.hopes_s(place, 3, 99.0) for place in range(3)] == [0.0, 0.0, 8.0]
+    cadence.tick(30, 2.0)
+    assert cadence.hopes_s(2, 3, 99.0) == 0.0
+
+
+def test_whoever_found_nobody_or_is_about_to_end_takes_anybody() -> None:
+    for last in (False, True):
+        cadence = Cadence(20, rounds=0, inner_steps=0)
+        cadence.tick(20, 1.0)
+        if not last:
+            cadence.defer()
+        cadence.open([0], last=last)
+        assert cadence.hopes_s(9, 10, 99.0) == 0.0
+        cadence.finish(1)
+        cadence.tick(40, 1.0)
+        cadence.open([1])
+        assert cadence.hopes_s(9, 10, 99.0) == PICKY_SHARE * 20
+
+
+# Whom to ask next.
+
+
+def prospects() -> Prospects:
+    return Prospects(Patience(sleep_s=20.0, jitter_s=0.1), random.Random(0))
+
+
+def refusal(reason: DeclineReason, retry_after_s: float) -> Declined:
+    return Declined(reason=reason, retry_after_s=retry_after_s, round=1)
+
+
+def test_partners_are_asked_in_order_and_not_before_their_time() -> None:
+    some = prospects()
+    assert some.next(["a", "b"], 0.0) == ("a", 0.0)
+    some.declined("a", refusal(DeclineReason.NOT_OPEN, 7.0), 0.0)
+    assert some.next(["a", "b"], 0.0) == ("b", 0.0)
+    some.declined("b", refusal(DeclineReason.ENGAGED, 3.0), 0.0)
+    peer, wait_s = some.next(["a", "b"], 0.0)
+    assert peer is None
+    assert 3.05 <= wait_s <= 3.15
+    assert some.next(["a", "b"], wait_s)[0] == "b"
+    some.clear()
+    assert some.next(["a", "b"], 0.0) == ("a", 0.0)
+
+
+@pytest.mark.parametrize("told_s", [-1.0, 1e9, float("nan"), float("inf")])
+def test_estimates_are_believed_within_reason(told_s: float) -> None:
+    some = prospects()
+    some.declined("a", refusal(DeclineReason.NOT_OPEN, told_s), 100.0)
+    peer, wait_s = some.next(["a"], 100.0)
+    assert (peer, wait_s) == (None, 20.0)
+
+
+def test_whoever_is_leaving_is_left_alone() -> None:
+    some = prospects()
+    assert some.nobody_left([])
+    some.declined("a", refusal(DeclineReason.LEAVING, 0.0), 0.0)
+    assert some.next(["a"], 1e6) == (None, 20.0)
+    assert some.nobody_left(["a"])
+    assert not some.nobody_left(["a", "b"])
+
+
+def test_only_so_many_are_asked_in_one_round() -> None:
+    some = prospects()
+    order = roster(3 * ASKED_AT_MOST)
+    for peer in order[:ASKED_AT_MOST]:
+        some.put_off(peer, 5.0, 0.0)
+    assert some.next(order, 0.0)[0] is None

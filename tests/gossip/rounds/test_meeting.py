@@ -1,0 +1,813 @@
+"""What rounds do with codecs, delayed momentum, staleness, and slow weights that travel ahead of time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+from toy_gossip import CUT, SWALLOW, Line, Toy, World, honest, live
+
+from gossip.exchange.formats import Format, absolute, wire_bytes
+from gossip.exchange.messages import NOTHING, Accepted, Ahead, Declined, DeclineReason, Offer, Probe, Received, Weights
+from gossip.interface import Candidate, Deferred, Origin, Patience, Settings, TooStale
+from gossip.rounds.outer_optimiser import Seen
+from gossip.rounds.prefetch_cache import Given, Held, Shelf
+from gossip.rounds.round_state import VAIN_AT_MOST
+from gossip.rule.delayed_momentum import Delay, outer_step
+from gossip.rule.outer_step import Outer, OuterState, Tensors
+from noloco_node.sim.clock import run
+
+REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
+APART = Outer(alpha=0.4, beta=0.7, gamma=0.5)
+SETTINGS = Settings(seed=3, outer=REFERENCE, inner_steps_per_round=20)
+SIZE = 600
+codecs = pytest.mark.parametrize("codec", list(Format))
+lossy = pytest.mark.parametrize("codec", [Format.BFLOAT16, Format.INT8, Format.INT4])
+both_forms = pytest.mark.parametrize("blocking", [False, True], ids=["overlapped", "blocking"])
+
+
+def drawn(seed: int) -> Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) + 3.0
+
+
+def origin(slow: Tensor, *, rounds: int = 0, last_met: int = 0) -> Origin:
+    return Origin(OuterState((slow,), (torch.zeros_like(slow),)), rounds=rounds, last_met=last_met)
+
+
+def aged(slow: Tensor, staleness: int) -> Origin:
+    """Return a beginning whose weights will have met nobody for so many rounds when the next one opens."""
+    return origin(slow, rounds=20, last_met=21 - staleness)
+
+
+def pair(settings: Settings, world: World, *, apart: float = 0.0) -> tuple[Toy, Toy]:
+    """Two toys with many weights and different optima; `apart`: how far their slow weights differ."""
+    first, second = (
+        Toy(world, name, settings, optimum=optimum, origin=origin(drawn(1) + away * drawn(2)))
+        for name, optimum, away in (("a", 1.0, 0.0), ("b", 2.0, apart))
+    )
+    return first, second
+
+
+# Codecs.
+
+
+@both_forms
+@codecs
+def test_a_pair_uses_what_both_decode(codec: Format, blocking: bool) -> None:
+    async def main() -> tuple[Toy, Toy]:
+        toys = pair(replace(SETTINGS, codec=codec, blocking=blocking), World())
+        await live(list(toys), 95)
+        return toys
+
+    a, b = run(main())
+    assert len(a.met) == len(b.met) == 4
+    # They began alike and have seen the same means: to the bit alike, whatever was rounded.
+    assert torch.equal(a.rounds.state.slow[0], b.rounds.state.slow[0])
+    assert not torch.equal(a.fast, b.fast)
+    probes = 2 if codec is Format.INT4 else 1
+    for step in (*a.met, *b.met):
+        assert step.bytes_sent == step.bytes_received == wire_bytes(codec, [(SIZE,)]) + probes * 4 * SIZE
+
+
+@codecs
+def test_the_correction_starts_at_the_exact_snapshot(codec: Format) -> None:
+    async def main() -> None:
+        toys = pair(replace(SETTINGS, codec=codec, blocking=True), World())
+        after: dict[str, Tensor] = {}
+        for toy in toys:
+            correct = toy.correct
+
+            async def corrected(correction: Tensors, toy: Toy = toy, correct: Any = correct) -> None:
+                await correct(correction)
+                after[toy.name] = toy.fast
+
+            toy.correct = corrected  # type: ignore[method-assign]
+        await live(list(toys), 30)
+        for toy in toys:
+            assert len(toy.met) == 1
+            # theta <- phi, though what the partner saw was not theta.
+            assert torch.allclose(after[toy.name], toy.rounds.state.slow[0], atol=1e-6)
+
+    run(main())
+
+
+@lossy
+def test_what_rounding_leaves_out_does_not_add_up(codec: Format) -> None:
+    def slow_after(codec: Format, rounds: int) -> Tensor:
+        async def main() -> Tensor:
+            a, b = pair(replace(SETTINGS, codec=codec), World())
+            await live([a, b], 20 * rounds + 5)
+            assert len(a.met) == rounds
+            return a.rounds.state.slow[0]
+
+        return run(main())
+
+    away = [float((slow_after(codec, rounds) - slow_after(Format.FLOAT32, rounds)).abs().max()) for rounds in (2, 12)]
+    # One rounding of weights up to 6: 2^-7 in bfloat16, a 127th of 6 in int8; a fraction of the gap in int4.
+    assert 0.0 < away[0] < 0.2
+    assert away[1] < max(2 * away[0], 0.05)
+
+
+@lossy
+@pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
+def test_an_exchange_that_breaks_leaves_nothing_owed(codec: Format, fate: object) -> None:
+    async def main() -> tuple[Toy, Toy]:
+        world = World(tamper=lambda sender, receiver, message: fate if isinstance(message, Weights) else message)
+        toys = pair(replace(SETTINGS, codec=codec, patience=Patience(exchange_s=4.0)), world)
+        await live(list(toys), 30)
+        return toys
+
+    for toy in run(main()):
+        assert toy.lost
+        assert toy.rounds._optimiser._owed_fast.residual == ()
+        assert torch.equal(toy.rounds.state.slow[0], drawn(1))
+
+
+SPOILS: dict[str, tuple[Format, Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]]] = {
+    "a scale that is none": (Format.INT8, lambda wire: (wire[0], torch.full_like(wire[1], float("nan")))),
+    "scales a million times ours": (Format.INT8, lambda wire: (wire[0], wire[1] * 1e6)),
+    "half of the codes": (Format.INT8, lambda wire: (wire[0][: SIZE // 2], wire[1])),
+    "no codes": (Format.INT4, lambda wire: ()),
+    "codes of another form": (Format.INT4, lambda wire: (wire[0].to(torch.int8),)),
+    "another shape": (Format.BFLOAT16, lambda wire: (wire[0].reshape(2, -1),)),
+    "infinity": (Format.BFLOAT16, lambda wire: (wire[0] * float("inf"),)),
+}
+
+
+@pytest.mark.parametrize("what", SPOILS)
+def test_codes_that_cannot_be_right_change_nothing(what: str) -> None:
+    codec, spoil = SPOILS[what]
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        if sender == "b" and isinstance(message, Weights):
+            return replace(message, fast=spoil(message.fast))
+        return message
+
+    async def main() -> Toy:
+        a, b = pair(replace(SETTINGS, codec=codec, deferrals_before_solo=100), World(tamper=tamper))
+        await live([a, b], 45)
+        return a
+
+    honest_one = run(main())
+    assert honest_one.met == []
+    assert honest_one.lost
+    assert all(loss.implausible for loss in honest_one.lost)
+    assert torch.equal(honest_one.rounds.state.slow[0], drawn(1))
+
+
+def test_a_liars_probe_moves_int4_by_a_bounded_amount_or_is_refused() -> None:
+    def after(factor: float) -> Toy:
+        def tamper(sender: str, receiver: str, message: Any) -> Any:
+            if sender == "b" and isinstance(message, Probe) and message.fast is not None:
+                return replace(message, fast=message.fast * factor)
+            return message
+
+        async def main() -> Toy:
+            a, b = pair(replace(SETTINGS, codec=Format.INT4), World(tamper=tamper))
+            await live([a, b], 25)
+            return a
+
+        return run(main())
+
+    assert after(1e6).met == []
+    assert all(loss.implausible for loss in after(1e6).lost)
+    # A step that is too coarse still decodes to what is within eight steps of one's own.
+    believed = after(2.0)
+    assert len(believed.met) == 1
+    assert float((believed.rounds.state.slow[0] - drawn(1)).abs().max()) < 3 * float(drawn(1).abs().max())
+
+
+# Delayed momentum.
+
+
+@hypothesis_settings(max_examples=10, deadline=None)
+@given(st.integers(1, 4), st.floats(0.0, 1.0))
+def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
+    delay = Delay(period, share / period)
+    seen: list[tuple[Tensor, OuterState]] = []
+
+    async def main() -> Toy:
+        toy = Toy(World(), "alone", replace(SETTINGS, delay=delay), origin=origin(drawn(1)))
+        snapshot = toy.snapshot
+
+        async def taken() -> tuple[Tensor, ...]:
+            seen.append((toy.fast.clone(), toy.rounds.state))
+            return await snapshot()
+
+        toy.snapshot = taken  # type: ignore[method-assign]
+        await live([toy], 20 * 6)
+        return toy
+
+    toy = run(main())
+    assert len(seen) == len(toy.solo) == 6
+    for (fast, before), after in zip(seen, [state for _, state in seen[1:]] + [toy.rounds.state], strict=True):
+        expected = outer_step(before, (fast,), before.slow, REFERENCE, delay)
+        assert expected.meetings == after.meetings
+        for one, other in zip(expected[:3], after[:3], strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+# Staleness.
+
+
+def test_solo_rounds_without_a_meeting_are_counted_and_a_meeting_ends_them() -> None:
+    async def main() -> tuple[Toy, list[float]]:
+        world = World()
+        toy, late = (Toy(world, name, replace(SETTINGS, deferrals_before_solo=2)) for name in ("a", "late"))
+        late.listed, seen = False, []
+        toy.stale_list = (Candidate("ghost", 0),)
+        runners = [asyncio.create_task(each.rounds.run()) for each in (toy, late)]
+        for _ in range(9):
+            await toy.train(20)
+            seen.append(toy.rounds.statistics()["staleness"])
+        toy.stale_list, late.listed = None, True
+        await asyncio.gather(toy.train(30), late.train(30))
+        for runner in runners:
+            runner.cancel()
+        return toy, seen
+
+    toy, seen = run(main())
+    # Each opening finds the one before unmet: two deferrals in a round of one number, then a solo round, ...
+    assert seen == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert [step.staleness_rounds for step in toy.solo] == [1, 2, 3][: len(toy.solo)]
+    assert sum(isinstance(event, Deferred) for event in toy.events) + len(toy.solo) >= 8
+    (met,) = toy.met
+    # Neither has ever met anybody.
+    assert met.staleness_rounds == met.partner_staleness > 1
+    assert toy.rounds.last_met == met.staleness_rounds
+
+
+@both_forms
+@pytest.mark.parametrize("codec", [Format.FLOAT32, Format.INT8, Format.INT4])
+@pytest.mark.parametrize("outer", [REFERENCE, APART], ids=["fast", "fast and slow"])
+def test_the_stale_one_adopts_and_the_fresh_one_goes_on(codec: Format, outer: Outer, blocking: bool) -> None:
+    async def main() -> list[Toy]:
+        world = World()
+        settings = replace(SETTINGS, codec=codec, outer=outer, blocking=blocking, staleness_at_most=5)
+        toys = [
+            Toy(world, "fresh", settings, origin=aged(drawn(1), 5)),
+            Toy(world, "stale", settings, optimum=9.0, origin=aged(drawn(1) + 2.0, 6)),
+        ]
+        await live(toys, 22)
+        return toys
+
+    fresh, stale = run(main())
+    (step,) = stale.met
+    assert step.adopted
+    assert (step.staleness_rounds, step.partner_staleness) == (6, 5)
+    (event,) = fresh.events
+    assert isinstance(event, TooStale)
+    assert (event.partner, event.partner_staleness) == ("stale", 6)
+    assert fresh.rounds.statistics()["open"] == 1
+    assert fresh.rounds.statistics()["too_stale"] == stale.rounds.statistics()["adopted"] == 1
+    # Nothing of the fresh one has moved; the stale one is where it is, its momentum at rest, and as stale as it.
+    assert torch.equal(fresh.rounds.state.slow[0], drawn(1))
+    assert torch.equal(fresh.fast, undisturbed(drawn(1), 22, 10.0))
+    # The blocking form takes its snapshot when the inner step under way has ended.
+    theirs = drawn(1) if outer is APART else undisturbed(drawn(1), 21 if blocking else 20, 10.0)
+    # As absolute as the codec can: a 2^-8 of weights up to 10, whatever the distance.
+    assert torch.allclose(stale.rounds.state.slow[0], theirs, atol=0.0 if codec is Format.FLOAT32 else 0.05)
+    assert not stale.rounds.state.momentum[0].any()
+    assert stale.rounds.last_met == 16
+    # The stale one's weights stay at home; slow ones have travelled ahead both ways.
+    assert step.bytes_received - step.bytes_sent == wire_bytes(absolute(codec), [(SIZE,)])
+
+
+def undisturbed(start: Tensor, steps: int, optimum: float) -> Tensor:
+    for _ in range(steps):
+        start = start - 0.05 * (start - optimum)
+    return start
+
+
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.integers(1, 6),
+    st.sampled_from(list(Format)),
+    st.sampled_from([REFERENCE, APART]),
+    st.booleans(),
+)
+def test_both_sides_always_agree_whose_weights_count(
+    staleness: tuple[int, int], at_most: int, codec: Format, outer: Outer, blocking: bool
+) -> None:
+    async def main() -> list[Toy]:
+        world = World()
+        settings = replace(SETTINGS, codec=codec, outer=outer, blocking=blocking, staleness_at_most=at_most)
+        toys = [
+            Toy(world, name, settings, optimum=optimum, origin=aged(drawn(1) + optimum, unmet))
+            for name, optimum, unmet in (("a", 1.0, staleness[0]), ("b", 2.0, staleness[1]))
+        ]
+        await live(toys, 25)
+        return toys
+
+    toys = run(main())
+    gave_up = [sum(isinstance(event, TooStale) for event in toy.events) for toy in toys]
+    adopted = [sum(step.adopted for step in toy.met) for toy in toys]
+    beyond = [unmet > at_most for unmet in staleness]
+    alone = beyond[0] != beyond[1]
+    assert adopted == [int(alone and here) for here in beyond]
+    assert gave_up == [int(alone and there) for there in reversed(beyond)]
+    assert all(len(toy.met) + gave == 1 for toy, gave in zip(toys, gave_up, strict=True))
+    assert not any(toy.lost for toy in toys)
+
+
+def test_the_fresh_one_meets_another_in_the_same_round() -> None:
+    async def main() -> list[Toy]:
+        world, settings = World(), replace(SETTINGS, staleness_at_most=5)
+        toys = [
+            Toy(world, name, settings, origin=aged(drawn(1), staleness))
+            for name, staleness in (("a", 1), ("b", 1), ("stale", 9))
+        ]
+        await live(toys, 39)
+        return toys
+
+    a, b, stale = run(main())
+    assert [step.partner for step in a.met] == ["b"]
+    assert [step.partner for step in b.met] == ["a"]
+    assert [step.adopted for step in stale.met] in ([True], [])
+
+
+def test_two_stale_ones_have_no_better_partner_and_meet_as_usual() -> None:
+    async def main() -> list[Toy]:
+        world, settings = World(), replace(SETTINGS, staleness_at_most=5)
+        toys = [Toy(world, name, settings, origin=aged(drawn(1), 20)) for name in ("a", "b")]
+        await live(toys, 25)
+        return toys
+
+    for toy in run(main()):
+        assert [step.adopted for step in toy.met] == [False]
+        assert toy.met[0].partner_staleness == 20
+        assert toy.rounds.last_met == 21
+
+
+@hypothesis_settings(max_examples=12, deadline=None)
+@given(st.integers(2, 20), st.integers(1, 6), st.booleans())
+def test_two_of_unequal_speed_never_take_each_others_weights(ratio: int, at_most: int, blocking: bool) -> None:
+    """The fast one opens many rounds to one of the slow, and steps alone in some: its work is not old for that."""
+
+    async def main() -> list[Toy]:
+        world, settings = World(), replace(SETTINGS, staleness_at_most=at_most, blocking=blocking)
+        toys = [
+            Toy(world, name, settings, step_s=step_s, optimum=0.0) for name, step_s in (("slow", ratio), ("fast", 1.0))
+        ]
+        await live(toys, {"slow": 65, "fast": 65 * ratio})
+        return toys
+
+    slow, fast = run(main())
+    assert fast.met
+    for toy in (slow, fast):
+        assert not any(step.adopted for step in toy.met)
+        assert toy.rounds.statistics()["too_stale"] == 0
+
+
+@hypothesis_settings(max_examples=15, deadline=None)
+@given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 20))
+def test_a_trained_one_never_takes_the_first_weights_of_one_that_has_met_nobody(
+    rounds: int, last_met: int, at_most: int
+) -> None:
+    async def main() -> tuple[Toy, Toy]:
+        world, settings = World(), replace(SETTINGS, staleness_at_most=at_most)
+        trained = Toy(
+            world, "trained", settings, origin=origin(drawn(1) + 1.0, rounds=rounds, last_met=min(last_met, rounds))
+        )
+        fresh = Toy(world, "fresh", settings, origin=origin(drawn(1)))
+        await live([trained, fresh], 45)
+        return trained, fresh
+
+    trained, fresh = run(main())
+    assert trained.met or any(step.adopted for step in fresh.met)
+    assert not any(step.adopted for step in trained.met)
+
+
+def test_a_copy_is_as_stale_as_its_donor_whatever_the_donor_has_done_meanwhile() -> None:
+    async def main() -> list[Toy]:
+        world, settings = World(), replace(SETTINGS, staleness_at_most=4)
+        donor = Toy(world, "donor", settings)
+        donor.stale_list = ()
+        await donor.train(20 * 3 + 1)
+        taken = Origin(donor.rounds.state, donor.rounds.finished, last_met=donor.rounds.last_met)
+        await donor.train(20 * 5)
+        donor.stale_list = None
+        newcomer = Toy(world, "newcomer", settings, origin=taken)
+        await live([donor, newcomer], 25)
+        return [donor, newcomer]
+
+    for toy in run(main()):
+        assert [step.adopted for step in toy.met] == [False]
+
+
+@both_forms
+@pytest.mark.parametrize("breaks", [False, True], ids=["too stale", "breaks off"])
+def test_whoever_had_meetings_enough_in_this_round_has_no_other(breaks: bool, blocking: bool) -> None:
+    """Otherwise somebody who claims to be too stale could have all our weights sent again and again."""
+
+    async def main() -> tuple[Toy, int, list[DeclineReason]]:
+        world, said, accepted = World(), [], 0
+        settings = replace(SETTINGS, staleness_at_most=3, deferrals_before_solo=100, blocking=blocking)
+        toy = Toy(world, "a", settings, origin=aged(drawn(1), 1))
+        toy.stale_list = (Candidate("stranger", 20),)
+        claim = Probe(round=20, last_met=0, version=0, holds=NOTHING, slow=drawn(1), fast=None)
+
+        async def hammer() -> None:
+            nonlocal accepted
+            while True:
+                with suppress(ConnectionError, TimeoutError):
+                    async with asyncio.timeout(5.0), world.conversing("stranger")("a") as line:
+                        await line.send(Offer(round=20))
+                        reply = await line.receive()
+                        if isinstance(reply, Declined):
+                            said.append(reply.reason)
+                        elif not breaks:
+                            accepted += 1
+                            for message in (claim, Weights(fast=(), slow=()), Received()):
+                                await line.send(message)
+                                await line.receive()
+                        else:
+                            accepted += 1
+                await asyncio.sleep(0.1)
+
+        hammering = asyncio.create_task(hammer())
+        await toy.train(20 * 4 + 19)
+        hammering.cancel()
+        return toy, accepted, said
+
+    toy, accepted, said = run(main())
+    opened = 4
+    in_vain = VAIN_AT_MOST * opened
+    assert accepted == in_vain
+    assert len(toy.lost) == (in_vain if breaks else 0)
+    assert toy.rounds.statistics()["too_stale"] == (0 if breaks else in_vain)
+    assert said.count(DeclineReason.MET) > 10 * opened
+
+
+# Ahead of time.
+
+
+def swarm(world: World, settings: Settings, count: int) -> list[Toy]:
+    return [
+        Toy(world, f"p{number}", settings, optimum=1.0 + number, origin=origin(drawn(1) + 0.1 * drawn(number)))
+        for number in range(count)
+    ]
+
+
+def slow_of(toys: list[Toy]) -> list[Tensor]:
+    return [toy.rounds.state.slow[0] for toy in toys]
+
+
+@pytest.mark.parametrize("codec", [Format.FLOAT32, Format.INT8, Format.INT4])
+def test_slow_weights_travel_ahead_and_not_again(codec: Format) -> None:
+    """The meetings come to the same as without it, and hardly one has to send slow weights."""
+
+    def lived(tamper: Callable[[str, str, Any], Any]) -> list[Toy]:
+        async def main() -> list[Toy]:
+            toys = swarm(World(tamper=tamper), replace(SETTINGS, outer=APART, codec=codec), 4)
+            await live(toys, 20 * 6 + 5)
+            return toys
+
+        return run(main())
+
+    with_it = lived(honest)
+    without = lived(lambda sender, receiver, message: SWALLOW if isinstance(message, Ahead) else message)
+    coded = wire_bytes(codec, [(SIZE,)])
+    for toy in with_it:
+        statistics = toy.rounds.statistics()
+        assert statistics["spared"] == len(toy.met) == 6
+        # The next round's have travelled too.
+        assert statistics["sent_ahead"] == 7
+        assert toy.idle_s < 1e-6
+        # Two sets a round, whichever way they went.
+        assert all(2 * coded < step.bytes_sent < 2 * coded + 3 * 4 * SIZE + 1 for step in toy.met)
+    for toy in without:
+        assert toy.rounds.statistics()["spared"] == 0
+        assert len(toy.met) == 6
+    assert all(torch.equal(x, y) for x, y in zip(slow_of(with_it), slow_of(without), strict=True))
+
+
+def test_a_prediction_that_fails_costs_traffic_and_nothing_else() -> None:
+    async def main() -> list[Toy]:
+        toys = swarm(World(), replace(SETTINGS, outer=APART), 3)
+        # Each expects the next, who expects another: nobody is expected by the one that it expects.
+        for number, toy in enumerate(toys):
+            toy.stale_list = tuple(Candidate(toys[(number + step) % 3].name, 0) for step in (1,))
+        await live(toys, 150)
+        return toys
+
+    for toy in run(main()):
+        statistics = toy.rounds.statistics()
+        assert statistics["spared"] == statistics["sent_ahead"] == 0
+        assert toy.met
+        assert statistics["implausible"] == 0
+
+
+@pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
+@pytest.mark.parametrize("number", range(9))
+def test_whatever_breaks_ahead_the_meeting_mends(number: int, fate: object) -> None:
+    """The n-th message that anybody sends is lost: it is one of those ahead of the first round."""
+    sent = 0
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return fate if sent == number + 1 else message
+
+    def slow_after(tamper: Callable[[str, str, Any], Any]) -> list[Tensor]:
+        async def main() -> list[Tensor]:
+            settings = replace(SETTINGS, outer=APART, patience=Patience(exchange_s=4.0))
+            toys = list(pair(settings, World(tamper=tamper), apart=0.1))
+            await live(toys, 25)
+            assert all(len(toy.met) == 1 for toy in toys)
+            assert all(toy.rounds.statistics()["lost"] == 0 for toy in toys)
+            return slow_of(toys)
+
+        return run(main())
+
+    assert all(torch.equal(x, y) for x, y in zip(slow_after(tamper), slow_after(honest), strict=True))
+    assert sent > 9
+
+
+def test_somebody_who_says_that_it_holds_what_it_does_not_harms_itself_only() -> None:
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        if isinstance(message, Ahead):
+            return SWALLOW
+        return replace(message, holds=0) if sender == "b" and isinstance(message, Probe) else message
+
+    async def main() -> tuple[Toy, Toy]:
+        toys = pair(replace(SETTINGS, outer=APART), World(tamper=tamper), apart=0.1)
+        await live(list(toys), 25)
+        return toys
+
+    # What was never given is sent whatever is said.
+    for toy in run(main()):
+        assert len(toy.met) == 1
+
+
+def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
+    async def main() -> list[Any]:
+        world, said = World(), []
+        toys = [Toy(world, name, replace(SETTINGS, outer=outer)) for name, outer in (("a", APART), ("b", REFERENCE))]
+        toys[0].stale_list = (Candidate("somebody", 0),)
+        for name in ("a", "b"):
+            async with world.conversing("stranger")(name) as line:
+                await line.send(Ahead())
+                said.append(await line.receive())
+        return said
+
+    assert all(isinstance(answer, Declined) for answer in run(main()))
+
+
+def test_a_shelf_gives_only_what_is_still_true() -> None:
+    shelf = Shelf()
+    assert shelf.holds("b") == NOTHING
+    assert shelf.given_to("b", 3, 3) is None
+    shelf.held, shelf.given = Held("b", 7, (torch.zeros(1),)), Given("b", 3, (0.5,))
+    assert (shelf.holds("b"), shelf.holds("c")) == (7, NOTHING)
+    assert shelf.given_to("b", 3, 3) == (0.5,)
+    # Another version of ours, another one in their hands, somebody else.
+    assert shelf.given_to("b", 4, 3) is shelf.given_to("b", 3, NOTHING) is shelf.given_to("c", 3, 3) is None
+    assert shelf.given_to("b", 4, 4) is None
+    shelf.clear()
+    assert shelf.held_of("b") is None
+
+
+def test_an_offer_is_answered_while_a_swap_lasts() -> None:
+    async def main() -> object:
+        world = World(tamper=lambda s, r, m: SWALLOW if isinstance(m, Weights) else m)
+        toys = pair(replace(SETTINGS, outer=APART), world, apart=0.1)
+        runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
+        await asyncio.sleep(1.0)
+        assert toys[0].rounds._ahead.swapping == "b"
+        async with world.conversing("stranger")("a") as line:
+            await line.send(Offer(round=1))
+            answer = await line.receive()
+        for runner in runners:
+            runner.cancel()
+        return answer
+
+    assert isinstance(run(main()), Declined)
+
+
+async def swap_in_vain(line: Line, probe: Probe) -> None:
+    """Agree on a swap ahead of time, take what comes, and give nothing."""
+    await line.send(Ahead())
+    if isinstance(await line.receive(), Accepted):
+        await line.send(probe)
+        await line.receive()
+        await line.receive()
+
+
+def test_a_stranger_is_given_slow_weights_twice_at_most_and_it_is_counted() -> None:
+    async def main() -> tuple[Toy, int]:
+        world, given = World(), 0
+
+        def tamper(sender: str, receiver: str, message: Any) -> Any:
+            nonlocal given
+            given += isinstance(message, Weights) and receiver == "stranger"
+            return message
+
+        world.tamper = tamper
+        toy = Toy(world, "a", replace(SETTINGS, outer=APART, deferrals_before_solo=1), origin=origin(drawn(1)))
+        toy.stale_list = (Candidate("stranger", 0),)
+        probe = Probe(round=0, last_met=0, version=0, holds=NOTHING, slow=drawn(1), fast=None)
+
+        async def hammer() -> None:
+            while True:
+                with suppress(ConnectionError, TimeoutError):
+                    async with asyncio.timeout(1.0), world.conversing("stranger")("a") as line:
+                        await swap_in_vain(line, probe)
+                await asyncio.sleep(0.1)
+
+        hammering = asyncio.create_task(hammer())
+        await toy.train(64)
+        hammering.cancel()
+        return toy, given
+
+    toy, given = run(main())
+    assert len(toy.solo) == 1
+    assert given == 2
+    # Each time a probe and a set of weights.
+    assert toy.solo[0].bytes_sent == 2 * (4 * SIZE + 4 * SIZE)
+    assert toy.rounds.statistics()["sent_ahead"] == 0
+
+
+def test_weights_ahead_that_cannot_be_right_are_a_violation() -> None:
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        if sender == "b" and isinstance(message, Weights) and not message.fast:
+            return replace(message, slow=(message.slow[0] * 1e6,))
+        return message
+
+    async def main() -> Toy:
+        a, b = pair(replace(SETTINGS, outer=APART), World(tamper=tamper), apart=0.1)
+        await live([a, b], 18)
+        return a
+
+    toy = run(main())
+    assert toy.lost
+    assert all(loss.implausible and loss.partner == "b" for loss in toy.lost)
+    statistics = toy.rounds.statistics()
+    assert (statistics["implausible"], statistics["unanswered"]) == (len(toy.lost), 0)
+
+
+def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights() -> None:
+    """b steps alone in between, so the two swap again, by other steps; of that swap what b sends is lost."""
+    from_b = 0
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal from_b
+        from_b += sender == "b" and isinstance(message, Weights) and not message.fast
+        lost = sender == "b" and isinstance(message, Weights) and not message.fast and from_b == 2
+        return SWALLOW if lost else message
+
+    used: dict[str, tuple[Tensor, Tensor]] = {}
+
+    async def main() -> None:
+        settings = replace(SETTINGS, outer=APART, codec=Format.INT4, patience=Patience(exchange_s=4.0))
+        toys = pair(settings, World(tamper=tamper), apart=0.1)
+        for toy in toys:
+            compute = toy.rounds._optimiser.with_partner
+
+            async def noted(
+                snapshot: Any, mine: Seen, theirs: Seen, name: str = toy.name, compute: Any = compute
+            ) -> Any:
+                assert mine.slow is not None
+                assert theirs.slow is not None
+                used[name] = (mine.slow[0], theirs.slow[0])
+                return await compute(snapshot, mine, theirs)
+
+            toy.rounds._optimiser.with_partner = noted  # type: ignore[method-assign]
+
+        async def step_alone() -> None:
+            await asyncio.sleep(3.2)
+            async with toys[1].rounds._situation.pause:
+                await toys[1].rounds._step_alone()
+
+        stepping = asyncio.create_task(step_alone())
+        await live(list(toys), 25)
+        await stepping
+
+    run(main())
+    assert from_b >= 2
+    assert torch.equal(used["a"][0], used["b"][1])
+    assert torch.equal(used["b"][0], used["a"][1])
+
+
+# What goes wrong at home.
+
+
+@codecs
+@both_forms
+def test_weights_of_ours_that_are_not_finite_cost_the_meeting_and_not_the_node(codec: Format, blocking: bool) -> None:
+    async def main() -> tuple[Toy, Toy]:
+        a, b = pair(replace(SETTINGS, codec=codec, blocking=blocking), World())
+
+        async def poison() -> None:
+            await asyncio.sleep(10.2)
+            a.fast[0] = torch.nan
+
+        poisoning = asyncio.create_task(poison())
+        await live([a, b], 45)
+        await poisoning
+        return a, b
+
+    a, b = run(main())
+    assert a.met == b.met == []
+    assert {(loss.why.split(":")[0], loss.implausible) for loss in a.lost} == {
+        ("our own weights are not finite", False)
+    }
+    # The partner is left, and blames nobody.
+    assert b.lost
+    assert not any(loss.implausible for loss in b.lost)
+
+
+def test_a_gate_of_ours_that_does_not_drain_is_named() -> None:
+    async def main() -> tuple[Toy, Toy]:
+        a, b = pair(replace(SETTINGS, blocking=True), World())
+
+        @asynccontextmanager
+        async def stuck(retry_after_s: float) -> AsyncIterator[None]:
+            await asyncio.sleep(3)
+            raise TimeoutError
+            yield
+
+        b.alone = stuck  # type: ignore[method-assign]
+        await live([a, b], 45)
+        return a, b
+
+    a, b = run(main())
+    assert a.met == b.met == []
+    assert b.lost
+    assert all("our own gate" in loss.why for loss in b.lost)
+    assert not any("our own gate" in loss.why for loss in a.lost)
+
+
+# Slow lines.
+
+
+@both_forms
+def test_an_exchange_that_runs_out_of_time_has_more_next_time_unless_work_stands_still(blocking: bool) -> None:
+    async def main() -> tuple[Toy, Toy]:
+        slow = Patience(answer_s=60.0, exchange_s=4.0, sleep_s=5.0)
+        toys = pair(replace(SETTINGS, blocking=blocking, patience=slow), World(latency_s=2.5))
+        await live(list(toys), 300)
+        return toys
+
+    for toy in run(main()):
+        assert toy.lost, "the first ran out of it"
+        assert bool(toy.met) != blocking
+        if not blocking:
+            assert len(toy.met) >= 3
+
+
+@hypothesis_settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=30), st.booleans())
+def test_the_time_of_an_exchange_is_bounded_whatever_befalls_it(fates: list[bool], blocking: bool) -> None:
+    situation = pair(replace(SETTINGS, blocking=blocking), World())[0].rounds._situation
+    base_s = SETTINGS.patience.exchange_s
+    for late in fates:
+        before_s = situation.exchange_s
+        situation.note_exchange(late=late)
+        assert base_s <= situation.exchange_s <= (base_s if blocking else 16 * base_s)
+        if not blocking:
+            assert (situation.exchange_s >= before_s) if late else (situation.exchange_s <= before_s)
+
+
+class Watched:
+    """A timing that allows what it is told to, and notes what it learns."""
+
+    def __init__(self, allowed_s: float) -> None:
+        self.allowed_s, self.times, self.vain = allowed_s, list[float](), 0
+
+    def deadline_s(self, peer: str, /) -> float:
+        return self.allowed_s
+
+    def took(self, peer: str, seconds: float, /) -> None:
+        self.times.append(seconds)
+
+    def in_vain(self, peer: str, begun_s: float, now_s: float, /) -> None:
+        self.vain += 1
+        self.allowed_s *= 2.0
+
+
+def test_an_answer_is_awaited_for_as_long_as_the_shell_says() -> None:
+    async def main() -> list[Watched]:
+        world = World(latency_s=4.0)
+        toys = pair(SETTINGS, world)
+        timings = []
+        for toy in toys:
+            timings.append(Watched(3.0))
+            toy.rounds._offers._around = replace(toy.rounds._offers._around, answers=timings[-1])
+        await live(list(toys), 200)
+        assert all(toy.met for toy in toys)
+        return timings
+
+    timings = run(main())
+    assert 1 <= max(timing.vain for timing in timings) <= 4
+    assert any(timing.times and min(timing.times) >= 8.0 for timing in timings), "five seconds would not do"

@@ -1,0 +1,842 @@
+"""Rounds: everybody meets, nobody hangs, and whatever goes wrong costs one deferral and changes no weights."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from toy_gossip import CUT, SWALLOW, Toy, World, at_once, live
+
+from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Received, Weights
+from gossip.interface import Candidate, Deferred, Origin, Patience, Settings, Surroundings
+from gossip.rounds.rounds import Rounds
+from gossip.rule.outer_step import Outer, OuterState, Tensors
+from noloco_node.sim.clock import run
+
+REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
+SETTINGS = Settings(seed=3, outer=REFERENCE, inner_steps_per_round=20)
+BLOCKING = replace(SETTINGS, blocking=True)
+both_forms = pytest.mark.parametrize("settings", [SETTINGS, BLOCKING], ids=["overlapped", "blocking"])
+
+
+def swarm(world: World, count: int, settings: Settings = SETTINGS, **traits: Any) -> list[Toy]:
+    return [Toy(world, f"p{number:02}", settings, **traits) for number in range(count)]
+
+
+def trained(start: float, optimum: float, steps: int) -> float:
+    """Where a toy is after so many inner steps without gossip."""
+    return optimum + (start - optimum) * 0.95**steps
+
+
+# Many replicas.
+
+
+@both_forms
+@pytest.mark.parametrize("count", [2, 3, 8, 40])
+def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: Settings) -> None:
+    async def main() -> list[Toy]:
+        world = World(latency_s=0.05)
+        toys = [
+            Toy(world, f"p{number:02}", settings, step_s=1.0 + 0.07 * (number % 7), optimum=10.0 + number % 5)
+            for number in range(count)
+        ]
+        await live(toys, {toy.name: int(300 / toy.step_s) for toy in toys})
+        return toys
+
+    toys = run(main())
+    for toy in toys:
+        openings = toy.inner_steps // 20
+        assert len(toy.met) >= 0.7 * openings - 1
+        assert not toy.solo
+        assert toy.rounds.statistics()["implausible"] == 0
+        # Training never waits for a partner; in the blocking form it waits at the gate, not here.
+        assert toy.idle_s == pytest.approx(0.0, abs=1e-6)
+        # One meeting may have been going on at the end.
+        assert toy.shut - len(toy.met) in (0, 1) if settings.blocking else toy.shut == 0
+    # They started at 20 and would end between 10 and 14, each at its own optimum.
+    optima = [toy.optimum for toy in toys]
+    assert fmean(toy.slow for toy in toys) == pytest.approx(fmean(optima), abs=0.5)
+    assert max(toy.slow for toy in toys) - min(toy.slow for toy in toys) < max(optima) - min(optima) + 0.01
+    partners = {toy.name: {step.partner for step in toy.met} for toy in toys}
+    assert all(len(met) >= min(count - 1, 4) for met in partners.values())
+
+
+@both_forms
+def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(settings: Settings) -> None:
+    async def main() -> list[Toy]:
+        toys = swarm(World(), 8, settings)
+
+        async def late(toy: Toy, phase_s: float) -> None:
+            await asyncio.sleep(phase_s)
+            await toy.train(20 * 40)
+
+        runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
+        async with asyncio.TaskGroup() as group:
+            for toy, phase_s in zip(toys, (0.0, 1.1, 5.2, 6.3, 10.4, 11.5, 15.6, 16.7), strict=True):
+                group.create_task(late(toy, phase_s))
+        for runner in runners:
+            runner.cancel()
+        return toys
+
+    for toy in run(main()):
+        partners = Counter(step.partner for step in toy.met)
+        # All seven equally often where all are in step; one and the same for ever if anybody at all would do.
+        assert len(partners) >= 5
+        assert partners.most_common(1)[0][1] < 0.5 * partners.total()
+        assert partners.total() >= 36
+
+
+def test_the_same_seeds_give_the_same_events() -> None:
+    def history() -> list[list[Any]]:
+        async def main() -> list[Toy]:
+            world = World(latency_s=0.2)
+            toys = [Toy(world, f"p{number}", SETTINGS, step_s=1.0 + 0.1 * number) for number in range(5)]
+            await live(toys, 100)
+            return toys
+
+        return [toy.events for toy in run(main())]
+
+    assert history() == history()
+
+
+def test_with_an_odd_number_one_defers_each_round() -> None:
+    async def main() -> list[Toy]:
+        toys = swarm(World(), 3)
+        # The last meeting needs a moment after the opening at step 200, the last deferral comes at step 220.
+        await live(toys, 220)
+        return toys
+
+    toys = run(main())
+    deferrals = [toy.rounds.statistics()["deferred"] for toy in toys]
+    assert sum(deferrals) == 10
+    assert max(deferrals) <= 6
+    assert sum(len(toy.met) for toy in toys) == 20
+    # Deferred replicas catch up with the numbers of the others.
+    assert [toy.rounds.finished for toy in toys].count(10) >= 2
+
+
+@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_replica_one_round_behind_or_ahead_heals_and_meets(late: int, ahead: bool) -> None:
+    async def main() -> list[Toy]:
+        world = World()
+        toys = [Toy(world, f"p{n}", SETTINGS, rounds=7 + (late if ahead else -late) * (n == 2)) for n in range(4)]
+        await live(toys, 70)
+        return toys
+
+    toys = run(main())
+    assert all(len(toy.met) == 3 for toy in toys)
+    assert len({toy.rounds.finished for toy in toys}) == 1
+    assert sum(toy.rounds.statistics()["healed"] for toy in toys) >= 1
+
+
+def test_a_liars_round_number_drags_nobody() -> None:
+    async def main() -> list[Toy]:
+        world = World(
+            tamper=lambda sender, receiver, message: (
+                replace(message, round=10**12)
+                if sender == "p3" and isinstance(message, Offer | Accepted | Declined)
+                else message
+            )
+        )
+        toys = swarm(world, 4)
+        for toy in toys:
+            toy.stale_list = tuple(
+                Candidate(other.name, 10**12 if other.name == "p3" else 0) for other in toys if other is not toy
+            )
+        await live(toys, 45)
+        return toys
+
+    assert all(toy.rounds.finished <= 5 for toy in run(main()))
+
+
+def test_rosters_may_disagree() -> None:
+    async def main() -> list[Toy]:
+        toys = swarm(World(), 6)
+        # Each knows only its two neighbours, and somebody who has died.
+        for number, toy in enumerate(toys):
+            known = [toys[(number + 1) % 6].name, toys[(number - 1) % 6].name, "ghost"]
+            toy.stale_list = tuple(Candidate(name, 0) for name in known)
+        await live(toys, 210)
+        return toys
+
+    toys = run(main())
+    assert all(len(toy.met) >= 5 for toy in toys)
+    assert all(toy.rounds.statistics()["lost"] == 0 for toy in toys)
+
+
+# One meeting.
+
+
+@both_forms
+def test_crossed_offers_meet_exactly_once(settings: Settings) -> None:
+    offers: list[str] = []
+
+    def listen(sender: str, receiver: str, message: Any) -> Any:
+        if isinstance(message, Offer):
+            offers.append(sender)
+        return message
+
+    async def main() -> list[Toy]:
+        toys = swarm(World(latency_s=0.3, tamper=listen), 2, settings)
+        await live(toys, 30)
+        return toys
+
+    first, second = run(main())
+    assert sorted(offers) == ["p00", "p01"]
+    assert [step.partner for step in first.met] == ["p01"]
+    assert [step.partner for step in second.met] == ["p00"]
+    assert first.rounds.statistics()["declined"] + second.rounds.statistics()["declined"] == 1
+    assert first.slow == second.slow
+
+
+@pytest.mark.parametrize("later", ["behind", "ahead"])
+def test_both_sides_count_the_higher_round_number(later: str) -> None:
+    async def main() -> list[Toy]:
+        world = World()
+        behind, ahead = (
+            Toy(world, name, SETTINGS, rounds=rounds, step_s=1.02 if name == later else 1.0)
+            for name, rounds in (("behind", 7), ("ahead", 9))
+        )
+        # The rosters are old: each believes that the other is where it is itself.
+        behind.stale_list, ahead.stale_list = (Candidate("ahead", 7),), (Candidate("behind", 9),)
+        await live([behind, ahead], 25)
+        return [behind, ahead]
+
+    assert [(toy.met[0].round, toy.rounds.finished) for toy in run(main())] == [(10, 10), (10, 10)]
+
+
+def test_snapshots_are_kept_while_the_exchange_lasts_longer_than_a_round() -> None:
+    async def main() -> list[Toy]:
+        world = World(latency_s=5.0)
+        patient = replace(SETTINGS, patience=Patience(answer_s=20.0), overlap_steps=19)
+        toys = [Toy(world, "a", patient, optimum=10.0), Toy(world, "b", patient, optimum=16.0)]
+        await live(toys, 58)
+        return toys
+
+    toys = run(main())
+    mean = fmean(trained(20.0, toy.optimum, 20) for toy in toys)
+    for toy in toys:
+        # Opened at step 20, agreed 10 and 15 s later, over after 40, when the next round was due: nothing is deferred.
+        (step,) = toy.events
+        assert step is toy.met[0]
+        assert step.staleness >= 20
+        assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - mean), rel=1e-6)
+
+
+def test_both_apply_the_rule_to_the_same_facts() -> None:
+    async def main() -> list[Toy]:
+        world = World(latency_s=0.01)
+        toys = [Toy(world, "a", SETTINGS, optimum=10.0), Toy(world, "b", SETTINGS, optimum=16.0)]
+        await live(toys, 21)
+        return toys
+
+    toys = run(main())
+    snapshots = [trained(20.0, toy.optimum, 20) for toy in toys]
+    for toy, snapshot in zip(toys, snapshots, strict=True):
+        # From equal slow weights and no momentum: phi <- phi - beta (phi - mean(theta)).
+        slow = 20.0 - 0.7 * (20.0 - fmean(snapshots))
+        assert toy.slow == pytest.approx(slow, rel=1e-6)
+        # The step after the snapshot is kept: the correction is added to it.
+        assert float(toy.fast[0]) == pytest.approx(trained(20.0, toy.optimum, 21) + slow - snapshot, rel=1e-6)
+        (step,) = toy.met
+        assert (step.round, step.staleness, step.gap) == (1, 1, 0.0)
+        # 4 fast weights and 4 probed ones.
+        assert step.bytes_sent == step.bytes_received == 4 * (4 + 4)
+        # Acceptance, probes, weights, receipt: each of them a trip.
+        assert step.seconds == pytest.approx(0.04)
+
+
+def test_slow_weights_travel_only_where_the_rule_needs_them() -> None:
+    outer = Outer(alpha=0.4, beta=0.7, gamma=0.5)
+
+    async def main() -> list[Toy]:
+        world = World()
+        settings = replace(SETTINGS, outer=outer)
+        toys = [Toy(world, "a", settings, optimum=10.0), Toy(world, "b", settings, optimum=16.0)]
+        for toy, slow in zip(toys, (20.0, 24.0), strict=True):
+            state = OuterState((torch.full((4,), slow),), (torch.zeros(4),))
+            around = Surroundings(
+                compute=at_once, partners=toy.partners, converse=world.conversing(toy.name), record=toy.events.append
+            )
+            toy.rounds = Rounds(toy.name, settings, Origin(state), toy, around)
+            world.answerers[toy.name] = toy.rounds.serve
+        await live(toys, 21)
+        return toys
+
+    toys = run(main())
+    mean = fmean(trained(20.0, toy.optimum, 20) for toy in toys)
+    for toy, slow in zip(toys, (20.0, 24.0), strict=True):
+        assert toy.slow == pytest.approx(slow - 0.7 * (22.0 - mean) - 0.5 * (slow - 22.0), rel=1e-6)
+        # Probes ahead of the round and in it; the slow weights once.
+        assert toy.met[0].bytes_sent == 4 * (4 + 4 + 4 + 4)
+        assert toy.rounds.statistics()["spared"] == toy.rounds.statistics()["sent_ahead"] == 1
+        assert toy.met[0].gap == pytest.approx(2.0 / 22.0)
+
+
+def test_a_snapshot_is_retaken_while_nobody_comes() -> None:
+    async def main() -> list[Toy]:
+        world = World()
+        settings = replace(SETTINGS, overlap_steps=4)
+        toys = [Toy(world, "fast", settings), Toy(world, "slow", settings, step_s=1.9)]
+        await live(toys, {"fast": 190, "slow": 100})
+        return toys
+
+    for toy in run(main()):
+        assert toy.met
+        # Never older than the overlap when the exchange begins, and that takes far less than a step.
+        assert max(step.staleness for step in toy.met) <= 4
+    assert run(main())[0].rounds.statistics()["retaken"] >= 12
+
+
+def test_the_blocking_form_leaves_fast_weights_equal_to_slow_ones() -> None:
+    async def main() -> list[Toy]:
+        toys = [Toy(World(), "a", BLOCKING)]
+        toys += [Toy(toys[0].world, "b", BLOCKING, optimum=16.0)]
+        fast_after: dict[str, list[float]] = {"a": [], "b": []}
+        for toy in toys:
+            correct = toy.correct
+
+            async def corrected(correction: Tensors, toy: Toy = toy, correct: Any = correct) -> None:
+                await correct(correction)
+                fast_after[toy.name].append(float(toy.fast[0]))
+
+            toy.correct = corrected  # type: ignore[method-assign]
+        await live(toys, 30)
+        for toy in toys:
+            assert fast_after[toy.name] == [pytest.approx(toy.slow, rel=1e-6)]
+            assert [step.staleness for step in toy.met] == [0]
+        return toys
+
+    run(main())
+
+
+# What goes wrong.
+
+
+def isolated(steps: int, optimum: float = 10.0) -> float:
+    """The fast weight of a toy that nobody ever disturbed, in float32."""
+    fast = torch.full((4,), 20.0)
+    for _ in range(steps):
+        fast = fast - 0.05 * (fast - optimum)
+    return float(fast[0])
+
+
+def broken_meeting(spoil: str, fate: object, settings: Settings = SETTINGS, by: str = "a") -> tuple[Toy, Toy]:
+    """Let a and b meet once, and spoil the first message of this kind that `by` sends."""
+    spoilt = False
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal spoilt
+        if sender == by and type(message).__name__ == spoil and not spoilt:
+            spoilt = True
+            return fate
+        return message
+
+    async def main() -> tuple[Toy, Toy]:
+        patient = replace(settings, patience=Patience(exchange_s=6.0))
+        world = World(tamper=tamper)
+        # b opens a little later: it declines at first, and is the asker afterwards.
+        first, second = Toy(world, "a", patient), Toy(world, "b", patient, step_s=1.02)
+        await live([first, second], 39)
+        return first, second
+
+    toys = run(main())
+    assert spoilt
+    return toys
+
+
+@both_forms
+@pytest.mark.parametrize("fate", [CUT, SWALLOW], ids=["cut", "swallowed"])
+@pytest.mark.parametrize(
+    ("spoil", "by"), [("Offer", "b"), ("Declined", "b"), ("Accepted", "a"), ("Weights", "a"), ("Weights", "b")]
+)
+def test_a_line_lost_before_or_during_the_swap_changes_nothing(
+    settings: Settings, fate: object, spoil: str, by: str
+) -> None:
+    settings = replace(settings, patience=replace(settings.patience, sleep_s=100.0))
+    toys = broken_meeting(spoil, fate, settings, by)
+    for toy in toys:
+        # They may meet afterwards; if not, the weights are to the bit those of a replica that met nobody.
+        if not toy.met:
+            assert float(toy.fast[0]) == isolated(39)
+            assert toy.slow == 20.0
+    assert toys[0].met == [] or toys[0].slow == toys[1].slow
+
+
+@both_forms
+def test_a_lost_last_receipt_leaves_one_deferred_and_the_other_fine(settings: Settings) -> None:
+    asked_by_whom: list[str] = []
+    receipts = 0
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal receipts
+        if isinstance(message, Accepted):
+            asked_by_whom.append(sender)
+        if isinstance(message, Received):
+            receipts += 1
+            return CUT if receipts == 2 else message
+        return message
+
+    async def main() -> list[Toy]:
+        toys = swarm(World(tamper=tamper), 2, replace(settings, patience=Patience(sleep_s=100.0)))
+        await live(toys, 39)
+        return toys
+
+    toys = {toy.name: toy for toy in run(main())}
+    asked = toys.pop(asked_by_whom[0])
+    (asker,) = toys.values()
+    assert len(asked.met) == 1
+    assert asker.met == []
+    assert len(asker.lost) == 1
+    assert float(asker.fast[0]) == isolated(39)
+    assert asked.slow != 20.0 == asker.slow
+    assert asker.rounds.statistics()["engaged"] == asked.rounds.statistics()["engaged"] == 0
+
+
+@both_forms
+def test_after_a_loss_the_next_round_is_met(settings: Settings) -> None:
+    cut = 0
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal cut
+        if isinstance(message, Weights) and cut == 0:
+            cut += 1
+            return CUT
+        return message
+
+    async def main() -> list[Toy]:
+        toys = swarm(World(tamper=tamper), 2, replace(settings, patience=Patience(sleep_s=100.0)))
+        await live(toys, 70)
+        return toys
+
+    for toy in run(main()):
+        assert len(toy.lost) == 1
+        # At once again in the same round where the refusal of a crossed offer said so, else in the next one.
+        assert len(toy.met) + toy.rounds.statistics()["deferred"] == 3
+        assert len(toy.met) >= 2
+
+
+@both_forms
+@pytest.mark.parametrize("kind", [Offer, Weights, Received])
+def test_a_silent_partner_costs_only_the_deadline(settings: Settings, kind: type) -> None:
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        silent = sender == "silent" or (receiver == "silent" and kind is Offer)
+        return SWALLOW if silent and isinstance(message, kind) else message
+
+    async def main() -> list[Toy]:
+        world = World(tamper=tamper)
+        patient = replace(settings, patience=Patience(answer_s=3.0, exchange_s=4.0, sleep_s=100.0))
+        toys = [Toy(world, name, patient) for name in ("a", "b", "silent")]
+        await live(toys, 120)
+        return toys
+
+    a, b, silent = run(main())
+    # Whoever wastes a round's beginning on the silent one still meets the other in the same round.
+    for toy, other in ((a, "b"), (b, "a")):
+        assert len([step for step in toy.met if step.partner == other]) >= 4
+        assert toy.idle_s < 1e-6
+    if kind is not Received:
+        assert silent.met == []
+
+
+SPOILS = {
+    "NaN": lambda fast: torch.full_like(fast, float("nan")),
+    "a wrong shape": lambda fast: fast[:3],
+    "a norm a million times ours": lambda fast: fast * 1e6,
+}
+
+
+@both_forms
+@pytest.mark.parametrize("what", SPOILS)
+def test_implausible_weights_change_nothing(settings: Settings, what: str) -> None:
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        if sender == "liar" and isinstance(message, Weights):
+            return replace(message, fast=tuple(SPOILS[what](tensor) for tensor in message.fast))
+        return message
+
+    async def main() -> Toy:
+        world = World(tamper=tamper)
+        patient = replace(settings, deferrals_before_solo=100)
+        toys = [Toy(world, name, patient) for name in ("honest", "liar")]
+        await live(toys, 90)
+        return toys[0]
+
+    honest = run(main())
+    assert honest.met == []
+    assert len(honest.lost) >= 3
+    assert all(loss.implausible for loss in honest.lost)
+    assert honest.rounds.statistics()["implausible"] == len(honest.lost)
+    assert float(honest.fast[0]) == isolated(90)
+    assert honest.slow == 20.0
+    assert not honest.rounds.state.momentum[0].any()
+
+
+@both_forms
+@pytest.mark.parametrize("nonsense", [None, 7, Received(), "Accepted"])
+def test_nonsense_instead_of_an_answer_or_an_offer_is_survived(settings: Settings, nonsense: object) -> None:
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        return nonsense if sender == "fool" and isinstance(message, Offer | Accepted | Declined) else message
+
+    async def main() -> list[Toy]:
+        toys = [Toy(World(tamper=tamper), "a", settings)]
+        toys += [Toy(toys[0].world, name, settings) for name in ("b", "fool")]
+        await live(toys, 100)
+        return toys
+
+    a, b, fool = run(main())
+    assert fool.met == []
+    assert len(a.met) == len(b.met) >= 3
+
+
+# Alone, deferred, solo.
+
+
+def test_alone_every_round_is_solo_at_once() -> None:
+    async def main() -> Toy:
+        (toy,) = swarm(World(), 1)
+        await live([toy], 60)
+        return toy
+
+    toy = run(main())
+    assert [step.round for step in toy.solo] == [1, 2, 3]
+    assert all(step.staleness == 0 and step.gap is None and step.bytes_sent == 0 for step in toy.solo)
+    assert toy.rounds.statistics()["deferred"] == 0
+    # Round 1 from no momentum: the slow weights go 0.7 of the way to the fast ones, and theta <- phi.
+    slow = fast = 20.0
+    momentum = 0.0
+    for _ in range(3):
+        fast = trained(fast, 10.0, 20)
+        momentum = 0.5 * momentum + 0.7 * (slow - fast)
+        slow = fast = slow - momentum
+    assert toy.slow == pytest.approx(slow, rel=1e-5)
+    assert float(toy.fast[0]) == pytest.approx(slow, rel=1e-5)
+
+
+def test_nobody_answers_defer_a_few_times_then_solo() -> None:
+    async def main() -> Toy:
+        (toy,) = swarm(World(), 1, replace(SETTINGS, deferrals_before_solo=3))
+        toy.stale_list = (Candidate("ghost", 0),)
+        await live([toy], 20 * 10)
+        return toy
+
+    toy = run(main())
+    kinds = ["deferred" if isinstance(event, Deferred) else "solo" for event in toy.events]
+    # Openings at 20, 40, ...: each deferral is known when the next opening is due.
+    assert kinds == ["deferred"] * 3 + ["solo"] + ["deferred"] * 3 + ["solo"] + ["deferred"]
+    assert [event.in_a_row for event in toy.events if isinstance(event, Deferred)] == [1, 2, 3, 1, 2, 3, 1]
+    assert toy.rounds.statistics()["unanswered"] > 0
+
+
+def test_left_alone_in_the_middle_of_a_round() -> None:
+    async def main() -> Toy:
+        (toy,) = swarm(World(), 1)
+        toy.stale_list = (Candidate("ghost", 0),)
+        runner = asyncio.create_task(toy.rounds.run())
+        await toy.train(25)
+        toy.stale_list = ()
+        await toy.train(1)
+        runner.cancel()
+        return toy
+
+    toy = run(main())
+    assert len(toy.solo) == 1
+    assert toy.inner_steps == 26
+
+
+def test_a_newcomer_joins_later_and_meets() -> None:
+    async def main() -> tuple[Toy, Toy]:
+        world = World()
+        old = Toy(world, "old", SETTINGS)
+        new = Toy(world, "new", SETTINGS)
+        new.listed = False
+
+        async def arrive() -> None:
+            await asyncio.sleep(110.0)
+            new.listed = True
+            await new.train(100)
+
+        runners = [asyncio.create_task(toy.rounds.run()) for toy in (old, new)]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(old.train(210))
+            group.create_task(arrive())
+        for runner in runners:
+            runner.cancel()
+        return old, new
+
+    old, new = run(main())
+    assert len(old.solo) == 5
+    assert len(old.met) == len(new.met) >= 3
+    assert old.rounds.finished == new.rounds.finished >= 8
+
+
+# The last round.
+
+
+async def end_politely(toy: Toy) -> None:
+    await toy.rounds.last_round(30.0)
+    toy.listed = False
+
+
+@both_forms
+def test_the_last_round_is_met_where_a_partner_is_there(settings: Settings) -> None:
+    async def main() -> list[Toy]:
+        world = World()
+        toys = [Toy(world, name, settings, step_s=step_s) for name, step_s in (("a", 1.0), ("b", 1.1))]
+        await live(toys, 32, end_politely)
+        return toys
+
+    a, b = run(main())
+    assert len(a.met) == len(b.met) == 2
+    assert a.met[-1].staleness == b.met[-1].staleness == 0
+    assert a.slow == b.slow
+    assert float(a.fast[0]) == pytest.approx(a.slow, rel=1e-6)
+    assert not a.solo
+
+
+@both_forms
+def test_the_last_round_alone_is_solo_at_once_and_otherwise_at_the_deadline(settings: Settings) -> None:
+    async def main(listed: tuple[Candidate, ...]) -> tuple[Toy, float]:
+        (toy,) = swarm(World(), 1, settings)
+        toy.stale_list = listed
+        await live([toy], 10, end_politely)
+        return toy, asyncio.get_running_loop().time()
+
+    for listed, took_s in (((), 10.0), ((Candidate("ghost", 0),), 40.0)):
+        toy, now_s = run(main(listed))
+        assert now_s == pytest.approx(took_s, abs=0.1)
+        assert len(toy.solo) == 1
+        assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - trained(20.0, 10.0, 10)), rel=1e-6)
+
+
+def test_the_one_left_over_does_not_wait_for_leavers() -> None:
+    ends: dict[str, float] = {}
+
+    async def end(toy: Toy) -> None:
+        await toy.rounds.last_round(300.0)
+        ends[toy.name] = asyncio.get_running_loop().time()
+
+    async def main() -> list[Toy]:
+        toys = swarm(World(), 3)
+        await live(toys, 10, end)
+        return toys
+
+    toys = run(main())
+    assert sorted(len(toy.met) for toy in toys) == [0, 1, 1]
+    assert max(ends.values()) < 45.0
+    assert all(toy.rounds.statistics()["open"] == 0 for toy in toys)
+
+
+def test_after_the_last_round_every_offer_is_declined() -> None:
+    async def main() -> object:
+        world = World()
+        (toy,) = swarm(world, 1)
+        await live([toy], 10, end_politely)
+        async with world.conversing("late")("p00") as line:
+            await line.send(Offer(round=1))
+            return await line.receive()
+
+    answer = run(main())
+    assert isinstance(answer, Declined)
+    assert answer.reason is DeclineReason.LEAVING
+
+
+@both_forms
+def test_the_last_round_waits_for_an_exchange_in_progress(settings: Settings) -> None:
+    async def main() -> list[Toy]:
+        # The exchange has just begun, on both sides, when training ends.
+        toys = swarm(World(latency_s=0.3), 2, settings)
+        await live(toys, 21, end_politely)
+        return toys
+
+    a, b = run(main())
+    assert a.slow == b.slow
+    # The blocking form's exchange holds all inner steps: nothing is left for a round more, nor for a solo step.
+    assert len(a.met) == len(b.met) == (1 if settings.blocking else 2)
+    assert a.rounds.statistics()["solo"] == b.rounds.statistics()["solo"] == 0
+    assert not a.lost
+
+
+@both_forms
+def test_an_exchange_that_is_not_over_by_the_deadline_is_given_up(settings: Settings) -> None:
+    async def end(toy: Toy) -> None:
+        await toy.rounds.last_round(30.0)
+        # Whatever arrives later must change nothing.
+        await asyncio.sleep(300.0)
+
+    async def main() -> list[Toy]:
+        toys = swarm(World(latency_s=8.0), 2, replace(settings, patience=Patience(answer_s=100.0, exchange_s=10.0)))
+        await live(toys, 10, end)
+        return toys
+
+    for toy in run(main()):
+        assert toy.met == []
+        assert len(toy.solo) == 1
+        assert toy.slow == pytest.approx(20.0 - 0.7 * (20.0 - trained(20.0, 10.0, 10)), rel=1e-6)
+        assert float(toy.fast[0]) == pytest.approx(toy.slow, rel=1e-6)
+        assert "closed" in repr(toy.rounds)
+
+
+# Cancellation.
+
+
+@both_forms
+def test_weights_are_corrected_wholly_or_not_at_all(settings: Settings) -> None:
+    async def main(cancel_at_s: float) -> tuple[float, float, int]:
+        toys = swarm(World(latency_s=0.5), 2, settings)
+        slow_motion = toys[0].correct
+
+        async def correct(correction: Tensors) -> None:
+            await asyncio.sleep(2.0)
+            await slow_motion(correction)
+            await asyncio.sleep(2.0)
+
+        toys[0].correct = correct  # type: ignore[method-assign]
+        task = asyncio.create_task(live(toys, 40))
+        await asyncio.sleep(cancel_at_s)
+        task.cancel()
+        await asyncio.wait({task})
+        toy = toys[0]
+        return float(toy.fast[0]), toy.slow, toy.rounds.finished
+
+    for tenth in range(195, 320, 5):
+        fast, slow, finished = run(main(tenth / 10))
+        assert (slow != 20.0) == (finished == 1)
+        # Without a correction the fast weights are those of undisturbed training, with it they are far from that.
+        undisturbed = any(fast == isolated(steps) for steps in range(41))
+        assert undisturbed == (finished == 0), tenth
+
+
+# Across stages.
+
+
+class Gate:
+    """Microbatches share it; a change of weights shuts it and waits until it is alone."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._shut = False
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._shut)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @asynccontextmanager
+    async def alone(self, retry_after_s: float) -> AsyncIterator[None]:
+        async with self._changed:
+            self._shut = True
+            await self._changed.wait_for(lambda: self._inside == 0)
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._shut = False
+                self._changed.notify_all()
+
+
+class LaterStage:
+    """A replica of stage 1: an inner step needs two microbatches; a round is due after every inner step."""
+
+    def __init__(self, world: World, name: str, settings: Settings, *, shut_while_waiting: bool) -> None:
+        self.toy = Toy(world, name, settings)
+        self.gate = Gate()
+        self.toy.alone = self.gate.alone  # type: ignore[method-assign]
+        self._shut_while_waiting = shut_while_waiting
+        self._window = 0
+
+    async def microbatch(self, group: asyncio.TaskGroup) -> None:
+        async with self.gate.passing():
+            await asyncio.sleep(1.0)
+            self._window += 1
+            full = self._window == 2
+        if full:
+            self._window = 0
+            self.toy.inner_steps += 1
+            await self.toy.rounds.between_steps(self.toy.inner_steps, 1.0)
+            if self._shut_while_waiting:
+                shut = asyncio.Event()
+                group.create_task(self._hold_shut(shut))
+                await shut.wait()
+
+    async def _hold_shut(self, shut: asyncio.Event) -> None:
+        """The wrong order: nothing passes from the opening of a round to its end."""
+        async with self.gate.alone(1.0):
+            shut.set()
+            for _ in range(4000):
+                if not self.toy.rounds.statistics()["open"]:
+                    break
+                await asyncio.sleep(0.25)
+
+
+def two_stages(settings: Settings, *, shut_while_waiting: bool) -> list[Toy]:
+    """Two sources, one microbatch in flight each, both first to x twice and then to y twice."""
+
+    async def main() -> list[Toy]:
+        world = World()
+        later = {name: LaterStage(world, name, settings, shut_while_waiting=shut_while_waiting) for name in ("x", "y")}
+        runners = [asyncio.create_task(stage.toy.rounds.run()) for stage in later.values()]
+
+        async def source(group: asyncio.TaskGroup) -> None:
+            for hop in "xxyy" * 6:
+                await later[hop].microbatch(group)
+
+        try:
+            async with asyncio.timeout(500.0), asyncio.TaskGroup() as group:
+                for _ in range(2):
+                    group.create_task(source(group))
+        finally:
+            for runner in runners:
+                runner.cancel()
+        return [stage.toy for stage in later.values()]
+
+    return run(main())
+
+
+def test_a_gate_shut_while_waiting_for_a_partner_deadlocks() -> None:
+    # x has opened its round and lets nothing pass. y can open none: what it needs comes after what is stuck at x.
+    settings = replace(SETTINGS, inner_steps_per_round=1)
+    with pytest.raises(TimeoutError):
+        two_stages(settings, shut_while_waiting=True)
+
+
+@both_forms
+def test_a_gate_shut_only_when_agreed_does_not(settings: Settings) -> None:
+    x, y = two_stages(replace(settings, inner_steps_per_round=1), shut_while_waiting=False)
+    assert x.inner_steps == y.inner_steps == 12
+    # A step may still wait for the next pause.
+    assert len(x.met) == pytest.approx(len(y.met), abs=1)
+    assert len(x.met) >= 5
+
+
+# What it says of itself.
+
+
+def test_statistics_and_repr() -> None:
+    async def main() -> list[Toy]:
+        toys = swarm(World(), 2)
+        assert "closed" in repr(toys[0].rounds)
+        await live(toys, 50)
+        return toys
+
+    toys = run(main())
+    for toy in toys:
+        numbers = toy.rounds.statistics()
+        assert numbers["met"] == len(toy.met) == 2
+        assert numbers["bytes_sent"] == sum(step.bytes_sent for step in toy.met)
+        assert numbers["finished"] == numbers["round"] == 2
+        assert numbers["open"] == numbers["engaged"] == 0
+        assert repr(toy.rounds) == f"<Rounds of {toy.name}: round 2, 2 met, closed>"

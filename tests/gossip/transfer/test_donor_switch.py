@@ -1,0 +1,95 @@
+"""Which donor is believed, and what becomes of the pieces of one that died."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossip.exchange.messages import Manifest
+from gossip.rounds.matching import ROUND_BOUND
+from gossip.transfer.chunks import listed
+from gossip.transfer.donor_switch import (
+    LEAST_SAVING,
+    OUTLYING_PROGRESS,
+    OUTLYING_ROUNDS,
+    ROUNDS_APART,
+    Bill,
+    Voices,
+    mixes,
+    objection,
+    round_to_start_in,
+)
+
+ROW = listed([b"0" * 32])
+MANIFEST = Manifest(
+    snapshot="one",
+    round=20,
+    inner_steps=1000,
+    progress=0.5,
+    optimiser_steps=1000,
+    meetings=0,
+    last_met=19,
+    norm=10.0,
+    slow=ROW,
+    momentum=ROW,
+)
+norms = st.floats(1e-3, 1e3)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 40), st.integers(0, 10**9), st.integers(0, 10**9))
+def test_units_stay_where_that_saves_something_and_the_copies_belong_together(
+    round: int, afresh: int, settled: int
+) -> None:
+    bill = Bill(afresh=max(afresh, settled), mixed=max(afresh, settled) - settled)
+    after = replace(MANIFEST, round=round)
+    near = abs(round - MANIFEST.round) <= ROUNDS_APART
+    assert mixes(MANIFEST, after, bill) == (near and bill.mixed <= (1 - LEAST_SAVING) * bill.afresh)
+
+
+def test_copies_of_other_sections_or_another_place_in_the_period_do_not_mix() -> None:
+    bill = Bill(afresh=100, mixed=1)
+    assert mixes(MANIFEST, MANIFEST, bill)
+    assert not mixes(MANIFEST, replace(MANIFEST, meetings=1, gathered=ROW), bill)
+    assert not mixes(replace(MANIFEST, meetings=1), replace(MANIFEST, meetings=2), bill)
+    assert not mixes(MANIFEST, replace(MANIFEST, first=ROW, second=ROW), bill)
+
+
+@settings(deadline=None)
+@given(st.lists(norms, min_size=1, max_size=3))
+def test_of_any_replicas_one_is_left_to_copy_from(found: list[float]) -> None:
+    """Each is compared with the others; not all of them are refused."""
+    refused = [
+        objection(replace(MANIFEST, norm=norm), Voices(norms=found[:place] + found[place + 1 :])) is not None
+        for place, norm in enumerate(found)
+    ]
+    assert not all(refused)
+    assert not any(refused) or max(found) > 10.0 * min(found)
+
+
+def test_weights_that_blew_up_are_refused_also_where_two_disagree() -> None:
+    assert objection(replace(MANIFEST, norm=1000.0), Voices(norms=[10.0])) is not None
+    assert objection(MANIFEST, Voices(norms=[1000.0])) is None
+    assert objection(replace(MANIFEST, norm=0.1), Voices(norms=[10.0, 11.0])) is not None
+
+
+@settings(deadline=None)
+@given(st.integers(0, 100), st.floats(0.0, 1.0))
+def test_round_and_progress_are_compared_with_the_rosters(round: int, progress: float) -> None:
+    voices = Voices(rounds=[19, 20, 1000], progress=[0.0, 0.5, 0.5])
+    found = objection(replace(MANIFEST, round=round, progress=progress), voices)
+    near = abs(round - 20) <= OUTLYING_ROUNDS and abs(progress - 0.5) <= OUTLYING_PROGRESS
+    assert (found is None) == near
+    assert objection(replace(MANIFEST, round=round, progress=progress), Voices()) is None
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 1000), min_size=1, max_size=9))
+def test_a_newcomer_starts_in_the_round_of_its_stage_and_no_liar_drags_it(own: int, rounds: list[int]) -> None:
+    start = round_to_start_in(own, rounds)
+    middle = sorted(rounds)[(len(rounds) - 1) // 2]
+    assert middle <= start <= middle + ROUND_BOUND
+    assert start >= min(own, middle + ROUND_BOUND)
+    assert round_to_start_in(own, []) == own

@@ -1,0 +1,779 @@
+"""A newcomer copies a replica's state, whatever becomes of lines and donors, or says why it could not."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import weakref
+from collections import Counter
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from state_copies import (
+    LIKE,
+    SHAPES,
+    TERMS,
+    Giving,
+    Listening,
+    copy_from,
+    drawn,
+    holding,
+    of_parts,
+    same,
+    same_tensors,
+    state,
+    wanted,
+)
+from toy_gossip import CUT, SWALLOW, Line, World, at_once
+
+from gossip.exchange.messages import (
+    Busy,
+    Gone,
+    Implausible,
+    Manifest,
+    Offer,
+    Parts,
+    Piece,
+    PieceRequest,
+    ReplicaState,
+    Section,
+    StateRequest,
+)
+from gossip.transfer import donor as donors_side
+from gossip.transfer.assembly import Arrived, Followed, Left, News
+from gossip.transfer.chunks import cut, tensors_of
+from gossip.transfer.donor import ABANDONED_S, HOLD_S, RETRY_S, Terms
+from gossip.transfer.donor_slots import STREAMS, VISITORS
+from gossip.transfer.download import (
+    LONGEST_WAIT_S,
+    Occupied,
+    catch_up,
+    check_manifest,
+    check_state,
+    donors,
+    manifest_of,
+    piece_s,
+)
+from noloco_node.sim.clock import run
+
+SPANS = cut([4 * math.prod(shape) for shape in SHAPES])
+WHOLE = state()
+
+
+@pytest.mark.parametrize("meetings", [0, 2])
+@pytest.mark.parametrize("optimiser", [True, False])
+def test_a_newcomer_gets_the_whole_state_of_one_donor(meetings: int, optimiser: bool) -> None:
+    whole = state(gathered=drawn(9) if meetings else (), meetings=meetings)
+    whole = whole if optimiser else replace(whole, optimiser=(), optimiser_steps=0)
+    world = World()
+    Giving(world, "donor", whole)
+    assert same(run(copy_from(world, ["donor"])), whole)
+
+
+def test_an_export_gets_the_slow_weights_alone() -> None:
+    async def main() -> ReplicaState:
+        world, heard = World(), Listening()
+        world.tamper = heard
+        Giving(world, "donor", state(gathered=drawn(9), meetings=1))
+        # A newcomer's copy serves an export too.
+        await copy_from(world, ["donor"])
+        before = heard.pieces["donor"]
+        found = await catch_up(["donor"], world.conversing("export"), wanted(Parts.SLOW), at_once)
+        assert heard.pieces["donor"] - before == len(SPANS)
+        return found
+
+    assert same(run(main()), of_parts(WHOLE, Parts.SLOW))
+
+
+def test_what_is_copied_is_what_was_frozen_though_the_donor_trains_on() -> None:
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", WHOLE)
+
+        def train_on(sender: str, receiver: str, message: Any) -> Any:
+            if isinstance(message, Piece):
+                giving.whole = state(2, round=7)
+            return message
+
+        world.tamper = train_on
+        assert same(await copy_from(world, ["donor"]), WHOLE)
+        assert giving.whole.round == 7
+
+    run(main())
+
+
+# Lines that break, and donors that die.
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sets(st.integers(0, 4 * len(SPANS)), max_size=6))
+def test_a_stream_that_breaks_is_dialled_again_and_nothing_is_fetched_twice(broken: set[int]) -> None:
+    arrived: list[News] = []
+    sent = 0
+
+    def cut_some(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal sent
+        sent += isinstance(message, Piece)
+        return CUT if isinstance(message, Piece) and sent in broken else message
+
+    world = World(tamper=cut_some)
+    Giving(world, "donor", WHOLE)
+    assert same(run(copy_from(world, ["donor"], holding(arrived))), WHOLE)
+    assert sum(isinstance(news, Arrived) for news in arrived) == 4 * len(SPANS)
+    # A break costs the piece under way on each stream at most.
+    assert sent <= 4 * len(SPANS) + STREAMS * len(broken)
+
+
+def dying(world: World, name: str, pieces: int) -> None:
+    """Let a donor die for good after so many pieces."""
+    given = 0
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal given
+        if sender == name and isinstance(message, Piece):
+            given += 1
+            if given > pieces:
+                world.answerers.pop(name, None)
+                return CUT
+        return message
+
+    world.tamper = tamper
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 4 * len(SPANS) - 1), st.integers(2, 30))
+def test_when_the_donor_dies_whole_parameters_stay_or_all_is_the_second_ones(pieces: int, round: int) -> None:
+    async def main() -> tuple[ReplicaState, list[News]]:
+        world = World()
+        first, second = state(1), state(2, round=round, last_met=2)
+        Giving(world, "first", first)
+        Giving(world, "second", second)
+        dying(world, "first", pieces)
+        news: list[News] = []
+        return await copy_from(world, ["first", "second"], holding(news)), news
+
+    found, news = run(main())
+    units = {part.tensor: span.unit for span in SPANS for part in span.parts}
+    origins: dict[int, set[int]] = {}
+    for section in Section:
+        for number, tensor in enumerate(tensors_of(found, section)):
+            candidates = {seed for seed in (1, 2) if torch.equal(tensor, tensors_of(state(seed), section)[number])}
+            assert candidates, "halves of one tensor are of two replicas"
+            origins.setdefault(units[number], set()).update(candidates)
+    assert all(len(seeds) == 1 for seeds in origins.values()), "sections of one parameter are of two replicas"
+    mixed = any(1 in seeds for seeds in origins.values())
+    assert found.round == round
+    assert found.last_met == 2
+    follows = [each for each in news if isinstance(each, Followed)]
+    assert [each.donor for each in follows] == ["first", "second"]
+    assert (follows[1].settled_bytes > 0) == mixed
+    assert sum(isinstance(each, Left) for each in news) == 1
+    if abs(round - 6) > 4:
+        assert not mixed
+    # Nobody fetches more than a state and what the first one gave.
+    arrived = [each for each in news if isinstance(each, Arrived)]
+    assert len(arrived) <= pieces + 4 * len(SPANS)
+
+
+@pytest.mark.parametrize("lacking", range(1, STREAMS + 1))
+def test_a_donor_that_dies_with_the_last_pieces_leaves_none_out(lacking: int) -> None:
+    """The other streams have ended by then: they had nothing left to take."""
+
+    async def main() -> ReplicaState:
+        world = World()
+        Giving(world, "first", WHOLE)
+        Giving(world, "second", WHOLE)
+        dying(world, "first", 4 * len(SPANS) - lacking)
+        return await copy_from(world, ["first", "second"])
+
+    assert same(run(main()), WHOLE)
+
+
+def test_equal_pieces_of_another_donor_are_not_fetched_again() -> None:
+    """Two replicas that agree to the bit differ in the inner optimiser alone."""
+    news: list[News] = []
+
+    async def main() -> ReplicaState:
+        world = World()
+        Giving(world, "first", state(1))
+        Giving(world, "second", state(1, optimiser=drawn(7) + drawn(8)))
+        dying(world, "first", 3 * len(SPANS))
+        return await copy_from(world, ["first", "second"], holding(news))
+
+    found = run(main())
+    assert same_tensors(found.slow, WHOLE.slow)
+    second = [each for each in news if isinstance(each, Followed)][1]
+    assert second.held_bytes > 0.3 * second.total_bytes
+
+
+def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
+    async def main() -> list[News]:
+        world = World()
+        giving = Giving(world, "donor", WHOLE)
+        forgotten = False
+
+        def forget(sender: str, receiver: str, message: Any) -> Any:
+            nonlocal forgotten
+            if isinstance(message, Piece) and not forgotten and sum(isinstance(n, Arrived) for n in news) > 20:
+                forgotten = True
+                giving.whole = state(1, round=8)
+                giving.donor._copies.clear()
+            return message
+
+        world.tamper = forget
+        news: list[News] = []
+        found = await copy_from(world, ["donor"], holding(news))
+        assert same(found, state(1, round=8))
+        return news
+
+    news = run(main())
+    assert [each.round for each in news if isinstance(each, Followed)] == [6, 8]
+    # The weights are the same, and so are their hashes.
+    assert sum(isinstance(each, Arrived) for each in news) == 4 * len(SPANS)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_newcomer_that_dies_at_any_moment_goes_on_with_what_it_kept(seed: int) -> None:
+    """What it kept is the `Holding` here; `test_partial` has the disk."""
+    rng = Random(seed)
+
+    async def main() -> None:
+        world, heard = World(latency_s=0.01), Listening()
+        world.tamper = heard
+        Giving(world, "donor", WHOLE)
+        held = holding()
+        lives = 0
+        while True:
+            lives += 1
+            try:
+                async with asyncio.timeout(rng.uniform(0.05, 0.4)):
+                    found = await copy_from(world, ["donor"], held)
+                break
+            except TimeoutError:
+                await asyncio.sleep(rng.uniform(0.0, 20.0))
+        assert lives > 1
+        assert same(found, WHOLE)
+        # A death costs what was under way.
+        assert heard.pieces["donor"] <= 4 * len(SPANS) + STREAMS * lives
+        assert len({manifest.snapshot for manifest in heard.manifests}) == 1
+
+    run(main())
+
+
+# Liars.
+
+
+def sending(change: Any) -> Any:
+    """Tamper with what the liar sends."""
+    return lambda sender, receiver, message: change(message) if sender == "liar" else message
+
+
+def garbled(message: Any) -> Any:
+    return Piece(data=message.data ^ 1) if isinstance(message, Piece) else message
+
+
+def short(message: Any) -> Any:
+    return Piece(data=message.data[:-4]) if isinstance(message, Piece) else message
+
+
+def boasting(message: Any) -> Any:
+    return replace(message, norm=1e3 * message.norm) if isinstance(message, Manifest) else message
+
+
+def few_hashes(message: Any) -> Any:
+    return replace(message, slow=message.slow[:-1]) if isinstance(message, Manifest) else message
+
+
+@pytest.mark.parametrize("change", [garbled, short, boasting, few_hashes])
+def test_a_liar_is_refused_and_the_next_donor_asked(change: Any) -> None:
+    world = World(tamper=sending(change))
+    Giving(world, "liar", state(3))
+    Giving(world, "donor", WHOLE)
+    news: list[News] = []
+    assert same(run(copy_from(world, ["liar", "donor"], holding(news))), WHOLE)
+    (left,) = [each for each in news if isinstance(each, Left)]
+    assert left.refused
+
+
+def test_weights_that_are_not_finite_are_refused_though_their_hash_is_right() -> None:
+    spoilt = state(3)
+    spoilt.optimiser[0][1, 1] = math.nan
+    world = World()
+    Giving(world, "liar", spoilt)
+    Giving(world, "donor", WHOLE)
+    assert same(run(copy_from(world, ["liar", "donor"])), WHOLE)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 3 * len(SPANS)))
+def test_what_an_honest_donor_gave_survives_a_liar(pieces: int) -> None:
+    async def main() -> list[News]:
+        world = World()
+        Giving(world, "honest", WHOLE)
+        Giving(world, "liar", state(3))
+        Giving(world, "donor", WHOLE)
+        dying(world, "honest", pieces)
+        before, news = world.tamper, []
+
+        def tamper(sender: str, receiver: str, message: Any) -> Any:
+            message = before(sender, receiver, message)
+            return garbled(message) if sender == "liar" else message
+
+        world.tamper = tamper
+        assert same(await copy_from(world, ["honest", "liar", "donor"], holding(news)), WHOLE)
+        return news
+
+    news = run(main())
+    last = [each for each in news if isinstance(each, Followed)][-1]
+    assert last.donor == "donor"
+    assert last.held_bytes > 0
+
+
+def test_parameters_that_a_liar_wrote_over_are_settled_no_more() -> None:
+    """What stays of a donor before counts without a hash, so it must be known to be still there."""
+    left = {"first": 2 * len(SPANS), "second": 4, "liar": 3 * len(SPANS)}
+
+    async def main() -> ReplicaState:
+        world = World()
+        for seed, (name, round) in enumerate((("first", 6), ("second", 7), ("liar", 30), ("last", 7)), 1):
+            Giving(world, name, state(seed, round=round))
+
+        def tamper(sender: str, receiver: str, message: Any) -> Any:
+            if sender in left and isinstance(message, Piece):
+                left[sender] -= 1
+                if left[sender] < 0:
+                    if sender == "liar":
+                        return garbled(message)
+                    world.answerers.pop(sender, None)
+                    return CUT
+            return message
+
+        world.tamper = tamper
+        return await copy_from(world, ["first", "second", "liar", "last"])
+
+    found = run(main())
+    for section in Section:
+        for number, tensor in enumerate(tensors_of(found, section)):
+            assert any(torch.equal(tensor, tensors_of(state(seed), section)[number]) for seed in (1, 2, 4))
+
+
+def test_an_objection_keeps_a_donor_from_being_fetched() -> None:
+    async def main() -> None:
+        world, heard = World(), Listening()
+        world.tamper = heard
+        Giving(world, "outlier", state(3))
+        Giving(world, "donor", WHOLE)
+
+        async def objection(donor: str, manifest: Manifest) -> str | None:
+            return "it is far from the others" if donor == "outlier" else None
+
+        asked = replace(wanted(), objection=objection)
+        found = await catch_up(["outlier", "donor"], world.conversing("new"), asked, at_once)
+        assert same(found, WHOLE)
+        assert "outlier" not in heard.pieces
+
+    run(main())
+
+
+WRONG = {
+    "a missing tensor": {"slow": WHOLE.slow[:-1]},
+    "a wrong shape": {"slow": (WHOLE.slow[0].T, *WHOLE.slow[1:])},
+    "a wrong dtype": {"slow": (WHOLE.slow[0].double(), *WHOLE.slow[1:])},
+    "NaN in the slow weights": {"slow": (torch.full((40, 256), math.nan), *WHOLE.slow[1:])},
+    "no momentum": {"momentum": ()},
+    "half of the optimiser": {"optimiser": WHOLE.optimiser[:6]},
+    "a negative round": {"round": -1},
+    "met in a round to come": {"last_met": 7},
+    "progress beyond the end": {"progress": 1.5},
+    "progress that is no number": {"progress": math.nan},
+    "negative steps": {"optimiser_steps": -7},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_state_that_cannot_be_right_is_implausible(what: str) -> None:
+    check_state(WHOLE, wanted())
+    with pytest.raises(Implausible):
+        check_state(replace(WHOLE, **WRONG[what]), wanted())
+
+
+def manifest(parts: Parts = Parts.ALL) -> Manifest:
+    async def main() -> Manifest:
+        world = World()
+        Giving(world, "donor", WHOLE)
+        async with world.conversing("new")("donor") as line:
+            found = await manifest_of(line, StateRequest(parts=parts), len(SPANS))
+            assert isinstance(found, Manifest)
+            return found
+
+    return run(main())
+
+
+WRONG_MANIFESTS = {
+    "no momentum": {"momentum": None},
+    "half of the optimiser": {"second": None},
+    "gathered without a meeting": {"gathered": torch.zeros(len(SPANS), 32, dtype=torch.uint8)},
+    "meetings that gathered nothing": {"meetings": 2},
+    "a hash too many": {"slow": torch.zeros(len(SPANS) + 1, 32, dtype=torch.uint8)},
+    "a negative counter": {"inner_steps": -1},
+    "met in a round to come": {"last_met": 7},
+    "a norm that is none": {"norm": math.inf},
+    "progress beyond the end": {"progress": 1.01},
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MANIFESTS)
+def test_a_manifest_that_cannot_be_right_is_implausible_before_memory_is_taken(what: str) -> None:
+    right = manifest()
+    check_manifest(right, Parts.ALL, len(SPANS))
+    with pytest.raises(Implausible):
+        check_manifest(replace(right, **WRONG_MANIFESTS[what]), Parts.ALL, len(SPANS))
+
+
+def test_an_outline_costs_no_copy_and_says_the_norm() -> None:
+    found = manifest(Parts.OUTLINE)
+    assert found.slow is None
+    assert found.norm == pytest.approx(math.hypot(*[float(tensor.norm()) for tensor in WHOLE.slow]))
+    with pytest.raises(Implausible):
+        check_manifest(manifest(), Parts.OUTLINE, len(SPANS))
+
+
+def test_an_outline_is_given_also_where_all_places_are_taken() -> None:
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", WHOLE)
+        async with world.conversing("one")("donor") as one, world.conversing("two")("donor") as two:
+            for line in (one, two):
+                await line.send(StateRequest(parts=Parts.ALL))
+                assert isinstance(await line.receive(), Manifest)
+            for parts, reply in ((Parts.OUTLINE, Manifest), (Parts.SLOW, Busy)):
+                async with world.conversing("third")("donor") as line:
+                    await line.send(StateRequest(parts=parts))
+                    assert isinstance(await line.receive(), reply)
+        assert giving.donor.statistics()["held"] == 1
+
+    run(main())
+
+
+# Nobody gives.
+
+
+def test_dead_silent_and_confused_donors_cost_only_their_deadlines() -> None:
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        if receiver == "silent":
+            return SWALLOW
+        return {"cut": CUT, "confused": Offer(round=1)}.get(sender, message)
+
+    async def main() -> float:
+        world = World(tamper=tamper)
+        for name in ("cut", "silent", "confused", "donor"):
+            Giving(world, name, WHOLE)
+        order = ["dead", "cut", "silent", "confused", "donor"]
+        assert same(await copy_from(world, order), WHOLE)
+        return asyncio.get_running_loop().time()
+
+    # The silent one is given up for want of a manifest; a piece may take as long as its share of the deadline.
+    assert run(main()) == pytest.approx(30.0 + 300.0 / 4, abs=10.0)
+
+
+def test_a_donor_that_falls_silent_in_the_middle_is_given_up_and_its_pieces_stay() -> None:
+    async def main() -> tuple[float, list[News]]:
+        world, given = World(), Counter[str]()
+
+        def tamper(sender: str, receiver: str, message: Any) -> Any:
+            given[sender] += isinstance(message, Piece)
+            return SWALLOW if sender == "first" and given[sender] > 30 else message
+
+        world.tamper = tamper
+        Giving(world, "first", WHOLE)
+        Giving(world, "second", WHOLE)
+        news: list[News] = []
+        assert same(await copy_from(world, ["first", "second"], holding(news)), WHOLE)
+        return asyncio.get_running_loop().time(), news
+
+    seconds, news = run(main())
+    # A stream waits twice as long the second time, for a slow line would look the same; the third time its donor, which
+    # hears of no request, is the first to end it.
+    assert seconds == pytest.approx(3 * piece_s(300.0, 4 * len(SPANS)) + TERMS.piece_s, abs=10.0)
+    assert sum(isinstance(each, Arrived) for each in news) == 4 * len(SPANS)
+
+
+def test_nobody_gives_and_the_causes_are_named() -> None:
+    """And nobody is taken for busy who will never give."""
+    world = World(tamper=lambda sender, receiver, message: SWALLOW if receiver == "silent" else message)
+    Giving(world, "silent", WHOLE)
+    with pytest.raises(ConnectionRefusedError, match=r"dead is not there.*no manifest within 105 s") as caught:
+        run(copy_from(world, ["dead", "silent"]))
+    assert not isinstance(caught.value, Occupied)
+    with pytest.raises(ConnectionRefusedError, match="none to ask"):
+        run(copy_from(world, []))
+
+
+def test_always_busy_is_given_up_after_a_bounded_time() -> None:
+    world = World()
+
+    async def busy(line: Line) -> None:
+        await line.receive()
+        await line.send(Busy(retry_after_s=1e9))
+
+    world.answerers["donor"] = busy
+
+    async def main() -> float:
+        with pytest.raises(Occupied, match="busy") as caught:
+            await copy_from(world, ["donor"])
+        assert caught.value.retry_after_s == LONGEST_WAIT_S
+        return asyncio.get_running_loop().time()
+
+    assert 80.0 <= run(main()) < 82.0
+
+
+def test_a_piece_has_its_share_of_the_time_and_some_seconds() -> None:
+    assert piece_s(30.0, 1) == 30.0
+    assert piece_s(math.inf, 7) == math.inf
+    assert 30.0 < piece_s(600.0, 1000) < 40.0
+
+
+# What strangers cost a donor.
+
+
+def test_a_donor_that_is_closed_gives_nothing_and_keeps_nothing() -> None:
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", WHOLE)
+        await copy_from(world, ["donor"])
+        assert giving.donor.statistics()["held"] == 1
+        closed = giving.donor
+        closed.close()
+        assert closed.statistics()["held"] == 0
+        with pytest.raises(ConnectionError):
+            await copy_from(world, ["donor"], None, "late")
+        assert (closed.statistics()["held"], giving.made) == (0, 1)
+        # Neither a copy's timer nor a stream's frame keeps the replica.
+        kept = weakref.ref(giving)
+        world.answerers.clear()
+        del giving
+        gc.collect()
+        assert kept() is None
+
+    run(main())
+
+
+def test_a_donor_that_is_closed_while_a_piece_is_on_its_way_keeps_none_of_the_state() -> None:
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", state(7))
+        kept = [weakref.ref(tensor) for tensor in giving.whole.slow]
+        async with world.conversing("new")("donor") as line:
+            await line.send(StateRequest(parts=Parts.ALL))
+            manifest = await line.receive()
+            assert isinstance(manifest, Manifest)
+            await line.send(PieceRequest(snapshot=manifest.snapshot, section=Section.SLOW, number=0))
+            assert isinstance(await line.receive(), Piece)
+            giving.donor.close()
+            giving.whole = WHOLE
+            await asyncio.sleep(1.0)
+            gc.collect()
+            assert [each() for each in kept] == [None] * len(kept)
+
+    run(main())
+
+
+def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", WHOLE)
+        most = 0
+
+        def listen(sender: str, receiver: str, message: Any) -> Any:
+            nonlocal most
+            most = max(most, int(giving.donor.statistics()["visitors"]))
+            return message
+
+        world.tamper = listen
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(copy_from(world, ["donor"], None, f"new{n}")) for n in range(6)]
+        assert all(same(task.result(), WHOLE) for task in tasks)
+        assert most == VISITORS
+        assert giving.made == 1
+        assert giving.donor.statistics()["turned_away"] > 0
+        assert giving.donor.statistics()["visitors"] == 0
+
+    run(main())
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(0, 1000))
+def test_copies_are_bounded_and_let_go(rounds: list[int], seed: int) -> None:
+    """Newcomers come in one round after the other, some of them for an export, and none ever fetches."""
+    rng = Random(seed)
+
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", WHOLE)
+        number = 0
+        for later in rounds:
+            number += later
+            giving.whole = state(number, round=6 + number)
+            async with world.conversing("new")("donor") as line:
+                await line.send(StateRequest(parts=rng.choice([Parts.ALL, Parts.SLOW])))
+                assert isinstance(await line.receive(), Manifest)
+            assert giving.donor.statistics()["held"] <= donors_side.COPIES
+            await asyncio.sleep(rng.uniform(0.0, 60.0))
+        await asyncio.sleep(HOLD_S + 1.0)
+        assert giving.donor.statistics()["held"] == 0
+
+    run(main())
+
+
+def test_who_asks_and_leaves_costs_a_donor_one_copy_in_a_while() -> None:
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", WHOLE)
+        provide, begun = giving.donor._provide, 0
+
+        async def slowly(parts: Parts) -> ReplicaState:
+            nonlocal begun
+            begun += parts is Parts.ALL
+            await asyncio.sleep(1.0 if parts is Parts.ALL else 0.0)
+            return await provide(parts)
+
+        giving.donor._provide = slowly
+        for _ in range(8):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await copy_from(world, ["donor"])
+        assert (begun, giving.donor.statistics()["manifests"]) == (1, 8)
+        begun_s = asyncio.get_running_loop().time()
+        assert same(await copy_from(world, ["donor"]), WHOLE)
+        assert asyncio.get_running_loop().time() - begun_s < ABANDONED_S + RETRY_S + 2.0
+        assert giving.made == 1
+
+    run(main())
+
+
+def test_an_old_copy_is_given_to_nobody_and_makes_room() -> None:
+    """However often somebody comes back for it: it would be refused as an outlier."""
+
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", WHOLE)
+        snapshot, rounds = "", []
+        for round in range(6, 60, 3):
+            giving.whole = state(1, round=round)
+            async with world.conversing("new")("donor") as line:
+                await line.send(StateRequest(parts=Parts.ALL, snapshot=snapshot))
+                found = await line.receive()
+            snapshot = found.snapshot
+            rounds.append(round - found.round)
+            await asyncio.sleep(1.0)
+        assert max(rounds) == 6
+        assert giving.donor.statistics()["held"] <= donors_side.COPIES
+
+    run(main())
+
+
+def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
+    """Pieces come one a minute, and the fourth stream would wait for its own longer than is allowed at first."""
+
+    async def main() -> float:
+        world = World()
+        giving = Giving(world, "donor", WHOLE, Terms(deadline_s=100 * 3600.0, piece_s=200.0))
+        turn = asyncio.Lock()
+
+        async def answer(line: Line) -> None:
+            send = line.send
+
+            async def slowly(message: Any) -> None:
+                if isinstance(message, Piece):
+                    async with turn:
+                        await asyncio.sleep(60.0)
+                await send(message)
+
+            line.send = slowly  # type: ignore[method-assign]
+            await giving.donor.serve(line)
+
+        world.answerers["donor"] = answer
+        asked = replace(wanted(), deadline_s=1500.0)
+        assert piece_s(1500.0, 4 * len(SPANS)) < STREAMS * 60.0
+        found = await catch_up(["donor"], world.conversing("new"), asked, at_once)
+        assert same(found, WHOLE)
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) < 1.2 * 60.0 * 4 * len(SPANS)
+
+
+def test_a_copy_in_use_is_held_until_its_deadline() -> None:
+    async def main() -> None:
+        world = World()
+        giving = Giving(world, "donor", WHOLE, Terms(deadline_s=400.0, piece_s=60.0))
+        async with world.conversing("new")("donor") as line:
+            await line.send(StateRequest(parts=Parts.ALL))
+            found = await line.receive()
+            replies = []
+            for _ in range(9):
+                await asyncio.sleep(50.0)
+                await line.send(PieceRequest(snapshot=found.snapshot, section=Section.FIRST, number=1))
+                replies.append(type(await line.receive()))
+        assert replies == [Piece] * 7 + [Gone] * 2
+        assert giving.donor.statistics()["held"] == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        None,
+        Offer(round=1),
+        PieceRequest(snapshot="here", section=Section.SLOW, number=len(SPANS)),
+        PieceRequest(snapshot="here", section=Section.SLOW, number=-1),
+        PieceRequest(snapshot="here", section=Section.GATHERED, number=0),
+    ],
+)
+def test_a_newcomer_that_says_nothing_or_nonsense_is_given_up(first: Any) -> None:
+    async def main() -> None:
+        world = World()
+        outcome: list[BaseException] = []
+        giving = Giving(world, "donor", WHOLE)
+
+        async def answer(line: Line) -> None:
+            try:
+                await giving.donor.serve(line)
+            except ConnectionAbortedError as loss:
+                outcome.append(loss)
+
+        world.answerers["donor"] = answer
+        async with world.conversing("new")("donor") as line:
+            await line.send(StateRequest(parts=Parts.ALL))
+            found = await line.receive()
+            if isinstance(first, PieceRequest):
+                await line.send(replace(first, snapshot=found.snapshot))
+            elif first is not None:
+                await line.send(first)
+            with pytest.raises(ConnectionResetError):
+                await line.receive()
+        assert len(outcome) == 1
+        assert giving.donor.statistics()["visitors"] == 0
+
+    run(main())
+
+
+def test_newcomers_spread_over_the_donors() -> None:
+    replicas = [f"replica{number}" for number in range(5)]
+    first = Counter(donors(f"new{number}", replicas, 7)[0] for number in range(1000))
+    assert min(first.values()) > 150
+    assert len(first) == 5
+    order = donors("replica3", replicas, 7)
+    assert sorted(order) == sorted(set(replicas) - {"replica3"})
+    assert order == donors("replica3", list(reversed(replicas)), 7)
+    assert order != donors("replica3", replicas, 8) or donors("new1", replicas, 7) != donors("new1", replicas, 8)
+
+
+def test_like_is_what_the_shapes_say() -> None:
+    assert [tuple(tensor.shape) for tensor in LIKE] == list(SHAPES)

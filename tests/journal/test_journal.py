@@ -1,0 +1,205 @@
+"""The journal: flat lines, bounded files, torn lines and full disks that hurt nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.journal import events as journals
+from noloco_node.journal.events import (
+    Deferred,
+    Event,
+    Hops,
+    InnerStep,
+    Journal,
+    OuterStep,
+    StateChanged,
+    Tail,
+    read,
+    rotated,
+)
+from noloco_node.swarm.roster import State
+
+
+def step(number: int, loss: float | None = 2.5) -> InnerStep:
+    return InnerStep(step=number, progress=number / 100, loss=loss, tokens=4096, seconds=0.5, learning_rate=1e-3)
+
+
+def steps(path: Path) -> list[int]:
+    return [event.step for event in read(path) if isinstance(event, InnerStep)]
+
+
+def test_a_line_is_one_flat_object_with_time_and_name(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, now=lambda: 1234.5) as journal:
+        journal.write(step(1))
+        journal.write(StateChanged(state=State.CATCHING_UP, waiting="a donor"))
+        journal.write(Hops(counts={"Qm1": 3}))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0] == {
+        "event": "inner_step",
+        "at": 1234.5,
+        "step": 1,
+        "progress": 0.01,
+        "loss": 2.5,
+        "tokens": 4096,
+        "seconds": 0.5,
+        "learning_rate": 1e-3,
+        "device_s": 0.0,
+        "stale": 0,
+    }
+    assert lines[1] == {"event": "state", "at": 1234.5, "state": "catching up", "waiting": "a donor"}
+    assert [line["event"] for line in lines] == ["inner_step", "state", "hops"]
+
+
+def test_the_names_of_all_events_are_as_documented() -> None:
+    names = {kind.__struct_config__.tag for kind in get_args(Event)}
+    assert names >= {"inner_step", "outer_step", "deferred", "hops", "refused", "lost", "violation"}
+    assert names >= {"started", "finished", "state", "traffic"}
+
+
+@given(
+    loss=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    partner=st.none() | st.text(max_size=60),
+    numbers=st.integers(0, 2**53),
+)
+def test_events_come_back_as_they_were_written(loss: float | None, partner: str | None, numbers: int) -> None:
+    event = OuterStep(
+        round=numbers,
+        partner=partner,
+        gap=loss,
+        staleness=3,
+        bytes_sent=numbers,
+        bytes_received=1,
+        seconds=0.25,
+    )
+    assert msgspec.json.decode(msgspec.json.encode(event), type=Event) == event
+
+
+def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.write(step(1))
+        journal.write(step(2))
+    path.write_bytes(path.read_bytes()[:-10])
+    assert steps(path) == [1]
+    with Journal(path) as journal:
+        journal.write(step(3))
+    assert steps(path) == [1, 3]
+
+
+def test_lines_of_another_version_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.write(step(1))
+        path.write_bytes(path.read_bytes() + b'{"event":"eclipse","at":1}\nnot json\n\xff\xfe\n[]\n')
+        journal.write(step(2))
+    assert steps(path) == [1, 2]
+
+
+def test_rotation_bounds_the_disk_and_keeps_the_newest(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, max_bytes=2000) as journal:
+        for number in range(100):
+            journal.write(step(number))
+        assert journal.statistics()["rotations"] > 1
+        assert journal.statistics()["events"] == 100
+    assert path.stat().st_size <= 2000
+    assert rotated(path) == tmp_path / "journal.1.jsonl"
+    assert rotated(path).stat().st_size <= 2000
+    kept = steps(path)
+    assert kept == list(range(kept[0], 100))
+    assert len(kept) > 10
+
+
+def test_a_full_disk_is_counted_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    real, room = os.write, [200]
+
+    def write(file: int, data: bytes) -> int:
+        if room[0] <= 0:
+            raise OSError(28, "No space left on device")
+        taken = real(file, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    with Journal(path) as journal:
+        monkeypatch.setattr(journals.os, "write", write)
+        journal.write(step(1))
+        journal.write(step(2))  # torn in the middle
+        journal.write(step(3))  # refused
+        assert journal.statistics() | {"bytes": 0} == {"events": 1, "bytes": 0, "dropped": 2, "rotations": 0}
+        room[0] = 10_000
+        journal.write(step(4))
+        assert "dropped=2" in repr(journal)
+    assert steps(path) == [1, 4]
+
+
+def test_rotation_that_fails_drops_events_and_grows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with Journal(path, max_bytes=500) as journal:
+        with monkeypatch.context() as patch:
+            patch.setattr(journals.os, "replace", refuse)
+            for number in range(50):
+                journal.write(step(number))
+        assert path.stat().st_size <= 500
+        assert journal.statistics()["dropped"] > 40
+        journal.write(step(99))
+    assert steps(path)[-1] == 99
+
+
+def test_a_closed_journal_counts_what_comes_too_late(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.close()
+    journal.close()
+    journal.write(step(1))
+    assert journal.statistics()["dropped"] == 1
+    assert steps(tmp_path / "journal.jsonl") == []
+
+
+def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
+    with pytest.raises(Trouble) as caught:
+        Journal(tmp_path / "absent" / "journal.jsonl")
+    assert caught.value.code is Exit.STORAGE
+
+
+def test_a_missing_journal_has_no_events(tmp_path: Path) -> None:
+    assert list(read(tmp_path / "journal.jsonl")) == []
+
+
+def test_tail_sees_each_event_once_and_follows_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    tail, seen = Tail(path), []
+    assert tail.poll() == []
+    with Journal(path, max_bytes=900) as journal:
+        for number in range(40):
+            journal.write(step(number))
+            seen += [event.step for event in tail.poll() if isinstance(event, InnerStep)]
+        assert journal.statistics()["rotations"] > 2
+    assert seen == list(range(40))
+    assert tail.statistics() == {"events": 40, "passed_over": 0}
+    tail.close()
+
+
+def test_tail_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    line = msgspec.json.encode(Deferred(round=2, in_a_row=1, at=5.0)) + b"\n"
+    tail = Tail(path)
+    path.write_bytes(line[:20])
+    assert tail.poll() == []
+    with path.open("ab") as file:
+        file.write(line[20:])
+    assert tail.poll() == [Deferred(round=2, in_a_row=1, at=5.0)]
+    tail.close()

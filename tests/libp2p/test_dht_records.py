@@ -1,0 +1,252 @@
+"""Signed records: whose they are, what a stranger may store, and what a reader believes of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S, PATIENT, RECORD_S
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.dht import signing
+from noloco_node.libp2p.dht.records import Records, Signatures, chosen, keep_signed, next_expiry
+from noloco_node.libp2p.dht.signing import Signer, content_of, place_of, read_signer
+from noloco_node.libp2p.dht.storage_bounds import shorten, with_room
+from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
+from noloco_node.libp2p.endpoint.settings import Settings
+from noloco_node.libp2p.network import Libp2p, _load_hivemind
+
+KEY = "run/stage/0"
+PLACE = place_of(KEY)
+
+
+class Identity:
+    """A peer of whom a key file was made."""
+
+    def __init__(self, path: Path) -> None:
+        ensure_identity(path)
+        signer, raw = read_signer(path), peer_bytes(path)
+        assert signer is not None
+        assert raw is not None
+        self.signer: Signer = signer
+        self.name = str(_load_hivemind().PeerID(raw).to_base58())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Identity, Identity]:
+    home = tmp_path_factory.mktemp("identities")
+    return Identity(home / "one"), Identity(home / "other")
+
+
+@given(st.binary(max_size=300), st.integers(0), st.integers(1, 255))
+def test_a_record_is_its_peer_s_at_its_place_to_the_last_bit(
+    two: tuple[Identity, Identity], content: bytes, where: int, change: int
+) -> None:
+    one, other = two
+    value = one.signer.signed(PLACE, 7.0, content)
+    assert content_of(PLACE, one.name, 7.0, value) == content
+    assert content_of(PLACE, other.name, 7.0, value) is None, "another's subkey"
+    assert content_of(place_of("run/stage/1"), one.name, 7.0, value) is None, "another place"
+    assert content_of(PLACE, one.name, 7.5, value) is None, "another expiry"
+    assert content_of(PLACE, one.name, 7.0, content) in (None, content[64:]), "unsigned"
+    spoiled = bytearray(value)
+    spoiled[where % len(spoiled)] ^= change
+    assert content_of(PLACE, one.name, 7.0, bytes(spoiled)) is None
+    assert content_of(PLACE, one.name, 7.0, value[:-1]) is None
+
+
+@given(content=st.binary(max_size=20), expiry=st.floats(0.0, 2.0**32))
+def test_no_other_cut_of_the_same_bytes_has_the_verdict_of_a_record(
+    two: tuple[Identity, Identity], content: bytes, expiry: float
+) -> None:
+    one, _ = two
+    value = one.signer.signed(PLACE, expiry, content)
+    told = PLACE + struct.pack("!d", expiry) + value
+    for cut in range(len(PLACE) + len(value)):
+        if cut != len(PLACE):
+            (forged,) = struct.unpack("!d", told[cut : cut + 8])
+            assert content_of(told[:cut], one.name, forged, told[cut + 8 :]) is None
+    assert content_of(PLACE, one.name, expiry, value) == content
+    assert content_of(PLACE, one.name[:-1], expiry, value) is None
+    assert content_of(PLACE, one.name[1:], expiry, one.name[:1].encode() + value) is None
+
+
+def test_what_is_remembered_of_signatures_is_bounded(two: tuple[Identity, Identity]) -> None:
+    one, _ = two
+    value = one.signer.signed(PLACE, 7.0, b"kept")
+    for number in range(signing.VERDICTS + 10):
+        assert content_of(PLACE, one.name, float(number + 8), value) is None
+    assert len(signing._verdicts) == signing.VERDICTS
+    assert content_of(PLACE, one.name, 7.0, value) == b"kept"
+
+
+@given(st.text(max_size=80))
+def test_what_is_no_peer_id_signs_nothing(name: str) -> None:
+    assert content_of(PLACE, name, 7.0, bytes(200)) is None
+
+
+@given(st.text(max_size=300))
+def test_the_place_is_where_hivemind_files_a_key(key: str) -> None:
+    _load_hivemind()
+    from hivemind.dht.routing import DHTID
+
+    assert place_of(key) == DHTID.generate(source=key).to_bytes()
+
+
+@given(st.sets(st.text(max_size=8)), st.sets(st.text(max_size=8)), st.integers(1, 5), st.binary(max_size=4))
+def test_of_too_many_the_known_come_first(found: set[str], known: set[str], most: int, salt: bytes) -> None:
+    taken = chosen(sorted(found), known, salt, most)
+    assert len(taken) == min(len(found), most)
+    assert set(taken) <= found
+    assert len(known & set(taken)) == min(len(known & found), most)
+
+
+@given(st.floats(0.0, 2e9), st.floats(1.0, 3600.0), st.floats(0.0, 2e9))
+def test_an_expiry_never_falls_as_long_as_others_take_it(before: float, lifetime_s: float, unix_s: float) -> None:
+    expiry = next_expiry(before, lifetime_s, unix_s)
+    assert expiry >= unix_s + lifetime_s
+    assert expiry <= unix_s + 3601.0
+    assert expiry > before or before >= unix_s + 3600.0
+
+
+def record(subkey: str, value: bytes, expiry: float) -> Any:
+    packed = msgspec.msgpack.encode
+    return SimpleNamespace(key=PLACE, subkey=packed(subkey), value=packed(value), expiration_time=expiry)
+
+
+def test_only_signed_records_of_our_form_are_stored(two: tuple[Identity, Identity]) -> None:
+    one, other = two
+    soon = time.time() + RECORD_S
+    value = one.signer.signed(PLACE, soon, b"content")
+    assert Signatures().validate(record(one.name, value, soon))
+    for wrong in (
+        record(other.name, value, soon),
+        record("me", value, soon),
+        record(one.name, b"content", soon),
+        record(one.name, value, soon + 60.0),
+        record(one.name, one.signer.signed(PLACE, -1e10, b"content"), -1e10),
+        record(one.name, one.signer.signed(PLACE, soon + 1e5, b"content"), soon + 1e5),
+        SimpleNamespace(**vars(record(one.name, value, soon)) | {"key": place_of("run/stage/1")}),
+        SimpleNamespace(**vars(record(one.name, value, soon)) | {"value": value}),
+    ):
+        assert not Signatures().validate(wrong)
+
+
+def test_a_bad_record_in_an_answer_does_not_spoil_the_good_ones(two: tuple[Identity, Identity]) -> None:
+    _load_hivemind()
+    from hivemind.dht.storage import DictionaryDHTValue
+
+    one, other = two
+    soon = time.time() + RECORD_S
+    good = msgspec.msgpack.encode(one.signer.signed(PLACE, soon, b"good"))
+    found = DictionaryDHTValue()
+    found.store(one.name, good, soon)
+    found.store(other.name, good, soon + 1.0)
+    for later_s, subkey in enumerate(("me", 7, "\udcff", "x" * 200), start=2):
+        found.store(subkey, b"\xc4\x01x", soon + later_s)
+    keep_signed(PLACE, found, frozenset(), b"salt")
+    assert {subkey: entry.value for subkey, entry in found.items()} == {one.name: good}
+    assert found.latest_expiration_time == soon
+    keep_signed(PLACE, found, frozenset(), b"salt", {one.name: soon})
+    assert not dict(found.items()), "what we keep ourselves is not heard again"
+
+
+def test_no_more_is_kept_under_a_key_than_fits_into_an_answer() -> None:
+    _load_hivemind()
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage
+
+    storage, key, soon = DHTLocalStorage(), DHTID.generate(source=KEY), time.time() + RECORD_S
+    store = with_room(storage)
+    taken = [store(key, str(number), bytes(2**20 // 2), soon) for number in range(6)]
+    assert taken == [True] * 4 + [False] * 2
+    assert store(key, "0", b"small", soon + 1.0), "who is in may speak again"
+    taken = [store(key, f"small {number}", b"x", soon) for number in range(3000)]
+    assert sum(taken) == 2048 - 4
+
+
+def test_nobody_drives_a_record_out_or_ends_its_life() -> None:
+    _load_hivemind()
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage
+
+    storage, key, soon = DHTLocalStorage(), DHTID.generate(source=KEY), time.time() + RECORD_S
+    assert storage.get(int.from_bytes(PLACE)) is None
+    store = with_room(storage)
+    assert store(key, "one", b"last", soon)
+    assert not store(key, "one", b"repeated", time.time() + 0.01)
+    taken = [store(DHTID(number), "x", b"x", soon + 900.0) for number in range(5000)]
+    assert taken == [True] * 4095 + [False] * 905
+    assert all(store(key, "one", b"next", soon + number) for number in range(1, 1000))
+    kept = storage.get(int.from_bytes(PLACE)).value
+    assert kept.get("one").value == b"next"
+    assert len(kept.expiration_heap) < 100
+
+
+def test_all_that_is_kept_together_is_bounded() -> None:
+    _load_hivemind()
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage
+
+    storage, soon = DHTLocalStorage(), time.time() + RECORD_S
+    store, value = with_room(storage), bytes(2**19)
+    taken = sum(store(DHTID(number // 3), str(number % 3), value, soon) for number in range(300))
+    assert 2**27 - 2**21 < taken * len(value) <= 2**27
+    assert store(DHTID(0), "0", value, soon + 1.0), "who is in may speak again"
+
+
+def test_a_reading_leaves_no_more_than_there_is_room_for() -> None:
+    _load_hivemind()
+    from hivemind.dht.storage import DictionaryDHTValue
+
+    kept, soon = DictionaryDHTValue(), time.time() + RECORD_S
+    for number in range(2048):
+        kept.store(str(number), b"x", soon)
+    before = frozenset(dict(kept.items()))
+    kept.store("from others", b"x", soon)
+    shorten(kept, before)
+    assert dict(kept.items()).keys() == before
+
+
+def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
+    (tmp_path / "identity").write_bytes(b"\x08\x00\x12" + bytes(300))
+    records = Records(None, 1.0, tmp_path / "identity")  # type: ignore[arg-type] # it is refused before it asks
+    with pytest.raises(Trouble, match="cannot be signed") as trouble:
+        asyncio.run(records.publish(KEY, "me", b"x", 30.0))
+    assert trouble.value.code is Exit.STORAGE
+
+
+@pytest.mark.network
+def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
+    async def main() -> None:
+        alone = Settings(prefix="/noloco/1/run/", listen=("/ip4/127.0.0.1/tcp/0",), patience=PATIENT)
+        async with Libp2p.open(alone) as one:
+            joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
+            async with Libp2p.open(joining) as forger:
+                assert forger._session is not None
+                node = forger._session.records._node
+                assert await one.publish(KEY, one.peer_id, b"true", RECORD_S)
+                assert await forger.publish(KEY, forger.peer_id, b"also true", RECORD_S)
+                assert not await node.store(KEY, b"forged", time.time() + 2 * RECORD_S, subkey=one.peer_id)
+                # Whoever has another program keeps what it likes, and answers with it.
+                node.protocol.record_validator = None
+                await node.store(KEY, b"forged", time.time() + 2 * RECORD_S, subkey=one.peer_id)
+                await node.store(KEY, b"invented", time.time() + 2 * RECORD_S, subkey="nobody")
+                theirs = await node.get(KEY, latest=True)
+                assert {"nobody", one.peer_id, forger.peer_id} <= set(theirs.value)
+                assert theirs.value[one.peer_id].value == b"forged"
+                assert await one.read(KEY) == {one.peer_id: b"true", forger.peer_id: b"also true"}
+
+    async def limited() -> None:
+        async with asyncio.timeout(LAST_RESORT_S):
+            await main()
+
+    asyncio.run(limited())

@@ -1,0 +1,136 @@
+"""Streams opened by way of a daemon, of which we play the part: what is cancelled half-way leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S, PATIENT
+
+from noloco_node.libp2p.daemon.control import Control
+from noloco_node.libp2p.daemon.framing import delimited, read_delimited
+from noloco_node.libp2p.endpoint.addresses import place_text
+from noloco_node.libp2p.endpoint.known_peers import Acquaintances
+from noloco_node.libp2p.endpoint.settings import Capacity
+from noloco_node.libp2p.network import _load_hivemind
+from noloco_node.libp2p.streams.dialer import Calls, Exchange
+from noloco_node.libp2p.streams.stream import Stream
+from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.network.wire import MessageSpec, Schema
+
+SOMEBODY = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A question."""
+
+    text: str
+
+
+SCHEMA = Schema({Ask: MessageSpec("Ask")})
+
+
+class Watched(Switchboard):
+    """A switchboard that tells the moment at which a stream has opened."""
+
+    opened: Callable[[], None]
+
+    def call(self, stream: Stream, peer: str, topic: str, schema: Schema) -> None:
+        super().call(stream, peer, topic, schema)
+        self.opened()
+
+
+def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]], None]) -> tuple[str, Switchboard]:
+    """Dial by way of a daemon that answers so; `opened` is told of the task in the moment in which it opens."""
+
+    async def main() -> tuple[str, Switchboard]:
+        parts, patience = _load_hivemind(), PATIENT
+        pb = parts.messages
+
+        async def daemon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            request = pb.Request.FromString(await read_delimited(reader))
+            assert request.streamOpen.proto == ["/prefix/topic"]
+            writer.write(delimited(answer(pb)))
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+            hung_up.set()
+
+        place, hung_up = str(directory / "control.sock"), asyncio.Event()
+        server = await asyncio.start_unix_server(daemon, place)
+        board = Watched(patience, Capacity())
+        likeness: Any = SimpleNamespace(control_path=place, stream_path=str(directory / "streams.sock"))
+        exchange = Exchange(board, Acquaintances(), "/prefix/", patience)
+        calls = Calls(parts, Control(likeness, pb), likeness, exchange)
+        dialling = asyncio.get_running_loop().create_task(calls.dial(SOMEBODY, "topic", SCHEMA))
+        board.opened = lambda: opened(dialling)
+        try:
+            async with asyncio.timeout(LAST_RESORT_S):
+                await asyncio.wait([dialling])
+                outcome = "cancelled"
+                if not dialling.cancelled():
+                    error = dialling.exception()
+                    outcome = "open" if error is None else f"{type(error).__name__}: {error}"
+                if outcome == "open":
+                    dialling.result().break_off(ConnectionResetError("enough"))
+                await hung_up.wait()
+                return outcome, board
+        finally:
+            server.close()
+
+    return asyncio.run(main())
+
+
+NOTHING = {"conversations.now": 0, "unread.bytes": 0, "unread.evicted": 0}
+
+
+def accepted(pb: Any) -> Any:
+    return pb.Response(type=pb.Response.OK)
+
+
+def refused(pb: Any) -> Any:
+    return pb.Response(type=pb.Response.ERROR, error=pb.ErrorResponse(msg="failed to dial"))
+
+
+def test_a_stream_opens_or_is_refused(tmp_path: Path) -> None:
+    outcome, board = dialled(tmp_path, accepted, lambda _: None)
+    assert outcome == "open"
+    assert board.statistics() == NOTHING | {
+        "conversations.opened": 1,
+        "lost.ConnectionResetError": 1,
+        "bytes.sent.topic": 0,
+        "bytes.received.topic": 0,
+    }
+
+
+def test_a_refusal_is_the_peer_s(tmp_path: Path) -> None:
+    outcome, board = dialled(tmp_path, refused, lambda _: None)
+    assert outcome == f"ConnectionRefusedError: {SOMEBODY} cannot be reached: failed to dial"
+    assert board.statistics() == NOTHING | {"conversations.unopened": 1}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["while it opens", "when it has just opened"])
+def test_a_dial_that_is_cancelled_in_the_moment_of_its_success_leaves_no_stream(tmp_path: Path, late: bool) -> None:
+    def cancel(dialling: asyncio.Task[Stream]) -> None:
+        if late:
+            asyncio.get_running_loop().call_soon(dialling.cancel)
+        else:
+            dialling.cancel()
+
+    outcome, board = dialled(tmp_path, accepted, cancel)
+    assert outcome == "cancelled"
+    assert board.statistics()["conversations.now"] == 0
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=80))
+def test_an_address_of_a_stranger_is_text_or_nothing(raw: bytes) -> None:
+    assert place_text(raw) == "" or place_text(raw).startswith("/")

@@ -1,0 +1,699 @@
+"""The network over real libp2p daemons: what arrives, what is lost and how soon that shows, and what stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import psutil
+import pytest
+import torch
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S, PATIENT, RECORD_S
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.daemon.relay_grant import Grant
+from noloco_node.libp2p.daemon.restart_backoff import WITHIN_S, pause_s
+from noloco_node.libp2p.daemon.socket_dir import private_directory, remove_stale
+from noloco_node.libp2p.dht.records import RecordLimits, overlook_orphans
+from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
+from noloco_node.libp2p.endpoint.settings import RELAY_DATA_BYTES, RELAY_TIME_S, Capacity, Patience, Reach, Settings
+from noloco_node.libp2p.network import Libp2p
+from noloco_node.libp2p.streams import dialback
+from noloco_node.libp2p.streams.dialback import Dialled, DialMe
+from noloco_node.network.interface import Conversation
+from noloco_node.network.wire import MessageSpec, Schema, TensorSpec
+
+pytestmark = pytest.mark.network
+
+NOBODY = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+LOCAL = "/ip4/127.0.0.1/tcp/0"
+SILENCE_S = 3.0
+QUICK = msgspec.structs.replace(
+    PATIENT, beat_s=0.1, silence_s=SILENCE_S, least_silence_s=SILENCE_S, most_silence_s=SILENCE_S
+)
+"""Gives a silent peer up, after some thirty beats: so many a busy machine does not miss."""
+BIG = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A question."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bulk:
+    """16 MiB, or nothing."""
+
+    numbers: torch.Tensor | None
+
+
+SMALL = Schema({Ask: MessageSpec("Ask")})
+LARGE = Schema({Bulk: MessageSpec("Bulk", {"numbers": TensorSpec((BIG,), "float32")})})
+
+
+def p2pds() -> set[int]:
+    return {child.pid for child in psutil.Process().children() if child.name() == "p2pd"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    temporary = tempfile.mkdtemp(prefix="noloco-network-")
+    monkeypatch.setattr(tempfile, "tempdir", temporary)
+    yield
+    gc.collect()
+    assert not psutil.Process().children()
+    os.rmdir(temporary)
+
+
+def run(main: Coroutine[Any, Any, None], loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(LAST_RESORT_S):
+            await main
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(limited())
+
+
+on_both_loops = pytest.mark.parametrize(
+    "loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+
+
+@asynccontextmanager
+async def peer(
+    *bootstrap: str, prefix: str = "/noloco/1/run/", tell: Callable[[str], None] = print, **settings: Any
+) -> AsyncIterator[tuple[Libp2p, int]]:
+    """A peer on this machine, and the process id of its daemon."""
+    before = p2pds()
+    chosen = {"listen": (LOCAL,), "patience": PATIENT, "bootstrap": bootstrap} | settings
+    async with Libp2p.open(Settings(prefix=prefix, **chosen), tell) as network:
+        (daemon,) = p2pds() - before
+        yield network, daemon
+
+
+@asynccontextmanager
+async def pair(patience: Patience = PATIENT, **settings: Any) -> AsyncIterator[tuple[Libp2p, int, Libp2p, int]]:
+    async with (
+        peer(patience=patience) as (one, one_daemon),
+        peer(*await one.addresses(), patience=patience, **settings) as (other, other_daemon),
+    ):
+        yield one, one_daemon, other, other_daemon
+
+
+async def echo(conversation: Conversation) -> None:
+    while True:
+        await conversation.send(await conversation.receive())
+
+
+async def fails(call: Callable[[], Awaitable[Any]], error: type[Exception], match: str) -> None:
+    """Check that `call` raises `error`."""
+    with pytest.raises(error, match=match):
+        await call()
+
+
+class Work:
+    """A handler that takes one question and then works for ever; tells what became of it."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
+        self.error: BaseException | None = None
+
+    async def __call__(self, conversation: Conversation) -> None:
+        try:
+            await conversation.receive()
+            self.begun.set()
+            await asyncio.Event().wait()
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.ended.set()
+
+
+@on_both_loops
+def test_what_is_sent_arrives_and_what_is_not_understood_does_not(loop: Any) -> None:
+    async def main() -> None:
+        async with pair() as (one, _, other, _):
+            await other.serve("ask", SMALL, echo)
+            await other.serve("bulk", LARGE, echo)
+            async with one.talk(other.peer_id, "ask", SMALL) as conversation:
+                assert conversation.peer == other.peer_id
+                for text in ("a", "b" * 60_000):
+                    await conversation.send(Ask(text=text))
+                    assert await conversation.receive() == Ask(text=text)
+            numbers = torch.randn(BIG)
+            async with one.talk(other.peer_id, "bulk", LARGE) as conversation:
+                await conversation.send(Bulk(numbers=numbers))
+                assert torch.equal((await conversation.receive()).numbers, numbers)
+            assert one.statistics()["bytes.sent.bulk"] > 4 * BIG
+            assert other.statistics()["bytes.received.bulk"] > 4 * BIG
+
+            # A stranger to the schema is told so, counted, and harms nobody.
+            async with one.talk(other.peer_id, "bulk", SMALL) as conversation:
+                await conversation.send(Ask(text="not what you speak of"))
+                await fails(conversation.receive, ConnectionResetError, "does not decode")
+            assert other.statistics()[f"violations.{one.peer_id}"] == 1
+            async with one.talk(other.peer_id, "ask", SMALL) as conversation:
+                await conversation.send(Ask(text="still there?"))
+                assert await conversation.receive() == Ask(text="still there?")
+
+            # Topics that nobody serves, peers that nobody knows, peers of another run.
+            for who, topic, words in (
+                (other.peer_id, "nonsense", "this run or version"),
+                (NOBODY, "ask", "cannot be reached"),
+            ):
+                talk = one.talk(who, topic, SMALL)
+                await fails(talk.__aenter__, ConnectionRefusedError, words)
+            await fails(one.talk("not base58", "ask", SMALL).__aenter__, ConnectionRefusedError, "no peer id")
+            async with peer(*await one.addresses(), prefix="/noloco/1/another/") as (stranger, _):
+                talk = stranger.talk(other.peer_id, "ask", SMALL)
+                await fails(talk.__aenter__, ConnectionRefusedError, "this run or version")
+
+    run(main(), loop)
+
+
+@on_both_loops
+def test_conversations_end_as_they_should(loop: Any) -> None:
+    async def main() -> None:
+        async with pair(capacity=Capacity(per_peer=2)) as (one, _, other, _):
+            heard: list[str] = []
+            finished = asyncio.Event()
+
+            async def listen(conversation: Conversation) -> None:
+                heard.append((await conversation.receive()).text)
+                await asyncio.sleep(0.05)
+                heard.append((await conversation.receive()).text)
+                finished.set()
+
+            async def fail(conversation: Conversation) -> None:
+                raise ValueError("a secret")
+
+            work = Work()
+            for topic, handler in (("listen", listen), ("fail", fail), ("work", work)):
+                await other.serve(topic, SMALL, handler)
+
+            # Leaving in the ordinary way loses nothing and cancels nothing.
+            async with one.talk(other.peer_id, "listen", SMALL) as conversation:
+                await conversation.send(Ask(text="first"))
+                await conversation.send(Ask(text="last"))
+            await finished.wait()
+            assert heard == ["first", "last"]
+
+            # A handler that fails says so, without its secrets; one that returns ends the conversation.
+            async with one.talk(other.peer_id, "fail", SMALL) as conversation:
+                await fails(conversation.receive, ConnectionResetError, "error: ValueError in the handler")
+            async with one.talk(other.peer_id, "listen", SMALL) as conversation:
+                await conversation.send(Ask(text="a"))
+                await conversation.send(Ask(text="b"))
+                await fails(conversation.receive, ConnectionResetError, "ended the conversation")
+                await fails(lambda: conversation.send(Ask(text="c")), ConnectionResetError, "ended the conversation")
+
+            # A caller that is cancelled cancels the callee's work.
+            async def call() -> None:
+                async with one.talk(other.peer_id, "work", SMALL) as conversation:
+                    await conversation.send(Ask(text="work"))
+                    await conversation.receive()
+
+            calling = asyncio.create_task(call())
+            await work.begun.wait()
+            calling.cancel()
+            await work.ended.wait()
+            assert isinstance(work.error, asyncio.CancelledError)
+
+            # One caller cannot occupy everything.
+            await other.serve("echo", SMALL, echo)
+            async with (
+                one.talk(other.peer_id, "echo", SMALL) as first,
+                one.talk(other.peer_id, "echo", SMALL) as second,
+            ):
+                for conversation in (first, second):
+                    await conversation.send(Ask(text="hello"))
+                    await conversation.receive()
+                async with one.talk(other.peer_id, "echo", SMALL) as third:
+                    await fails(third.receive, ConnectionResetError, "busy with 2 conversations of yours")
+            assert other.statistics()["conversations.busy"] == 1
+
+    run(main(), loop)
+
+
+def test_beats_keep_a_long_silence_alive() -> None:
+    async def main() -> None:
+        async with pair(QUICK) as (one, _, other, _):
+
+            async def think(conversation: Conversation) -> None:
+                await conversation.receive()
+                await asyncio.sleep(1.5 * SILENCE_S)
+                await conversation.send(Ask(text="done"))
+
+            await other.serve("think", SMALL, think)
+            async with one.talk(other.peer_id, "think", SMALL) as conversation:
+                await conversation.send(Ask(text="think"))
+                assert await conversation.receive() == Ask(text="done")
+
+    run(main())
+
+
+@on_both_loops
+def test_a_daemon_that_is_killed_is_lost_at_once_and_another_takes_its_place(loop: Any) -> None:
+    async def main() -> None:
+        said: list[str] = []
+        async with (
+            peer(tell=said.append) as (one, one_daemon),
+            peer(*await one.addresses()) as (other, _),
+        ):
+            work = Work()
+            before = (one.peer_id, await one.addresses())
+            for network in (one, other):
+                await network.serve("work", SMALL, work)
+                await network.serve("echo", SMALL, echo)
+            watching = asyncio.create_task(one.wait_daemon())
+            async with (
+                other.talk(one.peer_id, "work", SMALL) as incoming,
+                one.talk(other.peer_id, "echo", SMALL) as outgoing,
+            ):
+                await incoming.send(Ask(text="work"))
+                await work.begun.wait()
+                reading = asyncio.create_task(one.read("key"))
+                os.kill(one_daemon, signal.SIGKILL)
+                await fails(incoming.receive, ConnectionResetError, "broke")
+                await fails(outgoing.receive, ConnectionResetError, "broke")
+            await work.ended.wait()
+            with contextlib.suppress(ConnectionResetError):
+                await reading
+
+            # Calls that begin now wait for the daemon that takes its place: the same peer, at the same address.
+            async with one.talk(other.peer_id, "echo", SMALL) as conversation:
+                await conversation.send(Ask(text="are you there?"))
+                assert await conversation.receive() == Ask(text="are you there?")
+            assert (one.peer_id, await one.addresses()) == before
+            assert one.statistics()["daemon.died"] == 1
+            assert "daemon died (it was killed" in said[0]
+            assert "back in the swarm" in said[1]
+            assert not watching.done()
+            watching.cancel()
+
+            # It serves what it served, and is a node of the DHT again, though nobody told it whom to join by.
+            async with other.talk(one.peer_id, "echo", SMALL) as conversation:
+                await conversation.send(Ask(text="and you?"))
+                assert await conversation.receive() == Ask(text="and you?")
+            while not await other.publish("key", other.peer_id, b"x", RECORD_S):  # noqa: ASYNC110 (the DHT sets no event)
+                await asyncio.sleep(0.1)
+            assert await one.read("key") == {other.peer_id: b"x"}
+            assert await one.read_all(["another", "key"]) == [{}, {other.peer_id: b"x"}]
+
+    run(main(), loop)
+
+
+def test_a_topic_may_be_served_by_another_handler_later() -> None:
+    """As by a replica that moves away, and comes back."""
+
+    def saying(text: str) -> Callable[[Conversation], Coroutine[Any, Any, None]]:
+        async def handler(conversation: Conversation) -> None:
+            await conversation.receive()
+            await conversation.send(Ask(text=text))
+
+        return handler
+
+    async def gone(_: Conversation) -> None:
+        raise ConnectionResetError("we serve it no more")
+
+    async def main() -> None:
+        async with pair() as (one, _, other, _):
+
+            async def answer() -> object:
+                async with other.talk(one.peer_id, "topic/1", SMALL) as conversation:
+                    await conversation.send(Ask(text="?"))
+                    return await conversation.receive()
+
+            await one.serve("topic/1", SMALL, saying("first"))
+            assert await answer() == Ask(text="first")
+            await one.serve("topic/1", SMALL, gone)
+            with pytest.raises(ConnectionError):
+                await answer()
+            await one.serve("topic/1", SMALL, saying("again"))
+            assert await answer() == Ask(text="again")
+
+    run(main())
+
+
+def test_daemons_that_die_again_and_again_are_given_up() -> None:
+    async def main() -> None:
+        async with peer() as (one, _):
+            cast(Any, one)._deaths.extend([asyncio.get_running_loop().time()] * 10)
+            (daemon,) = p2pds()
+            os.kill(daemon, signal.SIGKILL)
+            with pytest.raises(Trouble, match="again and again") as trouble:
+                await one.wait_daemon()
+            assert trouble.value.code is Exit.DAEMON
+            # Nothing hangs.
+            assert not await one.publish("key", "me", b"x", RECORD_S)
+            await fails(lambda: one.read("key"), ConnectionResetError, "our own libp2p daemon")
+            assert await one.read_all(["key", "another"]) == [None, None]
+            await fails(one.talk(NOBODY, "x", SMALL).__aenter__, ConnectionResetError, "our own libp2p daemon")
+
+    run(main())
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e4), max_size=30).map(sorted), st.floats(0, 1e3))
+def test_a_daemon_is_started_again_at_once_then_ever_later_then_never(deaths: list[float], later: float) -> None:
+    now = (deaths[-1] if deaths else 0.0) + later
+    recent = [death for death in deaths if now - death <= WITHIN_S]
+    wait = pause_s(deaths, now)
+    if len(recent) <= 1:
+        assert wait == 0
+    elif wait is None:
+        assert len(recent) > 10
+    else:
+        assert 0 < wait <= 30
+        sooner = pause_s(recent[1:], now)
+        assert sooner is not None
+        assert sooner <= wait
+
+
+def test_a_silent_peer_is_given_up_on_both_sides() -> None:
+    async def main() -> None:
+        async with pair(QUICK) as (one, _, other, other_daemon):
+            work = Work()
+            await other.serve("work", SMALL, work)
+            async with one.talk(other.peer_id, "work", SMALL) as conversation:
+                await conversation.send(Ask(text="work"))
+                await work.begun.wait()
+                os.kill(other_daemon, signal.SIGSTOP)
+                try:
+                    await fails(conversation.receive, ConnectionAbortedError, r"was silent for 3\.0 s")
+                    await work.ended.wait()
+                finally:
+                    os.kill(other_daemon, signal.SIGCONT)
+
+    run(main())
+
+
+def test_records_are_found_by_others_and_expire() -> None:
+    async def main() -> None:
+        async with pair() as (one, _, other, _):
+            assert await one.read("run/stage/0") == {}
+            assert await one.publish("run/stage/0", one.peer_id, b"first", RECORD_S)
+            found, lifetime_s = await one.read("run/stage/0"), 1.0
+            while other.peer_id not in found:  # a busy machine may come too late for a short life
+                assert await other.publish("run/stage/0", other.peer_id, b"short", lifetime_s)
+                found, lifetime_s = await one.read("run/stage/0"), 2 * lifetime_s
+            assert found == {one.peer_id: b"first", other.peer_id: b"short"}
+            assert await one.publish("run/stage/0", one.peer_id, b"second", RECORD_S + 1.0)
+            while other.peer_id in found:
+                found = await other.read("run/stage/0")
+            assert found == {one.peer_id: b"second"}
+            for size, lifetime_s in ((20_000, 10.0), (10, 1e6)):
+                with pytest.raises(ValueError, match="more than the DHT takes"):
+                    await one.publish("key", "me", b"x" * size, lifetime_s)
+
+    run(main())
+
+
+def trouble_of(*bootstrap: str, **settings: Any) -> Trouble:
+    caught: list[Trouble] = []
+
+    async def main() -> None:
+        try:
+            async with peer(*bootstrap, **settings):
+                pytest.fail("it started")
+        except Trouble as trouble:
+            caught.append(trouble)
+
+    run(main())
+    return caught[0]
+
+
+def test_each_trouble_at_the_start_is_told_from_the_others() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        trouble = trouble_of(listen=(address,))
+        assert trouble.code is Exit.PORT_TAKEN
+        assert address in str(trouble)
+    for listen, words in (("nonsense", "unknown protocol"), ("/ip4/192.0.2.1/tcp/4001", "cannot listen there")):
+        trouble = trouble_of(listen=(listen,))
+        assert trouble.code is Exit.CONFIG
+        assert words in str(trouble)
+    trouble = trouble_of(f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}", f"/dns4/no-such-host.invalid/tcp/1/p2p/{NOBODY}")
+    assert trouble.code is Exit.UNREACHABLE
+    assert f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}: connection refused" in trouble.why
+    assert f"/dns4/no-such-host.invalid/tcp/1/p2p/{NOBODY}: the host's name does not resolve" in trouble.why
+    assert trouble_of("/ip4/127.0.0.1/tcp/1").code is Exit.CONFIG
+
+
+def test_a_wrong_peer_id_is_named_and_one_good_address_is_enough() -> None:
+    async def main() -> None:
+        async with peer() as (one, _):
+            (good,) = await one.addresses()
+            wrong = good.replace(one.peer_id, NOBODY)
+            with pytest.raises(Trouble, match=f"another peer answers there: {one.peer_id}") as trouble:
+                async with peer(wrong):
+                    pytest.fail("it started")
+            assert trouble.value.code is Exit.UNREACHABLE
+            async with peer(wrong, "/ip4/127.0.0.1/tcp/1/p2p/" + NOBODY, good) as (other, _):
+                assert await other.publish("key", other.peer_id, b"x", RECORD_S)
+                assert await one.read("key") == {other.peer_id: b"x"}
+
+    run(main())
+
+
+def test_an_identity_survives_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    async def name() -> None:
+        async with peer(identity=tmp_path / "identity") as (network, _):
+            names.append(network.peer_id)
+
+    names: list[str] = []
+    run(name())
+    assert (tmp_path / "identity").stat().st_mode & 0o777 == 0o600
+    run(name())
+    assert names[0] == names[1]
+    (tmp_path / "identity").write_bytes(b"\x08\x01\x12\x40 short")
+    assert trouble_of(identity=tmp_path / "identity").code is Exit.STORAGE
+    assert trouble_of(identity=tmp_path / "absent" / "identity").code is Exit.STORAGE
+
+
+def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        identity, copy = tmp_path / "identity", tmp_path / "copy"
+        async with peer() as (boot, _):
+            door = await boot.addresses()
+            async with peer(*door, identity=identity) as (original, _):
+                copy.write_bytes(identity.read_bytes())
+                with pytest.raises(Trouble, match="identity of this one") as trouble:
+                    async with peer(*door, identity=copy):
+                        pytest.fail("it started")
+                assert trouble.value.code is Exit.HOME_IN_USE
+                assert original.peer_id in trouble.value.why
+            # Once the original is gone, the identity is free.
+            async with peer(*door, identity=copy) as (heir, _):
+                assert heir.peer_id == original.peer_id
+
+    run(main())
+
+
+def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None:
+    anywhere = ("/ip4/0.0.0.0/tcp/0",)
+
+    async def ask(network: Libp2p, peer: str, *ports: int) -> Dialled:
+        async with network.talk(peer, dialback.TOPIC, dialback.SCHEMA) as conversation:
+            await conversation.send(DialMe(ports=ports))
+            return cast(Dialled, await conversation.receive())
+
+    async def main() -> None:
+        said: list[str] = []
+        async with peer(listen=anywhere, reach=Reach.OPEN, tell=said.append) as (boot, _):
+            before = p2pds()
+            async with boot.relaying([tmp_path / "one.key", tmp_path / "two.key"]) as relays:
+                assert len({parse_peer_address(relay).peer for relay in relays}) == 2
+                async with peer(*await boot.addresses(), listen=anywhere, tell=said.append) as (joiner, _):
+                    assert said == []  # a scout went, and found nothing to change
+                    port = port_of((await joiner.addresses())[0])
+                    answer = await ask(joiner, boot.peer_id, 1, port)
+                    assert port_of(answer.place) == port
+                    assert set(answer.relays) == set(relays)
+                    assert (await ask(joiner, boot.peer_id, 1)) == Dialled(place="", tried=True, relays=answer.relays)
+                    assert not (await ask(joiner, boot.peer_id)).tried
+
+                # A relay that dies is started again.
+                relay = min(p2pds() - before)
+                running = p2pds()
+                os.kill(relay, signal.SIGKILL)
+                while len(p2pds() - {relay}) < len(running):  # noqa: ASYNC110 (a process is born)
+                    await asyncio.sleep(0.05)
+                assert "the relay on port" in said[0]
+
+    run(main())
+
+
+def test_every_relay_grants_what_it_was_told_to(tmp_path: Path) -> None:
+    # p2pd gives every few of them limits that end a circuit after 128 KiB.
+    async def main() -> None:
+        async with peer(listen=("/ip4/0.0.0.0/tcp/0",), reach=Reach.OPEN) as (boot, _):
+            async with boot.relaying([tmp_path / f"{number}.key" for number in range(6)]) as relays:
+                for relay in relays:
+                    assert await boot._granted([parse_peer_address(relay)]) == Grant(RELAY_TIME_S, RELAY_DATA_BYTES)
+                with pytest.raises(Trouble, match="reached"):
+                    await boot._granted([PeerAddress("/ip4/127.0.0.1/tcp/1", NOBODY)])
+            async with peer(*await boot.addresses()) as (other, _):
+                own = [parse_peer_address(text) for text in await other.addresses()]
+                assert (await boot._granted(own)).data_bytes > 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("listen", ["/ip6/::1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1", "/ip6/::1/udp/0/quic-v1"])
+def test_peers_converse_over_ipv6_and_over_quic(listen: str) -> None:
+    async def main() -> None:
+        async with peer(listen=(listen,)) as (one, _):
+            (address,) = await one.addresses()
+            assert address.startswith(listen.split("0/quic")[0].removesuffix("0"))
+            async with peer(address, listen=(listen,)) as (other, _):
+                await other.serve("bulk", LARGE, echo)
+                numbers = torch.randn(BIG)
+                async with one.talk(other.peer_id, "bulk", LARGE) as conversation:
+                    await conversation.send(Bulk(numbers=numbers))
+                    assert torch.equal((await conversation.receive()).numbers, numbers)
+
+    run(main())
+
+
+def test_directories_of_dead_processes_are_swept_away_and_no_others(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, tempfile; from noloco_node.libp2p.daemon.socket_dir import private_directory\n"
+        "tempfile.tempdir = sys.argv[1]\n"
+        "with private_directory(): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    parent = Path(tempfile.gettempdir())
+    subprocess.run([sys.executable, "-c", program, str(parent)], check=False)
+    (left,) = parent.iterdir()
+    (left / "sub").mkdir()
+    (left / "sub" / "control.sock").touch()
+    for name, mode in (("noloco-network-other", 0o700), ("noloco-shared", 0o777)):
+        (parent / name).mkdir()
+        (parent / name).chmod(mode)
+    (parent / "noloco-shared" / "owner").touch()
+    (parent / "noloco-link").symlink_to(tmp_path)
+    (tmp_path / "owner").touch()
+    with private_directory() as ours:
+        assert not left.exists()
+        assert remove_stale(parent) == []
+        assert {path.name for path in parent.iterdir()} == {
+            ours.name,
+            "noloco-network-other",
+            "noloco-shared",
+            "noloco-link",
+        }
+    assert (tmp_path / "owner").exists()
+    (parent / "noloco-link").unlink()
+    shutil.rmtree(parent / "noloco-shared")
+    (parent / "noloco-network-other").rmdir()
+
+
+@on_both_loops
+def test_a_start_that_is_cancelled_leaves_nothing(loop: Any) -> None:
+    async def main() -> None:
+        async def start() -> None:
+            async with peer():
+                pytest.fail("it was not cancelled")
+
+        starting = asyncio.create_task(start())
+        while not p2pds():  # noqa: ASYNC110 (a process is born, which sets no event)
+            await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not p2pds()
+
+    run(main(), loop)
+
+
+def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
+    (tmp_path / "identity").write_bytes(b"\x08" + b"x" * 60)
+    trouble = trouble_of(identity=tmp_path / "identity")
+    assert trouble.code is Exit.DAEMON
+    assert "ended at once" in trouble.why
+
+
+def test_hivemind_is_loaded_without_torch() -> None:
+    program = (
+        "import sys; from noloco_node.libp2p import network; network._load_hivemind();"
+        "assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+class Record(NamedTuple):
+    """A record as hivemind shows it to a validator."""
+
+    subkey: bytes
+    value: bytes
+    expiration_time: float
+
+
+def test_only_records_of_our_form_are_stored() -> None:
+    subkey, value, soon = b"\xa1a", b"\xc4\x01x", time.time() + RECORD_S
+    limits = RecordLimits()
+    assert limits.validate(Record(subkey, value, soon))
+    for wrong in (
+        Record(b"\xc0", value, soon),
+        Record(b"\xa1", value, soon),
+        Record(subkey, b"\x01", soon),
+        Record(subkey, b"\xc1", soon),
+        Record(subkey, b"\xc5\xff\xff" + bytes(65535), soon),
+        Record(subkey, value, soon + 1e5),
+        Record(subkey, value, float("nan")),
+    ):
+        assert not limits.validate(wrong), wrong
+
+
+def test_addresses_of_this_machine_are_for_this_machine_only() -> None:
+    mixed = ["/ip4/127.0.0.1/tcp/1", "/ip4/192.0.2.1/tcp/1", "/ip6/::1/tcp/1", "/dns4/example.org/tcp/1"]
+    assert beyond_this_machine(mixed) == [mixed[1], mixed[3]]
+
+
+@on_both_loops
+def test_only_hivemind_s_forgotten_searches_are_overlooked(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def main() -> None:
+        told: list[str] = []
+        running = asyncio.get_running_loop()
+        running.set_exception_handler(lambda _, context: told.append(context["message"]))
+        overlook_orphans(running)
+
+        async def ours() -> None:
+            await asyncio.get_running_loop().create_future()
+
+        async def forget(waiting: Coroutine[Any, Any, Any]) -> None:
+            task = asyncio.create_task(waiting)
+            await asyncio.sleep(0)
+            del task
+
+        await forget(asyncio.Event().wait())
+        gc.collect()
+        assert told == []
+        await forget(ours())
+        gc.collect()
+        assert told == ["Task was destroyed but it is pending!"]
+
+    run(main(), loop)

@@ -1,0 +1,307 @@
+"""How others come to us, without a network: what a scout must find out, what follows from the answers, which relays."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.daemon.relay_grant import Grant, grant_of
+from noloco_node.libp2p.dht.relay_records import listed, record_of, told
+from noloco_node.libp2p.endpoint.addresses import (
+    PeerAddress,
+    check_listen,
+    from_this_machine,
+    parse_peer_address,
+    port_of,
+    with_port,
+    with_ports_chosen,
+)
+from noloco_node.libp2p.endpoint.known_peers import Acquaintances
+from noloco_node.libp2p.endpoint.settings import (
+    RELAY_DATA_BYTES,
+    RELAY_TIME_S,
+    Posture,
+    Reach,
+    Settings,
+    arguments,
+    relay_arguments,
+)
+from noloco_node.libp2p.preflight import Mission, decide, mission
+from noloco_node.libp2p.relays import postures
+from noloco_node.libp2p.session import knocked
+from noloco_node.libp2p.streams.dialback import Dialled, Verdict, host_of, judge
+from noloco_node.sim.clock import run
+
+PEERS = (
+    "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu",
+    "12D3KooWDew3PbJwkmKi9CybWvVzPR45JWKmhBr4v7wX92tMdw52",
+    "12D3KooWFudLtKfvASkYC4Br5VfYwnHPm9bTwdeDuMcZAvZTfdkH",
+)
+FOURTH = "12D3KooWE3wMkqsrvixbbWXGBbXDoALQq2VPtG1px39g2zQKkrQw"
+DOOR = f"/ip4/198.51.100.1/tcp/4001/p2p/{PEERS[0]}"
+RELAY = f"/ip4/198.51.100.1/tcp/4002/p2p/{PEERS[1]}"
+PUBLIC, LOCAL = "/ip4/0.0.0.0/tcp/4001", "/ip4/127.0.0.1/tcp/0"
+POSTURE = Posture(identity=Path("key"), listen=(PUBLIC,))
+
+places = st.sampled_from(["", "/ip4/203.0.113.5/tcp/4001", "/ip4/203.0.113.6/tcp/4001"])
+answers = st.lists(st.builds(Dialled, place=places, tried=st.booleans(), relays=st.just((RELAY,))), max_size=4)
+own_places = st.lists(st.sampled_from(["/ip4/203.0.113.5/tcp/4001", "/ip4/10.0.0.2/tcp/4001"]), max_size=2)
+
+
+def wanted(**chosen: object) -> Settings:
+    return Settings(**{"prefix": "/noloco/1/run/", "listen": (PUBLIC,), "bootstrap": (DOOR,)} | chosen)  # type: ignore[arg-type]
+
+
+def test_a_scout_goes_only_where_there_is_something_to_find_out() -> None:
+    assert mission(wanted(bootstrap=()), identity_is_old=True) == Mission(False, False)
+    assert mission(wanted(), identity_is_old=False) == Mission(False, True)
+    assert mission(wanted(listen=(LOCAL,)), identity_is_old=False) == Mission(False, False)
+    assert mission(wanted(announce=(PUBLIC,)), identity_is_old=True) == Mission(True, False)
+    assert mission(wanted(listen=("/ip4/0.0.0.0/udp/4001/quic-v1",)), identity_is_old=False) == Mission(False, False)
+    assert mission(wanted(reach=Reach.OPEN), identity_is_old=False) == Mission(False, False)
+    assert mission(wanted(reach=Reach.RELAYED, listen=(LOCAL,)), identity_is_old=False) == Mission(False, True)
+
+
+@settings(deadline=None)
+@given(answers)
+def test_one_success_proves_more_than_any_failures(found: list[Dialled]) -> None:
+    verdict = judge(found)
+    assert set(verdict.places) == {answer.place for answer in found if answer.place}
+    if verdict.places:
+        assert verdict.dialled is True
+    elif any(answer.tried for answer in found):
+        assert verdict.dialled is False
+    else:
+        assert verdict.dialled is None
+    assert verdict.relays == ((RELAY,) if found else ())
+
+
+@settings(deadline=None)
+@given(
+    st.text(max_size=60) | st.sampled_from(["/ip4/1.2.3.4/tcp/1,/ip4/1.2.3.5/tcp/1", "/ip4/1.2.3.4/tcp/1\x1b[2J", ""])
+)
+def test_a_place_that_is_none_is_neither_announced_nor_shown(text: str) -> None:
+    verdict = judge([Dialled(place=text, tried=True, relays=())])
+    assert verdict.places == ()
+    assert verdict.dialled is False
+
+
+@settings(deadline=None)
+@given(answers, own_places, st.sampled_from([Reach.AUTO, Reach.RELAYED]))
+def test_relays_are_used_where_nobody_can_dial_us_and_never_without_a_word(
+    found: list[Dialled], own: list[str], reach: Reach
+) -> None:
+    said: list[str] = []
+    verdict = judge(found)
+    chosen = wanted(reach=reach)
+    if reach is Reach.RELAYED and not verdict.relays:
+        with pytest.raises(Trouble, match="no relay") as trouble:
+            decide(chosen, POSTURE, own, verdict, said.append)
+        assert trouble.value.code is Exit.UNREACHABLE
+        return
+    better = decide(chosen, POSTURE, own, verdict, said.append)
+    assert (better.identity, better.listen) == (POSTURE.identity, POSTURE.listen)
+    relayed = reach is Reach.RELAYED or verdict.dialled is False
+    assert better.relays == (verdict.relays if relayed else ())
+    if relayed:
+        assert not better.announce
+    else:
+        assert set(verdict.places) <= {*own, *better.announce}
+    assert bool(said) == (better != POSTURE)
+
+
+def test_a_swarm_without_relays_is_said_to_whom_it_concerns() -> None:
+    said: list[str] = []
+    alone = decide(wanted(), POSTURE, [], Verdict(False, (), ()), said.append)
+    assert alone == msgspec.structs.replace(POSTURE, dialable=False), "it takes the first stage, which dials the others"
+    assert "the swarm has no relay" in said[0]
+
+
+def test_the_daemon_is_told_to_be_private_public_or_neither() -> None:
+    relayed = Posture(identity=Path("key"), listen=(PUBLIC,), relays=(RELAY,))
+    words = arguments(relayed, Reach.AUTO)
+    assert {"-autoRelay=1", "-forceReachabilityPrivate=1", f"-trustedRelays={RELAY}"} <= set(words)
+    # With fewer than four it would take no place for three minutes, unless it is told that these are all.
+    assert "-relayDiscovery=0" in words
+    four = tuple(f"/ip4/198.51.100.1/tcp/{4000 + number}/p2p/{peer}" for number, peer in enumerate((*PEERS, FOURTH)))
+    assert "-relayDiscovery=0" not in arguments(msgspec.structs.replace(relayed, relays=four), Reach.AUTO)
+    assert "-relayDiscovery=0" in arguments(msgspec.structs.replace(relayed, relays=(*four[:3], four[0])), Reach.AUTO)
+    assert "-forceReachabilityPublic=1" in arguments(POSTURE, Reach.OPEN)
+    assert not any("force" in word for word in arguments(POSTURE, Reach.AUTO))
+    assert "-relayService=1" in relay_arguments(POSTURE)
+
+
+def test_whoever_keeps_to_a_budget_relays_for_nobody() -> None:
+    assert "-relayService=1" in arguments(POSTURE, Reach.AUTO)
+    # By default 32 MiB a circuit, as many circuits as strangers like.
+    for words in (arguments(POSTURE, Reach.AUTO), relay_arguments(POSTURE)):
+        assert "-relayBufferSize=262144" in words
+    frugal = Posture(identity=Path("key"), listen=(PUBLIC,), lends_line=False)
+    assert "-relayService=0" in arguments(frugal, Reach.AUTO)
+
+
+@pytest.mark.parametrize(
+    ("origin", "host"),
+    [
+        ("/ip4/203.0.113.5/tcp/61000", ("ip4", "203.0.113.5")),
+        ("/ip6/2001:db8::1/udp/4001/quic-v1", ("ip6", "2001:db8::1")),
+        (f"/ip4/198.51.100.1/tcp/4002/p2p/{PEERS[1]}/p2p-circuit", None),
+        ("", None),
+    ],
+)
+def test_nobody_is_dialled_back_over_a_relay(origin: str, host: tuple[str, str] | None) -> None:
+    assert host_of(origin) == host
+
+
+def test_once_one_has_answered_the_dead_do_not_hold_us_up() -> None:
+    async def answer(after_s: float, cause: str | None) -> str | None:
+        await asyncio.sleep(after_s)
+        return cause
+
+    async def main(*answers: tuple[float, str | None]) -> tuple[list[str | None], float]:
+        loop = asyncio.get_running_loop()
+        knocks = {asyncio.ensure_future(answer(*each)): PeerAddress(str(each), "a") for each in answers}
+        return list((await knocked(knocks)).values()), loop.time()
+
+    causes, took_s = run(main((1.0, None), (2.5, None), (0.5, "closed"), (15.0, "silent")))
+    assert causes[:3] == [None, None, "closed"]
+    assert "while others did" in (causes[3] or "")
+    assert took_s < 5.0
+    assert run(main((1.0, "closed"), (15.0, "silent"))) == (["closed", "silent"], 15.0)
+
+
+def test_records_of_relays_are_read_with_care() -> None:
+    assert listed({"a": record_of([RELAY, DOOR]), "b": record_of([RELAY])}) == (RELAY, DOOR)
+    noise = {"a": b"\xc1", "b": b"\xa1\xff", "c": record_of(["/ip4/1.2.3.4", "x" * 10_000]), "d": b""}
+    assert listed(noise | {"e": record_of([RELAY])}) == (RELAY,)
+    assert told([f"/dns4/a,b/tcp/1/p2p/{PEERS[0]}", f"{RELAY}/p2p-circuit/p2p/{PEERS[0]}"]) == ()
+    many = [f"/ip4/198.51.100.{number}/tcp/4001/p2p/{PEERS[0]}" for number in range(9)]
+    assert len(told(many)) == 4
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_no_bytes_of_a_stranger_disturb_the_list_of_relays(raw: bytes) -> None:
+    assert RELAY in listed({"theirs": raw, "ours": record_of([RELAY])})
+
+
+def test_relays_listen_at_the_ports_after_the_peer_s_own() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        base = probe.getsockname()[1]
+    keys = [Path(f"relay-{number}.key") for number in (1, 2)]
+    chosen = wanted(listen=(f"/ip4/0.0.0.0/tcp/{base}",), announce=("/dns4/example.org/tcp/4001",))
+    one, two = postures(chosen, keys)
+    assert (one.listen, two.listen) == ((f"/ip4/0.0.0.0/tcp/{base + 1}",), (f"/ip4/0.0.0.0/tcp/{base + 2}",))
+    assert (one.announce, two.announce) == (("/dns4/example.org/tcp/4002",), ("/dns4/example.org/tcp/4003",))
+    assert [one.identity, two.identity] == keys
+    assert postures(wanted(listen=(LOCAL,)), keys) == ()
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Trouble) as trouble:
+            postures(wanted(listen=(f"/ip4/0.0.0.0/tcp/{port - 1}",)), keys[:1])
+    assert trouble.value.code is Exit.PORT_TAKEN
+    said = str(trouble.value)
+    assert "Relay 1 of 1 has no place to listen" in said
+    assert f"The port {port} is taken" in said
+    assert "--relays" in said
+    with pytest.raises(Trouble, match="Relay 2 of 2") as trouble:
+        postures(wanted(listen=("/ip4/0.0.0.0/udp/65534/quic-v1",)), keys)
+    assert trouble.value.code is Exit.CONFIG
+
+
+@settings(deadline=None)
+@given(st.integers(0, 65535), st.sampled_from(["/ip4/0.0.0.0/tcp/{}", "/ip6/::/udp/{}/quic-v1", "/dns4/tcp/tcp/{}"]))
+def test_ports_are_found_and_replaced(port: int, form: str) -> None:
+    if "/dns4/tcp/" not in form:
+        text = form.format(7)
+        assert with_port(text, port) == form.format(port)
+        assert port_of(with_port(text, port)) == port
+
+
+def test_open_ports_are_chosen_and_given_ones_kept() -> None:
+    free, kept = with_ports_chosen(("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/4001/quic-v1"))
+    assert port_of(free) > 0
+    assert kept == "/ip4/127.0.0.1/udp/4001/quic-v1"
+
+
+def test_over_udp_only_what_the_daemon_speaks() -> None:
+    with pytest.raises(Trouble, match="cannot be used") as trouble:
+        check_listen(("/ip4/127.0.0.1/udp/0/quic",))
+    assert "quic-v1" in trouble.value.why
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3)), max_size=200))
+def test_the_latest_acquaintances_are_kept_each_once(met: list[tuple[int, int]]) -> None:
+    known, door = Acquaintances(), parse_peer_address(DOOR)
+    for peer, port in met:
+        known.note([PeerAddress(f"/ip4/192.0.2.1/tcp/{port}", str(peer))])
+    known.note([PeerAddress(f"/ip4/192.0.2.1/tcp/1/p2p/{PEERS[1]}/p2p-circuit", "relayed")])
+    latest: dict[str, int] = {}
+    for peer, port in met:
+        latest.pop(str(peer), None)
+        latest[str(peer)] = port
+    expected = list(latest.items())[-32:][::-1]
+    assert known.beside([door]) == [door, *(PeerAddress(f"/ip4/192.0.2.1/tcp/{port}", peer) for peer, port in expected)]
+
+
+def reservation(duration_s: int = 0, data_bytes: int = 0, status: int = 100) -> bytes:
+    """A relay's answer to a reservation, as libp2p's circuit protocol has it."""
+
+    def number(value: int) -> bytes:
+        return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + number(value >> 7)
+
+    limit = (b"\x08" + number(duration_s) if duration_s else b"") + (
+        b"\x10" + number(data_bytes) if data_bytes else b""
+    )
+    field = b"\x22" + number(len(limit)) + limit if limit else b""
+    return b"\x08\x02" + b"\x1a\x03\x08\x9b\x01" + field + b"\x28" + number(status)
+
+
+@given(duration_s=st.integers(0, 2**31 - 1), data_bytes=st.integers(0, 2**62))
+def test_what_a_relay_grants_is_read_from_its_answer(duration_s: int, data_bytes: int) -> None:
+    grant = grant_of(reservation(duration_s, data_bytes))
+    assert grant == Grant(duration_s, data_bytes)
+    assert grant.covers(grant)
+    assert Grant(0, 0).covers(grant)
+    assert grant.covers(Grant(1, 1))
+    if data_bytes:
+        assert not grant.covers(Grant(1, data_bytes + 1))
+        assert not grant.covers(Grant(1, 0))
+
+
+@given(raw=st.one_of(st.binary(max_size=80), st.integers(0, 99).map(lambda status: reservation(1, 1, status))))
+def test_an_answer_that_grants_nothing_is_a_refusal_whatever_it_is(raw: bytes) -> None:
+    try:
+        grant = grant_of(raw)
+    except ConnectionRefusedError:
+        return
+    assert all(isinstance(limit, int) for limit in grant)
+    assert b"\x28\x64" in raw
+
+
+def test_libp2p_s_own_limits_are_not_enough() -> None:
+    # As p2pd answers when libp2p's service has taken the place of the one that was asked for.
+    assert not grant_of(b"\x08\x02\x22\x06\x08\x78\x10\x80\x80\x08\x28\x64").covers(
+        Grant(RELAY_TIME_S, RELAY_DATA_BYTES)
+    )
+
+
+@pytest.mark.parametrize(
+    ("listen", "near"),
+    [
+        ("/ip4/0.0.0.0/tcp/4001", "/ip4/127.0.0.1/tcp/4001"),
+        ("/ip6/::/udp/4001/quic-v1", "/ip6/::1/udp/4001/quic-v1"),
+        ("/ip4/192.0.2.7/tcp/4001", "/ip4/192.0.2.7/tcp/4001"),
+    ],
+)
+def test_whoever_listens_everywhere_is_reached_on_this_machine(listen: str, near: str) -> None:
+    assert from_this_machine([listen]) == [near]

@@ -1,0 +1,109 @@
+"""A peer of stock hivemind and ours are nodes of one DHT: each can join by the other, and records pass both ways.
+
+`hivemind-dht` is the program that hivemind brings to host a DHT: a process of its own, which knows nothing of us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from limits import LAST_RESORT_S, PATIENT, RECORD_S
+
+from noloco_node.libp2p.endpoint.settings import Settings
+from noloco_node.libp2p.network import Libp2p
+
+pytestmark = pytest.mark.network
+
+LOCAL = "/ip4/127.0.0.1/tcp/0"
+PROGRAM = Path(sys.executable).parent / "hivemind-dht"
+
+
+@asynccontextmanager
+async def stock(*options: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.subprocess.Process]]:
+    """Run hivemind-dht and end it afterwards, with the daemon that it starts."""
+    process = await asyncio.create_subprocess_exec(
+        PROGRAM,
+        "--host_maddrs",
+        LOCAL,
+        "--refresh_period",
+        "1",
+        *options,
+        stdin=subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout, process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+async def said(output: asyncio.StreamReader, pattern: str) -> str:
+    """Read what hivemind-dht prints until a line matches, and return what the first group found there."""
+    heard: list[str] = []
+    while line := (await output.readline()).decode():
+        heard.append(line)
+        if match := re.search(pattern, line):
+            return match[1]
+    raise AssertionError(f"it never said {pattern}: {heard}")
+
+
+@asynccontextmanager
+async def ours(*bootstrap: str) -> AsyncIterator[Libp2p]:
+    async with Libp2p.open(
+        Settings(prefix="/noloco/1/run/", listen=(LOCAL,), bootstrap=bootstrap, patience=PATIENT)
+    ) as network:
+        yield network
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(LAST_RESORT_S):
+            await main
+
+    asyncio.run(limited())
+
+
+@pytest.fixture(autouse=True)
+def only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    if not PROGRAM.exists():
+        pytest.skip("hivemind-dht is not installed beside this Python")
+    temporary = tempfile.mkdtemp(prefix="noloco-stock-")
+    monkeypatch.setattr(tempfile, "tempdir", temporary)
+    yield
+    shutil.rmtree(temporary)
+
+
+def test_stock_hivemind_joins_by_our_peer_and_ours_by_it() -> None:
+    async def main() -> None:
+        async with ours() as first:
+            (door,) = await first.addresses()
+            async with stock("--initial_peers", door) as (output, _):
+                back = await said(output, r"(/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)")
+                assert await said(output, r"(2) DHT nodes \(including this one\)") == "2"
+                async with ours(back) as second:
+                    # The third one knows the first only by way of stock hivemind.
+                    assert await said(output, r"(3) DHT nodes \(including this one\)") == "3"
+                    assert await first.publish("run/stage/0", first.peer_id, b"first", RECORD_S)
+                    assert await second.publish("run/stage/0", second.peer_id, b"second", RECORD_S)
+                    everything = {first.peer_id: b"first", second.peer_id: b"second"}
+                    assert await first.read("run/stage/0") == everything
+                    assert await second.read("run/stage/0") == everything
+
+    run(main())

@@ -1,0 +1,263 @@
+"""What a node notices: clocks, sleep, deserted stages, an old roster; said once, again, and at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_swarms import Peer, recipe, until
+
+from noloco_node.journal import events
+from noloco_node.machine.clocks import LEAST_S, STILL_S, Glance, Kind, asleep_s, between, sentence, spelt
+from noloco_node.machine.interface import Voice
+from noloco_node.node.health import REMIND_S, Condition, Said, Watch, due
+from noloco_node.sim.clock import VirtualLoop, run
+from noloco_node.sim.network.hub import Hub, MemoryNetwork
+from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.roster import PeerRecord, State
+
+SECONDS = st.floats(0.0, 1e6).map(lambda seconds: 0.0 if seconds < 1.0 else seconds)
+
+
+@given(SECONDS, SECONDS, st.floats(-1e6, 1e6), st.floats(0.0, 4.0))
+def test_each_clock_tells_its_own_story(slept_s: float, still_s: float, set_s: float, late_s: float) -> None:
+    before = Glance(loop_s=1e3, unix_s=1e9, asleep_s=50.0)
+    ran_s = 5.0 + late_s + still_s
+    after = Glance(1e3 + ran_s, 1e9 + ran_s + slept_s + set_s, 50.0 + slept_s)
+    found = {happening.kind: happening.seconds for happening in between(before, after, 5.0)}
+    assert found.get(Kind.SLEPT, 0.0) == pytest.approx(slept_s if slept_s >= LEAST_S else 0.0, abs=1e-3)
+    late = late_s + still_s
+    assert found.get(Kind.STOOD_STILL, 0.0) == pytest.approx(late if late >= STILL_S else 0.0, abs=1e-3)
+    if abs(abs(set_s) - LEAST_S) > 1e-3:
+        assert found.get(Kind.CLOCK_SET, 0.0) == pytest.approx(set_s if abs(set_s) >= LEAST_S else 0.0, abs=1e-3)
+    for happening in between(before, after, 5.0):
+        assert spelt(abs(happening.seconds)) in sentence(happening)
+
+
+@given(st.floats(0.0, 1e9))
+def test_a_spelt_time_is_short_and_about_right(seconds: float) -> None:
+    units = {"s": 1.0, "min": 60.0, "h": 3600.0, "days": 86_400.0}
+    words = spelt(seconds).replace(",", "").split()
+    amount = math.fsum(float(number) * units[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
+    assert amount == pytest.approx(seconds, abs=max(0.51, 0.3 * seconds))
+    assert len(spelt(seconds)) <= 14
+
+
+def test_this_machine_tells_its_sleep() -> None:
+    assert 0.0 <= asleep_s() < 1e9
+
+
+NAMES = st.sets(st.sampled_from(["stage 0", "stage 1", "roster", "clock"]))
+
+
+@given(st.lists(st.tuples(NAMES, st.floats(1.0, 200.0)), max_size=30))
+def test_what_lasts_is_said_once_and_again_and_at_its_end(story: list[tuple[set[str], float]]) -> None:
+    said: Mapping[str, Said] = {}
+    now_s, lasting, last = 0.0, set[str](), dict[str, float]()
+    for names, passed_s in story:
+        now_s += passed_s
+        conditions = {name: Condition("brief", f"{name} is bad", f"{name} is well") for name in sorted(names)}
+        spoken, said = due(said, conditions, now_s)
+        begun = {each.what for each in spoken if not each.over}
+        assert {each.what for each in spoken if each.over} == lasting - names
+        assert names - lasting <= begun
+        for name in names & lasting:
+            assert (name in begun) == (now_s - last[name] >= REMIND_S)
+        last.update(dict.fromkeys(begun, now_s))
+        lasting = names
+
+
+class Scene:
+    """A node's watch over a roster that a test makes, on a machine whose clocks it moves."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.said: list[str] = []
+        self.events: list[events.Event] = []
+        self.forgiven: list[float] = []
+        self.loop = asyncio.get_running_loop()
+        self.set_s = self.slept_s = 0.0
+        self.network = hub.network("a")
+        self.presence = Presence(self.network, "run", 3, unix_time=self.unix_time)
+        voice = Voice(record=self.events.append, say=self.said.append)
+        self.watch = Watch(self.presence, voice, self.unix_time, lambda: self.slept_s, self.forgiven.append)
+
+    def unix_time(self) -> float:
+        return 1e9 + self.loop.time() + self.set_s + self.slept_s
+
+    def sleep(self, seconds: float) -> None:
+        """Let the machine sleep: the loop's clock stands still, the time of day goes on."""
+        self.slept_s += seconds
+
+    def about(self, words: str) -> list[str]:
+        return [line for line in self.said if words in line]
+
+
+def peer(hub: Hub, name: str, stage: int) -> tuple[MemoryNetwork, asyncio.Task[None]]:
+    network, loop = hub.network(name), asyncio.get_running_loop()
+    presence = Presence(network, "run", 3, unix_time=lambda: 1e9 + loop.time())
+
+    async def live() -> None:
+        await presence.claim(PeerRecord(peer=name, stage=stage, state=State.TRAINING))
+        await presence.run()
+
+    return network, asyncio.create_task(live())
+
+
+def test_a_stage_without_replicas_is_named_with_what_to_do_until_one_comes() -> None:
+    async def main() -> None:
+        hub = Hub()
+        scene = Scene(hub)
+        await scene.presence.claim(PeerRecord(peer="a", stage=0, state=State.TRAINING))
+        tasks = [asyncio.create_task(scene.presence.run()), asyncio.create_task(scene.watch.run())]
+        dies, dying = peer(hub, "b", 1)
+        tasks += [dying, peer(hub, "c", 2)[1], peer(hub, "d", 2)[1]]
+        await asyncio.sleep(100)
+        assert scene.said == []
+        assert scene.watch.trouble is None
+        dying.cancel()
+        hub.kill(dies.peer_id)
+        await asyncio.sleep(60)
+        (line,) = scene.said
+        assert "stage 1 has had no replica for" in line
+        assert "--stage 1" in line
+        assert "stage 1" in (scene.watch.trouble or "")
+        await asyncio.sleep(2.5 * REMIND_S)
+        assert len(scene.about("stage 1 has had no replica")) == 3, "every few minutes"
+        tasks.append(peer(hub, "e", 1)[1])
+        await asyncio.sleep(20)
+        assert scene.said[-1] == "stage 1 is served again"
+        assert scene.watch.trouble is None
+        noticed = [event for event in scene.events if isinstance(event, events.Noticed)]
+        assert [(event.what, event.over) for event in noticed] == [("stage 1", False)] * 3 + [("stage 1", True)]
+        for task in tasks:
+            task.cancel()
+
+    run(main())
+
+
+def test_a_dht_out_of_reach_is_our_trouble_and_no_stage_is_called_empty() -> None:
+    async def main() -> None:
+        hub = Hub()
+        scene = Scene(hub)
+        await scene.presence.claim(PeerRecord(peer="a", stage=0, state=State.TRAINING))
+        tasks = [asyncio.create_task(scene.presence.run()), asyncio.create_task(scene.watch.run())]
+        tasks += [peer(hub, name, 1 + number % 2)[1] for number, name in enumerate("bcde")]
+        await asyncio.sleep(50)
+        hub.silence("a")
+        await asyncio.sleep(200)
+        (line,) = scene.said
+        assert "nothing was heard of the swarm for" in line
+        assert [len(stage) for stage in scene.presence.roster.stages] == [1, 2, 2]
+        hub.resume("a")
+        await asyncio.sleep(20)
+        assert scene.said[1:] == ["the swarm is heard again"]
+        for task in tasks:
+            task.cancel()
+
+    run(main())
+
+
+def test_what_cannot_be_seen_any_more_is_not_called_over() -> None:
+    async def main() -> None:
+        hub = Hub()
+        scene = Scene(hub)
+        await scene.presence.claim(PeerRecord(peer="a", stage=0, state=State.TRAINING))
+        tasks = [asyncio.create_task(scene.presence.run()), asyncio.create_task(scene.watch.run())]
+        tasks += [peer(hub, name, 2)[1] for name in "bcd"]
+        await asyncio.sleep(100)
+        (line,) = scene.said
+        assert "stage 1 has had no replica for" in line
+        hub.silence("a")
+        await asyncio.sleep(200)
+        assert "nothing was heard of the swarm for" in scene.said[1]
+        hub.resume("a")
+        await asyncio.sleep(20)
+        assert scene.said[2:] == ["the swarm is heard again"]
+        tasks.append(peer(hub, "e", 1)[1])
+        await asyncio.sleep(20)
+        assert scene.said[3:] == ["stage 1 is served again"]
+        for task in tasks:
+            task.cancel()
+
+    run(main())
+
+
+@given(st.sampled_from(["slept", "stood still", "set"]), st.floats(30.0, 1e6), st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, seconds: float, back: bool) -> None:
+    async def main() -> None:
+        hub = Hub()
+        scene = Scene(hub)
+        await scene.presence.claim(PeerRecord(peer="a", stage=0, state=State.TRAINING))
+        tasks = [asyncio.create_task(scene.presence.run()), asyncio.create_task(scene.watch.run())]
+        tasks += [peer(hub, name, 1 + number % 2)[1] for number, name in enumerate("bc")]
+        await asyncio.sleep(52)
+        assert isinstance(scene.loop, VirtualLoop)
+        if how == "slept":
+            scene.sleep(seconds)
+        elif how == "stood still":
+            scene.loop.jump(seconds)
+        else:
+            scene.set_s = -seconds if back else seconds
+        published = hub.statistics()["records.published"]
+        await asyncio.sleep(5.1)
+        assert hub.statistics()["records.published"] > published, "at once"
+        words = {"slept": "slept for", "stood still": "stood still for", "set": "set back" if back else "went forward"}
+        assert len(scene.about(words[how])) == 1
+        assert bool(scene.forgiven) == (how != "set" or not back)
+        for _ in range(20):
+            await asyncio.sleep(5)
+            assert [len(stage) for stage in scene.presence.roster.stages] == [1, 1, 1]
+        assert len(scene.said) == 1, scene.said
+        for task in tasks:
+            task.cancel()
+
+    run(main())
+
+
+@pytest.mark.parametrize("error_s", [-400.0, 100.0])
+def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(error_s: float) -> None:
+    async def main() -> None:
+        hub = Hub()
+        scene = Scene(hub)
+        scene.set_s = error_s
+        await scene.presence.claim(PeerRecord(peer="a", stage=0, state=State.TRAINING))
+        tasks = [asyncio.create_task(scene.presence.run()), asyncio.create_task(scene.watch.run())]
+        tasks += [peer(hub, name, number % 3)[1] for number, name in enumerate("bcdef")]
+        await asyncio.sleep(100)
+        (line,) = scene.about("this machine's clock is")
+        assert f"{'ahead of' if error_s > 0 else 'behind'} the other peers'" in line
+        assert ("cannot see each other" in line) == (abs(error_s) > 150.0)
+        scene.set_s = 0.0
+        await asyncio.sleep(60)
+        assert scene.said[-1] == "this machine's clock is right again"
+        for task in tasks:
+            task.cancel()
+
+    run(main())
+
+
+def test_training_resumes_by_itself_when_a_deserted_stage_is_served_again() -> None:
+    async def main() -> None:
+        hub, what = Hub(), recipe(stages=2, replicas=1, steps=4000, window=2)
+        peers = [Peer(hub, what, "source", 0, 0.5), Peer(hub, what, "sink", 1, 0.5)]
+        source = peers[0]
+        await until(lambda: len(source.of(events.InnerStep)) >= 5)
+        peers[1].task.cancel()
+        hub.kill("sink")
+        await until(lambda: any("stage 1 has had no replica" in line for line in source.said))
+        done = len(source.of(events.InnerStep))
+        # `status` shows it, from our record.
+        await until(lambda: "stage 1 has had no replica" in (source.node.roster.stage(0)[0].waiting or ""))
+        peers.append(Peer(hub, what, "late", 1, 0.5))
+        await until(lambda: len(source.of(events.InnerStep)) >= done + 5)
+        await until(lambda: "stage 1 is served again" in source.said)
+        for each in peers:
+            each.task.cancel()
+        await asyncio.gather(*[each.task for each in peers], return_exceptions=True)
+
+    run(main())

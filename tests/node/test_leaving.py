@@ -1,0 +1,368 @@
+"""Who is asked to go goes soon, whenever it is asked, takes nothing of others' along, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_swarms import Peer, recipe, until
+from overheard import Cast, Heard, nothing_is_held
+from processes import Command, Commands
+from system.test_process_swarm import host, join, look, run_file, steps
+from system.test_process_swarm import peer as peer_id
+
+from noloco_node.errors import Exit, trouble_of
+from noloco_node.journal import events
+from noloco_node.machine.signals import departure
+from noloco_node.node.training import DRAIN_S
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.link_model import Access
+from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.swarm.roster import State
+from pipeline.messages import Microbatch, Reason, Refused
+
+SWARM = """
+seed = {seed}
+
+[swarm]
+stages = {stages}
+replicas = 2
+rounds = 10000
+inner_steps_per_round = 3
+microbatches_per_step = 4
+windows_in_flight = {windows}
+overlap_steps = 1
+refresh_s = 2.0
+
+[devices]
+forward_s = 0.2
+slowness = [1.0, 1.2]
+"""
+SOON_S = DRAIN_S + 5.0
+"""For this swarm: the microbatches in its hands, and what else there is to do."""
+
+
+def swarm(seed: int = 0, stages: int = 2, windows: int = 1) -> Cast:
+    """Return a cast of two replicas a stage, all started."""
+    torch.set_num_threads(1)
+    cast = Cast(SWARM.format(seed=seed, stages=stages, windows=windows))
+    for peer in cast.peers.values():
+        peer.start()
+    return cast
+
+
+async def train(cast: Cast) -> None:
+    """Wait until everybody has had two rounds."""
+    await until(lambda: all(len(cast.since(name, events.OuterStep)) >= 2 for name in cast.peers))
+
+
+async def leave(cast: Cast, name: str, within_s: float) -> float:
+    """Ask one to leave, and return how long that took; fail when it takes longer than it may, or ends in an error."""
+    asked_s, task = asyncio.get_running_loop().time(), cast.peers[name].life.task
+    assert task is not None
+    cast.peers[name].ask_to_leave()
+    async with asyncio.timeout(within_s):
+        await asyncio.wait({task})
+    task.result()
+    return asyncio.get_running_loop().time() - asked_s
+
+
+async def end(cast: Cast) -> None:
+    """Ask all that are left to go, from the sources on, and check what they leave."""
+    for stage in range(3):
+        for peer in cast.of_stage(stage):
+            if peer.running:
+                peer.ask_to_leave()
+        async with asyncio.timeout(60.0):
+            await asyncio.gather(*[peer.life.task for peer in cast.of_stage(stage) if peer.life.task and peer.running])
+    assert cast.hub.failures == []
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    seed=st.integers(0, 2**20),
+    moment_s=st.floats(0.0, 90.0),
+    stages=st.integers(1, 3),
+    windows=st.sampled_from([1, 2]),
+    number=st.integers(0, 5),
+)
+def test_whenever_it_is_asked_it_goes_soon_and_nobody_loses_by_it(
+    seed: int, moment_s: float, stages: int, windows: int, number: int
+) -> None:
+    async def main() -> None:
+        cast = swarm(seed, stages, windows if stages > 1 else 1)
+        name = list(cast.peers)[number % len(cast.peers)]
+        leaver = cast.peers[name]
+        await asyncio.sleep(moment_s)
+        asked_s = asyncio.get_running_loop().time()
+        before = len(cast.since(name, events.InnerStep))
+        await leave(cast, name, SOON_S)
+        taken = len(cast.since(name, events.InnerStep))
+        assert taken <= before + 2  # the window under way, and at most one that was complete already
+        if cast.since(name, events.Started):
+            nothing_is_held(leaver)
+            (finished,) = cast.since(name, events.Finished)
+            assert finished.why == "asked to leave"
+            assert finished.discarded < 4
+            assert leaver.disk is not None
+            assert leaver.disk.counters.inner_steps == finished.step
+            assert leaver.disk.counters.round == finished.round
+        left = [other for other in cast.peers if other != name]
+        gone_s = asyncio.get_running_loop().time()
+        await until(lambda: all(len(cast.since(other, events.InnerStep, gone_s)) >= 3 for other in left), 120.0)
+        # Its own microbatches came back before it went, and those of others were refused or had their gradient.
+        lost = [loss for other in left for loss in cast.since(other, events.Lost, asked_s)]
+        assert [loss for loss in lost if loss.what == "microbatch" and "broke" in loss.why] == []
+        await end(cast)
+
+    run(main())
+
+
+def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -> None:
+    async def main() -> None:
+        cast = swarm(stages=3)
+        await train(cast)
+        taken: list[float] = []
+        refused: list[Reason] = []
+
+        async def listen(heard: Heard) -> None:
+            if heard.me == "s1r0" and heard.act == "sends":
+                if heard.calls and isinstance(heard.message, Microbatch):
+                    taken.append(asyncio.get_running_loop().time())
+                elif isinstance(heard.message, Refused):
+                    refused.append(heard.message.reason)
+
+        cast.listen = listen
+        await until(lambda: len(taken) > 3)
+        node = cast.peers["s1r0"].life.node
+        assert node is not None
+        replica = node.replica
+        assert replica is not None
+        await until(lambda: replica.gate.in_flight >= 2)
+        counts, asked_s, in_flight = (
+            replica.worker.statistics(),
+            asyncio.get_running_loop().time(),
+            replica.gate.in_flight,
+        )
+        taken.clear()
+        refused.clear()
+        await leave(cast, "s1r0", SOON_S)
+        after = replica.worker.statistics()
+        # What was past the gate went on down and came back up; whoever queued or came later was sent elsewhere.
+        assert len(taken) <= in_flight
+        assert after["succeeded"] - counts["succeeded"] == in_flight
+        assert after["counted_twice"] == counts["counted_twice"]
+        assert refused
+        assert set(refused) == {Reason.LEAVING}
+        assert not [loss for source in ("s0r0", "s0r1") for loss in cast.since(source, events.Lost, asked_s)]
+        await end(cast)
+
+    run(main())
+
+
+def test_a_window_that_is_complete_is_used_and_a_partial_one_is_told() -> None:
+    """Over many moments both happen; and every microbatch that succeeded is in a step or among the discarded."""
+
+    async def main(moment_s: float) -> tuple[int, int]:
+        cast = swarm(stages=2)
+        await train(cast)
+        await asyncio.sleep(moment_s)
+        await leave(cast, "s1r1", SOON_S)
+        node = cast.peers["s1r1"].life.node
+        assert node is not None
+        assert node.replica is not None
+        succeeded = int(node.replica.worker.statistics()["succeeded"])
+        (finished,) = cast.since("s1r1", events.Finished)
+        assert succeeded == 4 * len(cast.since("s1r1", events.InnerStep)) + finished.discarded
+        await end(cast)
+        return finished.step, finished.discarded
+
+    found = [run(main(0.37 * number)) for number in range(5)]
+    assert len({discarded for _, discarded in found}) > 1
+
+
+def test_it_is_out_of_the_roster_when_it_is_gone() -> None:
+    async def main() -> None:
+        cast = swarm(stages=2)
+        await train(cast)
+        await leave(cast, "s1r0", SOON_S)
+        source = cast.peers["s0r0"].life.node
+        assert source is not None
+        await asyncio.sleep(2.5)  # one reading; a record that merely expired would take thirty seconds
+        assert [record.peer for record in source.roster.stage(1)] == ["s1r1"]
+        await end(cast)
+
+    run(main())
+
+
+@pytest.mark.parametrize("state", [State.JOINING, State.CATCHING_UP])
+def test_who_has_no_weights_yet_goes_at_once(state: State) -> None:
+    async def main() -> None:
+        cast = swarm(stages=1)
+        await train(cast)
+        cast.peers["s0r1"].crash()
+        cast.peers["s0r1"].disk = None
+        await asyncio.sleep(60.0)
+        if state is State.CATCHING_UP:
+            cast.hub.set_access("s0r0", Access(up_bytes_per_s=1000.0))
+        begun_s = asyncio.get_running_loop().time() - 1e-3
+        cast.peers["s0r1"].start()
+        await until(lambda: state in [event.state for event in cast.since("s0r1", events.StateChanged, begun_s)], 60.0)
+        if state is State.CATCHING_UP:
+            await asyncio.sleep(5.0)
+        assert await leave(cast, "s0r1", SOON_S) < 2.0
+        assert not cast.since("s0r1", events.Finished)
+        cast.hub.set_access("s0r0", Access())
+        gone_s = asyncio.get_running_loop().time()
+        await until(lambda: len(cast.since("s0r0", events.InnerStep, gone_s)) >= 6, 120.0)
+        await end(cast)
+
+    run(main())
+
+
+def test_who_waits_for_a_stage_that_is_gone_does_not_wait_for_it_to_leave() -> None:
+    async def main() -> None:
+        cast = swarm(stages=2)
+        await train(cast)
+        for peer in cast.of_stage(1):
+            peer.crash()
+        await asyncio.sleep(45.0)
+        for name in ("s0r0", "s0r1"):
+            assert await leave(cast, name, SOON_S) < 5.0
+            assert cast.peers[name].disk is not None
+
+    run(main())
+
+
+def test_a_callee_that_hangs_keeps_nobody_beyond_the_bound() -> None:
+    async def main() -> None:
+        cast = swarm(stages=2)
+        await train(cast)
+        hung = 0
+
+        async def listen(heard: Heard) -> None:
+            nonlocal hung
+            if heard.me.startswith("s1") and heard.act == "received" and isinstance(heard.message, Microbatch):
+                hung += 1
+                await asyncio.get_running_loop().create_future()
+
+        cast.listen = listen
+        await until(lambda: hung >= 8)
+        assert await leave(cast, "s0r0", 4 * DRAIN_S) >= DRAIN_S
+        assert any("did not come back" in line for line in cast.peers["s0r0"].life.said)
+        assert cast.peers["s0r0"].disk is not None
+        for peer in cast.of_stage(1):
+            peer.crash()
+        await leave(cast, "s0r1", 4 * DRAIN_S)
+
+    run(main())
+
+
+def test_a_disk_that_refuses_is_said_and_keeps_nobody() -> None:
+    async def main() -> None:
+        cast = swarm(stages=1)
+        await train(cast)
+        cast.peers["s0r1"].disk_refuses = True
+        task = cast.peers["s0r1"].life.task
+        assert task is not None
+        cast.peers["s0r1"].ask_to_leave()
+        async with asyncio.timeout(SOON_S):
+            await asyncio.wait({task})
+        trouble = trouble_of(task.exception())
+        assert trouble is not None
+        assert trouble.code is Exit.STORAGE
+        await asyncio.sleep(2.5)
+        node = cast.peers["s0r0"].life.node
+        assert node is not None
+        assert [record.peer for record in node.roster.stage(0)] == ["s0r0"]
+        await end(cast)
+
+    run(main())
+
+
+def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() -> None:
+    class Full(Peer):
+        async def _save(self, checkpoint: Checkpoint) -> str:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def main() -> Peer:
+        peer = Full(Hub(), recipe(stages=1, steps=4), "peer-a", 0)
+        await asyncio.wait({peer.task})
+        return peer
+
+    peer = run(main())
+    (finished,) = peer.of(events.Finished)
+    assert finished.why == "the run is over"
+    assert "finished; serving the weights" in " ".join(peer.said), "others may still take them home"
+    trouble = trouble_of(peer.task.exception())
+    assert trouble is not None
+    assert trouble.code is Exit.STORAGE
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("polite", [True, False])
+def test_the_first_signal_asks_who_heeds_it_and_the_second_ends(number: signal.Signals, polite: bool) -> None:
+    said: list[str] = []
+
+    async def main() -> str:
+        heard = asyncio.Event()
+        try:
+            async with departure(said.append) as leaving:
+                leaving.polite = polite
+                asyncio.get_running_loop().call_soon(signal.raise_signal, number)
+                await leaving.asked.wait()
+                heard.set()
+                asyncio.get_running_loop().call_soon(signal.raise_signal, number)
+                await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            return "twice" if heard.is_set() else "once"
+        return "never"
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert asyncio.run(main()) == ("twice" if polite else "once")
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert len(said) == polite
+
+
+@pytest.fixture
+def commands() -> Iterator[Commands]:
+    with Commands() as commands:
+        yield commands
+        assert commands.running() == []
+
+
+@pytest.mark.network
+def test_one_termination_lets_a_node_leave_politely_and_leaves_nothing(commands: Commands) -> None:
+    """As Docker and systemd ask; Ctrl-C is tested beside the rest of the swarm."""
+    bootstrap, invite = host(commands, run_file(commands.directory))
+    source, leaver = join(commands, invite, 0), join(commands, invite, 1)
+    commands.until(lambda: steps(leaver) >= 5 and steps(source) >= 5, "they train", alive=[source, leaver])
+    leaver.process.send_signal(signal.SIGTERM)
+    assert leaver.wait() == Exit.OK, leaver.complaint
+    assert leaver.left_behind() == []
+    assert not leaver.daemons()
+    (finished,) = leaver.events(events.Finished)
+    assert finished.why == "asked to leave"
+    assert list((leaver.home / "checkpoint").iterdir())
+    assert [loss for loss in source.events(events.Lost) if "silent" in loss.why] == []
+    listed = [record["peer"] for stage in look(commands, invite)["stages"] for record in stage]
+    assert listed == [peer_id(source)]
+    ended(source)
+    ended(bootstrap)
+
+
+def ended(command: Command) -> None:
+    """Ask a command to go as Docker does, and check that it does."""
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == Exit.OK, command.complaint
+    assert command.left_behind() == []

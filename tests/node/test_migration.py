@@ -1,0 +1,425 @@
+"""A whole node moves: what it leaves behind, what it keeps, and what becomes of it where it cannot arrive.
+
+The nodes are the production's, in memory and virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S
+from memory_swarms import until
+from real_nodes import RealNodes
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.journal import events
+from noloco_node.machine.interface import Stage, Voice
+from noloco_node.node.joining.join import is_shortage
+from noloco_node.node.joining.revival import MOST_ASKED, asked_of
+from noloco_node.node.node import Wishes
+from noloco_node.sim.clock import run
+from noloco_node.sim.hardware.memory_store import MemoryShelf
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.scenario.scenario import decode_scenario
+from noloco_node.sim.scenario.setup import work_out
+from noloco_node.storage.checkpoint import Checkpoint, Counters, files, save
+from noloco_node.storage.checkpoint_store import KEPT, OwnCheckpoints
+from noloco_node.swarm.roster import PeerRecord, Roster, State
+
+T = TypeVar("T")
+
+SCENARIO = """
+seed = 3
+[swarm]
+stages = 2
+replicas = 3
+rounds = 4000
+moves = true
+refresh_s = 0.5
+inner_steps_per_round = 3
+microbatches_per_step = 2
+[devices]
+forward_s = 0.2
+"""
+MOVING_S = 600.0
+"""Within which somebody of a swarm out of balance has moved."""
+
+
+class Cast:
+    """Peers of a simulated swarm that move where they are needed; the last letter of a name is the stage asked for."""
+
+    def __init__(self) -> None:
+        self.setting = work_out(decode_scenario(SCENARIO, "the test's scenario"))
+        self.hub = Hub(self.setting.weather, size_bytes=self.setting.size_bytes)
+        self.events: dict[str, list[events.Event]] = {}
+        self.peers: list[SimulatedPeer] = []
+
+    def start(self, *names: str, refuses: tuple[int, Exception] | None = None) -> list[SimulatedPeer]:
+        """Start peers. `refuses`: a stage that they cannot build, and what is raised then."""
+
+        def build(number: int) -> Stage:
+            if refuses is not None and number == refuses[0]:
+                raise refuses[1]
+            return self.setting.build(number)
+
+        setting = self.setting._replace(build=build)
+        found = [SimulatedPeer(name, int(name[-1]), setting, self.hub, self._hear) for name in names]
+        for peer in found:
+            self.events[peer.name] = []
+            peer.start()
+        self.peers += found
+        return found
+
+    def _hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+        self.events[peer.name].append(event)
+
+    def of(self, peer: SimulatedPeer, kind: type[T]) -> list[T]:
+        """Return a peer's events of one kind."""
+        return [event for event in self.events[peer.name] if isinstance(event, kind)]
+
+    async def mover(self) -> SimulatedPeer:
+        """Return the first that has moved, as soon as it has."""
+        await until(lambda: any(self.of(peer, events.Moved) for peer in self.peers), MOVING_S)
+        return next(peer for peer in self.peers if self.of(peer, events.Moved))
+
+    async def steps(self, peer: SimulatedPeer, count: int) -> list[events.InnerStep]:
+        """Return what a peer has stepped once it has taken some steps more."""
+        before = len(self.of(peer, events.InnerStep))
+        await until(lambda: len(self.of(peer, events.InnerStep)) >= before + count)
+        return self.of(peer, events.InnerStep)
+
+    async def crash(self, *peers: SimulatedPeer) -> None:
+        """Let peers die."""
+        for peer in peers:
+            peer.crash()
+            self.peers.remove(peer)
+            assert peer.life.task is not None
+            await asyncio.wait([peer.life.task])
+
+    async def leave(self) -> None:
+        """Ask all to go, and see that they do."""
+        for peer in self.peers:
+            peer.ask_to_leave()
+        async with asyncio.timeout(120):
+            await asyncio.gather(*[peer.life.task for peer in self.peers if peer.life.task is not None])
+        assert not self.hub.failures
+
+
+def at_stage(peer: SimulatedPeer) -> int | None:
+    node = peer.life.node
+    return None if node is None or node.replica is None else node.replica.post.stage
+
+
+# What a peer has left.
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_stage_that_dies_out_after_one_moved_away_is_revived_from_what_that_one_has(arrived: bool) -> None:
+    """Also where the mover is on its way, and the others are still believed to live."""
+
+    async def main() -> tuple[int, SimulatedPeer]:
+        cast = Cast()
+        cast.start("a0", "c1", "d1", "e1")
+        mover = await cast.mover()
+        assert cast.of(mover, events.Moved)[0].origin == 1
+        await until(lambda: at_stage(mover) is None)
+        assert mover.disk is not None
+        left = mover.disk.counters
+        if arrived:
+            await until(lambda: at_stage(mover) == 0)
+            await cast.steps(mover, 3)
+        await cast.crash(*[peer for peer in cast.peers if peer.name.endswith("1") and peer is not mover])
+        (newcomer,) = cast.start("new1")
+        first = (await cast.steps(newcomer, 3))[0]
+        assert first.progress > 0.0
+        # Training goes on everywhere, and nothing was restarted.
+        await cast.steps(mover, 3)
+        await cast.leave()
+        return left.round, newcomer
+
+    round, newcomer = run(main())
+    assert any(f"reviving stage 1 from a snapshot of its round {round}" in line for line in newcomer.life.said)
+    assert not any("LOST ITS WEIGHTS" in line for line in newcomer.life.said)
+
+
+def test_who_comes_back_to_a_stage_goes_on_from_what_it_left_there() -> None:
+    """Nobody else has anything of it: it has moved away, the others died, and it is started again there."""
+
+    async def main() -> tuple[Checkpoint, events.InnerStep, SimulatedPeer]:
+        cast = Cast()
+        (watcher, *_) = cast.start("a0", "c1", "d1", "e1")
+        mover = await cast.mover()
+        await until(lambda: at_stage(mover) is None)
+        left = mover.disk
+        assert left is not None
+        await until(lambda: at_stage(mover) == 0 and mover.disk is not left)
+        await cast.crash(*[peer for peer in cast.peers if peer.name.endswith("1")])
+        assert mover.disk is not None
+        assert mover.disk.counters.stage == 0
+        assert watcher.life.node is not None
+        await until(lambda: not watcher.life.node.roster.stage(1))  # type: ignore[union-attr]
+        cast.events[mover.name].clear()
+        mover.start()
+        cast.peers.append(mover)
+        first = (await cast.steps(mover, 1))[0]
+        await cast.leave()
+        return left, first, mover
+
+    left, first, mover = run(main())
+    assert first.step == left.counters.inner_steps + 1
+    assert any("going on from our own checkpoint" in line for line in mover.life.said)
+
+
+def test_a_move_reads_no_checkpoint_of_the_stage_that_was_left() -> None:
+    async def main() -> list[int]:
+        cast, read = Cast(), dict[str, list[int]]()
+
+        class Noted(MemoryShelf):
+            def __init__(self, peer: SimulatedPeer) -> None:
+                super().__init__(lambda: peer.disk)
+                self._asked = read.setdefault(peer.name, [])
+
+            async def load(self, stage: int) -> Checkpoint | None:
+                self._asked.append(stage)
+                return await super().load(stage)
+
+        for peer in [SimulatedPeer(name, int(name[-1]), cast.setting, cast.hub, cast._hear) for name in "0001"]:
+            peer.name = f"{len(cast.peers)}{peer.name}"
+            peer.shelf = Noted(peer)
+            cast.events[peer.name] = []
+            cast.peers.append(peer)
+            peer.start()
+        mover = await cast.mover()
+        await until(lambda: at_stage(mover) == 1)
+        await cast.leave()
+        return read[mover.name]
+
+    assert run(main()) == [0, 1]
+
+
+# Who cannot arrive.
+
+SHORTAGES = [
+    MemoryError(),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    OSError(5, "Input/output error"),
+    Trouble("The model cannot be loaded.", why="it is not there", attempt="fetch it", code=Exit.CONFIG),
+]
+
+
+@pytest.mark.parametrize("shortage", SHORTAGES, ids=lambda shortage: type(shortage).__name__)
+def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was(shortage: Exception) -> None:
+    async def main() -> tuple[Cast, SimulatedPeer]:
+        cast = Cast()
+        cast.start("d1")
+        cast.start("a0", "b0", "c0", refuses=(1, shortage))
+        mover = await cast.mover()
+        await until(lambda: len(cast.of(mover, events.Moved)) == 2 and at_stage(mover) == 0)
+        await cast.steps(mover, 3)
+        assert mover.running
+        moving = mover.life.node._training.moving  # type: ignore[union-attr]
+        assert moving._elsewhere() == (), "it does not try again"
+        await cast.leave()
+        return cast, mover
+
+    cast, mover = run(main())
+    there, back = cast.of(mover, events.Moved)[:2]
+    assert (there.origin, there.target, back.origin, back.target) == (0, 1, 1, 0)
+    assert any("we cannot serve stage 1: " in line and "Going back to stage 0" in line for line in mover.life.said)
+    assert len(cast.of(mover, events.Finished)) == 1
+    steps = [event.step for event in cast.of(mover, events.InnerStep)]
+    assert steps == sorted(set(steps)), "it went on from its own checkpoint"
+
+
+def test_only_memory_is_a_shortage() -> None:
+    assert [is_shortage(error) for error in SHORTAGES] == [True, True, False, False]
+    assert is_shortage(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert not is_shortage(RuntimeError("the size of tensor a must match"))
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0])
+def test_whoever_is_asked_to_leave_on_its_way_says_that_it_has_finished(after_s: float) -> None:
+    async def main() -> tuple[Cast, SimulatedPeer]:
+        cast = Cast()
+        cast.start("a0", "b0", "c0", "d1")
+        mover = await cast.mover()
+        await asyncio.sleep(after_s)
+        await cast.leave()
+        return cast, mover
+
+    cast, mover = run(main())
+    (finished,) = cast.of(mover, events.Finished)
+    assert finished.why == "asked to leave"
+    assert finished.step >= cast.of(mover, events.InnerStep)[-1].step
+    assert mover.disk is not None
+
+
+# Over real lines.
+
+
+class Heard:
+    """What one node has journalled. `there`: set with its first inner step after a move."""
+
+    def __init__(self) -> None:
+        self.events: list[events.Event] = []
+        self.there = asyncio.Event()
+
+    def __call__(self, event: events.Event) -> None:
+        self.events.append(event)
+        moved = any(isinstance(each, events.Moved) for each in self.events)
+        if moved and isinstance(event, events.InnerStep):
+            self.there.set()
+
+
+@pytest.mark.network
+def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
+    """Two replicas of stage 1 and a slow one of stage 0: of the two only one is willing, and it goes.
+
+    Who goes follows from the prices of the devices' work, which a busy machine does not change. It only takes longer.
+    """
+    setting = work_out(decode_scenario(SCENARIO, "the test's scenario"))
+
+    async def main() -> list[Heard]:
+        heard, leave = list[Heard](), asyncio.Event()
+        async with RealNodes(setting) as nodes:
+            for number, (stage, forward_s) in enumerate(((0, 0.05), (1, 0.001), (1, 0.001))):
+                heard.append(Heard())
+                wishes = Wishes(stage=stage, moves=number == 1, refresh_s=0.15)
+                await nodes.start(wishes, Voice(record=heard[-1], say=print), leave, forward_s=forward_s)
+            arrived = asyncio.create_task(heard[1].there.wait())
+            async with asyncio.timeout(LAST_RESORT_S):
+                await asyncio.wait([arrived, *nodes.tasks], return_when=asyncio.FIRST_COMPLETED)
+                leave.set()
+                await asyncio.wait(nodes.tasks)
+            arrived.cancel()
+        for task in nodes.tasks:
+            task.result()
+        assert nodes.wrong == []
+        return heard
+
+    slow, mover, stays = asyncio.run(main())
+    (moved,) = [event for event in mover.events if isinstance(event, events.Moved)]
+    assert (moved.origin, moved.target) == (1, 0)
+    assert mover.there.is_set()
+    assert [event.what for event in mover.events if isinstance(event, events.CatchUp)][-1] == "done"
+    for each in (slow, stays):
+        assert not any(isinstance(event, events.Moved | events.Violation) for event in each.events)
+        assert [event.why for event in each.events if isinstance(event, events.Finished)] == ["asked to leave"]
+
+
+# On the disk.
+
+
+def kept_at(stage: int, step: int, peer: str = "me") -> Checkpoint:
+    counters = Counters(
+        run_id="run",
+        stage=stage,
+        round=step // 2,
+        inner_steps=step,
+        progress=0.5,
+        samples=0,
+        optimiser_steps=step,
+        peer=peer,
+    )
+    one = (torch.full((3,), float(step)),)
+    return Checkpoint(counters, {"slow": one, "momentum": one, "fast": one, "optimiser": one + one})
+
+
+@settings(max_examples=25, deadline=None)
+@given(stages=st.lists(st.integers(0, 2), min_size=1, max_size=12), kept=st.integers(1, 3))
+def test_the_last_checkpoint_of_every_stage_outlives_those_of_others(
+    stages: list[int], kept: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each save is that of a new life, or of a stay, at some stage."""
+    home, said = tmp_path_factory.mktemp("home"), list[str]()
+    own = OwnCheckpoints(home / "checkpoint", home / "snapshots", "run", "me", said.append)
+    last: dict[int, int] = {}
+
+    async def main() -> None:
+        for step, stage in enumerate(stages, start=1):
+            found = await own.load(stage)
+            assert (None if found is None else found.counters.inner_steps) == last.get(stage)
+            await own.set_aside(stage)
+            save(home / "checkpoint", kept_at(stage, step), kept)
+            last[stage] = step
+            assert await own.served() == stage
+            for each, when in last.items():
+                found = await own.load(each)
+                assert found is not None
+                assert found.counters.inner_steps == when
+                assert found.tensors.keys() == {"slow", "momentum", "fast", "optimiser"}
+        await own.set_aside(9)
+        assert set(await own.stages()) == set(last)
+        for each, when in last.items():
+            slow = await own.slow(each)
+            assert slow is not None
+            assert (slow.counters.inner_steps, slow.tensors.keys()) == (when, {"slow"})
+            assert len(files(home / "snapshots" / str(each))) <= max(KEPT, kept)
+
+    asyncio.run(main())
+    assert said == []
+
+
+def test_a_damaged_file_costs_no_more_than_itself_and_others_weights_are_not_gone_on_from(tmp_path: Path) -> None:
+    said: list[str] = []
+    own = OwnCheckpoints(tmp_path / "checkpoint", tmp_path / "snapshots", "run", "me", said.append)
+
+    async def main() -> None:
+        assert await own.served() is None
+        assert await own.load(0) is None
+        for step in (1, 2):
+            save(tmp_path / "checkpoint", kept_at(1, step), 3)
+        newest = files(tmp_path / "checkpoint")[-1]
+        newest.write_bytes(newest.read_bytes()[:-1] + b"\x00")
+        await own.set_aside(0)
+        found = await own.load(1)
+        assert found is not None
+        assert found.counters.inner_steps == 1
+        save(tmp_path / "snapshots" / "2", kept_at(2, 5, peer="another"), 2)
+        assert await own.load(2) is None
+        slow = await own.slow(2)
+        assert slow is not None
+        assert slow.counters.peer == "another"
+        (tmp_path / "snapshots" / "3").write_text("in the way")
+        save(tmp_path / "checkpoint", kept_at(3, 9), 3)
+        await own.set_aside(0)
+        kept = await own.load(3)
+        assert kept is not None, "what could not be set aside stays"
+
+    asyncio.run(main())
+    assert any("is of no use" in line for line in said)
+    assert "could not be set aside" in said[-1]
+
+
+# Who is asked.
+
+records = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 400), st.sampled_from(State)), max_size=40, unique_by=lambda row: row[1]
+)
+
+
+@given(records, st.integers(0, 5))
+def test_movers_are_asked_for_snapshots_and_newcomers_are_not(rows: list[tuple[int, int, State]], seed: int) -> None:
+    found: list[list[PeerRecord]] = [[], [], []]
+    for stage, number, state in rows:
+        found[stage].append(PeerRecord(peer=f"p{number}", stage=stage, state=state))
+    roster = Roster(stages=tuple(map(tuple, found)))
+    asked = asked_of(roster, "p0", Random(seed))
+    wanted = (State.TRAINING, State.FINISHED, State.CATCHING_UP)
+    assert sorted(asked) == sorted({f"p{number}" for _, number, state in rows if state in wanted} - {"p0"})
+
+
+def test_however_many_say_that_they_are_on_their_way_those_at_work_are_asked() -> None:
+    many = [PeerRecord(peer=f"c{n}", stage=0, state=State.CATCHING_UP) for n in range(2000)]
+    working = [PeerRecord(peer=f"w{n}", stage=0, state=State.TRAINING) for n in range(20)]
+    asked = asked_of(Roster(stages=((*many, *working), ())), "me", Random(1))
+    assert {record.peer for record in working} <= set(asked)
+    assert len(asked) <= MOST_ASKED + MOST_ASKED // 4

@@ -1,0 +1,397 @@
+"""Whole nodes, in virtual time: they find each other, train, gossip, end, leave, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from memory_swarms import Peer, Text, recipe, until
+from torch import Tensor
+
+from gossip.exchange.messages import Weights
+from noloco_node.journal import events
+from noloco_node.network.interface import Conversation
+from noloco_node.node.training import LONGEST_DRAIN_S
+from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.corruption import Tampering
+from noloco_node.sim.network.hub import Hub, MemoryNetwork
+from noloco_node.sim.network.link_model import Access
+from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.roster import PeerRecord, State
+from noloco_node.swarm.run_distribution import Recipe
+
+
+def test_two_by_two_trains_gossips_and_ends() -> None:
+    async def main() -> list[Peer]:
+        hub, what = Hub(), recipe(replicas=2, steps=20)
+        peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
+        async with asyncio.timeout(600):
+            await asyncio.gather(*[peer.task for peer in peers])
+        assert not hub.failures
+        return peers
+
+    peers = run(main())
+    for peer in peers:
+        (finished,) = peer.of(events.Finished)
+        assert finished.why == "the run is over"
+        assert 17 <= finished.step <= 24
+        met = [event for event in peer.of(events.OuterStep) if event.partner]
+        assert len(met) >= 3
+        assert peer.saved is not None
+    # Every microbatch whose gradient came back was asked of one of the two replicas of stage 1, evenly.
+    for peer in peers[:2]:
+        counts = peer.of(events.Hops)[-1].counts
+        assert sum(counts.values()) == pytest.approx(40, abs=6)
+        assert min(counts.values()) >= 0.7 * max(counts.values())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_without_gossip_and_with_one_replica_it_is_single_process_training(architecture: str, stages: int) -> None:
+    """The anchor: the swarm's losses and weights are those of one process that trains the whole model."""
+
+    async def main() -> list[Peer]:
+        hub = Hub()
+        what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
+        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(stages)]
+        async with asyncio.timeout(600):
+            await asyncio.gather(*[peer.task for peer in peers])
+        return peers
+
+    peers = run(main())
+    steps = peers[0].of(events.InnerStep)
+    assert len(steps) == 20
+    whole, names = _train_alone(peers, [event.learning_rate for event in steps], stages, architecture)
+    losses = whole.pop("losses")
+    torch.testing.assert_close(torch.tensor([event.loss for event in steps]), losses, rtol=1e-5, atol=1e-6)
+    for peer, stage_names in zip(peers, names, strict=True):
+        for name, tensor in zip(stage_names, peer.stepped, strict=True):
+            expected = whole[name]
+            assert float((tensor - expected).norm() / expected.norm().clamp_min(1e-12)) < 1e-5, name
+
+
+def _train_alone(
+    peers: list[Peer], rates: list[float], stages: int, architecture: str
+) -> tuple[dict[str, torch.Tensor], list[list[str]]]:
+    """Train the whole model in plain transformers and torch on the tokens that the source drew."""
+    from transformers import AutoModelForCausalLM
+
+    from noloco_node.planning.model_layout import build_stage
+
+    what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
+    plan = peers[0].plan
+    parts = [build_stage(what.run, plan, number, torch.device("cpu")) for number in range(stages)]
+    names = [list(dict(part.named_parameters())) for part in parts]
+    model = AutoModelForCausalLM.from_config(plan.prepared.config)
+    model.load_state_dict(
+        {name: weight.detach().clone() for part in parts for name, weight in part.named_parameters()}, strict=False
+    )
+    weights = dict(model.named_parameters())
+    inner = what.run.inner
+    optimiser = torch.optim.AdamW(
+        weights.values(), lr=0.0, betas=(inner.beta1, inner.beta2), eps=inner.epsilon, weight_decay=inner.weight_decay
+    )
+    losses = []
+    for rate, tokens in zip(rates, peers[0].text.drawn, strict=False):
+        loss = torch.nn.functional.cross_entropy(
+            model(tokens[:, :-1]).logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
+        optimiser.zero_grad()
+        loss.backward()
+        for group in names:
+            torch.nn.utils.clip_grad_norm_([weights[name] for name in group], inner.clip_norm)
+        optimiser.param_groups[0]["lr"] = rate
+        optimiser.step()
+        losses.append(loss.item())
+    return {**{name: weight.detach() for name, weight in weights.items()}, "losses": torch.tensor(losses)}, names
+
+
+def test_a_newcomer_copies_a_living_replica() -> None:
+    async def main() -> tuple[Peer, Peer]:
+        hub, what = Hub(), recipe(replicas=2, steps=60, per_round=3)
+        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
+        await until(lambda: len(peers[1].of(events.OuterStep)) >= 2)
+        late = Peer(hub, what, "peer-late", 1)
+        async with asyncio.timeout(600):
+            await asyncio.gather(late.task, *[peer.task for peer in peers])
+        return peers[1], late
+
+    old, late = run(main())
+    assert any("copying stage 1" in line for line in late.said)
+    first = late.of(events.InnerStep)[0]
+    assert first.step > old.of(events.InnerStep)[0].step
+    assert first.progress > 0.0
+    assert any(event.partner == "peer-1" for event in late.of(events.OuterStep))
+
+
+def test_a_killed_replica_does_not_stop_the_others() -> None:
+    async def main() -> list[Peer]:
+        hub, what = Hub(), recipe(replicas=2, steps=40)
+        peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
+        await until(lambda: len(peers[0].of(events.InnerStep)) >= 5)
+        hub.kill("peer-11")
+        peers[3].task.cancel()
+        await asyncio.wait([peers[3].task])
+        async with asyncio.timeout(900):
+            await asyncio.gather(*[peer.task for peer in peers[:3]])
+        return peers
+
+    peers = run(main())
+    for peer in peers[:3]:
+        assert peer.of(events.Finished)[0].why == "the run is over"
+    assert peers[0].of(events.Hops)[-1].counts["peer-10"] > peers[0].of(events.Hops)[-1].counts["peer-11"]
+
+
+def test_leaving_is_polite_and_a_restart_goes_on_from_the_checkpoint() -> None:
+    async def main() -> Peer:
+        hub, what = Hub(), recipe(stages=1, steps=60, per_round=4)
+        peer = Peer(hub, what, "peer-first", None)
+        await until(lambda: len(peer.of(events.InnerStep)) >= 10)
+        peer.leave.set()
+        async with asyncio.timeout(30):
+            await peer.task
+        assert peer.of(events.Finished)[0].why == "asked to leave"
+        assert peer.saved is not None
+        again = Peer(Hub(), what, "peer-first", None)
+        again.saved = peer.saved
+        await until(lambda: len(again.of(events.InnerStep)) >= 1)
+        again.leave.set()
+        await again.task
+        assert again.of(events.InnerStep)[0].step == peer.saved.counters.inner_steps + 1
+        return again
+
+    assert any("our own checkpoint" in line for line in run(main()).said)
+
+
+def test_newcomers_that_start_together_spread_over_the_stages() -> None:
+    async def main() -> list[Peer]:
+        hub, what = Hub(), recipe(stages=3, replicas=2, steps=10)
+        peers = [Peer(hub, what, f"peer-{number}", None) for number in range(6)]
+        await until(lambda: all(peer.of(events.Started) for peer in peers))
+        for peer in peers:
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in peers])
+        return peers
+
+    stages = sorted(peer.of(events.Started)[0].stage for peer in run(main()))
+    assert stages == [0, 0, 1, 1, 2, 2]
+
+
+async def list_as_replica(hub: Hub, what: Recipe, name: str, stage: int, round: int) -> MemoryNetwork:
+    """Let a stranger claim to be a replica that trains."""
+    network = hub.network(name)
+    record = PeerRecord(peer=name, stage=stage, state=State.TRAINING, round=round)
+    await Presence(network, what.digest, what.run.pipeline.stages, lifetime_s=600.0).claim(record)
+    return network
+
+
+def test_a_reply_of_the_wrong_kind_is_a_violation_and_ends_nobody() -> None:
+    async def main() -> Peer:
+        hub, what = Hub(), recipe(steps=8)
+
+        async def echo(conversation: Conversation) -> None:
+            await conversation.send(await conversation.receive())
+
+        liar = await list_as_replica(hub, what, "peer-liar", 1, 0)
+        await liar.serve(topic(MICROBATCH, 1), microbatch_schema(what.run, 16), echo)
+        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
+        async with asyncio.timeout(900):
+            await asyncio.gather(*[peer.task for peer in peers])
+        return peers[0]
+
+    source = run(main())
+    assert source.of(events.Finished)[0].why == "the run is over"
+    assert {event.peer for event in source.of(events.Violation)} == {"peer-liar"}
+
+
+def test_a_newcomer_that_gets_no_copy_waits_and_does_not_begin_anew() -> None:
+    async def main() -> None:
+        hub, what = Hub(), recipe()
+        busy = Presence(hub.network("peer-busy"), what.digest, what.run.pipeline.stages)
+        await busy.claim(PeerRecord(peer="peer-busy", stage=1, state=State.TRAINING, round=3))
+        listed = asyncio.create_task(busy.run())
+        late = Peer(hub, what, "peer-late", 1)
+        await asyncio.sleep(300)
+        assert any("could not copy the state" in line for line in late.said)
+        assert not late.of(events.Started)
+        listed.cancel()
+        late.leave.set()
+        async with asyncio.timeout(30):
+            await late.task
+
+    run(main())
+
+
+def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() -> None:
+    async def main() -> tuple[Peer, Peer]:
+        hub, what = Hub(), recipe(stages=1, replicas=2, steps=400, per_round=3)
+        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+        await until(lambda: len(peers[1].of(events.InnerStep)) >= 12)
+        peers[1].leave.set()
+        await peers[1].task
+        hub.kill("peer-b")
+        second = Peer(hub, what, "peer-b", 0, saved=peers[1].saved)
+        await until(lambda: len(second.of(events.InnerStep)) >= 1)
+        drawn = len(second.text.drawn)
+        for peer in (peers[0], second):
+            peer.leave.set()
+            await peer.task
+        assert any("our own checkpoint" in line and "the stage is in round" in line for line in second.said)
+        assert peers[1].saved is not None
+        position = peers[1].saved.counters.data_position
+        assert position is not None
+        assert drawn > position["drawn"] > 10
+        return peers[1], second
+
+    first, second = run(main())
+    # What the first life had counted still counts.
+    assert second.node.statistics()["samples"] >= first.node.statistics()["samples"] > 0
+
+
+def test_a_polite_leaver_leaves_no_round_half_done() -> None:
+    async def main() -> list[Peer]:
+        hub, what = Hub(), recipe(stages=1, replicas=2, steps=400, per_round=3)
+        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+        await until(lambda: len(peers[1].of(events.OuterStep)) >= 3)
+        peers[1].leave.set()
+        await peers[1].task
+        met = [event.round for event in peers[0].of(events.OuterStep) if event.partner == "peer-b"]
+        mine = [event.round for event in peers[1].of(events.OuterStep) if event.partner == "peer-a"]
+        peers[0].leave.set()
+        await peers[0].task
+        assert met == mine
+        assert peers[1].saved is not None
+        assert peers[1].saved.counters.round == mine[-1]
+        return peers
+
+    run(main())
+
+
+def test_text_that_fails_costs_the_node_but_not_its_weights() -> None:
+    async def main() -> Peer:
+        hub, what = Hub(), recipe(stages=1, steps=400)
+        peer = Peer(hub, what, "peer-a", 0)
+        await until(lambda: len(peer.of(events.InnerStep)) >= 3)
+        peer.text.failure = OSError("the text is gone")
+        with pytest.raises(ExceptionGroup, match="unhandled"):
+            await peer.task
+        return peer
+
+    peer = run(main())
+    assert peer.saved is not None
+    assert peer.saved.counters.inner_steps >= 3
+
+
+class Hesitant(Text):
+    """A text whose end shows only a moment after it was asked for more."""
+
+    async def draw(self) -> Tensor:
+        await asyncio.sleep(0.02)
+        return await super().draw()
+
+
+def test_a_failure_in_the_midst_of_a_step_leaves_a_checkpoint_that_agrees_with_itself() -> None:
+    async def main() -> Peer:
+        peer = Peer(Hub(), recipe(stages=1, steps=400, window=1), "peer-a", 0)
+        peer.text = Hesitant(recipe(stages=1, window=1).run, "peer-a")
+        await until(lambda: len(peer.of(events.InnerStep)) >= 3)
+        peer.text.failure = OSError("the text is gone")
+        with pytest.raises(ExceptionGroup, match="unhandled"):
+            await peer.task
+        return peer
+
+    assert_counted(run(main()))
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 70.0, 140.0])
+def test_a_leave_does_not_cut_off_a_step_that_lasts_longer_than_it_waits(wait_s: float) -> None:
+    """Each job of this device takes longer than anybody waits for microbatches."""
+
+    async def main() -> Peer:
+        peer = Peer(Hub(), recipe(stages=1, steps=400, window=1), "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
+        await until(lambda: len(peer.of(events.InnerStep)) >= 2, 10_000.0)
+        await asyncio.sleep(wait_s)
+        peer.leave.set()
+        await peer.task
+        return peer
+
+    assert_counted(run(main()))
+
+
+def test_the_last_step_of_a_run_is_in_its_last_round_however_long_it_lasts() -> None:
+    async def main() -> Peer:
+        what = recipe(stages=1, steps=3, window=1, per_round=2)
+        peer = Peer(Hub(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
+        await peer.task
+        return peer
+
+    peer = run(main())
+    assert_counted(peer)
+    assert len(peer.of(events.InnerStep)) == 3
+    assert len(peer.of(events.OuterStep)) == 2
+    assert peer.saved is not None
+    assert all(map(torch.equal, peer.saved.tensors["slow"], peer.saved.tensors["fast"]))
+
+
+def assert_counted(peer: Peer) -> None:
+    """Check that the steps in the weights are those that were counted, journalled and saved."""
+    taken = peer.stages[-1].statistics()["inner_steps"]
+    assert peer.saved is not None
+    assert peer.saved.counters.inner_steps == peer.saved.counters.optimiser_steps == taken
+    assert len(peer.of(events.InnerStep)) == taken > 0
+
+
+def test_a_replica_saves_every_few_minutes() -> None:
+    async def main() -> Peer:
+        hub, what = Hub(), recipe(stages=1, steps=10_000, window=1)
+        peer = Peer(hub, what, "peer-a", 0, job_s=2.0)
+        await until(lambda: peer.saved is not None, 1000.0)
+        assert peer.saved is not None
+        assert peer.saved.counters.inner_steps == len(peer.of(events.InnerStep))
+        peer.leave.set()
+        await peer.task
+        return peer
+
+    run(main())
+
+
+def test_a_polite_leave_is_heard_in_the_last_round() -> None:
+    """The last round may wait for an exchange, and an exchange of large weights for hours."""
+
+    async def main() -> float:
+        hub = Hub(size_bytes=lambda message, topic: 2**30 if isinstance(message, Weights) else 100)
+        what = recipe(stages=1, replicas=2, steps=4, per_round=100)
+        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+        for peer in peers:
+            hub.set_access(peer.name, Access(up_bytes_per_s=2**20))
+        await until(lambda: all("last round" in " ".join(peer.said) for peer in peers))
+        await asyncio.sleep(5.0)
+        begun_s = asyncio.get_running_loop().time()
+        for peer in peers:
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in peers])
+        assert all(peer.saved is not None for peer in peers)
+        return asyncio.get_running_loop().time() - begun_s
+
+    assert run(main()) < 5.0
+
+
+def test_weights_that_violate_the_protocol_are_journalled_by_whoever_gets_them() -> None:
+    async def main() -> list[Peer]:
+        hub, what = Hub(), recipe(stages=1, replicas=2, steps=30, per_round=3)
+        peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+        await until(lambda: len(peers[1].of(events.InnerStep)) >= 2)
+        # Of the messages that a replica of the only stage sends, weights alone hold tensors.
+        hub.tamper("peer-a", Tampering.SHAPE, 4)
+        await asyncio.gather(*[peer.task for peer in peers])
+        return peers
+
+    one, other = run(main())
+    violations = [event for event in other.of(events.Violation) if event.peer == "peer-a"]
+    assert {event.topic for event in violations} == {"gossip"}
+    assert len(violations) + len([e for e in other.of(events.Lost) if e.what == "exchange"]) >= 4
+    assert not one.of(events.Violation)
+    # The first to finish leaves the other one alone, perhaps with a round open.
+    assert other.of(events.OuterStep)[0].partner == "peer-a"

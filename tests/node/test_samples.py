@@ -1,0 +1,307 @@
+"""Every sample of a run counts once in its progress, however sources come, go, return and are forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from statistics import median_low
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from memory_swarms import Peer, recipe, until
+from torch import Tensor
+
+from noloco_node.journal import events
+from noloco_node.machine.interface import Voice
+from noloco_node.node.training import Duty
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.hub import Hub
+from noloco_node.storage.checkpoint import Counters
+from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.peer_records import CLOCK_ERROR_S, LARGEST_COUNT, SOURCE_LIFETIME_S, SourceRecord, counted
+from noloco_node.swarm.roster import PeerRecord, State
+from pipeline.messages import Gradient, Microbatch, Reply
+
+RUN = recipe(stages=1, steps=10_000, window=1).run
+TOKENS = torch.zeros(2, 9, dtype=torch.int64)
+REFRESH_S = 30.0
+SAMPLE_S = 3.0
+FORGOTTEN_S = 2 * (SOURCE_LIFETIME_S + CLOCK_ERROR_S)
+"""After which the DHT knows nothing of a source."""
+NIGHT_S = (FORGOTTEN_S, FORGOTTEN_S, 100.0, 500.0)
+"""Of one that sleeps for a night, and a newcomer that never met it."""
+
+
+# The law, with sources that train nothing.
+
+
+class Words:
+    """A text of always the same tokens."""
+
+    async def draw(self) -> Tensor:
+        return TOKENS
+
+    def position(self) -> dict[str, Any]:
+        return {"drawn": 1}
+
+    async def restore(self, position: Mapping[str, Any]) -> bool:
+        return position == {"drawn": 1}
+
+
+class Life:
+    """One life of a source: real presence and counting, and gradients that come after a while."""
+
+    def __init__(self, hub: Hub, name: str, progress: float, counters: Counters | None) -> None:
+        clock = asyncio.get_running_loop().time
+        self._presence = Presence(
+            hub.network(name), "run", 1, lifetime_s=3 * REFRESH_S, refresh_s=REFRESH_S, unix_time=clock
+        )
+        self._name, self._begun_with, self._counters = name, progress, counters
+        self.done = 0
+        """Samples of this life."""
+        self.stamp = progress
+        self._duty = Duty(RUN, name, self._presence, self._open_text, Voice(record=lambda _: None, say=lambda _: None))
+        self._task = asyncio.create_task(self._live(), name=name)
+
+    async def _open_text(self) -> Words:
+        await asyncio.sleep(15.0)
+        return Words()
+
+    async def _process(self, microbatch: Microbatch, sender: str) -> Reply:
+        self.stamp = microbatch.progress
+        await asyncio.sleep(len(microbatch.hidden) * SAMPLE_S)
+        self.done += len(microbatch.hidden)
+        return Gradient(hidden=None, loss=1.0, tokens=8)
+
+    async def _live(self) -> None:
+        await self._presence.claim(self._record(State.CATCHING_UP))
+        self._duty.begin(self._begun_with, self._counters)
+        replica: Any = SimpleNamespace(post=SimpleNamespace(stage=0), worker=SimpleNamespace(process=self._process))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._presence.run())
+            group.create_task(self._duty.fulfil(replica))
+            while True:
+                self._presence.update(self._record(State.TRAINING))
+                await asyncio.sleep(REFRESH_S)
+
+    def _record(self, state: State) -> PeerRecord:
+        return PeerRecord(peer=self._name, stage=0, state=state, samples=self._duty.samples)
+
+    async def end(self, *, politely: bool) -> Counters:
+        """End it, and return what its checkpoint counts."""
+        counters = Counters(
+            run_id="run",
+            stage=0,
+            round=1,
+            inner_steps=1,
+            progress=self.stamp,
+            samples=self._duty.samples,
+            optimiser_steps=1,
+            data_position=self._duty.position(),
+        )
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if politely:
+            self._presence.update(self._record(State.LEAVING))
+            await self._presence.withdraw()
+        return counters
+
+
+class Run:
+    """The sources of a run, and all that was ever done."""
+
+    def __init__(self) -> None:
+        self.hub = Hub()
+        self.lives: dict[str, Life] = {}
+        self.checkpoints: dict[str, Counters] = {}
+        self.begun = 0
+        self.last = ""
+        """Who went last, and so knows how far the run was."""
+        self._done_before = 0
+
+    @property
+    def done(self) -> int:
+        return self._done_before + sum(life.done for life in self.lives.values())
+
+    def begin(self, name: str, *, anew: bool = False) -> None:
+        """Let a source begin, at the progress of those that are there, or else at that of its checkpoint."""
+        counters = None if anew else self.checkpoints.get(name)
+        own = counters.progress if counters else 0.0
+        known = median_low([life.stamp for life in self.lives.values()]) if self.lives else own
+        self.lives[name] = Life(self.hub, name, known, counters)
+        self.begun += 1
+
+    async def end(self, name: str, *, politely: bool) -> None:
+        life = self.lives.pop(name)
+        self.checkpoints[name] = await life.end(politely=politely)
+        self._done_before += life.done
+        self.last = name
+        self.hub.kill(name)
+
+    def is_right(self) -> None:
+        """Check what all say: at most a few readings late for each life that began."""
+        true = self.done / RUN.budget_samples
+        late = 4 * REFRESH_S / SAMPLE_S * (len(self.lives) + self.begun) / RUN.budget_samples
+        for name, life in self.lives.items():
+            assert true - late <= life.stamp <= true + late, name
+
+
+Change = tuple[str, bool, bool, float]
+"""Which source comes or goes, whether it begins anew, whether it leaves politely, and the seconds until the next."""
+changes = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.booleans(), st.booleans(), st.sampled_from([100.0, FORGOTTEN_S])),
+    min_size=3,
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=10)
+@given(changes)
+@example([("a", False, True, FORGOTTEN_S)] * 3)
+@example(
+    [
+        ("b", False, True, FORGOTTEN_S),
+        ("a", False, True, FORGOTTEN_S),
+        ("c", False, True, 100.0),
+        ("a", False, True, 500.0),
+    ]
+)
+@example([("b", False, True, FORGOTTEN_S), ("a", False, False, FORGOTTEN_S), ("a", True, True, FORGOTTEN_S)])
+def test_whoever_comes_goes_and_returns_every_sample_counts_once(story: list[Change]) -> None:
+    """Source "a" is there from the beginning. Where nobody is left, the first to come is who went last."""
+
+    async def main() -> None:
+        told = Run()
+        told.begin("a")
+        await asyncio.sleep(FORGOTTEN_S)
+        for name, anew, politely, pause_s in story:
+            if name in told.lives:
+                await told.end(name, politely=politely)
+            else:
+                told.begin(name if told.lives else told.last, anew=anew and bool(told.lives))
+            await asyncio.sleep(pause_s)
+            told.is_right()
+        for name in list(told.lives):
+            await told.end(name, politely=True)
+
+    run(main())
+
+
+def test_who_comes_back_with_newer_news_of_the_run_than_its_stage_has_keeps_them() -> None:
+    """All go, "c" for good and "b" last; "a" is the first to come back, and knows less of the run than "b"."""
+
+    async def main() -> tuple[float, float]:
+        told = Run()
+        for name in "abc":
+            told.begin(name)
+        for name in "cab":
+            await asyncio.sleep(FORGOTTEN_S)
+            await told.end(name, politely=True)
+        await asyncio.sleep(FORGOTTEN_S)
+        for name in "ab":
+            told.begin(name)
+            await asyncio.sleep(10 * REFRESH_S)
+        return told.lives["b"].stamp, told.done / RUN.budget_samples
+
+    stamp, true = run(main())
+    assert abs(stamp - true) < 0.01
+
+
+# What is known of one source.
+
+
+def test_an_old_copy_of_a_record_takes_nothing_back_and_adds_nothing() -> None:
+    known = counted(None, SourceRecord(100, False), 0.0)
+    for samples, finished in ((90, False), (0, True), (100, False)):
+        known = counted(known, SourceRecord(samples, finished), known.found_s + SOURCE_LIFETIME_S)
+        assert (known.samples, known.first) == (100, 100)
+    assert known.said == SourceRecord(100, True), "nor does it take back the end of its part"
+
+
+def test_who_has_lost_count_is_counted_on_from_where_it_begins_anew() -> None:
+    known = counted(counted(None, SourceRecord(40, False), 0.0), SourceRecord(100, False), 5.0)
+    for samples, in_all in ((30, 100), (31, 101), (30, 101), (50, 120)):
+        known = counted(known, SourceRecord(samples, False), FORGOTTEN_S)
+        assert (known.samples, known.first) == (in_all, 40)
+
+
+@given(st.lists(st.tuples(st.integers(0, LARGEST_COUNT), st.sampled_from([1.0, FORGOTTEN_S])), min_size=1))
+def test_a_liar_lowers_nothing_and_stays_within_what_one_source_may_say(said: list[tuple[int, float]]) -> None:
+    known, now_s = None, 0.0
+    for samples, pause_s in said:
+        before, now_s = known, now_s + pause_s
+        known = counted(known, SourceRecord(samples, False), now_s)
+        assert (before.samples if before else 0) <= known.samples <= LARGEST_COUNT
+
+
+# Nodes.
+
+
+def test_a_source_that_comes_back_to_a_swarm_that_knows_nothing_does_what_is_left() -> None:
+    async def main() -> tuple[Peer, Peer]:
+        what = recipe(stages=1, steps=40, per_round=4)
+        first = Peer(Hub(), what, "peer-a", 0)
+        await until(lambda: len(first.of(events.InnerStep)) >= 25)
+        first.leave.set()
+        await first.task
+        again = Peer(Hub(), what, "peer-a", 0, saved=first.saved)
+        await again.task
+        return first, again
+
+    first, again = run(main())
+    steps = [event.step for peer in (first, again) for event in peer.of(events.InnerStep)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert 38 <= len(steps) <= 40, "but for the microbatches that were discarded"
+    assert again.of(events.Finished)[0].why == "the run is over"
+
+
+def test_two_sources_that_come_back_one_after_the_other_do_what_is_left() -> None:
+    async def main() -> int:
+        what = recipe(stages=1, replicas=2, steps=60, per_round=4)
+        hub = Hub()
+        first = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
+        await until(lambda: len(first[0].of(events.InnerStep)) >= 25)
+        for peer in first:
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in first])
+        hub = Hub()
+        again = [Peer(hub, what, first[0].name, 0, saved=first[0].saved)]
+        await asyncio.sleep(1.0)
+        again.append(Peer(hub, what, first[1].name, 0, saved=first[1].saved))
+        await asyncio.gather(*[peer.task for peer in again])
+        return sum(peer.saved.counters.samples for peer in again if peer.saved is not None)
+
+    budget = recipe(stages=1, replicas=2, steps=60).run.budget_samples
+    assert 0.95 * budget <= run(main()) <= 1.05 * budget
+
+
+class Illiterate(Peer):
+    """One whose text never opens."""
+
+    async def _open_text(self) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def test_who_leaves_before_its_text_is_open_keeps_its_samples_and_its_place_in_the_text() -> None:
+    async def main() -> tuple[Peer, Peer]:
+        what = recipe(stages=1, steps=400, per_round=4)
+        first = Peer(Hub(), what, "peer-a", 0)
+        await until(lambda: len(first.of(events.InnerStep)) >= 5)
+        first.leave.set()
+        await first.task
+        again = Illiterate(Hub(), what, "peer-a", 0, saved=first.saved)
+        await until(lambda: bool(again.of(events.Started)))
+        again.leave.set()
+        await again.task
+        return first, again
+
+    first, again = run(main())
+    assert first.saved is not None
+    assert again.saved is not None
+    assert first.saved is not again.saved
+    assert again.saved.counters.samples == first.saved.counters.samples > 0
+    assert again.saved.counters.data_position == first.saved.counters.data_position

@@ -1,0 +1,446 @@
+"""The gate: windows are exact, senders get their share, and nobody who gives up leaves a trace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine
+from random import Random
+from typing import Any
+
+import pytest
+
+from noloco_node.sim.clock import Deadlock, run
+from pipeline.admission import UNKNOWN_PACE_S, Gate, Outcome, Slot
+from pipeline.messages import Reason, Refused
+
+OUTCOME = Outcome(0.5, 1.0, 8)
+
+
+async def slot_of(gate: Gate, sender: str = "a") -> Slot:
+    slot = await gate.enter(sender)
+    assert isinstance(slot, Slot)
+    return slot
+
+
+async def settle() -> None:
+    """Let everything run that can run now."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def started(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    return asyncio.get_running_loop().create_task(work)
+
+
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_a_window_admits_exactly_what_an_inner_step_takes() -> None:
+    async def main() -> None:
+        gate = Gate(3)
+        slots = [await slot_of(gate) for _ in range(3)]
+        fourth = started(slot_of(gate))
+        await settle()
+        assert not fourth.done()
+        slots[0].succeed(OUTCOME)
+        await settle()
+        assert not fourth.done(), "a success keeps its place"
+        slots[1].give_back()
+        await settle()
+        assert fourth.done(), "a failure gives its place to the next"
+        fifth = started(slot_of(gate))
+        slots[2].succeed(OUTCOME)
+        (await fourth).succeed(OUTCOME)
+        await gate.full()
+        await settle()
+        assert not fifth.done(), "nobody is let in while the step is taken"
+        assert gate.next_window() == (OUTCOME,) * 3
+        (await fifth).give_back()
+        assert gate.in_flight == 0
+
+    run(main())
+
+
+def test_a_slot_ends_once_and_is_given_back_by_its_context() -> None:
+    async def main() -> None:
+        gate = Gate(2)
+        slot = await slot_of(gate)
+        with slot:
+            slot.succeed(OUTCOME)
+        slot.give_back()
+        slot.succeed(OUTCOME)
+        assert (gate.succeeded, gate.in_flight) == (1, 0)
+        with pytest.raises(KeyError), await slot_of(gate):
+            raise KeyError
+        assert (gate.succeeded, gate.in_flight) == (1, 0)
+        assert gate.statistics()["given_back"] == 1
+
+    run(main())
+
+
+def test_a_window_cannot_end_without_its_step() -> None:
+    async def main() -> None:
+        gate = Gate(1)
+        with pytest.raises(RuntimeError, match="full"):
+            gate.next_window()
+        (await slot_of(gate)).succeed(OUTCOME)
+        with pytest.raises(RuntimeError, match="full"):
+            gate.next_window()
+        await gate.full()
+        assert gate.next_window() == (OUTCOME,)
+        waiting = started(gate.full())
+        await settle()
+        assert not waiting.done()
+        await cancel(waiting)
+
+    run(main())
+    with pytest.raises(ValueError, match="window of 0"):
+        Gate(0)
+
+
+def test_the_queue_is_bounded_and_a_refusal_estimates_from_the_measured_pace() -> None:
+    async def main() -> None:
+        gate = Gate(2)
+        for _ in range(10):
+            slots = [await slot_of(gate) for _ in range(2)]
+            for slot in slots:
+                await asyncio.sleep(3.0)
+                slot.succeed(OUTCOME)
+            await gate.full()
+            gate.next_window()
+        held = [await slot_of(gate) for _ in range(2)]
+        queued = [started(gate.enter("a")) for _ in range(4)]
+        await settle()
+        assert gate.queued == 4
+        refused = await gate.enter("a")
+        assert isinstance(refused, Refused)
+        assert refused.reason is Reason.FULL
+        assert refused.retry_after_s == pytest.approx(6.0), "half of the queue at three seconds each"
+        await cancel(*queued)
+        assert (gate.queued, gate.in_flight, len(held)) == (0, 2, 2)
+
+    run(main())
+
+
+def test_senders_take_turns_and_share_the_queue() -> None:
+    async def main() -> None:
+        gate = Gate(4, queue_limit=8)
+        held = [await slot_of(gate, "greedy") for _ in range(4)]
+        order: list[str] = []
+
+        async def enter(sender: str) -> None:
+            slot = await gate.enter(sender)
+            if isinstance(slot, Slot):
+                order.append(sender)
+                slot.succeed(OUTCOME)
+
+        tasks = [started(enter("greedy")) for _ in range(8)]
+        await settle()
+        assert gate.queued == 8, "alone, it may take all of it"
+        assert isinstance(await gate.enter("late"), Refused)
+        for slot in held:
+            slot.succeed(OUTCOME)
+        await gate.full()
+        gate.next_window()
+        await settle()
+        assert gate.queued == 4
+        assert (await gate.enter("greedy")) == Refused(reason=Reason.FULL, retry_after_s=2 * UNKNOWN_PACE_S)
+        tasks += [started(enter("late")) for _ in range(4)]
+        await settle()
+        assert gate.queued == 8, "the late one's share was kept for it"
+        for _ in range(2):
+            await gate.full()
+            gate.next_window()
+            await settle()
+        assert order == ["greedy"] * 4 + ["greedy", "late"] * 4
+        await asyncio.gather(*tasks)
+
+    run(main())
+
+
+def test_more_senders_than_places_are_counted_no_further() -> None:
+    async def main() -> None:
+        gate = Gate(1, queue_limit=2)
+        held = await slot_of(gate, "first")
+        queued = [started(gate.enter(f"s{n}")) for n in range(2)]
+        await settle()
+        for n in range(1000):
+            assert isinstance(await gate.enter(f"stranger {n}"), Refused)
+        assert len(gate._heard[0]) == 2
+        held.give_back()
+        await cancel(*queued)
+
+    run(main())
+
+
+@pytest.mark.parametrize("at", ["queued", "granted", "granted then cancelled at once"])
+def test_a_cancelled_wait_leaves_no_trace(at: str) -> None:
+    async def main() -> None:
+        gate = Gate(1)
+        held = await slot_of(gate)
+        waiting, behind = started(gate.enter("a")), started(gate.enter("b"))
+        await settle()
+        if at == "queued":
+            await cancel(waiting)
+            held.give_back()
+        elif at == "granted":
+            held.give_back()
+            await cancel(waiting)
+        else:
+            waiting.cancel()
+            held.give_back()
+            await asyncio.gather(waiting, return_exceptions=True)
+        slot = await behind
+        assert isinstance(slot, Slot), "the next in line has the place"
+        assert (gate.in_flight, gate.queued) == (1, 0)
+        slot.give_back()
+        assert gate.in_flight == 0
+
+    run(main())
+
+
+def test_alone_refuses_at_once_drains_and_goes_on_in_the_middle_of_a_window() -> None:
+    async def main() -> None:
+        gate = Gate(3)
+        first, second, third = [await slot_of(gate) for _ in range(3)]
+        queued = started(gate.enter("b"))
+        await settle()
+        first.succeed(OUTCOME)
+        seen: list[tuple[int, int]] = []
+
+        async def round_of_gossip() -> None:
+            async with gate.alone(retry_after_s=4.0, deadline_s=10.0):
+                seen.append((gate.in_flight, gate.succeeded))
+                await asyncio.sleep(1.0)
+
+        gossip = started(round_of_gossip())
+        assert await queued == Refused(reason=Reason.GOSSIPING, retry_after_s=4.0)
+        await asyncio.sleep(1.0)
+        assert await gate.enter("b") == Refused(reason=Reason.GOSSIPING, retry_after_s=3.0)
+        assert not seen, "two are in flight"
+        second.succeed(OUTCOME)
+        third.give_back()
+        await gossip
+        assert seen == [(0, 2)]
+        (await slot_of(gate)).succeed(OUTCOME)
+        await gate.full()
+        assert len(gate.next_window()) == 3
+
+    run(main())
+
+
+def test_alone_gives_up_at_its_deadline_and_the_gate_is_open_again() -> None:
+    async def main() -> None:
+        gate = Gate(2)
+        held = await slot_of(gate)
+        with pytest.raises(TimeoutError):
+            async with gate.alone(retry_after_s=1.0, deadline_s=5.0):
+                raise AssertionError("something is in flight")
+        (await slot_of(gate)).give_back()
+        held.give_back()
+        async with gate.alone(retry_after_s=1.0, deadline_s=5.0):
+            await asyncio.sleep(50.0)  # The deadline is for draining alone.
+        assert "open" in repr(gate)
+
+    run(main())
+
+
+def test_alone_and_the_step_exclude_each_other() -> None:
+    async def main() -> None:
+        gate, busy = Gate(1), []
+
+        async def step() -> None:
+            await gate.full()
+            busy.append("step")
+            await asyncio.sleep(2.0)
+            assert busy == ["step"]
+            busy.clear()
+            gate.next_window()
+
+        async def gossip() -> None:
+            async with gate.alone(retry_after_s=1.0, deadline_s=10.0):
+                busy.append("gossip")
+                await asyncio.sleep(2.0)
+                assert busy == ["gossip"]
+                busy.clear()
+
+        for first, second in ((step, gossip), (gossip, step), (gossip, gossip)):
+            (await slot_of(gate)).succeed(OUTCOME)
+            tasks = [started(first())]
+            await settle()
+            tasks.append(started(second()))
+            await asyncio.gather(*tasks)
+            if gate.succeeded:
+                await gate.full()
+                gate.next_window()
+
+    run(main())
+
+
+def test_a_cancelled_round_leaves_the_gate_open() -> None:
+    async def main() -> None:
+        gate = Gate(1)
+        held = await slot_of(gate)
+
+        async def gossip() -> None:
+            async with gate.alone(retry_after_s=1.0, deadline_s=10.0):
+                await asyncio.sleep(100.0)
+
+        draining = started(gossip())
+        await settle()
+        await cancel(draining)
+        held.give_back()
+        inside = started(gossip())
+        await settle()
+        await cancel(inside)
+        (await slot_of(gate)).give_back()
+
+    run(main())
+
+
+def test_closing_refuses_the_queue_and_lets_what_is_in_flight_end() -> None:
+    async def main() -> None:
+        gate = Gate(1)
+        held = await slot_of(gate)
+        queued = started(gate.enter("b"))
+        await settle()
+        gate.close()
+        assert await queued == Refused(reason=Reason.LEAVING)
+        assert await gate.enter("c") == Refused(reason=Reason.LEAVING)
+        drained = started(gate.drained())
+        await settle()
+        assert not drained.done()
+        held.succeed(OUTCOME)
+        await drained
+        async with gate.alone(retry_after_s=1.0, deadline_s=1.0):
+            pass
+        assert await gate.enter("c") == Refused(reason=Reason.LEAVING)
+
+    run(main())
+
+
+def test_after_closing_a_window_that_is_complete_is_used_and_a_partial_one_is_not() -> None:
+    async def main() -> None:
+        gate = Gate(2)
+        first, second = await slot_of(gate), await slot_of(gate)
+        first.succeed(OUTCOME)
+        gate.close()
+        full = started(gate.full())
+        await settle()
+        assert not full.done(), "it may still become complete"
+        second.succeed(OUTCOME)
+        assert await full == (OUTCOME, OUTCOME)
+        gate.next_window()
+        assert await gate.full() is None
+
+        partial = Gate(2)
+        slot = await slot_of(partial)
+        waiting = started(partial.full())
+        await settle()
+        partial.close()
+        slot.give_back()
+        assert await waiting is None
+        assert partial.succeeded == 0
+
+        idle = Gate(1)
+        waiting = started(idle.full())
+        await settle()
+        idle.close()
+        assert await waiting is None, "closing alone wakes it"
+
+    run(main())
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None:
+    """Senders come, fail, succeed and give up at random; every window is exact and all work is shared evenly."""
+
+    async def main() -> None:
+        rng = Random(f"gate|{seed}")
+        window, per_sender = rng.randint(1, 5), rng.randint(5, 15)
+        gate = Gate(window, windows=windows)
+        senders, served = [f"s{n}" for n in range(rng.randint(1, 5))], Counter[str]()
+        done: list[int] = []
+        backward = 0
+
+        async def through(slot: Slot) -> bool:
+            """Forward, the reply's way, backward, and what can go wrong on it."""
+            nonlocal backward
+            begun = gate.steps
+            await asyncio.sleep(rng.uniform(0.1, 2.0))
+            if rng.random() < 0.15:
+                return False
+            assert await slot.turn()
+            assert gate.steps - begun <= windows - 1, "weights are never more than a step old"
+            assert slot.stale == (gate.steps > begun)
+            backward += 1
+            await asyncio.sleep(rng.uniform(0.1, 1.0))
+            backward -= 1
+            return rng.random() < 0.85
+
+        async def one(sender: str) -> None:
+            while True:
+                patience = asyncio.timeout(rng.choice([0.5, 5.0, 50.0]))
+                try:
+                    async with patience:
+                        slot = await gate.enter(sender)
+                except TimeoutError:
+                    continue
+                if isinstance(slot, Refused):
+                    await asyncio.sleep(slot.retry_after_s * rng.uniform(1.0, 1.5) + 0.01)
+                    continue
+                with slot:
+                    assert gate.in_flight + gate.succeeded <= windows * window
+                    if await through(slot):
+                        slot.succeed(OUTCOME._replace(stale=slot.stale))
+                        served[sender] += 1
+                        return
+
+        async def steps() -> None:
+            while True:
+                await gate.full()
+                assert windows == 2 or gate.in_flight == 0
+                assert backward == 0
+                await asyncio.sleep(0.5)
+                assert backward == 0
+                done.append(len(gate.next_window()))
+
+        async def rounds() -> None:
+            while True:
+                await asyncio.sleep(rng.uniform(3.0, 9.0))
+                async with gate.alone(retry_after_s=1.0, deadline_s=30.0):
+                    assert gate.in_flight == backward == 0
+                    before = gate.statistics()
+                    await asyncio.sleep(1.0)
+                    changed = {name for name, value in gate.statistics().items() if value != before[name]}
+                    assert changed <= {"refused_gossiping"}
+
+        async with asyncio.timeout(3600.0):
+            background = [started(steps()), started(rounds())]
+            async with asyncio.TaskGroup() as group:
+                for sender in senders:
+                    for _ in range(per_sender):
+                        group.create_task(one(sender))
+            await asyncio.sleep(10.0)
+            await cancel(*background)
+        assert set(done) <= {window}
+        assert sum(done) + gate.succeeded == len(senders) * per_sender
+        assert (gate.in_flight, gate.queued, gate.turns._kept) == (0, 0, 0)
+        assert (gate.turns._given, gate.turns.waiting) == (gate.succeeded, 0)
+        assert windows == 2 or gate.statistics()["stale"] == gate.statistics()["deferred"] == 0
+        assert set(served.values()) == {per_sender}
+
+    run(main())
+
+
+def test_a_window_that_nobody_fills_is_a_deadlock_that_shows() -> None:
+    async def main() -> None:
+        await Gate(1).full()
+
+    with pytest.raises(Deadlock):
+        run(main())

@@ -1,0 +1,249 @@
+"""What `check` says: exact where it can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from gossip.rounds.local_steps import steps_per_round
+from noloco_node.errors import Exit, Trouble
+from noloco_node.planning.advice import MESSAGES
+from noloco_node.planning.message_sizes import PROBE_BYTES
+from noloco_node.planning.plan import Plan, describe, mean_steps_per_round, plan, report
+from noloco_node.run.config import RunConfig
+from noloco_node.run.presets import PRESETS, run_text
+from noloco_node.run.runfile import decode_run, validate
+from pipeline.partition import build, cut, family_config, prepare
+
+LLAMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 384,
+    "max_position_embeddings": 128,
+}
+GPT2 = {"n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": 384, "n_positions": 128}
+
+PAPER = {"inner_steps_per_round": 50, "alpha": 0.5, "beta": 0.7, "gamma": 0.7, "codec": "float32"}
+
+
+def run_with(architecture: str = "llama", sizes: dict[str, Any] = LLAMA, **sections: dict[str, Any]) -> RunConfig:
+    pipeline = {"sequence_length": 64, "microbatch_size": 2, "microbatches_per_step": 8, **sections.pop("pipeline", {})}
+    sections["outer"] = PAPER | sections.get("outer", {})
+    table = {"model": {"architecture": architecture, "sizes": sizes}, "pipeline": pipeline, **sections}
+    run = msgspec.convert(table, RunConfig)
+    validate(run)
+    return run
+
+
+def test_the_numbers_of_a_small_run() -> None:
+    found = plan(run_with(pipeline={"replicas": 3}, inner={"steps": 1000, "warmup_steps": 10}))
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert [stage.parameters for stage in found.stages] == [384 * 64 + 4 * layer, 4 * layer + 64 + 384 * 64]
+    assert [stage.layers for stage in found.stages] == [(0, 4), (4, 8)]
+    assert found.parameters == sum(stage.parameters for stage in found.stages)
+    assert sum(stage.work for stage in found.stages) == pytest.approx(1)
+    assert found.stages[1].work > found.stages[0].work, "the vocabulary head is work, the embedding is not"
+    assert found.hop_up_bytes == 2 * 64 * 64 * 4
+    assert found.hop_down_bytes == found.hop_up_bytes + 2 * 64 * 8
+    assert found.tokens_per_step == 64 * 2 * 8
+    assert found.tokens == 1000 * 3 * found.tokens_per_step
+    assert found.rounds == 20
+    memory = found.stages[0].memory
+    assert (
+        memory.weights == memory.gradients == memory.slow_weights == memory.snapshot == 4 * found.stages[0].parameters
+    )
+    assert memory.optimiser == 2 * memory.weights
+    # Slow weights and momentum exist twice when a step has been computed; the correction goes with them.
+    assert memory.step == 3 * memory.weights
+    assert memory.total == 11 * memory.weights + memory.activations
+    assert len(found.efficiency) == len(MESSAGES)
+    assert found.warnings == ()
+
+
+def test_what_travels_halves_with_bfloat16_and_doubles_without_the_shortcut() -> None:
+    plain, lean = plan(run_with()), plan(run_with(pipeline={"wire_dtype": "bfloat16"}))
+    assert 2 * lean.hop_up_bytes == plain.hop_up_bytes
+    assert plain.stages[0].round_bytes == plain.stages[0].memory.weights + PROBE_BYTES
+    both = plan(run_with(outer={"gamma": 0.6}))
+    # A probe ahead of the round is one more.
+    assert both.stages[0].round_bytes == 2 * both.stages[0].memory.weights + 2 * PROBE_BYTES
+    assert both.stages[0].memory.ahead == both.stages[0].memory.weights
+
+
+@pytest.mark.parametrize(("codec", "smaller", "probes"), [("bfloat16", 2.0, 1), ("int8", 3.9, 1), ("int4", 8.0, 2)])
+def test_what_a_round_moves_follows_the_codec(codec: str, smaller: float, probes: int) -> None:
+    plain, coded = plan(run_with()).stages[0], plan(run_with(outer={"codec": codec})).stages[0]
+    weights = plain.round_bytes - PROBE_BYTES
+    assert weights / (coded.round_bytes - probes * PROBE_BYTES) == pytest.approx(smaller, rel=0.01)
+    # Both sides' weights as both see them, and what rounding has left out.
+    assert coded.memory.owed == coded.memory.weights
+    assert coded.memory.exchange > 2 * plain.memory.exchange
+    assert plain.memory.owed == plain.memory.gathered == 0
+
+
+def test_a_momentum_period_costs_a_copy() -> None:
+    memory = plan(run_with(outer={"momentum_period": 2})).stages[0].memory
+    assert memory.gathered == memory.weights
+    assert memory.step == 4 * memory.weights
+
+
+@pytest.mark.parametrize("period", [1, 20, 21, 900])
+def test_a_momentum_that_never_moves_is_worth_a_warning(period: int) -> None:
+    run = run_with(inner={"steps": 1000, "warmup_steps": 10}, outer={"momentum_period": period})
+    found = plan(run)
+    assert found.rounds == 20
+    assert any("never moves" in warning for warning in found.warnings) == (period > 20)
+
+
+@given(
+    early=st.integers(8, 100),
+    factor=st.floats(1 / 8, 8.0),
+    steps=st.integers(1000, 20_000),
+)
+def test_rounds_follow_the_course_of_the_steps_between_them(early: int, factor: float, steps: int) -> None:
+    """Walked round by round, as a replica whose progress is even does."""
+    late = max(8, round(early * factor))
+    sections = {"outer": {"inner_steps_per_round": early, "late_inner_steps_per_round": late, "overlap_steps": 4}}
+    run = run_with(inner={"steps": steps, "warmup_steps": 1}, **sections)
+    done = rounds = 0
+    while done + (next_round := steps_per_round(done / steps, early, late)) <= steps:
+        done, rounds = done + next_round, rounds + 1
+    assert steps / mean_steps_per_round(run.outer) == pytest.approx(rounds, rel=0.1, abs=2)
+    assert min(early, late) <= mean_steps_per_round(run.outer) <= max(early, late)
+
+
+def test_rounds_that_stay_as_often_are_counted_exactly() -> None:
+    plain = plan(run_with(inner={"steps": 999, "warmup_steps": 1}, outer={"inner_steps_per_round": 50}))
+    level = {"inner_steps_per_round": 50, "late_inner_steps_per_round": 50}
+    assert plain.rounds == plan(run_with(inner={"steps": 999, "warmup_steps": 1}, outer=level)).rounds == 19
+    rarer = {**level, "late_inner_steps_per_round": 400}
+    assert plan(run_with(inner={"steps": 999, "warmup_steps": 1}, outer=rarer)).rounds == 8
+
+
+def test_one_stage_has_no_hops() -> None:
+    found = plan(run_with(pipeline={"stages": 1}))
+    assert (found.hop_down_bytes, found.hop_up_bytes, round(found.efficiency[-1], 3)) == (0, 0, 1.0)
+    assert not any("hop" in line for line in describe(found))
+
+
+@pytest.mark.parametrize(("architecture", "sizes"), [("llama", LLAMA), ("gpt2", GPT2)])
+def test_activations_are_estimated_within_a_third(architecture: str, sizes: dict[str, Any]) -> None:
+    window = 3
+    run = run_with(architecture, sizes, pipeline={"microbatches_per_step": window})
+    prepared = prepare(family_config(architecture, sizes))
+    parts = [build(prepared, c, seed=0) for c in cut(prepared.config, 2, sequence_length=64)]
+    ids = torch.randint(0, 384, (2, 64))
+    hidden = parts[0](ids).detach().requires_grad_()
+    measured = [window * saved_bytes(parts[0], ids), saved_bytes(parts[1], hidden, ids)]
+    estimated = [stage.memory.activations for stage in plan(run).stages]
+    assert measured[0] == pytest.approx(estimated[0], rel=1 / 3)
+    # Softmax and its gradient, which autograd does not save, come on top of the last stage's.
+    assert measured[1] <= estimated[1] <= 1.5 * measured[1]
+
+
+def saved_bytes(module: Any, given: torch.Tensor, targets: torch.Tensor | None = None) -> int:
+    """Return the bytes that autograd keeps for a backward pass, weights apart."""
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = module(given)
+        if targets is not None:
+            output = functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+    assert output.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in own)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"pipeline": {"stages": 5, "microbatches_per_step": 10}}, "5 stages with one window in flight"),
+        ({"pipeline": {"stages": 2, "microbatches_per_step": 3}}, "give microbatches_per_step 4 or more"),
+        ({"pipeline": {"boundaries": [1]}}, "Stage 1 has 1."),
+        ({"pipeline": {"replicas": 1}}, "nobody gossips"),
+        ({"inner": {"steps": 100, "warmup_steps": 1}}, "hardly ever meet"),
+        (
+            {"inner": {"steps": 200, "warmup_steps": 1}, "outer": {"late_inner_steps_per_round": 400}},
+            "every 50 to 400: the replicas hardly ever meet. Fewer inner_steps_per_round and late_inner",
+        ),
+    ],
+)
+def test_a_warning_for_each_costly_choice(sections: dict[str, Any], says: str) -> None:
+    found = plan(run_with(**sections))
+    assert any(says in warning for warning in found.warnings)
+    assert len(found.warnings) == 1
+    assert describe(found)[-1] == f"Warning: {found.warnings[0]}"
+
+
+def test_deep_pipelines_with_long_windows_give_no_cause() -> None:
+    found = plan(run_with(pipeline={"stages": 6, "microbatches_per_step": 64}))
+    assert found.efficiency[1] > 0.7
+    assert not any("one window in flight" in warning for warning in found.warnings)
+
+
+def test_check_says_what_would_help() -> None:
+    found = plan(run_with(pipeline={"stages": 4, "replicas": 6, "microbatches_per_step": 8}))
+    text = "\n".join(describe(found))
+    assert "with microbatches_per_step = 12 (a batch 1.5 times as large, a multiple of the replicas)" in text
+    assert [other.microbatches_per_step for other in found.remedies] == [12, 24]
+    assert all(other.efficiency > found.efficiency for other in found.remedies)
+    assert plan(run_with(pipeline={"microbatches_per_step": 32})).remedies == (), "nothing to be gained"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "says"),
+    [
+        ("llama", {"vocab_size": 100}, "vocabulary of 100"),
+        ("llama", {"hidden": 3}, "no field hidden"),
+        ("nosuch", {}, "no model type 'nosuch'"),
+        ("llama", {"max_position_embeddings": 32}, "max_position_embeddings = 32"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(architecture: str, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(Trouble) as caught:
+        plan(run_with(architecture, {**LLAMA, **change}))
+    assert says in str(caught.value)
+    assert caught.value.code == Exit.CONFIG
+
+
+def test_a_family_that_cannot_be_cut_is_refused() -> None:
+    # This one rescales its embeddings outside the layers.
+    with pytest.raises(Trouble, match=r"granite.*outside its layers"):
+        plan(run_with("granite", LLAMA | {"embedding_multiplier": 12.0}))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_gives_cause_for_a_warning(preset: str) -> None:
+    found = plan(decode_run(run_text(preset), preset))
+    assert found.warnings == ()
+    size = {"tiny": 0.75e6, "125m": 114e6, "1b": 1.6e9, "7b": 8.6e9}[preset]
+    assert found.parameters == pytest.approx(size, rel=0.02)
+    most = {"tiny": 2**27, "125m": 10 * 2**30, "1b": 24 * 2**30, "7b": 96 * 2**30}[preset]
+    assert found.stages[0].memory.computing < most
+    assert found.stages[0].memory.total < 2 * most, "as much again in main memory"
+
+
+def test_the_report_is_text_or_json(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(run_text("tiny"))
+    text, found = report(path), msgspec.json.decode(report(path, as_json=True), type=Plan)
+    assert found == plan(decode_run(run_text("tiny"), "x"))
+    assert json.loads(report(path, as_json=True))["stages"][0]["memory"]["weights"] > 10**6
+    for part in ("754,816 parameters in 2 stages", found.run_id[:16], "0 to 1", "216 KiB", "3.28 million"):
+        assert part in text
+    assert all(len(line) <= 130 for line in text.splitlines())

@@ -1,0 +1,474 @@
+"""A run file is understood or refused with one sentence about one field; its digest is its meaning and nothing else."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossip.rule.stability import stability_bound
+from noloco_node.errors import Exit, Trouble
+from noloco_node.run import runfile
+from noloco_node.run.config import DataConfig, ModelConfig, NodeConfig, OuterConfig, RunConfig
+from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_run_file
+from noloco_node.run.runfile import (
+    RUN_TEXT_BYTES,
+    canonical,
+    content_hashes,
+    decode_run,
+    load_run,
+    read_run_text,
+    run_digest,
+    validate,
+    with_source,
+)
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
+SECTIONS = ("model", "pipeline", "data", "inner", "outer")
+
+
+def refused(text: str) -> Trouble:
+    with pytest.raises(Trouble) as caught:
+        decode_run(text, "here.toml")
+    assert caught.value.code == Exit.CONFIG
+    assert caught.value.what.startswith("here.toml")
+    return caught.value
+
+
+def run_with(**sections: dict[str, Any]) -> RunConfig:
+    table = {"model": {"architecture": "llama", "sizes": {"hidden_size": 8, "num_hidden_layers": 4}}}
+    return msgspec.convert({**table, **sections}, RunConfig)
+
+
+def test_the_defaults_are_those_that_the_laboratory_found_best() -> None:
+    run = decode_run(MODEL, "run.toml")
+    assert (run.outer.alpha, run.outer.beta, run.outer.gamma) == (0.0, 1.0, 1.0)
+    assert (run.outer.inner_steps_per_round, run.outer.codec, run.outer.dynamic_steps) == (10, "int4", True)
+    assert run.samples_per_step == 64
+    assert run.budget_samples == 25_000 * 64 * 2
+
+
+def test_it_loads_without_torch_or_transformers() -> None:
+    heavy = "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    code = f"import sys, noloco_node.run.runfile, noloco_node.run.presets; {heavy}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "advice"),
+    [
+        ("", "model is missing", "architecture"),
+        ("[model]\n", "model = nothing", "path"),
+        (MODEL + 'path = "x"\n', "model = architecture and path", ""),
+        ("[model]\narchitecture = 'llama'\n", "model.sizes", "hidden_size"),
+        ("[model]\nhub = 'a/b'\n", "model.commit = None", "40 hexadecimal"),
+        (f"[model]\nhub = '../b'\ncommit = '{COMMIT}'\n", "model.hub", "owner/name"),
+        (f"[model]\npath = 'x'\ncommit = '{COMMIT}'\n", "model.commit", "leave it out"),
+        ("[model]\npath = 'x'\nsizes = {hidden_size = 3}\n", "model.sizes", "leave"),
+        ("[model]\narchitecture = 'llama'\nsizes = {hidden_size = 1e9}\n", "model.sizes.hidden_size", "65,536"),
+        ("[model]\narchitecture = 'llama'\nsizes = {a = 2020-01-01}\n", "model.sizes.a", "number"),
+        ("[model]\narchitecture = 'llama'\nsizes = {a = [[[[[1]]]]]}\n", "model.sizes.a.0.0.0.0", ""),
+        (MODEL + "dropout = 1.0\n", "model.dropout", ""),
+        (MODEL + "[pipeline]\nstages = 0\n", "pipeline.stages", ""),
+        (MODEL + "[pipeline]\nstages = 5\n", "pipeline.stages = 5", "4"),
+        (MODEL + "[pipeline]\nstages = '2'\n", "pipeline.stages", "a whole number"),
+        (MODEL + "[pipeline]\nstages = true\n", "pipeline.stages", "a whole number"),
+        (MODEL + "[pipeline]\nstages = 3\nboundaries = [2]\n", "pipeline.boundaries", "first layer"),
+        (MODEL + "[pipeline]\nstages = 3\nboundaries = [2, 2]\n", "pipeline.boundaries", "larger"),
+        (MODEL + "[pipeline]\nboundaries = [0]\n", "pipeline.boundaries", "from 1"),
+        (MODEL + "[pipeline]\nboundaries = [4]\n", "pipeline.boundaries", "at most 3"),
+        (MODEL + "[pipeline]\nreplicas = 0\n", "pipeline.replicas", ""),
+        (MODEL + "[pipeline]\nmicrobatch_size = -1\n", "pipeline.microbatch_size", ""),
+        (MODEL + "[pipeline]\nsequence_length = 1048576\n", "pipeline.microbatch_size = 8", "4194304"),
+        (MODEL + "[pipeline]\nwindows_in_flight = 3\n", "pipeline.windows_in_flight", "give 1 or 2"),
+        (MODEL + "[pipeline]\nwire_dtype = 'float16'\n", "pipeline.wire_dtype", "bfloat16"),
+        (MODEL + "[pipeline]\nbudget_s = inf\n", "pipeline.budget_s", ""),
+        (MODEL + "[data]\nsource = 'web'\n", "data.source", "stdlib"),
+        (MODEL + "[data]\nsource = 'text'\n", "data.path", "glob"),
+        (MODEL + "[data]\npath = 'x'\n", "data.path", "leave it out"),
+        (MODEL + "[data]\nsource = 'hub'\npath = 'a/b'\n", "data.commit", "40"),
+        (MODEL + "[data]\nsource = 'json'\npath = 'x'\nsubset = 'en'\n", "data.subset", ""),
+        (MODEL + "[data]\nsource = 'json'\npath = 'x'\nsplit = 'test'\n", "data.split", ""),
+        (MODEL + "[data]\nsource = 'json'\npath = 'x'\nfield = ''\n", "data.field", ""),
+        (MODEL + "[data]\ntokenizer = ''\n", "data.tokenizer", "byt5"),
+        (MODEL + f"[data]\ntokenizer_commit = '{COMMIT}'\n", "data.tokenizer_commit", "leave it out"),
+        (MODEL + "[data]\ntokenizer = 'a/b'\ntokenizer_commit = 'main'\n", "data.tokenizer_commit", "40"),
+        (MODEL + "[data]\nvalidation_percent = 51\n", "data.validation_percent", ""),
+        (MODEL + "[inner]\nsteps = 1000\n", "inner.warmup_steps = 1000", "below inner.steps"),
+        (MODEL + "[inner]\nlearning_rate = nan\n", "inner.learning_rate", ""),
+        (MODEL + "[inner]\nlearning_rate = 0\n", "inner.learning_rate", ""),
+        (MODEL + "[inner]\nbeta1 = 1.0\n", "inner.beta1", "below 1"),
+        (MODEL + "[inner]\nepsilon = 0\n", "inner.epsilon", ""),
+        (MODEL + "[inner]\nweight_decay = -0.1\n", "inner.weight_decay", ""),
+        (MODEL + "[inner]\nlearning_rate = 0.5\nweight_decay = 2\n", "inner.weight_decay", ""),
+        (MODEL + "[inner]\nclip_norm = 0\n", "inner.clip_norm", ""),
+        (MODEL + "[inner]\nfinal_fraction = 1.5\n", "inner.final_fraction", ""),
+        (MODEL + "[outer]\nalpha = 1.0\n", "outer.alpha", "below 1"),
+        (MODEL + "[outer]\nalpha = nan\n", "outer.alpha", ""),
+        (MODEL + "[outer]\nbeta = 3.0\n", "outer.beta", "0.7"),
+        (MODEL + "[outer]\ninner_steps_per_round = 8\n", "outer.overlap_steps = 8", "below"),
+        (MODEL + "[outer]\noverlap_steps = 0\n", "outer.overlap_steps", "outer.blocking"),
+        (MODEL + "[outer]\ndeferrals_before_solo = 0\n", "outer.deferrals_before_solo", ""),
+        ("name = ''\n" + MODEL, "name", "letters"),
+        ("name = '" + "x" * 65 + "'\n" + MODEL, "name", ""),
+        ("seed = -1\n" + MODEL, "seed", ""),
+        ("precision = 'fp8'\n" + MODEL, "precision", '"auto" or "float32"'),
+        ("model = 3\n", "model", "architecture"),
+        (MODEL + "[inner]\nlerning_rate = 1.0\n", "inner.lerning_rate", "learning_rate?"),
+        (MODEL + "boundries = [1]\n", "model.boundries", "pipeline.boundaries?"),
+        (MODEL + "[optimizer]\nlr = 1\n", "optimizer", ""),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_would_be_right(text: str, field: str, advice: str) -> None:
+    trouble = refused(text)
+    assert field in trouble.what
+    assert advice in trouble.attempt
+    assert trouble.why
+
+
+def test_a_run_outside_the_stable_range_is_refused_with_the_reason() -> None:
+    trouble = refused(MODEL + "[outer]\nalpha = 0.9\ngamma = 0.7\n")
+    assert "outer.gamma = 0.7" in trouble.what
+    for part in ("2 (1 - alpha^2)", "0.38", "equation 74", "diverge"):
+        assert part in trouble.why
+    assert "0.19" in trouble.attempt
+
+
+@given(st.floats(0, 0.999), st.floats(-1, 3))
+def test_gamma_is_stable_below_its_bound(alpha: float, gamma: float) -> None:
+    run = run_with(outer={"alpha": alpha, "gamma": gamma})
+    if 0 < gamma < 2 * (1 - alpha * alpha) == stability_bound(alpha):
+        validate(run)
+    else:
+        with pytest.raises(Trouble, match=r"outer\.gamma"):
+            validate(run)
+
+
+def test_the_paper_would_admit_what_is_refused() -> None:
+    alpha, gamma = 0.9, 1.0
+    assert alpha < gamma < (2 + alpha**2) ** 0.5
+    with pytest.raises(Trouble):
+        validate(run_with(outer={"alpha": alpha, "gamma": gamma}))
+
+
+def test_all_wrong_fields_are_mentioned() -> None:
+    trouble = refused(MODEL + "[pipeline]\nreplicas = 0\n[inner]\nbeta2 = 2.0\n[outer]\nalpha = -1\n")
+    assert "pipeline.replicas" in trouble.what
+    assert "inner.beta2, outer.alpha" in trouble.what
+
+
+def test_the_blocking_form_may_meet_after_every_step() -> None:
+    decode_run(MODEL + "[outer]\nblocking = true\ninner_steps_per_round = 1\n", "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a = \n", "line 1"),
+        ("a = 1\nb = [\n", "end of document"),
+        ("a = 1\na = 2\n", "line 2"),
+        ("x = " + "[" * 100_000, "recursion"),
+        ("x = " + "9" * 5000, "digits"),
+        ("#" * (RUN_TEXT_BYTES + 1), "256 KiB"),
+    ],
+)
+def test_broken_toml_names_the_line(text: str, part: str) -> None:
+    assert part in refused(text).why
+
+
+@given(st.text(max_size=60) | st.binary(max_size=60).map(lambda raw: raw.decode("latin-1")))
+@settings(max_examples=200)
+def test_any_text_is_a_run_or_trouble(text: str) -> None:
+    with pytest.raises(Trouble):
+        decode_run(text, "here")
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(-3, 3), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.floats() | st.text(max_size=3), max_size=2),
+)
+TABLES = st.fixed_dictionaries(
+    {
+        section: st.dictionaries(
+            st.sampled_from([f.name for f in msgspec.structs.fields(field.type)]) | st.text(max_size=3),
+            VALUES,
+            max_size=3,
+        )
+        for field in msgspec.structs.fields(RunConfig)
+        for section in [field.name]
+        if section in SECTIONS
+    }
+)
+
+
+@given(TABLES)
+@settings(max_examples=200, deadline=None)
+def test_any_table_is_a_run_or_trouble(table: dict[str, Any]) -> None:
+    said = ""
+    try:
+        canonical(decode_run(toml(table, random.Random(0)), "here"), {})
+    except Trouble as trouble:
+        said = str(trouble)
+    assert len(said) < 1200
+    assert all(line.isprintable() for line in said.splitlines())
+
+
+# The digest.
+
+
+def spelled(value: Any, rng: random.Random) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+    if isinstance(value, dict):
+        items = rng.sample(list(value.items()), len(value))
+        return "{" + ", ".join(f"{spelled(key, rng)} = {spelled(item, rng)}" for key, item in items) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(spelled(item, rng) for item in value) + "]"
+    return repr(value)
+
+
+def toml(table: dict[str, Any], rng: random.Random) -> str:
+    """Write nested dicts as TOML, in any order and with comments in any place."""
+
+    def shuffled(items: Any) -> list[tuple[str, Any]]:
+        found = [(key, value) for key, value in items if value is not None]
+        rng.shuffle(found)
+        return found
+
+    def remark() -> str:
+        return rng.choice(["", "  # a comment", "\n\n# another = comment"])
+
+    def line(key: str, value: Any) -> str:
+        return f"{spelled(key, rng)} = {spelled(value, rng)}{remark()}"
+
+    lines = [line(k, v) for k, v in shuffled(table.items()) if k not in SECTIONS]
+    for section, fields in shuffled((k, v) for k, v in table.items() if k in SECTIONS):
+        lines += [f"[{section}]{remark()}", *(line(k, v) for k, v in shuffled(fields.items()))]
+    return "\n".join(lines)
+
+
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.sampled_from(["run", "a", "b"]),
+        "seed": st.integers(0, 3),
+        "pipeline": st.fixed_dictionaries(
+            {},
+            optional={
+                "stages": st.integers(1, 4),
+                "replicas": st.integers(1, 3),
+                "budget_s": st.sampled_from([300, 9.5]),
+            },
+        ),
+        "data": st.fixed_dictionaries(
+            {}, optional={"shuffle": st.booleans(), "validation_percent": st.sampled_from([2, 5.5])}
+        ),
+        "outer": st.fixed_dictionaries({}, optional={"gamma": st.sampled_from([0.7, 0.3]), "blocking": st.booleans()}),
+    },
+)
+
+
+@given(CHANGES, st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_the_digest_sees_neither_comments_nor_order_nor_spelled_out_defaults(change: Any, rng: random.Random) -> None:
+    run = run_with(**change)
+    everything = msgspec.to_builtins(run)
+    sparse = {"model": everything["model"], **change}
+    texts = [toml(table, rng) for table in (sparse, sparse, everything, everything)]
+    digests = {run_digest(decode_run(text, "x"), {}) for text in texts}
+    assert digests == {run_digest(run, {})}
+    assert all(len(digest) == 64 for digest in digests)
+
+
+@given(CHANGES, CHANGES)
+def test_runs_that_differ_have_different_digests(one: Any, other: Any) -> None:
+    first, second = run_with(**one), run_with(**other)
+    assert (run_digest(first, {}) == run_digest(second, {})) == (first == second)
+
+
+def leaves() -> Iterator[tuple[str, str]]:
+    for field in msgspec.structs.fields(RunConfig):
+        if field.name in SECTIONS:
+            yield from ((field.name, inner.name) for inner in msgspec.structs.fields(field.type))
+        else:
+            yield "", field.name
+
+
+def other_value(value: Any) -> Any:
+    """Return another value of the same type, or any where there was none."""
+    return {bool: not value, int: 7, float: 0.125, str: "another", dict: {"a": 1}}.get(type(value), "something")
+
+
+@pytest.mark.parametrize(("section", "name"), list(leaves()))
+def test_the_digest_sees_every_field(section: str, name: str) -> None:
+    run = run_with()
+    part = getattr(run, section) if section else run
+    changed: Any = msgspec.structs.replace(part, **{name: other_value(getattr(part, name))})
+    if section:
+        changed = msgspec.structs.replace(run, **{section: changed})
+    assert run_digest(changed, {}) != run_digest(run, {})
+
+
+def test_the_digest_sees_contents_and_the_wire_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with()
+    assert run_digest(run, {"a": "1", "b": "2"}) == run_digest(run, {"b": "2", "a": "1"})
+    assert run_digest(run, {"model.path": "a"}) != run_digest(run, {"model.path": "b"}) != run_digest(run, {})
+    before = run_digest(run, {})
+    monkeypatch.setattr(runfile, "WIRE_VERSION", runfile.WIRE_VERSION + 1)
+    assert run_digest(run, {}) != before
+
+
+def test_what_lies_in_directories_is_pinned_by_content(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "model.bin").write_bytes(b"weights")
+        (tmp_path / name / "sub" / "config.json").write_text("{}")
+    (tmp_path / "b" / ".cache").mkdir()
+    (tmp_path / "b" / ".cache" / "x").write_text("of a downloader")
+
+    def hashes(name: str) -> dict[str, str]:
+        path = str(tmp_path / name)
+        return content_hashes(RunConfig(model=ModelConfig(path=path), data=DataConfig(tokenizer=path)))
+
+    assert set(hashes("a")) == {"model.path", "data.tokenizer"}
+    assert hashes("a") == hashes("b")
+    (tmp_path / "b" / "sub" / "config.json").write_text("{ }")
+    assert hashes("a") != hashes("b")
+    (tmp_path / "b" / "sub" / "config.json").rename(tmp_path / "b" / "config.json")
+    (tmp_path / "b" / "config.json").write_text("{}")
+    assert hashes("a") != hashes("b"), "the same bytes under another name"
+    with pytest.raises(Trouble, match=r"model\.path.*no directory"):
+        hashes("c")
+
+
+def test_what_lies_on_the_hub_is_pinned_by_its_commit() -> None:
+    data = DataConfig(tokenizer="o/t", tokenizer_commit=COMMIT)
+    run = RunConfig(model=ModelConfig(hub="o/m", commit=COMMIT), data=data)
+    validate(run)
+    assert content_hashes(run) == {"model.hub": f"o/m@{COMMIT}", "data.tokenizer": f"o/t@{COMMIT}"}
+    assert content_hashes(run_with()) == {}
+
+
+# Files, sources, this machine.
+
+
+def test_a_run_file_is_read_within_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + MODEL.encode())
+    assert load_run(path) == load_run(str(path)) == decode_run(MODEL, "x")
+    assert read_run_text(path) == MODEL
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(Trouble, match="not text"):
+        load_run(path)
+    path.write_text(MODEL + "#" * RUN_TEXT_BYTES)
+    with pytest.raises(Trouble, match="too long"):
+        load_run(path)
+    with pytest.raises(Trouble, match="cannot be read"):
+        load_run(tmp_path / "no.toml")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("stdlib", {"source": "stdlib"}),
+        ("books/*.txt", {"source": "text", "path": "books/*.txt"}),
+        ("rows.jsonl.gz", {"source": "json", "path": "rows.jsonl.gz"}),
+        ("a.parquet", {"source": "parquet", "path": "a.parquet"}),
+        ("text:odd.jsonl", {"source": "text", "path": "odd.jsonl"}),
+        ("C:/words", {"source": "text", "path": "C:/words"}),
+        (f"hub:o/d@{COMMIT}", {"source": "hub", "path": "o/d", "commit": COMMIT}),
+        (f"hub:o/c@{COMMIT}", {"source": "hub", "path": "o/c", "commit": COMMIT, "subset": "en", "split": "all"}),
+    ],
+)
+def test_another_source_keeps_the_tokenizer(source: str, expected: dict[str, Any]) -> None:
+    data = DataConfig(source="hub", path="o/c", commit="x", subset="en", split="all", field="body", tokenizer="t")
+    found = with_source(data, source)
+    assert found == msgspec.convert({"field": "body", "tokenizer": "t", **expected}, DataConfig)
+    validate(RunConfig(model=ModelConfig(path="m"), data=found))
+
+
+@pytest.mark.parametrize("source", ["", "hub:o/d", "text:", "hub:@" + COMMIT])
+def test_half_a_source_is_refused(source: str) -> None:
+    with pytest.raises(Trouble, match="not understood"):
+        with_source(DataConfig(), source)
+
+
+def test_configs_do_not_change() -> None:
+    node = NodeConfig(home="h")
+    with pytest.raises(AttributeError):
+        node.device = "cuda"  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        run_with().outer.gamma = 3.0  # type: ignore[misc]
+
+
+# Presets.
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_a_run_with_every_field_explained(preset: str) -> None:
+    text = run_text(preset)
+    run = decode_run(text, preset)
+    assert run.name == preset
+    assert all(len(line) <= 120 for line in text.splitlines())
+    lines = text.splitlines()
+    names = [
+        name
+        for section, name in leaves()
+        if (section, name) not in {("model", n) for n in ("sizes", "path", "hub", "commit")}
+    ]
+    for name in names:
+        places = [k for k, line in enumerate(lines) if line.removeprefix("# ").startswith(f"{name} = ")]
+        assert places, f"{name} is not in the file"
+        above = lines[places[0] - 1]
+        assert above.startswith("#") or above.split(" = ")[0].isidentifier(), f"{name} has no comment"
+    assert decode_run(run_text(preset, name="mine", seed=5), "x") == msgspec.structs.replace(run, name="mine", seed=5)
+
+
+def test_the_presets_learn_at_the_papers_rates() -> None:
+    runs = {preset: decode_run(run_text(preset), preset) for preset in PRESETS}
+    assert [runs[p].inner.learning_rate for p in ("125m", "1b", "7b")] == [6e-4, 2e-4, 1.2e-4]
+    assert [runs[p].model.sizes["hidden_size"] for p in ("125m", "1b", "7b")] == [768, 2048, 4096]
+    assert all(runs[p].outer == OuterConfig(late_inner_steps_per_round=50) for p in ("125m", "1b", "7b"))
+
+
+@given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 3000), st.integers(0, 2**40))
+def test_any_demo_is_a_run(stages: int, replicas: int, steps: int, seed: int) -> None:
+    run = decode_run(demo_run_text(stages=stages, replicas=replicas, steps=steps, seed=seed), "demo")
+    assert (run.pipeline.stages, run.pipeline.replicas, run.inner.steps, run.seed) == (stages, replicas, steps, seed)
+    assert run.pipeline.microbatches_per_step >= 2 * stages or stages <= 2
+    if steps >= 60:
+        assert run.inner.steps // run.outer.inner_steps_per_round >= 10
+
+
+def test_a_run_file_in_the_way_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    write_run_file(path, "tiny", overwrite=False)
+    assert load_run(path).name == "tiny"
+    with pytest.raises(Trouble, match="is there already") as caught:
+        write_run_file(path, "125m", overwrite=False)
+    assert caught.value.code == Exit.USAGE
+    assert load_run(path).name == "tiny"
+    write_run_file(path, "125m", overwrite=True)
+    assert load_run(path).name == "125m"
+    with pytest.raises(Trouble, match="no preset 'huge'"):
+        write_run_file(path, "huge", overwrite=True)
+    with pytest.raises(Trouble) as caught:
+        write_run_file(tmp_path / "no" / "run.toml", "tiny", overwrite=False)
+    assert caught.value.code == Exit.STORAGE

@@ -1,0 +1,430 @@
+"""Snapshots of other stages, and a stage that comes back from one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S
+from memory_swarms import Peer, recipe, until
+from real_nodes import RealNodes
+
+from gossip.exchange.messages import Manifest, Parts, StateRequest
+from gossip.rounds.matching import ROUND_BOUND
+from noloco_node.journal import events as journal_events
+from noloco_node.machine.interface import Voice
+from noloco_node.node.joining.revival import (
+    ATTEMPTS,
+    MOST_TIMES,
+    NORM_FACTOR,
+    Reached,
+    asks_again,
+    donors,
+    kept_word,
+    reached,
+)
+from noloco_node.node.node import Wishes
+from noloco_node.run.protocols import STATE, state_schema, topic
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.scenario.scenario import decode_scenario
+from noloco_node.sim.scenario.setup import work_out
+from noloco_node.state_sync import snapshot_keeper
+from noloco_node.state_sync.manifests import SNAPSHOT, Subject, outlines
+from noloco_node.state_sync.replica_mean import Standing
+from noloco_node.state_sync.snapshot_keeper import KEPT, DirectoryStore, next_stage, possible
+from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.swarm.peer_records import CLOCK_S
+from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.tasks import running
+
+
+class Memory:
+    """Snapshots in memory; implements `machine.SnapshotStore`."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[Checkpoint]] = {}
+        self.refuses = False
+        self.reads = 0
+
+    async def keep(self, checkpoint: Checkpoint) -> None:
+        if self.refuses:
+            raise OSError(28, "No space left on device")
+        self.kept.setdefault(checkpoint.counters.stage, []).append(checkpoint)
+
+    async def newest(self, stage: int) -> Checkpoint | None:
+        self.reads += 1
+        return self.kept[stage][-1] if stage in self.kept else None
+
+
+# What is decided.
+
+
+@given(
+    rounds=st.lists(st.lists(st.integers(0, 100), max_size=5), min_size=1, max_size=6),
+    kept=st.dictionaries(st.integers(0, 5), st.integers(0, 100)),
+    every=st.integers(1, 30),
+)
+def test_the_stage_that_is_furthest_beyond_its_snapshot_is_next(
+    rounds: list[list[int]], kept: dict[int, int], every: int
+) -> None:
+    number = next_stage(rounds, kept, every)
+
+    def lag(stage: int) -> int | None:
+        found = sorted(rounds[stage])
+        return found[(len(found) - 1) // 2] - kept.get(stage, -every) if found else None
+
+    lags = {stage: behind for stage in range(len(rounds)) if (behind := lag(stage)) is not None}
+    if number is None:
+        assert all(behind < every for behind in lags.values())
+    else:
+        assert lags[number] == max(lags.values()) >= every
+        assert next_stage(rounds, {**kept, number: lags[number] + kept.get(number, -every)}, every) != number
+
+
+@given(st.integers(1, 100), st.integers(1, 30), st.integers(0, 100))
+def test_a_stage_that_began_anew_replaces_no_snapshot(kept: int, every: int, now: int) -> None:
+    assert (next_stage([[now, now]], {0: kept}, every) is None) == (now < kept + every)
+
+
+@given(
+    honest=st.lists(st.integers(100, 105), min_size=1, max_size=2), every=st.integers(5, 30), lie=st.integers(0, 2**40)
+)
+def test_nobody_claims_a_round_that_no_snapshot_would_ever_pass(honest: list[int], every: int, lie: int) -> None:
+    found = [offer("liar", 160 + lie), *(offer(f"honest-{number}", round) for number, round in enumerate(honest))]
+    assert possible(found, every) == found[1:]
+    assert possible([], every) == []
+
+
+def offer(peer: str, round: int, norm: float = 1.0) -> Standing:
+    return Standing(peer=peer, round=round, inner_steps=10 * round, progress=0.5, norm=norm)
+
+
+@given(
+    rounds=st.lists(st.integers(0, 600), max_size=8),
+    own=st.one_of(st.none(), st.integers(0, 600)),
+    latest=st.integers(0, 8),
+)
+def test_the_newest_possible_snapshot_is_asked_for_first_and_only_if_it_is_newer_than_ours(
+    rounds: list[int], own: int | None, latest: int
+) -> None:
+    order = donors(own, [offer(f"peer-{n}", round) for n, round in enumerate(rounds)], Reached(latest, 0.5))
+    asked = [rounds[int(peer.removeprefix("peer-"))] for peer in order]
+    assert asked == sorted(asked, reverse=True)
+    believed = [round for round in rounds if round <= MOST_TIMES * (latest + ROUND_BOUND)]
+    assert sorted(asked) == sorted(r for r in believed if own is None or r > own + ROUND_BOUND)
+
+
+@given(st.integers(5, 10), st.integers(0, 10))
+def test_a_stage_of_few_replicas_may_be_many_rounds_further_and_newcomers_do_not_count(rounds: int, new: int) -> None:
+    """The stage with the fewest replicas takes most steps, and is the one that dies."""
+    trained = PeerRecord(peer="a", stage=0, state=State.TRAINING, round=rounds, progress=0.5)
+    joining = [PeerRecord(peer=f"new-{n}", stage=0, state=State.CATCHING_UP) for n in range(new)]
+    run = reached(Roster(stages=((trained, *joining), ())))
+    assert run == Reached(rounds, 0.5)
+    assert donors(None, [offer("keeper", 5 * rounds)], run) == ("keeper",)
+    assert donors(None, [offer("liar", 5 * rounds)], Reached(rounds, 0.2)) == ()
+
+
+@given(
+    honest=st.lists(st.floats(1.0, 1.9), min_size=2, max_size=6),
+    lie=st.one_of(st.floats(1e-9, 1.0 / NORM_FACTOR * 0.99), st.floats(1.9 * NORM_FACTOR * 1.01, 1e9)),
+)
+def test_an_outlier_among_three_or_more_is_passed_over(honest: list[float], lie: float) -> None:
+    offers = [*(offer(f"peer-{n}", 10, norm) for n, norm in enumerate(honest)), offer("liar", 12, lie)]
+    assert "liar" not in donors(None, offers, Reached(20, 0.5))
+    assert len(donors(None, offers, Reached(20, 0.5))) == len(honest)
+
+
+@given(st.booleans(), st.booleans(), st.integers(0, 100))
+def test_who_asks_for_snapshots_comes_to_an_end(promised: bool, saved: bool, attempt: int) -> None:
+    assert asks_again(True, saved, 0)
+    assert not asks_again(promised, saved, ATTEMPTS - 1)
+    assert asks_again(False, False, 0)
+    assert not asks_again(False, True, attempt)
+    assert asks_again(promised, saved, attempt) <= asks_again(True, saved, attempt)
+
+
+# On a disk.
+
+
+def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(stage: int, round: int) -> Checkpoint:
+        counters = Counters(
+            run_id="run", stage=stage, round=round, inner_steps=round, progress=0.0, samples=0, optimiser_steps=0
+        )
+        return Checkpoint(counters, {"slow": (torch.full((4,), float(round)),)})
+
+    async def main() -> None:
+        store = DirectoryStore(tmp_path / "snapshots", "run")
+        assert await store.newest(0) is None
+        for round in (1, 2, 3):
+            for stage in (0, 1):
+                await store.keep(made(stage, round + stage))
+        assert [len(list(path.iterdir())) for path in sorted((tmp_path / "snapshots").iterdir())] == [KEPT, KEPT]
+        for stage in (0, 1):
+            found = await store.newest(stage)
+            assert found is not None
+            assert found.counters.round == 3 + stage
+        monkeypatch.setattr(snapshot_keeper.shutil, "disk_usage", lambda _: SimpleNamespace(free=16))
+        with pytest.raises(OSError, match="should be"):
+            await store.keep(made(0, 9))
+        found = await store.newest(0)
+        assert found is not None
+        assert found.counters.round == 3
+
+    asyncio.run(main())
+
+
+# In a swarm.
+
+
+async def killed(hub: Hub, peers: list[Peer]) -> None:
+    for peer in peers:
+        hub.kill(peer.name)
+        peer.task.cancel()
+    await asyncio.wait([peer.task for peer in peers])
+
+
+async def over(peers: list[Peer]) -> None:
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in peers])
+
+
+def forgotten(watcher: Peer, stage: int) -> bool:
+    return not watcher.node.roster.stage(stage)
+
+
+def test_a_stage_that_lost_all_its_replicas_comes_back_from_a_snapshot() -> None:
+    async def main() -> tuple[Memory, Peer, Peer]:
+        hub, what, store = Hub(), recipe(replicas=2, steps=4000, per_round=3), Memory()
+        keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
+        rest = [Peer(hub, what, name, stage, job_s=0.3) for name, stage in (("a0", 0), ("a1", 1), ("b1", 1))]
+        await until(lambda: len(store.kept.get(1, [])) >= 2)
+        assert 0 not in store.kept, "its own stage lies in its checkpoints"
+        await killed(hub, rest[1:])
+        await until(lambda: forgotten(keeper, 1))
+        last = store.kept[1][-1]
+        newcomer = Peer(hub, what, "newcomer", 1, job_s=0.3)
+        await until(lambda: len(newcomer.of(journal_events.InnerStep)) >= 3)
+        first = newcomer.of(journal_events.InnerStep)[0]
+        assert first.step == last.counters.inner_steps + 1
+        assert first.progress >= last.counters.progress > 0.0
+        slow = newcomer.node.replica.rounds.state.slow if newcomer.node.replica is not None else ()
+        if newcomer.node.replica is not None and newcomer.node.replica.rounds.finished == last.counters.round:
+            assert all(map(torch.equal, slow, last.tensors["slow"]))
+        # Training goes on everywhere, and nothing was restarted.
+        steps = len(keeper.of(journal_events.InnerStep))
+        await until(lambda: len(keeper.of(journal_events.InnerStep)) >= steps + 5)
+        await over([keeper, rest[0], newcomer])
+        return store, keeper, newcomer
+
+    store, keeper, newcomer = run(main())
+    assert all(each.counters.peer in ("a1", "b1", "newcomer") for each in store.kept[1])
+    rounds = [each.counters.round for each in store.kept[1]]
+    assert all(later - earlier >= 2 for earlier, later in pairwise(rounds))
+    assert any("keeping snapshots of stage 1" in line for line in keeper.said)
+    assert any("reviving stage 1 from a snapshot" in line for line in newcomer.said)
+    assert not any("LOST ITS WEIGHTS" in line for line in newcomer.said)
+
+
+REAL = """
+[swarm]
+stages = 2
+replicas = 1
+rounds = 4000
+refresh_s = 0.5
+inner_steps_per_round = 2
+microbatches_per_step = 2
+[devices]
+forward_s = 0.2
+"""
+
+
+@pytest.mark.network
+def test_a_stage_comes_back_from_a_snapshot_over_real_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source keeps snapshots of stage 1, whose only replica leaves; a newcomer goes on from the last one.
+
+    Devices are slow: at a hundred rounds a second no norm would be what it was a moment ago.
+    """
+    monkeypatch.setattr(snapshot_keeper, "LOOK_S", 1.0)
+    setting = work_out(decode_scenario(REAL, "the test's scenario"))
+
+    async def main() -> tuple[Memory, Checkpoint, list[journal_events.Event], list[str]]:
+        store, said = Memory(), list[str]()
+        events: tuple[list[journal_events.Event], ...] = ([], [], [])
+        leaves, happened = [asyncio.Event() for _ in events], asyncio.Event()
+
+        async with RealNodes(setting) as nodes:
+
+            async def start(number: int, stage: int, kept: Memory | None = None) -> None:
+                wishes = Wishes(stage=stage, refresh_s=0.15, keep_snapshots=2 if kept else 0)
+                voice = Voice(record=partial(heard, number), say=said.append)
+                await nodes.start(wishes, voice, leaves[number], forward_s=0.02, snapshots=kept)
+
+            def heard(number: int, event: journal_events.Event) -> None:
+                events[number].append(event)
+                happened.set()
+
+            async def seen(condition: Callable[[], bool]) -> None:
+                async with asyncio.timeout(LAST_RESORT_S):
+                    while not condition():
+                        happened.clear()
+                        await happened.wait()
+
+            await start(0, 0, store)
+            await start(1, 1)
+            # One of fewer rounds would be no better than the weights that a newcomer begins with.
+            await seen(lambda: any(kept.counters.round > ROUND_BOUND for kept in store.kept.get(1, ())))
+            leaves[1].set()
+            await nodes.tasks[1]
+            await start(2, 1)
+            await seen(lambda: any(isinstance(event, journal_events.InnerStep) for event in events[2]))
+            # One more may have come while the first replica left.
+            last = [kept for kept in store.kept[1] if kept.counters.peer != nodes.peers[2]][-1]
+            leaves[0].set()
+            leaves[2].set()
+            await asyncio.gather(*nodes.tasks)
+        assert nodes.wrong == []
+        return store, last, events[2], said
+
+    store, last, events, said = asyncio.run(main())
+    assert any("reviving stage 1 from a snapshot" in line for line in said)
+    first = next(event for event in events if isinstance(event, journal_events.InnerStep))
+    assert first.step == last.counters.inner_steps + 1
+    assert 0 not in store.kept
+    assert not any(isinstance(event, journal_events.Violation) for event in events)
+
+
+def test_without_a_snapshot_it_is_said_loudly_and_a_returning_checkpoint_is_better() -> None:
+    async def main() -> tuple[Peer, Peer]:
+        hub, what = Hub(), recipe(replicas=1, steps=4000, per_round=3)
+        source, old = Peer(hub, what, "source", 0, job_s=0.3), Peer(hub, what, "old", 1, job_s=0.3)
+        await until(lambda: old.saved is not None and old.saved.counters.round >= 2)
+        saved = old.saved
+        await killed(hub, [old])
+        await until(lambda: forgotten(source, 1))
+        await asyncio.sleep(CLOCK_S)  # for so long its record is believed by whoever sees it for the first time
+        back = Peer(hub, what, "back", 1, job_s=0.3, saved=saved)
+        await until(lambda: len(back.of(journal_events.InnerStep)) >= 1)
+        assert saved is not None
+        assert back.of(journal_events.InnerStep)[0].step == saved.counters.inner_steps + 1
+        await killed(hub, [back])
+        await until(lambda: forgotten(source, 1))
+        stranger = Peer(hub, what, "stranger", 1, job_s=0.3)
+        await until(lambda: len(stranger.of(journal_events.InnerStep)) >= 1)
+        await over([source, stranger])
+        return back, stranger
+
+    back, stranger = run(main())
+    assert any("no snapshot of stage 1 is newer than our own" in line for line in back.said)
+    assert not any("LOST" in line for line in back.said)
+    assert any(line.startswith("STAGE 1 HAS LOST ITS WEIGHTS") for line in stranger.said)
+
+
+def test_who_offered_one_snapshot_and_gives_another_is_refused() -> None:
+    objection = kept_word([offer("peer", 40, 2.0)], Reached(0, 0.5))
+
+    def refused(round: int, norm: float) -> bool:
+        counters = {"inner_steps": 0, "progress": 0.5, "optimiser_steps": 0, "meetings": 0, "last_met": 0}
+        given = Manifest(snapshot="", round=round, norm=norm, **counters)  # type: ignore[arg-type]
+        return asyncio.run(objection("peer", given)) is not None
+
+    assert not refused(40, 2.0)
+    assert not refused(MOST_TIMES * ROUND_BOUND, 2.0 * NORM_FACTOR)
+    assert refused(MOST_TIMES * ROUND_BOUND + 1, 2.0)
+    assert refused(40, 2.1 * NORM_FACTOR)
+
+
+def test_a_full_disk_costs_the_snapshot_and_nothing_else() -> None:
+    async def main() -> tuple[Peer, Memory]:
+        hub, what, store = Hub(), recipe(replicas=1, steps=4000, per_round=3), Memory()
+        store.refuses = True
+        keeper, other = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store), Peer(hub, what, "other", 1, job_s=0.3)
+        await until(lambda: any("no snapshot of stage 1 this time" in line for line in keeper.said))
+        store.refuses = False
+        await until(lambda: 1 in store.kept)
+        await over([keeper, other])
+        return keeper, store
+
+    keeper, store = run(main())
+    assert len([line for line in keeper.said if "no snapshot" in line]) == 1
+    assert store.kept[1][0].counters.peer == "other"
+
+
+def test_a_stage_that_died_is_served_though_a_stranger_keeps_another_one_busy() -> None:
+    async def main() -> Peer:
+        hub, what, store = Hub(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
+        keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
+        others = [Peer(hub, what, f"other-{stage}", stage, job_s=0.3) for stage in (1, 2)]
+        await until(lambda: {1, 2} <= store.kept.keys())
+        stranger, shapes = hub.network("stranger"), tuple(keeper.plan.shapes[1].values())
+
+        async def hog() -> None:
+            while True:
+                async with stranger.talk("keeper", topic(SNAPSHOT, 1), state_schema(shapes)) as conversation:
+                    await conversation.send(StateRequest(parts=Parts.SLOW))
+                    await conversation.receive()
+                    await asyncio.sleep(20.0)
+
+        async with running(hog()):
+            await killed(hub, [others[1]])
+            await until(lambda: forgotten(keeper, 2))
+            back = Peer(hub, what, "back", 2, job_s=0.3)
+            await until(lambda: bool(back.of(journal_events.InnerStep)))
+        await over([keeper, others[0], back])
+        return back
+
+    back = run(main())
+    assert any("reviving stage 2 from a snapshot" in line for line in back.said)
+
+
+def test_what_a_stranger_asks_for_is_bounded() -> None:
+    """Of the stages that live one at a time is served, and nobody gets more than slow weights."""
+
+    async def main() -> None:
+        hub, what, store = Hub(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
+        keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
+        others = [Peer(hub, what, f"other-{stage}", stage, job_s=0.3) for stage in (1, 2)]
+        await until(lambda: {1, 2} <= store.kept.keys())
+        await asyncio.sleep(1.0)
+        shapes = [tuple(each.values()) for each in keeper.plan.shapes]
+        stranger, reads = hub.network("stranger"), store.reads
+        told = await outlines(stranger, ["keeper", "other-1", "nobody"], Subject(1, shapes[1], SNAPSHOT))
+        assert list(told.manifests) == ["keeper"]
+        assert told.manifests["keeper"].round == store.kept[1][-1].counters.round
+        norm = math.hypot(*(float(torch.linalg.vector_norm(each)) for each in store.kept[1][-1].tensors["slow"]))
+        assert told.manifests["keeper"].norm == pytest.approx(norm)
+        assert store.reads == reads, "what everybody may ask costs the disk nothing"
+
+        async def ask(stage: int, parts: Parts) -> Any:
+            async with stranger.talk("keeper", topic(SNAPSHOT, stage), state_schema(shapes[stage])) as conversation:
+                await conversation.send(StateRequest(parts=parts))
+                return await conversation.receive()
+
+        assert isinstance(await ask(1, Parts.SLOW), Manifest)
+        assert isinstance(await ask(1, Parts.SLOW), Manifest)
+        assert store.reads == reads + 1
+        assert type(await ask(2, Parts.OUTLINE)).__name__ == "Busy"
+        with pytest.raises(ConnectionError):
+            await ask(1, Parts.ALL)
+        with pytest.raises(ConnectionError):
+            await ask(0, Parts.OUTLINE)
+        assert keeper.node.roster.stage(2)[0].state is State.TRAINING
+        assert (await outlines(stranger, ["keeper"], Subject(2, shapes[2], SNAPSHOT))).busy == 1
+        told = await outlines(stranger, ["other-1"], Subject(1, shapes[1], STATE))
+        assert told.manifests.keys() == {"other-1"}
+        await over([keeper, *others])
+
+    run(main())

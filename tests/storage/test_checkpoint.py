@@ -1,0 +1,168 @@
+"""Checkpoints: one whole file or none, and one whole file always."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S
+from safetensors.torch import load_file, save_file
+
+from benchmarks.robustness.kill_checkpoint import kill_many
+from noloco_node.storage import tensor_file
+from noloco_node.storage.checkpoint import KEPT, Checkpoint, Counters, files, load, load_latest, save
+
+
+def checkpoint(steps: int, run_id: str = "run") -> Checkpoint:
+    counters = Counters(
+        run_id=run_id,
+        stage=1,
+        round=3,
+        inner_steps=steps,
+        progress=0.5,
+        samples=64,
+        optimiser_steps=steps,
+        data_position={"dealt": steps},
+    )
+    slow = (torch.full((2, 3), float(steps)), torch.arange(4.0), torch.tensor(7.0), torch.empty(0, 3))
+    return Checkpoint(counters, {"slow": slow, "momentum": tuple(-tensor for tensor in slow), "optimiser": ()})
+
+
+def steps_found(directory: Path) -> int | None:
+    loaded = load_latest(directory, "run")
+    return None if loaded is None else loaded.counters.inner_steps
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    saved = checkpoint(7)
+    path = save(tmp_path / "new" / "directory", saved)
+    loaded = load_latest(tmp_path / "new" / "directory", "run")
+    assert loaded is not None
+    assert loaded.counters == saved.counters
+    for group in ("slow", "momentum"):
+        assert all(torch.equal(a, b) for a, b in zip(loaded.tensors[group], saved.tensors[group], strict=True))
+    assert load(path, "slow").tensors.keys() == {"slow"}
+    # Any other reader of the format finds the same.
+    assert torch.equal(load_file(path)["slow.0"], saved.tensors["slow"][0])
+
+
+def test_tensors_that_lie_oddly_in_memory_are_saved_as_they_are(tmp_path: Path) -> None:
+    odd = (torch.arange(12.0).view(3, 4).t(), torch.arange(5.0).expand(2, 5), torch.arange(4.0, dtype=torch.float64))
+    loaded = load(save(tmp_path, Checkpoint(checkpoint(1).counters, {"slow": odd})))
+    assert all(torch.equal(a, b.float()) for a, b in zip(loaded.tensors["slow"], odd, strict=True))
+
+
+@settings(deadline=None, max_examples=30)
+@given(steps=st.lists(st.integers(0, 10**9), min_size=1, max_size=6), keep=st.integers(1, 4))
+def test_the_last_few_written_are_kept_whatever_they_count(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: int
+) -> None:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for number, count in enumerate(steps):
+        path = save(directory, checkpoint(count), keep)
+        os.utime(path, (10**9 - number, 10**9 - number))  # the clock goes backwards meanwhile
+        assert steps_found(directory) == count
+        assert len(list(directory.iterdir())) == min(number + 1, keep)
+
+
+def test_another_run_with_fewer_steps_keeps_its_checkpoint(tmp_path: Path) -> None:
+    for steps in (500, 600):
+        save(tmp_path, checkpoint(steps, run_id="before"))
+    assert save(tmp_path, checkpoint(10)).exists()
+    assert steps_found(tmp_path) == 10
+
+
+def test_checkpoints_from_before_they_were_numbered_and_summed_are_read(tmp_path: Path) -> None:
+    told = {"counters": msgspec.json.encode(checkpoint(4).counters).decode()}
+    for steps, age in ((9, 20), (4, 10)):
+        told["counters"] = msgspec.json.encode(checkpoint(steps).counters).decode()
+        old = tmp_path / f"{steps:010d}.safetensors"
+        save_file({"slow.0": torch.ones(2)}, old, metadata=told)
+        os.utime(old, (10**9 - age, 10**9 - age))
+    assert steps_found(tmp_path) == 4
+    save(tmp_path, checkpoint(2), keep=2)
+    assert steps_found(tmp_path) == 2
+    assert [path.name for path in files(tmp_path)] == ["0000000004.safetensors", "00000001-0000000002.safetensors"]
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".00000001-0000000001.safetensors.aside").write_bytes(b"half")
+    assert load_latest(tmp_path, "run") is None
+    save(tmp_path, checkpoint(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001-0000000002.safetensors"]
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_a_damaged_file_costs_nothing_but_itself(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """One byte changed, or some lost at the end: the one before it is found, and the damage is said."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    save(directory, checkpoint(1))
+    newer = save(directory, checkpoint(2))
+    raw = bytearray(newer.read_bytes())
+    place = data.draw(st.integers(0, len(raw) - 1))
+    if data.draw(st.booleans()):
+        raw[place] ^= data.draw(st.integers(1, 255))
+    else:
+        del raw[place:]
+    newer.write_bytes(raw)
+    complaints: list[str] = []
+    loaded = load_latest(directory, "run", complaints.append)
+    assert loaded is not None
+    assert loaded.counters.inner_steps == 1
+    # Where the damage made it another run's checkpoint, it is passed over without a word.
+    assert len(complaints) <= 1
+    assert all(newer.name in complaint for complaint in complaints)
+
+
+def test_another_run_has_no_checkpoint_here(tmp_path: Path) -> None:
+    save(tmp_path, checkpoint(1, run_id="other"))
+    assert load_latest(tmp_path, "run") is None
+    assert load_latest(tmp_path / "nowhere", "run") is None
+
+
+@pytest.mark.parametrize("refuses", ["space", "write", "rename"])
+def test_a_disk_that_refuses_leaves_the_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    for steps in range(KEPT):
+        save(tmp_path, checkpoint(steps))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        if refuses == "space":
+            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=tensor_file.SPARE_BYTES))
+        else:
+            patch.setattr(os, {"write": "fsync", "rename": "replace"}[refuses], refuse)
+        with pytest.raises(OSError, match="the 3 kept before it are untouched") as caught:
+            save(tmp_path, checkpoint(9))
+    assert caught.value.errno == (errno.ENOSPC if refuses == "space" else errno.EROFS)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    save(tmp_path, checkpoint(9))
+    assert steps_found(tmp_path) == 9
+
+
+def test_a_process_killed_at_random_instants_leaves_a_whole_checkpoint_every_time(
+    tmp_path: Path,
+) -> None:
+    told = kill_many(tmp_path, kills=20, megabytes=4, seed=1)
+    assert told.whole == 20
+    assert told.saved >= 20
+
+
+def test_checkpoints_are_written_without_torch() -> None:
+    program = "import sys, noloco_node.storage.checkpoint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=LAST_RESORT_S).returncode == 0

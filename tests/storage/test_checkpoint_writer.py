@@ -1,0 +1,111 @@
+"""When a replica saves itself, and a disk that refuses."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.sim.clock import run
+from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.storage.checkpoint_writer import SHARE, Last, Saving, due
+
+
+def checkpoint(round: int) -> Checkpoint:
+    counters = Counters(
+        run_id="run", stage=0, round=round, inner_steps=10 * round, progress=0.0, samples=0, optimiser_steps=0
+    )
+    return Checkpoint(counters, {})
+
+
+@given(
+    round_s=st.floats(0.1, 1000.0),
+    took_s=st.floats(0.0, 500.0),
+    every_s=st.floats(1.0, 600.0),
+    rounds=st.integers(2, 60),
+)
+def test_every_round_is_saved_as_far_as_the_share_of_time_goes(
+    round_s: float, took_s: float, every_s: float, rounds: int
+) -> None:
+    last, busy_s, saved = Last(0, 0.0, took_s), took_s, 0
+    for round in range(1, rounds + 1):
+        now_s = took_s + round * round_s
+        if now_s >= last.ended_s and due(now_s, round, last, every_s):
+            last, busy_s, saved = Last(round, now_s + took_s, took_s), busy_s + took_s, saved + 1
+    # The first interval begins with a write of its own.
+    assert busy_s <= SHARE * max(last.ended_s, took_s) + took_s + 1e-6
+    if took_s <= SHARE * round_s:
+        assert saved == rounds
+
+
+@given(every_s=st.floats(1.0, 600.0), waited=st.floats(0.0, 3.0))
+def test_without_rounds_it_is_saved_now_and_then(every_s: float, waited: float) -> None:
+    assert due(waited * every_s, 7, Last(7, 0.0, 0.0), every_s) == (waited * every_s >= every_s)
+    # A number that has fallen, in another stage, is another round.
+    assert due(1e-9, 3, Last(7, 0.0, 0.0), every_s)
+
+
+class Disk:
+    """A disk that takes a while, and may refuse."""
+
+    def __init__(self, takes_s: float) -> None:
+        self.takes_s, self.refuses, self.written, self.busy = takes_s, False, list[int](), 0
+
+    async def save(self, checkpoint: Checkpoint) -> str:
+        self.busy += 1
+        assert self.busy == 1, "one at a time"
+        await asyncio.sleep(self.takes_s)
+        self.busy -= 1
+        if self.refuses:
+            raise OSError(28, "No space left on device")
+        self.written.append(checkpoint.counters.round)
+        return "there"
+
+
+def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_again() -> None:
+    async def main() -> tuple[list[str], list[str | None]]:
+        said: list[str] = []
+        states: list[str | None] = []
+        disk = Disk(0.1)
+        saving = Saving(disk.save, said.append, every_s=60.0)
+        writing = asyncio.create_task(saving.run())
+        for round in range(1, 9):
+            disk.refuses = 3 <= round <= 6
+            assert saving.due(round)
+            saving.begin(checkpoint(round))
+            assert not saving.due(round)
+            await asyncio.sleep(5.0)
+            assert not saving.due(round)
+            states.append(saving.trouble)
+        assert saving.statistics() == {"saved": 4, "failed": 4}
+        assert disk.written == [1, 2, 7, 8]
+        writing.cancel()
+        return said, states
+
+    said, states = run(main())
+    assert [line.split()[0] for line in said] == ["saved", "could", "saved"]
+    assert "earlier checkpoints are kept" in said[1]
+    assert said[2].endswith("after all")
+    assert [state is None for state in states] == [True, True, False, False, False, False, True, True]
+    assert states[3] is not None
+    assert "nothing saved for" in states[3]
+
+
+def test_the_last_one_waits_for_the_one_before_it_and_is_always_said() -> None:
+    async def main() -> list[str]:
+        said: list[str] = []
+        disk = Disk(30.0)
+        saving = Saving(disk.save, said.append, every_s=60.0)
+        writing = asyncio.create_task(saving.run())
+        saving.begin(checkpoint(1))
+        await asyncio.sleep(1.0)
+        assert await saving.finish(checkpoint(2))
+        assert disk.written == [1, 2]
+        disk.refuses = True
+        assert not await saving.finish(checkpoint(3))
+        assert not await saving.finish(checkpoint(3))
+        writing.cancel()
+        return said
+
+    assert [line.split()[0] for line in run(main())] == ["saved", "saved", "could", "could"]

@@ -1,0 +1,112 @@
+"""A home belongs to one running node, and says to whom."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.storage import home as homes
+from noloco_node.storage.home import Home, holder
+
+HOLD = (
+    "import sys; from pathlib import Path; from noloco_node.storage.home import Home\n"
+    "h = Home.open(Path(sys.argv[1]))\n"
+)
+WAIT = "print('held', flush=True); sys.stdin.read()"
+
+
+def test_a_home_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    with Home.open(tmp_path / "a" / "b") as home:
+        assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
+        assert home.journal.name == "journal.jsonl"
+        assert home.run_file.name == "run.toml"
+        assert {home.identity.parent, home.checkpoint.parent} == {home.path}
+        assert "held" in repr(home)
+    assert "free" in repr(home)
+
+
+def test_a_second_node_is_told_who_holds_the_home(tmp_path: Path) -> None:
+    with Home.open(tmp_path), pytest.raises(Trouble) as caught:
+        Home.open(tmp_path)
+    assert caught.value.code is Exit.HOME_IN_USE
+    assert f"process {os.getpid()}" in caught.value.why
+    assert Path(sys.argv[0]).name in caught.value.why
+    Home.open(tmp_path).close()
+
+
+def test_a_holder_that_has_not_signed_yet_is_no_riddle(tmp_path: Path) -> None:
+    with Home.open(tmp_path):
+        (tmp_path / "lock").write_bytes(b"")
+        with pytest.raises(Trouble) as caught:
+            Home.open(tmp_path)
+    assert "not signed" in caught.value.why
+    assert holder(tmp_path) is None
+
+
+def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD + WAIT, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"held\n"
+        with pytest.raises(Trouble) as caught:
+            Home.open(tmp_path)
+        assert f"process {child.pid}" in caught.value.why
+        child.kill()
+    signed = holder(tmp_path)
+    assert signed is not None
+    assert signed.pid == child.pid
+    Home.open(tmp_path).close()
+
+
+def test_a_child_of_the_holder_does_not_inherit_the_lock(tmp_path: Path) -> None:
+    spawn = "import subprocess; p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=0, stdout=2)\n"
+    command = [sys.executable, "-c", HOLD + spawn + "print(p.pid, flush=True); import os; os._exit(0)", str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        assert child.stdout is not None
+        grandchild = int(child.stdout.readline())
+        child.wait()
+        os.kill(grandchild, 0)  # it lives, and yet the home is free
+        Home.open(tmp_path).close()
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Trouble) as caught:
+        Home.open(tmp_path / "file" / "home")
+    assert caught.value.code is Exit.STORAGE
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_a_full_disk_is_storage_trouble_and_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(homes.os, "pwrite", full)
+        with pytest.raises(Trouble) as caught:
+            Home.open(tmp_path)
+    assert caught.value.code is Exit.STORAGE
+    assert "No space left" in caught.value.why
+    Home.open(tmp_path).close()
+
+
+def test_a_run_file_that_cannot_be_written_is_trouble(tmp_path: Path) -> None:
+    with Home.open(tmp_path / "home") as home:
+        home.keep_run_file("first")
+        assert home.run_file.read_text() == "first"
+        home.keep_run_file("first, fetched again")
+        assert home.run_file.read_text() == "first, fetched again"
+        written = home.run_file.stat().st_ino
+        home.keep_run_file("first, fetched again")
+        assert home.run_file.stat().st_ino == written, "what is there is not written again"
+        home.run_file.unlink()
+        home.run_file.mkdir()
+        with pytest.raises(Trouble) as caught:
+            home.keep_run_file("second")
+    assert caught.value.code is Exit.STORAGE

@@ -1,0 +1,214 @@
+"""Pieces on the disk: whatever becomes of the process or the disk, what is taken over is right."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from state_copies import LIKE, SHAPES, Giving, Listening, copy_from, same, state
+from toy_gossip import World
+
+from gossip.exchange.messages import ReplicaState, Section
+from gossip.transfer.assembly import Holding, Key
+from gossip.transfer.donor_slots import STREAMS
+from noloco_node.machine.interface import Stage, Voice
+from noloco_node.sim.clock import run
+from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.network.hub import Hub
+from noloco_node.state_sync.download import Copying, Line
+from noloco_node.storage.partial_download import Partial
+from noloco_node.storage.tensor_file import SPARE_BYTES
+
+SECTION_BYTES = sum(4 * tensor.numel() for tensor in LIKE)
+WHOLE = state()
+SILENT = Voice(record=lambda event: None, say=lambda line: None)
+
+
+class Shapes:
+    """What a copy asks of a stage."""
+
+    shapes = SHAPES
+
+
+def partial(directory: Path, run_id: str = "run", stage: int = 1, said: list[str] | None = None) -> Partial:
+    return Partial(directory, run_id, stage, SECTION_BYTES, said.append if said is not None else lambda _: None)
+
+
+def one_life(directory: Path, seconds: float, heard: Listening, whole: Any = WHOLE) -> bool:
+    """Copy for so long, and be gone; say whether the copy was complete, and right."""
+
+    async def main() -> bool:
+        world = World(tamper=heard)
+        Giving(world, "donor", whole)
+        keep = partial(directory)
+        try:
+            async with asyncio.timeout(seconds):
+                found = await copy_from(world, ["donor"], Holding(LIKE, keep))
+        except TimeoutError:
+            return False
+        assert same(found, whole)
+        keep.discard()
+        return True
+
+    return run(main())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_newcomer_killed_at_any_moment_goes_on_from_the_disk(tmp_path: Path, seed: int) -> None:
+    rng, heard, lives = Random(seed), Listening(), 1
+    while not one_life(tmp_path, rng.uniform(0.03, 0.3), heard):
+        lives += 1
+    pieces = 4 * len(Holding(LIKE).spans)
+    assert lives > 1
+    assert heard.pieces["donor"] <= pieces + STREAMS * lives
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0.0, 1.0), flips=st.lists(st.floats(0.0, 1.0), max_size=3))
+def test_a_file_that_is_torn_or_damaged_costs_pieces_and_never_a_wrong_one(
+    tmp_path: Path, share: float, flips: list[float]
+) -> None:
+    heard = Listening()
+    assert not one_life(tmp_path, 0.3, heard)
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    for flip in flips:
+        content[int(flip * (len(content) - 1))] ^= 0x41
+    path.write_bytes(content[: int(share * len(content))])
+    before = dict(heard.pieces)
+    assert one_life(tmp_path, 60.0, heard)
+    pieces = 4 * len(Holding(LIKE).spans)
+    assert heard.pieces["donor"] <= before["donor"] + pieces
+
+
+def test_a_whole_file_is_used_and_the_same_copy_asked_for(tmp_path: Path) -> None:
+    heard = Listening()
+    assert not one_life(tmp_path, 0.3, heard)
+    first = heard.pieces["donor"]
+    keep = partial(tmp_path)
+    manifest, settled = keep.last()
+    assert manifest is not None
+    assert manifest.snapshot == heard.manifests[0].snapshot
+    assert all(map(torch.equal, [manifest.slow], [heard.manifests[0].slow]))
+    assert settled == frozenset()
+    assert first - STREAMS <= len(list(keep.pieces())) <= first
+
+
+def test_settled_parameters_that_the_disk_has_lost_are_fetched(tmp_path: Path) -> None:
+    heard = Listening()
+
+    async def main() -> None:
+        world = World(tamper=heard)
+        for seed, name in ((1, "first"), (2, "second")):
+            Giving(world, name, state(seed))
+            await copy_from(world, [name])
+
+    run(main())
+    first, second = heard.manifests
+    partial(tmp_path).follow(first, frozenset({0}))
+    held = Holding(LIKE, partial(tmp_path))
+    held.load()
+    needed, followed = held.follow(second, "second")
+    assert len(needed) == 4 * len(held.spans)
+    assert followed.held_bytes == 0
+
+
+def test_the_pieces_of_another_stage_or_run_are_removed(tmp_path: Path) -> None:
+    assert not one_life(tmp_path, 0.3, Listening())
+    other = partial(tmp_path, stage=2)
+    assert other.last() == (None, frozenset())
+    other.follow(None, frozenset())
+    assert [path.name for path in tmp_path.iterdir()] == ["run-2.pieces"]
+
+
+def test_a_disk_that_refuses_is_said_once_and_the_copy_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    written, write = 0, os.write
+
+    def full(file: int, data: Any) -> int:
+        nonlocal written
+        written += len(data)
+        if written > 40_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", full)
+
+    async def main() -> None:
+        world = World()
+        Giving(world, "donor", WHOLE)
+        assert same(await copy_from(world, ["donor"], Holding(LIKE, partial(tmp_path, said=said))), WHOLE)
+
+    run(main())
+    assert len(said) == 1
+    assert "No space left" in said[0]
+
+
+def test_the_last_room_of_a_disk_is_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    room = shutil.disk_usage(tmp_path)._replace(free=SPARE_BYTES + 60_000)
+
+    def usage(path: Path) -> Any:
+        taken = sum(each.stat().st_size for each in tmp_path.iterdir())
+        return room._replace(free=room.free - taken)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+
+    async def main() -> None:
+        world = World()
+        Giving(world, "donor", WHOLE)
+        assert same(await copy_from(world, ["donor"], Holding(LIKE, partial(tmp_path, said=said))), WHOLE)
+
+    run(main())
+    assert len(said) == 1
+    assert "MiB are free" in said[0]
+    assert 40_000 < sum(each.stat().st_size for each in tmp_path.iterdir()) <= 60_000
+
+
+def test_the_file_is_bounded(tmp_path: Path) -> None:
+    keep = Partial(tmp_path, "run", 0, 0, lambda _: None)
+    bound, piece = keep._most_bytes, torch.zeros(2**22, dtype=torch.uint8)
+    for number in range(2 * bound // 2**22):
+        keep.put(Key(Section.SLOW, number), b"0" * 32, piece)
+    assert keep.path.stat().st_size <= bound
+    keep.discard()
+    assert not keep.path.exists()
+
+
+def open_files(directory: Path) -> list[str]:
+    descriptors = (Path(each) for each in Path("/proc/self/fd").iterdir())
+    return [str(each) for each in descriptors if each.is_symlink() and os.readlink(each).startswith(str(directory))]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the system does not list open files")
+@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.3])
+def test_a_copy_that_is_cancelled_leaves_no_file_open(tmp_path: Path, seconds: float) -> None:
+    async def main() -> None:
+        world = World()
+        Giving(world, "donor", WHOLE)
+        hub, keep = Hub(), partial(tmp_path)
+        copying = Copying(1, cast(Stage, Shapes()), Line(hub.network("new"), VirtualDevice(), 300.0), SILENT, keep)
+        copying._converse = world.conversing("new")  # type: ignore[method-assign, assignment]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await copying.attempt(("donor",), lambda: ())
+        assert keep.path.stat().st_size > 0
+        assert open_files(tmp_path) == []
+        # Another attempt goes on in the same file.
+        found = await copying.attempt(("donor",), lambda: ())
+        assert isinstance(found, ReplicaState)
+        assert same(found, WHOLE)
+        assert open_files(tmp_path) == []
+        assert len({key for key, _, _ in partial(tmp_path).pieces()}) == 4 * len(Holding(LIKE).spans)
+
+    run(main())

@@ -1,0 +1,172 @@
+"""A whole swarm of production nodes in memory and virtual time: real tiny models, real routing, gates and rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossip.transfer.assembly import Keep
+from noloco_node.journal import events
+from noloco_node.machine.interface import Machine, SnapshotStore, Voice
+from noloco_node.node.node import Node, Wishes
+from noloco_node.planning.model_layout import Blueprint, blueprint, make_stage
+from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.hardware.memory_store import MemoryShelf
+from noloco_node.sim.network.hub import Hub
+from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.swarm.run_distribution import Recipe
+from pipeline.stage import Stage
+
+
+def recipe(
+    *,
+    stages: int = 2,
+    replicas: int = 1,
+    steps: int = 20,
+    window: int = 2,
+    per_round: int = 5,
+    architecture: str = "llama",
+    extra: str = "",
+) -> Recipe:
+    """A run of a model small enough for a test."""
+    sizes = {
+        "llama": "vocab_size = 32\nhidden_size = 16\nintermediate_size = 24\nnum_hidden_layers = 3\n"
+        "num_attention_heads = 2\nmax_position_embeddings = 16",
+        "gpt2": "vocab_size = 32\nn_embd = 16\nn_layer = 3\nn_head = 2\nn_positions = 16",
+    }[architecture]
+    text = f"""
+name = "test"
+seed = 7
+[model]
+architecture = "{architecture}"
+[model.sizes]
+{sizes}
+[pipeline]
+stages = {stages}
+replicas = {replicas}
+sequence_length = 8
+microbatch_size = 2
+microbatches_per_step = {window}
+[inner]
+steps = {steps}
+learning_rate = 0.01
+warmup_steps = 2
+[outer]
+inner_steps_per_round = {per_round}
+overlap_steps = {min(2, per_round - 1)}
+{extra}
+"""
+    return Recipe(text, "the test's run file")
+
+
+@functools.cache
+def _plan(text: str) -> Blueprint:
+    return blueprint(Recipe(text, "the test's run file").run)
+
+
+class Text:
+    """Random tokens in an order of (seed, peer); every draw is kept."""
+
+    def __init__(self, run: Any, peer: str) -> None:
+        self.failure: Exception | None = None
+        self._shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length + 1)
+        self._seed, self.drawn = Random(f"{run.seed}|{peer}").randrange(2**31), []  # type: ignore[var-annotated]
+
+    async def draw(self) -> Tensor:
+        if self.failure is not None:
+            raise self.failure
+        generator = torch.Generator().manual_seed(self._seed + len(self.drawn))
+        tokens = torch.randint(32, self._shape, generator=generator)
+        self.drawn.append(tokens)
+        return tokens
+
+    def position(self) -> dict[str, Any]:
+        return {"drawn": len(self.drawn)}
+
+    async def restore(self, position: Mapping[str, Any]) -> bool:
+        while len(self.drawn) < position["drawn"]:
+            self.drawn.append(torch.empty(0))
+        return True
+
+
+class Peer:
+    """One production node with everything that a test wants to look at."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        recipe: Recipe,
+        name: str,
+        stage: int | None,
+        job_s: float = 0.05,
+        saved: Checkpoint | None = None,
+        snapshots: SnapshotStore | None = None,
+        keep: Callable[[int, int], Keep] | None = None,
+        moves: bool = False,
+    ) -> None:
+        self.name, self.leave = name, asyncio.Event()
+        self.events: list[events.Event] = []
+        self.said: list[str] = []
+        self.saved = saved
+        self.shelf = MemoryShelf(lambda: self.saved)
+        self.text = Text(recipe.run, name)
+        self.stages: list[Stage] = []
+        self.plan = _plan(recipe.text)
+        self.stepped: tuple[Tensor, ...] = ()
+        self.copied_stages: list[int] = []
+        self.device = VirtualDevice(job_s)
+        machine = Machine(
+            device=self.device,
+            build=lambda number: self._build(recipe, number),
+            open_text=self._open_text,
+            load=self.shelf.load,
+            served=self.shelf.served,
+            former=self.shelf,
+            save=self._save,
+            unix_time=asyncio.get_running_loop().time,
+            snapshots=snapshots,
+            keep=keep,
+            copies=self.copied_stages.append,
+        )
+        self.node = Node(
+            recipe,
+            self.plan,
+            hub.network(name),
+            machine,
+            Wishes(stage=stage, moves=moves, linger_s=30.0, refresh_s=0.2, keep_snapshots=2 if snapshots else 0),
+            Voice(record=self._record, say=self.said.append),
+        )
+        self.task = asyncio.create_task(self.node.live(self.leave), name=name)
+
+    def _record(self, event: events.Event) -> None:
+        self.events.append(event)
+        if isinstance(event, events.InnerStep):
+            self.stepped = self.stages[-1].weights()
+
+    def _build(self, recipe: Recipe, number: int) -> Stage:
+        self.stages.append(make_stage(recipe.run, self.plan, number, torch.device("cpu")))
+        return self.stages[-1]
+
+    async def _open_text(self) -> Text:
+        return self.text
+
+    async def _save(self, checkpoint: Checkpoint) -> str:
+        self.saved = checkpoint
+        return "memory"
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Return the journal's events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+async def until(condition: Callable[[], bool], patience_s: float = 600.0) -> None:
+    """Wait in virtual time for a condition."""
+    async with asyncio.timeout(patience_s):
+        while not condition():  # noqa: ASYNC110 - the time is virtual
+            await asyncio.sleep(0.1)

@@ -1,0 +1,180 @@
+"""Commands of ours as real processes: started, watched through what they write, and gone when the test is.
+
+A test that starts processes has three worries. It must not wait blindly: `Commands.until` polls a condition,
+and fails at once when a process that is needed has ended, with the last words of all of them. It must leave
+nothing behind: whatever belongs to one `Commands` is its child or has its directory in the command line (homes, and the
+sockets of libp2p's daemons), so it can be found and ended by process id. And it must see what a process leaves: each
+command has a directory for temporary files of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+from limits import LAST_RESORT_S
+
+from noloco_node.journal.events import Event, Tail
+
+T = TypeVar("T")
+E = TypeVar("E")
+
+POLL_S = 0.05
+_NEVER = threading.Event()
+
+
+class Command:
+    """One process of `noloco-node`, leader of its own process group as under a shell."""
+
+    def __init__(self, name: str, directory: Path, arguments: Iterable[str]) -> None:
+        self.name = name
+        self.home, self.temporary = directory / "home", directory / "tmp"
+        self.temporary.mkdir(parents=True)
+        self._out, self._err = directory / "out", directory / "err"
+        self._tail = Tail(self.home / "journal.jsonl")
+        self._events: list[Event] = []
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        # torch makes a directory for its compiler wherever it is imported; nothing else may stay behind.
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"), "TMPDIR": str(self.temporary)}
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "noloco_node", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env={**os.environ, **environment},
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self.process.poll()
+
+    @property
+    def output(self) -> str:
+        """What it wrote to the standard output so far."""
+        return self._out.read_text()
+
+    @property
+    def complaint(self) -> str:
+        """What it wrote to the standard error so far."""
+        return self._err.read_text()
+
+    def events(self, kind: type[E]) -> list[E]:
+        """Return the events of one kind in its journal so far."""
+        while news := self._tail.poll():
+            self._events += news
+        return [event for event in self._events if isinstance(event, kind)]
+
+    def daemons(self) -> list[psutil.Process]:
+        """Return its libp2p daemon, also when that has outlived it."""
+        return _alive_with(f"-listen=/unix{self.temporary}/")
+
+    def left_behind(self) -> list[str]:
+        """Return what lies in its directory for temporary files."""
+        return sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*"))
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C in a terminal does: signal the whole process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def wait(self) -> int:
+        """Wait for its end and return the exit code."""
+        try:
+            return self.process.wait(timeout=LAST_RESORT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} still runs after {LAST_RESORT_S:g} s:\n{self.complaint}") from None
+
+    def close(self) -> None:
+        """Let go of its journal."""
+        self._tail.close()
+
+    def __repr__(self) -> str:
+        return f"Command({self.name}, pid={self.process.pid}, exit code {self.exit_code})"
+
+
+class Commands:
+    """All processes of one test, or of a few that share them; a context that leaves none of them."""
+
+    def __init__(self) -> None:
+        # Not pytest's directory: its name is too long for the path of a socket.
+        self.directory = Path(tempfile.mkdtemp(prefix="swarm-", dir="/tmp"))
+        self._commands: list[Command] = []
+
+    def __enter__(self) -> Commands:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.end()
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def start(self, *arguments: str, name: str | None = None, home: bool = False) -> Command:
+        """Start `noloco-node` with `arguments`; with `home`, also with a home of its own."""
+        name = name or f"{arguments[0]}{len(self._commands)}"
+        directory = self.directory / name
+        more = ("--home", str(directory / "home")) if home else ()
+        command = Command(name, directory, [*arguments, *more])
+        self._commands.append(command)
+        return command
+
+    def until(self, condition: Callable[[], T], what: str, *, alive: Iterable[Command] = ()) -> T:
+        """Return what `condition` returns once that is true; fail when one of `alive` ends, or as the last resort."""
+        needed, deadline = tuple(alive), time.monotonic() + LAST_RESORT_S
+        while not (found := condition()):
+            ended = [command for command in needed if command.exit_code is not None]
+            if ended or time.monotonic() > deadline:
+                why = f"{ended} ended" if ended else f"waited {LAST_RESORT_S:g} s"
+                raise AssertionError(f"{what}: {why}\n{self.last_words()}")
+            _NEVER.wait(POLL_S)
+        return found
+
+    def last_words(self) -> str:
+        """Return the end of what each command wrote."""
+        return "\n".join(f"--- {command!r}\n{command.complaint[-1500:]}" for command in self._commands)
+
+    def running(self) -> list[psutil.Process]:
+        """Return every process that belongs to us, daemons included."""
+        own = {command.process.pid for command in self._commands if command.exit_code is None}
+        found = {process.pid: process for process in _alive_with(str(self.directory))}
+        return [*found.values(), *(psutil.Process(pid) for pid in own - found.keys())]
+
+    def end(self) -> None:
+        """Kill what still runs, and make sure of it."""
+        for command in self._commands:
+            command.close()
+        for process in self.running():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        for command in self._commands:
+            command.wait()
+        self.until(lambda: not self.running(), "a daemon outlives SIGKILL")
+
+    def __repr__(self) -> str:
+        return f"Commands({self._commands!r})"
+
+
+def _alive_with(mark: str) -> list[psutil.Process]:
+    """Return the processes that have `mark` in their command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and any(mark in word for word in process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found

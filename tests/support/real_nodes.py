@@ -1,0 +1,127 @@
+"""Production nodes over real libp2p daemons in one process: real time and lines, the rest of each machine in memory.
+
+One process, for the start of several takes longer on a busy machine than all the rest; but a daemon for each peer.
+
+What a device measures are the prices of its work, not the time that passed: nodes compare their speeds, and so the
+comparison comes out the same however often a busy machine interrupts them. `Device(slowdown=...)` would multiply each
+interruption: a thousand times ten milliseconds are ten seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
+
+import torch
+
+from noloco_node.libp2p.endpoint.settings import Settings
+from noloco_node.libp2p.network import Libp2p
+from noloco_node.machine.device import Device, Wall
+from noloco_node.machine.interface import Machine, SnapshotStore, Stage, Voice
+from noloco_node.node.node import Node, Wishes
+from noloco_node.sim.hardware.memory_store import MemoryShelf
+from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
+from noloco_node.sim.hardware.quadratic_model import Numbers
+from noloco_node.sim.scenario.setup import Setting
+from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.swarm.connection import prefix
+
+LOCAL = "/ip4/127.0.0.1/tcp/0"
+
+
+class Paid:
+    """The clock of a device's thread: it moves by what work costs, and the thread really waits for that long."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def charge(self, seconds: float) -> None:
+        """Let the time pass that a piece of work costs."""
+        time.sleep(seconds)
+        self._now_s += seconds
+
+    def wall(self) -> Wall:
+        """Return what a device measures by."""
+        return Wall(clock=lambda: self._now_s, core=lambda: self._now_s)
+
+
+class RealNodes:
+    """The nodes of one swarm; the first is where the others enter. Daemons end with the block.
+
+    `wrong`: promises that a stage saw broken, in words.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._bootstrap: tuple[str, ...] = ()
+        self._open = AsyncExitStack()
+        self.tasks: list[asyncio.Task[None]] = []
+        self.peers: list[str] = []
+        self.wrong: list[str] = []
+
+    async def __aenter__(self) -> RealNodes:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self.tasks:
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        await self._open.aclose()
+
+    async def start(
+        self,
+        wishes: Wishes,
+        voice: Voice,
+        leave: asyncio.Event,
+        *,
+        forward_s: float,
+        snapshots: SnapshotStore | None = None,
+    ) -> asyncio.Task[None]:
+        """Start a daemon, and a node that lives until it is asked to leave. `forward_s`: of a forward pass."""
+        setting = self._setting
+        settings = Settings(prefix=prefix(setting.recipe.digest), listen=(LOCAL,), bootstrap=self._bootstrap)
+        network = await self._open.enter_async_context(Libp2p.open(settings, print))
+        self._bootstrap = self._bootstrap or await network.addresses()
+        paid = Paid()
+        device = self._open.enter_context(closing(Device(torch.device("cpu"), wall=paid.wall())))
+
+        def build(stage: int) -> Stage:
+            windows = setting.run.pipeline.windows_in_flight
+            return PricedStage(setting.build(stage), Prices(forward_s), paid.charge, self.wrong.append, windows)
+
+        machine = _in_memory(device, build, len(self.tasks), snapshots)
+        node = Node(setting.recipe, setting.dimensions, network, machine, wishes, voice)
+        task = asyncio.create_task(node.live(leave))
+        self.tasks.append(task)
+        self.peers.append(network.peer_id)
+        return task
+
+
+def _in_memory(
+    device: Device, build: Callable[[int], Stage], number: int, snapshots: SnapshotStore | None = None
+) -> Machine:
+    """A real device, and everything else of a machine in memory."""
+    saved: list[Checkpoint] = []
+    shelf = MemoryShelf(lambda: saved[-1] if saved else None)
+
+    async def open_text() -> Numbers:
+        return Numbers((1, 1), 1000 * number)
+
+    async def save_it(checkpoint: Checkpoint) -> str:
+        saved.append(checkpoint)
+        return "memory"
+
+    return Machine(
+        device=device,
+        build=build,
+        open_text=open_text,
+        load=shelf.load,
+        save=save_it,
+        unix_time=time.time,
+        served=shelf.served,
+        former=shelf,
+        snapshots=snapshots,
+    )

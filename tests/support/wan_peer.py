@@ -1,0 +1,110 @@
+"""A peer in a namespace of its own, driven by lines on its standard input: it echoes whatever others send, and calls.
+
+    {"bootstrap": [...], "listen": [...], "reach": "auto", "relays": 0, "identity": null}    first of all
+    {"greet": PEER}   sends a number to a peer and takes it back; answers {"took_s": ..., "ways": [...]}
+    {"call": PEER}    the same with 16 MiB
+
+The answer to the first line is {"peer": ..., "addresses": [...], "said": [...]}; errors are {"error": ...}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from noloco_node.errors import Trouble
+from noloco_node.libp2p.endpoint.settings import Reach, Settings
+from noloco_node.libp2p.network import Libp2p
+from noloco_node.network.interface import Conversation
+from noloco_node.network.wire import MessageSpec, Schema, TensorSpec
+
+MIB = 2**18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """As many as the topic says."""
+
+    numbers: torch.Tensor
+
+
+SIZES = {"greet": 1, "call": 16 * MIB}
+"""Numbers of each request, which is also the topic."""
+SCHEMAS = {
+    topic: Schema({Numbers: MessageSpec("Numbers", {"numbers": TensorSpec((size,), "float32")})})
+    for topic, size in SIZES.items()
+}
+
+
+async def echo(conversation: Conversation) -> None:
+    while True:
+        await conversation.send(await conversation.receive())
+
+
+async def call(network: Libp2p, topic: str, peer: str) -> float:
+    """Send a topic's numbers to a peer and take them back; return the seconds that took."""
+    numbers = torch.randn(SIZES[topic])
+    begun = time.monotonic()
+    async with network.talk(peer, topic, SCHEMAS[topic]) as conversation:
+        await conversation.send(Numbers(numbers=numbers))
+        answer = await conversation.receive()
+    assert torch.equal(answer.numbers, numbers)
+    return time.monotonic() - begun
+
+
+async def ways(network: Libp2p, peer: str) -> list[str]:
+    """Return the addresses by which we are connected with a peer."""
+    session = await network._now()
+    return [address.transport for address in await session.neighbours() if address.peer == peer]
+
+
+def answer(words: dict[str, Any]) -> None:
+    print(json.dumps(words), flush=True)
+
+
+async def main() -> None:
+    loop = asyncio.get_running_loop()
+
+    async def ask() -> dict[str, Any]:
+        line = await loop.run_in_executor(None, sys.stdin.readline)
+        return dict(json.loads(line)) if line else {}
+
+    wanted = await ask()
+    said: list[str] = []
+    settings = Settings(
+        prefix="/noloco/wan/",
+        identity=Path(wanted["identity"]) if wanted.get("identity") else None,
+        listen=tuple(wanted.get("listen", ["/ip4/0.0.0.0/tcp/0"])),
+        bootstrap=tuple(wanted.get("bootstrap", [])),
+        reach=Reach(wanted.get("reach", "auto")),
+    )
+    async with AsyncExitStack() as stack:
+        try:
+            network = await stack.enter_async_context(Libp2p.open(settings, said.append))
+        except Trouble as trouble:
+            answer({"error": str(trouble)})
+            return
+        keys = [Path(f"{wanted['identity']}-{number}") for number in range(1, wanted.get("relays", 0) + 1)]
+        await stack.enter_async_context(network.relaying(keys))
+        for topic, schema in SCHEMAS.items():
+            await network.serve(topic, schema, echo)
+        answer({"peer": network.peer_id, "addresses": await network.addresses(), "said": said})
+        while request := await ask():
+            ((topic, other),) = request.items()
+            try:
+                took_s = await call(network, topic, other)
+                answer({"took_s": took_s, "ways": await ways(network, other)})
+            except ConnectionError as error:
+                answer({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,91 @@
+"""Invites: what is formatted is parsed, and what is wrong is named."""
+
+from __future__ import annotations
+
+import contextlib
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
+from noloco_node.swarm import invite
+
+DIGEST = "0123456789abcdef" * 4
+ED25519 = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+RSA = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+ADDRESSES = [
+    f"/ip4/192.0.2.1/tcp/4001/p2p/{ED25519}",
+    f"/ip6/2001:db8::1/tcp/4001/p2p/{RSA}",
+    f"/dns4/bootstrap.example.org/tcp/443/p2p/{ED25519}",
+    f"/ip4/192.0.2.1/udp/4001/quic-v1/p2p/{ED25519}",
+    f"/ip4/192.0.2.1/tcp/4001/p2p/{RSA}/p2p-circuit/p2p/{ED25519}",
+]
+
+
+@given(
+    st.text("0123456789abcdef", min_size=64, max_size=64), st.lists(st.sampled_from(ADDRESSES), min_size=1, max_size=8)
+)
+def test_what_is_formatted_is_parsed(digest: str, addresses: list[str]) -> None:
+    text = invite.format(digest, addresses)
+    parsed = invite.parse(f"  {text}\n")
+    assert parsed.digest == digest
+    assert [str(address) for address in parsed.addresses] == addresses
+    assert str(parsed) == text
+
+
+def test_an_address_is_split_into_place_and_peer() -> None:
+    assert parse_peer_address(ADDRESSES[0]) == PeerAddress("/ip4/192.0.2.1/tcp/4001", ED25519)
+    assert parse_peer_address(ADDRESSES[4]).transport == f"/ip4/192.0.2.1/tcp/4001/p2p/{RSA}/p2p-circuit"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "does not start with 'noloco1:'"),
+        ("https://example.org", "does not start with 'noloco1:'"),
+        (f"noloco2:{DIGEST}@{ADDRESSES[0]}", "format that this version does not know: noloco2:"),
+        (f"noloco1:{DIGEST[1:]}@{ADDRESSES[0]}", "64 hex digits in lower case, not 63 characters"),
+        (f"noloco1:{DIGEST.upper()}@{ADDRESSES[0]}", "64 hex digits in lower case"),
+        (f"noloco1:{DIGEST}", "no address follows"),
+        (f"noloco1:{DIGEST}@", "no address follows"),
+        (f"noloco1:{DIGEST}@/ip4/192.0.2.1/tcp/4001", "address 1 is wrong: .* does not end in /p2p/"),
+        (f"noloco1:{DIGEST}@{ADDRESSES[0]},/ip4/300.0.2.1/tcp/4001", "address 2 is wrong: .*not IPv4"),
+        (f"noloco1:{DIGEST}@/ip4/192.0.2.1/tcp/99999/p2p/{RSA}", "address 1 is wrong: .*not in range"),
+        (f"noloco1:{DIGEST}@/ip4/192.0.2.1/tcp/4001/p2p/nobody", "address 1 is wrong"),
+        (f"noloco1:{DIGEST}@/p2p/{RSA}", "address 1 is wrong: .*no place to dial"),
+        (f"noloco1:{DIGEST}@{ADDRESSES[0]},", "address 2 is wrong"),
+        (f"noloco1:{DIGEST}@{','.join(ADDRESSES[:1] * 65)}", "lists 65 addresses"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, words: str) -> None:
+    with pytest.raises(Trouble) as trouble:
+        invite.parse(text)
+    assert trouble.value.code is Exit.CONFIG
+    with pytest.raises(ValueError, match=words):
+        raise ValueError(trouble.value.why)
+
+
+@given(st.text(string.printable, max_size=80))
+def test_any_text_is_an_invite_or_trouble(text: str) -> None:
+    for candidate in (text, f"noloco1:{text}", f"noloco1:{DIGEST}@{text}", f"noloco1:{DIGEST}@/ip4/192.0.2.1/{text}"):
+        with contextlib.suppress(Trouble):
+            parsed = invite.parse(candidate)
+            assert invite.parse(str(parsed)) == parsed
+
+
+def test_addresses_to_announce_need_a_port() -> None:
+    check_announce(["/ip4/192.0.2.1/tcp/4001", "/dns4/example.org/tcp/443"])
+    for text in ("/ip4/192.0.2.1/tcp/0", "", "nonsense"):
+        with pytest.raises(Trouble):
+            check_announce([text])
+
+
+def test_addresses_to_listen_on_are_checked() -> None:
+    check_listen(["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1"])
+    for text in ("/ip4/127.0.0.1", "/dns4/example.org/tcp/4001", "127.0.0.1:4001", ""):
+        with pytest.raises(Trouble) as trouble:
+            check_listen([text])
+        assert trouble.value.code is Exit.CONFIG

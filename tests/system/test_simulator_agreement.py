@@ -1,0 +1,377 @@
+"""A real and a simulated swarm of one run file agree: the simulator may not drift from the truth.
+
+A swarm of real processes over libp2p trains a run file; peers of the same ids train it again in virtual time, for the
+order of a peer's text, its partners and its routes follow from (seed, peer). What is compared is what timing cannot
+change, since it does change between two runs of the real swarm alone.
+
+With one replica a stage that is every number of the run, bit by bit. The learning rate is constant (no warm-up, a fall
+to 1.0 of the peak), because it follows the progress of the run, which each replica learns when it learns it. A window
+is the same microbatches whatever the timing, and an outer step is taken in the pause in which it is due. Only the order
+in which a window's gradients are added up is left to timing, and floating-point addition is commutative but not
+associative: two gradients have one sum, three have several. So a window is of two microbatches.
+
+With two by two it is timing that says which microbatch goes where, how often two replicas meet, and who does more.
+There each swarm is held to the laws of both: nothing is used twice or lost, what one side books the other books too,
+and a meeting costs the same bytes. Each trains until everybody has met a few times, however long that takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+import torch
+from memory_swarms import until
+from msgspec import structs
+from processes import Command, Commands
+from system.test_process_swarm import LOCAL, host, is_finished
+
+from noloco_node.errors import Exit
+from noloco_node.journal.events import (
+    CatchUp,
+    Deferred,
+    Event,
+    Finished,
+    Hops,
+    InnerStep,
+    OuterStep,
+    Refused,
+    Started,
+    StateChanged,
+    Traffic,
+    read,
+)
+from noloco_node.sim import clock
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.link_model import Latency
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.scenario.scenario import NetworkConfig, Scenario, SwarmConfig
+from noloco_node.sim.scenario.setup import work_out
+from noloco_node.storage.checkpoint import Checkpoint, load_latest
+from noloco_node.swarm.roster import State
+
+pytestmark = pytest.mark.network
+
+E = TypeVar("E")
+
+SEED, STAGES, WINDOW, MICROBATCH, RATE, PER_ROUND = 3, 2, 2, 4, 0.003, 6
+REFRESH_S = 0.5
+ENDLESS = 1_000_000
+"""Inner steps of a run that is left before its end."""
+MEETINGS = 5
+"""That each replica has before such a run is left."""
+
+
+class Trace(NamedTuple):
+    """What one peer did: its journal, and what it saved in the end."""
+
+    events: list[Event]
+    saved: Checkpoint
+
+    def __repr__(self) -> str:
+        return f"Trace({self.started.peer} of stage {self.started.stage}, {len(self.events)} events)"
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Return the journal's events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def started(self) -> Started:
+        return self.of(Started)[0]
+
+    @property
+    def finished(self) -> Finished:
+        (finished,) = self.of(Finished)
+        return finished
+
+    @property
+    def met(self) -> list[OuterStep]:
+        return meetings(self.of(OuterStep))
+
+    @property
+    def hops(self) -> dict[str, int]:
+        """Microbatches that came back, by next hop."""
+        return self.of(Hops)[-1].counts
+
+    @property
+    def trained(self) -> int:
+        """Microbatches that went through backward here; the steps of whoever a late peer copied are not its own."""
+        return len(self.of(InnerStep)) * WINDOW + self.finished.discarded
+
+
+class Swarm(NamedTuple):
+    """The peers of one swarm, by id."""
+
+    peers: dict[str, Trace]
+
+    @property
+    def sources(self) -> list[Trace]:
+        return [trace for trace in self.peers.values() if trace.started.stage == 0]
+
+    @property
+    def last(self) -> list[Trace]:
+        return [trace for trace in self.peers.values() if trace.started.stage == STAGES - 1]
+
+
+class Pair(NamedTuple):
+    """The same run twice."""
+
+    real: Swarm
+    simulated: Swarm
+
+
+def meetings(outer: list[OuterStep]) -> list[OuterStep]:
+    """Return the outer steps in which there was a partner."""
+    return [event for event in outer if event.partner is not None]
+
+
+def run_file(directory: Path, *, replicas: int, steps: int) -> Path:
+    """Write a recipe whose learning rate is constant."""
+    path = directory / "run.toml"
+    path.write_text(f"""
+name = "agreement"
+seed = {SEED}
+[model]
+architecture = "llama"
+[model.sizes]
+vocab_size = 384
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 2
+max_position_embeddings = 64
+[pipeline]
+stages = {STAGES}
+replicas = {replicas}
+sequence_length = 32
+microbatch_size = {MICROBATCH}
+microbatches_per_step = {WINDOW}
+[inner]
+steps = {steps}
+learning_rate = {RATE}
+warmup_steps = 0
+final_fraction = 1.0
+[outer]
+inner_steps_per_round = {PER_ROUND}
+overlap_steps = 4
+""")
+    return path
+
+
+def train_really(commands: Commands, run: Path, replicas: int) -> Swarm:
+    """Train a run with real processes, to its end or until all have met often enough."""
+    bootstrap, invite = host(commands, run)
+    # Nothing begins without a source: by then the last stage is complete.
+    nodes = [node for stage in reversed(range(STAGES)) for node in _join(commands, invite, stage, replicas)]
+
+    def done(node: Command) -> bool:
+        return is_finished(node) or len(meetings(node.events(OuterStep))) >= MEETINGS
+
+    commands.until(lambda: all(map(done, nodes)), "the run ends, or all have met", alive=[bootstrap, *nodes])
+    # The sources first: their microbatches need somebody to come back from.
+    for leaving in (nodes[replicas:], nodes[:replicas], [bootstrap]):
+        for command in leaving:
+            command.interrupt()
+        for command in leaving:
+            assert command.wait() == Exit.OK, command.complaint
+    traces = [_trace(node) for node in nodes]
+    return Swarm({trace.started.peer: trace for trace in traces})
+
+
+def _join(commands: Commands, invite: str, stage: int, replicas: int) -> list[Command]:
+    """Start the replicas of a stage, and wait until they are there."""
+    options = ("--stage", str(stage), "--listen", LOCAL, "--refresh", str(REFRESH_S), "--threads", "1")
+    nodes = [commands.start("join", invite, *options, home=True) for _ in range(replicas)]
+    commands.until(lambda: all(node.events(Started) for node in nodes), f"stage {stage} is there", alive=nodes)
+    return nodes
+
+
+def _trace(node: Command) -> Trace:
+    events = list(read(node.home / "journal.jsonl"))
+    saved = load_latest(node.home / "checkpoint", node.events(Started)[0].run)
+    assert saved is not None, node.complaint
+    return Trace(events, saved)
+
+
+def train_simulated(run: Path, real: Swarm) -> Swarm:
+    """Train the run in virtual time with the real peers' ids, as far as the real processes do."""
+    setting = work_out(
+        Scenario(
+            seed=SEED,
+            swarm=SwarmConfig(run=str(run), model="transformer", refresh_s=REFRESH_S),
+            network=NetworkConfig(latency=Latency(mean_s=0.001)),
+        )
+    )
+    # The very same run, although it never was a file here.
+    assert {trace.started.run for trace in real.peers.values()} == {setting.recipe.digest}
+    journals: dict[str, list[Event]] = {peer: [] for peer in real.peers}
+
+    def observe(peer: SimulatedPeer, event: Event) -> None:
+        journals[peer.name].append(event)
+
+    def done(peer: SimulatedPeer) -> bool:
+        outer = [event for event in journals[peer.name] if isinstance(event, OuterStep)]
+        return not peer.running or len(meetings(outer)) >= MEETINGS
+
+    async def main() -> dict[str, Trace]:
+        hub = Hub(setting.weather, seed=SEED, size_bytes=setting.size_bytes)
+        peers = [SimulatedPeer(name, trace.started.stage, setting, hub, observe) for name, trace in real.peers.items()]
+        for peer in peers:
+            peer.start()
+        await until(lambda: all(map(done, peers)))
+        for stage in range(STAGES):
+            leaving = [peer for peer in peers if peer.asked_stage == stage]
+            for peer in leaving:
+                peer.ask_to_leave()
+            async with asyncio.timeout(600):
+                await asyncio.gather(*(peer.life.task for peer in leaving if peer.life.task is not None))
+        assert hub.failures == []
+        assert [wrong for peer in peers for wrong in peer.life.wrong] == []
+        return {peer.name: Trace(journals[peer.name], peer.disk) for peer in peers if peer.disk is not None}
+
+    return Swarm(clock.run(main()))
+
+
+def train_twice(replicas: int, steps: int) -> Pair:
+    """Train a run with real processes and in virtual time, each process with one thread for its tensors."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with Commands() as commands:
+            run = run_file(commands.directory, replicas=replicas, steps=steps)
+            real = train_really(commands, run, replicas)
+            return Pair(real, train_simulated(run, real))
+    finally:
+        torch.set_num_threads(threads)
+
+
+ONE_STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def one_by_one() -> Pair:
+    return train_twice(replicas=1, steps=ONE_STEPS)
+
+
+@pytest.fixture(scope="module")
+def two_by_two() -> Pair:
+    return train_twice(replicas=2, steps=ENDLESS)
+
+
+def each(pair: Pair) -> Iterator[tuple[Trace, Trace]]:
+    """Yield the two lives of each peer: the real and the simulated one."""
+    assert pair.real.peers.keys() == pair.simulated.peers.keys()
+    for name, trace in pair.real.peers.items():
+        yield trace, pair.simulated.peers[name]
+
+
+# One replica a stage: the same numbers.
+
+
+def test_with_one_replica_a_stage_losses_are_equal(one_by_one: Pair) -> None:
+    for real, simulated in each(one_by_one):
+        assert [step.step for step in real.of(InnerStep)] == list(range(1, ONE_STEPS + 1))
+        assert [step.step for step in simulated.of(InnerStep)] == list(range(1, ONE_STEPS + 1))
+        assert {step.learning_rate for trace in (real, simulated) for step in trace.of(InnerStep)} == {RATE}
+        losses = [step.loss for step in real.of(InnerStep) if step.loss is not None]
+        assert len(losses) == ONE_STEPS
+        assert [step.loss for step in simulated.of(InnerStep)] == losses
+        assert losses[-1] < losses[0] - 1.0
+
+
+def test_with_one_replica_a_stage_weights_and_momenta_are_equal(one_by_one: Pair) -> None:
+    """The same operations on the same numbers in the same order are the same bits, in any process of this machine.
+
+    No tolerance would do where the order is timing's: AdamW divides by the root of second moments, tiny ones too, and
+    multiplies what rounding began. Momenta of windows of four ended 3e-7 to 8e-6 of the norm apart, single tensors up
+    to 1.4e-4.
+    """
+    for real, simulated in each(one_by_one):
+        assert real.saved.tensors.keys() == simulated.saved.tensors.keys()
+        for group in ("slow", "fast", "momentum"):
+            for one, other in zip(real.saved.tensors[group], simulated.saved.tensors[group], strict=True):
+                assert torch.equal(one, other), group
+
+
+def test_with_one_replica_a_stage_rounds_and_counters_are_equal(one_by_one: Pair) -> None:
+    for real, simulated in each(one_by_one):
+        rounds = [(event.round, event.partner, event.staleness) for event in real.of(OuterStep)]
+        assert rounds == [(event.round, event.partner, event.staleness) for event in simulated.of(OuterStep)]
+        assert rounds == [(number, None, 0) for number in range(1, ONE_STEPS // PER_ROUND + 2)]
+        assert real.finished.discarded == simulated.finished.discarded == WINDOW - 1
+        assert _counters(real.saved) == _counters(simulated.saved)
+    (real_source,), (simulated_source,) = one_by_one.real.sources, one_by_one.simulated.sources
+    assert real_source.hops == simulated_source.hops
+    assert real_source.trained == ONE_STEPS * WINDOW + WINDOW - 1
+
+
+def _counters(saved: Checkpoint) -> dict[str, Any]:
+    """Return the counters of a checkpoint but the progress, which is known with a delay at later stages."""
+    return {name: value for name, value in structs.asdict(saved.counters).items() if name != "progress"}
+
+
+# Two by two: the same laws.
+
+ALWAYS = {Started, StateChanged, InnerStep, OuterStep, Traffic, Finished}
+SOMETIMES = {CatchUp, Deferred, Refused}
+"""A replica that is late for a round defers, one that comes when the others have had a round copies them, and a full
+queue refuses: a matter of timing, and of no concern."""
+
+
+def test_two_by_two_write_the_same_kinds_of_events(two_by_two: Pair) -> None:
+    for real, simulated in each(two_by_two):
+        expected = ALWAYS | ({Hops} if real.started.stage == 0 else set())
+        for trace in (real, simulated):
+            assert {type(event) for event in trace.events} - SOMETIMES == expected
+            assert trace.finished.why == "asked to leave"
+            # Whoever waits long enough for the others says more than once that it trains, and one that comes when the
+            # others have had a round copies them.
+            states = [event.state for event in trace.of(StateChanged) if event.state is not State.CATCHING_UP]
+            assert list(dict.fromkeys(states)) == [State.JOINING, State.TRAINING]
+        assert structs.replace(real.started, at=0.0) == structs.replace(simulated.started, at=0.0)
+
+
+@pytest.mark.parametrize("which", Pair._fields)
+def test_two_by_two_use_every_microbatch_once(two_by_two: Pair, which: str) -> None:
+    swarm: Swarm = getattr(two_by_two, which)
+    last = {replica.started.peer for replica in swarm.last}
+    for source in swarm.sources:
+        assert source.hops.keys() <= last
+        assert sum(source.hops.values()) == source.trained
+        assert source.saved.counters.samples == source.trained * MICROBATCH
+    for replica in swarm.last:
+        assert sum(source.hops.get(replica.started.peer, 0) for source in swarm.sources) == replica.trained
+
+
+@pytest.mark.parametrize("which", Pair._fields)
+def test_two_by_two_book_each_meeting_on_both_sides(two_by_two: Pair, which: str) -> None:
+    swarm: Swarm = getattr(two_by_two, which)
+    for stage in (swarm.sources, swarm.last):
+        one, other = stage
+        assert {event.partner for event in one.met} == {other.started.peer}
+        assert {event.partner for event in other.met} == {one.started.peer}
+        rounds = [event.round for event in one.met]
+        assert rounds == [event.round for event in other.met]
+        assert rounds == sorted(set(rounds))
+        assert len(rounds) >= MEETINGS
+
+
+def test_two_by_two_send_as_many_bytes(two_by_two: Pair) -> None:
+    """How many meetings were tried in vain is timing's; what a meeting takes, and what a microbatch, is not."""
+    for real, simulated in each(two_by_two):
+        (size,) = {(event.bytes_sent, event.bytes_received) for trace in (real, simulated) for event in trace.met}
+        assert size[0] == size[1]
+        for way in ("sent", "received"):
+            # The simulator takes every message's header for as long: a hundredth of these messages.
+            assert _microbatch_bytes(real, way) == pytest.approx(_microbatch_bytes(simulated, way), rel=0.01)
+
+
+def _microbatch_bytes(trace: Trace, way: str) -> float:
+    """Return what a microbatch costs. Two sources have no more in flight than a queue takes: none is sent twice."""
+    counts: dict[str, int] = getattr(trace.of(Traffic)[-1], way)
+    # The run file travels only where processes join by an invite, and a state only to whoever comes late.
+    assert counts.keys() - {"run", "state"} == {"microbatch", "gossip"}
+    return counts["microbatch"] / trace.trained
