@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.latency.paper import BLOCKING, TREE_OVER_PAIR
 from benchmarks.latency.survey import Survey
-from noloco_node.demo.loss_plot import COLOURS, DPI, INK, QUIET
+from noloco_node.charts import COLOURS, DPI, INK, QUIET
 
 
 def picture(survey: Survey) -> bytes:

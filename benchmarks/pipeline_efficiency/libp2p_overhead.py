@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from noloco_node.demo.child_processes import Children, leashed
-from noloco_node.journal import events
+from noloco_node.journal import events, reader
 
 STAGES = 2
 RUN = """
@@ -116,7 +116,7 @@ async def swarm(run_file: Path, home: Path, seconds: float) -> dict[str, float]:
             options = ("--stage", str(stage), "--home", str(where), "--device", "cpu", "--threads", "1", *anywhere)
             child = children.start(f"stage {stage}", leashed("noloco_node", "join", invite, *options), where)
             pids.append(child.pid)
-        tail = events.Tail(home / "0" / "journal.jsonl")
+        tail = reader.Tail(home / "0" / "journal.jsonl")
         steps = await _steps(tail, 1, 120.0)
         before, begun = _cpu_seconds(pids), time.perf_counter()
         steps += await _steps(tail, 1, 300.0, at_least_s=seconds)
@@ -128,7 +128,7 @@ async def swarm(run_file: Path, home: Path, seconds: float) -> dict[str, float]:
         await children.stop()
 
 
-async def _steps(tail: events.Tail, count: int, patience_s: float, at_least_s: float = 0.0) -> list[events.InnerStep]:
+async def _steps(tail: reader.Tail, count: int, patience_s: float, at_least_s: float = 0.0) -> list[events.InnerStep]:
     """Collect inner steps until there are `count` and `at_least_s` seconds have passed; end with a step."""
     found: list[events.InnerStep] = []
     begun = time.perf_counter()

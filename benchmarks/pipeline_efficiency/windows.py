@@ -137,7 +137,7 @@ def picture(predicted: Cells, measured: Cells) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
-    from noloco_node.demo.loss_plot import COLOURS, DPI, INK, QUIET
+    from noloco_node.charts import COLOURS, DPI, INK, QUIET
 
     windows = sorted({case.window for case in predicted})
     depths = sorted({case.stages for case in predicted} - {1})

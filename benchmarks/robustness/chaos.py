@@ -33,11 +33,13 @@ import msgspec
 from benchmarks.robustness.process_swarm import LINGER_S, LOOK_S, READY_S, Peer, Shape, Swarm, options, run, say, write
 from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
 from noloco_node.demo.child_processes import Children, leashed
-from noloco_node.demo.summary import Verdict, readable_seconds
+from noloco_node.demo.summary import Verdict
 from noloco_node.errors import Exit, Trouble
-from noloco_node.journal.events import Event, Finished, InnerStep, Started, read
+from noloco_node.journal.events import Event, Finished, InnerStep, Started
+from noloco_node.journal.reader import read
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
+from noloco_node.units import readable_seconds
 
 WORSE = 1.05
 STILL_S = 120.0

@@ -34,10 +34,11 @@ from noloco_node.limits.rate_limit import Valve
 from noloco_node.machine.device import Device
 from noloco_node.machine.interface import Voice
 from noloco_node.network import wire
+from noloco_node.run.peer_state import State
 from noloco_node.run.protocols import state_schema
 from noloco_node.state_sync.download import Copying, Line
 from noloco_node.storage.partial_download import Partial
-from noloco_node.swarm.roster import PeerRecord, State
+from noloco_node.swarm.roster import PeerRecord
 
 STARTS_S = 1800.0
 """Guards against waiting for ever; a child loads torch before it begins."""

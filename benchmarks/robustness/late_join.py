@@ -27,9 +27,10 @@ from typing import NamedTuple
 
 from benchmarks.robustness.kill_download import run_kills
 from noloco_node.demo.child_processes import Child, Children, leashed
-from noloco_node.journal.events import CatchUp, Event, InnerStep, StateChanged, read
+from noloco_node.journal.events import CatchUp, Event, InnerStep, StateChanged
+from noloco_node.journal.reader import read
 from noloco_node.limits.budget import read_rate
-from noloco_node.swarm.roster import State
+from noloco_node.run.peer_state import State
 
 ANYWHERE = "/ip4/127.0.0.1/tcp/0"
 READY_S = 180.0

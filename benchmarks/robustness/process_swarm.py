@@ -20,7 +20,8 @@ from noloco_node.demo.child_processes import Child, Children, bound_sockets, lea
 from noloco_node.demo.options import letters
 from noloco_node.demo.peer_history import Track
 from noloco_node.errors import Trouble
-from noloco_node.journal.events import Finished, InnerStep, Started, Tail
+from noloco_node.journal.events import Finished, InnerStep, Started
+from noloco_node.journal.reader import Tail
 
 READY_S = 1800.0
 """Guards against waiting for ever; nine processes at once take a minute to load torch on two cores."""

@@ -16,12 +16,13 @@ from collections import Counter
 from pathlib import Path
 
 from noloco_node.libp2p import network
+from noloco_node.libp2p.daemon.arguments import Posture, arguments, relay_arguments
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.process import start_daemon
 from noloco_node.libp2p.daemon.relay_grant import Grant, granted
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
 from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.settings import Posture, Reach, arguments, relay_arguments
+from noloco_node.libp2p.endpoint.settings import Reach
 from noloco_node.libp2p.session import attached, connect, places
 
 WAIT_S = 30.0

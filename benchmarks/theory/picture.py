@@ -15,7 +15,7 @@ from benchmarks.theory.moments import MANY, Law, contraction, critical_gamma
 from benchmarks.theory.noise import POLICIES, Bend
 from benchmarks.theory.report import Spread
 from benchmarks.theory.stable_range import DRAWN, Edge
-from noloco_node.demo.loss_plot import COLOURS, DPI, INK, QUIET
+from noloco_node.charts import COLOURS, DPI, INK, QUIET
 
 BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
 BY_ALPHA = {0.0: SKY, 0.3: GREEN, 0.5: BLUE, 0.7: ORANGE, 0.9: RED}

@@ -39,8 +39,6 @@ GREEDY_AT_MOST = 200
 """Replicas of a stage up to which the whole greedy matching is computed (19 900 pairs)."""
 PICKY_SHARE = 0.5
 """Share of the time between two openings after which anybody will do."""
-ROUND_BOUND = 4
-"""Rounds beyond the roster's median that a replica lets itself be told."""
 _LOW_31 = 2**31 - 1
 """What a shift of 64 bits by 33 leaves; tensors are signed, and shift copies of the sign into the rest."""
 _SIGN = -(2**63)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gossip.rounds.matching import ROUND_BOUND, good_enough_at, heal
+from gossip.rounds.matching import good_enough_at, heal
+from gossip.rule.staleness import ROUND_BOUND
 
 
 class Cadence:

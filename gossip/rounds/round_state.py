@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from gossip.interface import Origin, OuterStep, Settings, Surroundings
 from gossip.prospects import SLACK_S, Prospects
-from gossip.rounds.matching import ROUND_BOUND, Standing, heal
+from gossip.rounds.matching import Standing, heal
 from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.partners import Others
 from gossip.rounds.round_schedule import Cadence
-from gossip.rule.staleness import Met, staleness
+from gossip.rule.staleness import ROUND_BOUND, Met, staleness
 
 POLL_S = 1.0
 """How often the last round looks whether anybody is left."""

@@ -72,3 +72,7 @@ def last_met_after(own: Met, other: Met, *, adopted: bool) -> int:
     """
     now = clock(own, other)
     return min(other.last_met, now) if adopted else max(own.last_met, now)
+
+
+ROUND_BOUND = 4
+"""Rounds beyond the roster's median that a replica lets itself be told."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from gossip.exchange.messages import Manifest
 from gossip.exchange.swap import NORM_RATIO
-from gossip.rounds.matching import ROUND_BOUND
+from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.chunks import present
 
 LEAST_SAVING = 0.1

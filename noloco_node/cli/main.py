@@ -92,7 +92,7 @@ def check(
     """
     from noloco_node.limits.budget import read_allowance
     from noloco_node.planning import bandwidth
-    from noloco_node.planning.plan import report
+    from noloco_node.planning.plan_text import report
 
     allowance = read_allowance(max_upload, max_download, monthly_cap, None)
     typer.echo(report(path, as_json=as_json))
@@ -214,8 +214,8 @@ def join(
     ] = 1.0,
 ) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
+    from noloco_node.cli.node_config import NodeConfig
     from noloco_node.limits.budget import read_allowance
-    from noloco_node.run.config import NodeConfig
 
     # Before torch is loaded: a refusal is to come at once.
     allowance = read_allowance(max_upload, max_download, monthly_cap, hours)

@@ -22,7 +22,8 @@ from torch import Tensor
 from noloco_node.data.blocks import open_blocks
 from noloco_node.demo.summary import Verdict
 from noloco_node.errors import COMPLAINT, Trouble
-from noloco_node.export.replica_fetch import Copy, gather, write_merged
+from noloco_node.export.exporter import write_merged
+from noloco_node.export.replica_fetch import Copy, gather
 from noloco_node.inference.evaluation import BATCH, open_model, unigram_entropy, validation_loss
 from noloco_node.inference.generation import generate_sample
 from noloco_node.planning.model_layout import Blueprint, blueprint, build_stage

@@ -6,7 +6,6 @@ anew at each `show`; elsewhere a line comes every few seconds, and each says all
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
@@ -18,33 +17,13 @@ from rich.text import Text
 
 from noloco_node.demo.braille_chart import Series, chart, smoothed
 from noloco_node.demo.peer_history import Point, Track, over_tokens
-from noloco_node.demo.summary import readable_seconds
-from noloco_node.swarm.roster import State
+from noloco_node.run.peer_state import State
+from noloco_node.terminal import Forecast
+from noloco_node.units import readable_seconds
 
 PLAIN_EVERY_S = 5.0
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 STATE_STYLES = {"joining": "yellow", "catching up": "yellow", "training": "green", "finished": "blue", "gone": "red"}
-
-
-class Forecast:
-    """How long the run still takes, from the progress of the last half minute."""
-
-    SPAN_S = 30.0
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque(maxlen=1000)
-
-    def left_s(self, progress: float, now: float) -> float | None:
-        """Note the progress as of `now` and return the seconds left; None until there is a rate."""
-        self._seen.append((now, progress))
-        while len(self._seen) > 2 and now - self._seen[0][0] > self.SPAN_S:
-            self._seen.popleft()
-        then, before = self._seen[0]
-        if progress >= 1:
-            return 0.0
-        if progress <= before or now <= then:
-            return None
-        return (1 - progress) * (now - then) / (progress - before)
 
 
 class View:

@@ -9,31 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
+from noloco_node.charts import COLOURS, DPI, INK, LABEL_POINTS, QUIET, SAME, Labelled, spread
 from noloco_node.demo.braille_chart import smoothed
 from noloco_node.demo.peer_history import Track, over_tokens
-from noloco_node.demo.summary import SAME, Verdict
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Colours that the colour-blind tell apart (Okabe and Ito)."""
-INK, QUIET = "#222222", "#8a8a8a"
-DPI = 150
-LABEL_POINTS = 13
-"""Height of one line of a label."""
-
-
-class Labelled(NamedTuple):
-    """Something to be named at the right edge of a panel, at this height."""
-
-    height: float
-    text: str
-    colour: str
+from noloco_node.demo.summary import Verdict
 
 
 def picture(heading: str, tracks: Sequence[Track], verdict: Verdict | None) -> bytes:
@@ -124,25 +109,6 @@ def _label(panel: Axes, labels: Sequence[Labelled]) -> None:
     line = LABEL_POINTS / (panel.bbox.height / DPI * 72)
     for label, height in zip(ordered, spread(wanted, line), strict=True):
         panel.text(1.02, height, label.text, transform=panel.transAxes, color=label.colour, fontsize=9, va="center")
-
-
-def spread(wanted: Sequence[float], distance: float) -> list[float]:
-    """Return rising heights at least `distance` apart, nearest to the rising `wanted` ones in the mean square.
-
-    Less the distance times their number, the heights need only not fall: pooling neighbours that do is optimal.
-    """
-    pools: list[list[float]] = []
-    for number, height in enumerate(wanted):
-        pools.append([height - number * distance])
-        while len(pools) > 1 and _middle(pools[-2]) >= _middle(pools[-1]):
-            last = pools.pop()
-            pools[-1] += last
-    level = [_middle(pool) for pool in pools for _ in pool]
-    return [height + number * distance for number, height in enumerate(level)]
-
-
-def _middle(pool: Sequence[float]) -> float:
-    return sum(pool) / len(pool)
 
 
 def _dress(panel: Axes, tokens: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from noloco_node.errors import Exit, Trouble
-from noloco_node.storage import atomic_file
+from noloco_node.storage.atomic_file import write_whole
 from noloco_node.storage.home import Home
 
 MARK = "demo.json"
@@ -53,19 +53,6 @@ def claim(wanted: Path, mark: bytes) -> Home:
         attempt="remove some of them, or give another directory with --home",
         code=Exit.USAGE,
     )
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file aside and rename it: nobody ever sees half of it. Raises `Trouble` where the disk will not."""
-    try:
-        atomic_file.write(path, content)
-    except OSError as error:
-        raise Trouble(
-            f"cannot write {path}",
-            why=error.strerror or str(error),
-            attempt="free some space, or give another directory with --home",
-            code=Exit.STORAGE,
-        ) from error
 
 
 def _names(path: Path) -> set[str]:

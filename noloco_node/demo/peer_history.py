@@ -27,7 +27,7 @@ from noloco_node.journal.events import (
     Traffic,
     Violation,
 )
-from noloco_node.swarm.roster import State
+from noloco_node.run.peer_state import State
 
 
 class Point(NamedTuple):

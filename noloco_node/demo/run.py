@@ -23,15 +23,17 @@ from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
 from noloco_node.demo.child_processes import Child, Children, leashed
 from noloco_node.demo.live_view import View
 from noloco_node.demo.options import DemoConfig, check, letters, mark
-from noloco_node.demo.output_dir import claim, write_whole
+from noloco_node.demo.output_dir import claim
 from noloco_node.demo.peer_history import Track
-from noloco_node.demo.summary import Summary, Verdict, lines, readable_bytes, readable_seconds, summarise
+from noloco_node.demo.summary import Summary, Verdict, lines, summarise
 from noloco_node.errors import Trouble
-from noloco_node.journal.events import Tail, read
+from noloco_node.journal.reader import Tail, read
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
+from noloco_node.storage.atomic_file import write_whole
 from noloco_node.storage.home import Home
+from noloco_node.units import readable_bytes, readable_seconds
 
 PEER_BYTES = 2**29
 """Memory of a peer and its daemon, about."""

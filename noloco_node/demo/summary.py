@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from noloco_node.charts import SAME
 from noloco_node.demo.peer_history import Track
-
-SAME = 1e-6
-"""A gap below this is rounding."""
+from noloco_node.units import readable_bytes
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,19 +250,3 @@ def _trouble_line(peer: PeerSummary) -> str:
     parts += [f"{count} {what} lost" for what, count in sorted(peer.lost.items())]
     parts += [f"{peer.violations} violations"] if peer.violations else []
     return f"  {peer.name:<6} {', '.join(parts)}" if parts else ""
-
-
-def readable_bytes(count: float) -> str:
-    """Return a count of bytes as a person reads it: 1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def readable_seconds(seconds: float) -> str:
-    """Return a duration as a person reads it: 75 -> '1:15', 3725 -> '1:02:05'."""
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

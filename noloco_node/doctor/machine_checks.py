@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from noloco_node.doctor.findings import Finding, bad, doubtful, good
 from noloco_node.errors import Trouble
-from noloco_node.limits.budget import size_words
 from noloco_node.machine.memory import free_bytes
+from noloco_node.units import size_words
 
 ENOUGH_FILES, FEW_FILES = 1024, 256
 CHECKPOINT_SETS = 5

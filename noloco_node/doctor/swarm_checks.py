@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from noloco_node.doctor.findings import Finding, bad, doubtful, good
 from noloco_node.libp2p.streams import dialback
-from noloco_node.limits.budget import rate_words
 from noloco_node.network.interface import Network
 from noloco_node.planning.bandwidth import NARROW_S, Freight
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.run_distribution import CLOCK_ERROR_S, SCHEMA, TOPIC, RunFile, RunRequest
+from noloco_node.units import rate_words
 
 ASK_S = 20.0
 CLOCK_DOUBT_S = 2.0

@@ -28,65 +28,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from noloco_node.errors import Exit, Trouble
-from noloco_node.state_sync.replica_mean import LeftOut, Standing, mean_of
-from noloco_node.storage.tensor_file import flush
+from noloco_node.export.provenance import NOTES, Notes
+from noloco_node.state_sync.replica_mean import mean_of
+from noloco_node.storage.atomic_file import flush
 from pipeline.partition import skeleton
-
-NOTES = "noloco.json"
-
-
-class FromSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage that nobody served any more: the weights of one replica, as another peer kept them.
-
-    `round` and `progress` are the snapshot's; `others_round` and `others_progress` those of the other stages, their
-    median, None where there is no other.
-    """
-
-    stage: int
-    kept_by: str
-    round: int
-    progress: float
-    others_round: int | None
-    others_progress: float | None
-
-
-class Notes(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a checkpoint comes from.
-
-    `rounds`: rounds finished, and `replicas`: replicas merged, of each stage. `untied`: embedding and vocabulary head
-    were one tensor in the original config, and are two here. `run_file`: the run file as its author wrote it.
-    `taken` and `left_out`: of each stage, which replicas are in the mean, and which are not and why. `snapshots`: the
-    stages that come from one; `taken` then names who kept it.
-    """
-
-    run_id: str
-    rounds: tuple[int, ...]
-    replicas: tuple[int, ...]
-    untied: bool
-    run_file: str
-    taken: tuple[tuple[Standing, ...], ...] = ()
-    left_out: tuple[tuple[LeftOut, ...], ...] = ()
-    snapshots: tuple[FromSnapshot, ...] = ()
 
 
 def quiet_unless_watched() -> None:
     """Keep the library's progress bars out of output that is not a terminal."""
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-
-
-def read_notes(directory: Path) -> Notes:
-    """Read the notes of a checkpoint; raise `Trouble` if they are not there."""
-    path = directory / NOTES
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Notes)
-    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise Trouble(
-            f"{directory} is no checkpoint of a swarm.",
-            why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
-            attempt="give a directory that `noloco-node export` or the demo wrote",
-            code=Exit.CONFIG,
-        ) from error
 
 
 def merge(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,14 +24,15 @@ from gossip.exchange.swap import Compute
 from gossip.transfer.download import Occupied, catch_up
 from noloco_node.errors import Exit, Trouble
 from noloco_node.network.interface import Network
-from noloco_node.node.replica_context import SLOWEST_BYTES_PER_S
+from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.planning.model_layout import Blueprint
+from noloco_node.run.peer_state import State
 from noloco_node.run.protocols import STATE
-from noloco_node.state_sync.download import copying_s
+from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.manifests import Subject
 from noloco_node.state_sync.replica_mean import Standing, norm_of
 from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import Recipe
 from noloco_node.terminal import say
 
@@ -164,16 +164,3 @@ def nobody(recipe: Recipe, roster: Roster, number: int) -> Trouble:
 
 def _in_a_thread() -> Compute:
     return asyncio.to_thread
-
-
-def write_merged(out: Path, recipe: Recipe, plan: Blueprint, stages: tuple[tuple[Copy, ...], ...]) -> str:
-    """Average replicas that are in memory, stage by stage, and write the checkpoint; return what was done."""
-    from noloco_node.export.exporter import write
-    from noloco_node.export.huggingface import merge
-    from noloco_node.export.replica_files import Merged
-
-    merged = [
-        Merged(merge([copy.weights for copy in copies]), tuple(copy.standing for copy in copies), ())
-        for copies in stages
-    ]
-    return write(out, recipe, plan, merged)

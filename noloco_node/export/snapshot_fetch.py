@@ -11,22 +11,19 @@ stages were long ago: so it is noted beside the model, and said, whence these we
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from random import Random
-from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
 from gossip.transfer.download import Occupied
 from noloco_node.errors import Exit, Trouble
 from noloco_node.export.replica_fetch import Copy, Look, fetch_of
-from noloco_node.node.joining.revival import AGAIN_S, asked_of, asks_again, donors, kept_word, reached
 from noloco_node.state_sync.manifests import SNAPSHOT, Subject, outlines, standings
+from noloco_node.state_sync.snapshot_choice import AGAIN_S, asked_of, asks_again, donors, kept_word, reached
 from noloco_node.terminal import say
 
 if TYPE_CHECKING:
-    from noloco_node.export.huggingface import FromSnapshot
     from noloco_node.network.interface import Network
-    from noloco_node.state_sync.replica_mean import Standing
     from noloco_node.swarm.roster import Roster
     from noloco_node.swarm.run_distribution import Recipe
 
@@ -90,47 +87,4 @@ def lost(recipe: Recipe, roster: Roster, number: int, vain: InVain) -> Trouble:
         attempt="add homes of peers that served it, or kept snapshots of it, with --from-home DIR; or try again when "
         "`noloco-node status` shows a replica of the stage. Finished stages are kept",
         code=Exit.UNREACHABLE,
-    )
-
-
-def noted(stages: Sequence[Sequence[Standing]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:
-    """Return what is noted of the stages that come from a snapshot; `stages`: what each was taken from.
-
-    They are compared with the others, and with each other where there are none.
-    """
-    from noloco_node.export.huggingface import FromSnapshot
-
-    notes = []
-    for number, keeper in sorted(kept_by.items()):
-        (snapshot,) = (each for each in stages[number] if each.peer == keeper)
-        beside = [place for place in range(len(stages)) if place != number]
-        others = [stages[place] for place in [each for each in beside if each not in kept_by] or beside]
-        rounds = [median_low(each.round for each in taken) for taken in others]
-        progress = [median_low(each.progress for each in taken) for taken in others]
-        note = FromSnapshot(
-            stage=number,
-            kept_by=keeper,
-            round=snapshot.round,
-            progress=snapshot.progress,
-            others_round=median_low(rounds) if rounds else None,
-            others_progress=median_low(progress) if progress else None,
-        )
-        notes.append(note)
-    return tuple(notes)
-
-
-def told_of(snapshot: FromSnapshot) -> str:
-    """Say that a stage comes from a snapshot, and how far behind the others it is."""
-    told = (
-        f"No replica of stage {snapshot.stage} gave its weights; in their place is a snapshot of its round "
-        f"{snapshot.round} that {snapshot.kept_by} keeps"
-    )
-    if snapshot.others_round is None or snapshot.others_progress is None:
-        return f"{told}."
-    lag = snapshot.others_round - snapshot.round
-    rounds = f"{abs(lag)} round{'s' if abs(lag) != 1 else ''}"
-    where = f"{rounds} behind" if lag > 0 else f"{rounds} ahead of" if lag < 0 else "in the same round as"
-    return (
-        f"{told}, {where} the other stages (round {snapshot.others_round}); its progress is {snapshot.progress:.1%},"
-        f" theirs {snapshot.others_progress:.1%}."
     )

@@ -23,7 +23,8 @@ from torch.nn import functional
 from noloco_node.data.blocks import open_blocks
 from noloco_node.errors import Exit, Trouble
 from noloco_node.export.exporter import merged_homes, of_homes, recipe_of
-from noloco_node.export.huggingface import NOTES, joined, quiet_unless_watched, read_notes
+from noloco_node.export.huggingface import joined, quiet_unless_watched
+from noloco_node.export.provenance import NOTES, read_notes
 from noloco_node.export.replica_files import Opened, newest
 from noloco_node.planning.model_layout import blueprint
 from noloco_node.run.config import DataConfig, RunConfig

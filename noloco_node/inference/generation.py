@@ -129,7 +129,7 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
 
     Raises `Trouble` at once where there is no such checkpoint, or no token to go on from.
     """
-    from noloco_node.data.blocks import open_encoder, open_tokenizer
+    from noloco_node.data.encoding import open_encoder, open_tokenizer
 
     data = reading_of(directory)
     encoder = open_encoder(data)

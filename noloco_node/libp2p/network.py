@@ -33,6 +33,7 @@ import msgspec
 
 from noloco_node.errors import Exit, Trouble
 from noloco_node.libp2p import relays
+from noloco_node.libp2p.daemon.arguments import Posture
 from noloco_node.libp2p.daemon.hivemind_parts import Parts, enter_shell
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.daemon.restart_backoff import MOST_DEATHS, pause_s
@@ -43,7 +44,7 @@ from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, c
 from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
 from noloco_node.libp2p.endpoint.identity import ensure_identity
 from noloco_node.libp2p.endpoint.known_peers import Acquaintances
-from noloco_node.libp2p.endpoint.settings import Posture, Settings
+from noloco_node.libp2p.endpoint.settings import Settings
 from noloco_node.libp2p.preflight import mission, scouted
 from noloco_node.libp2p.session import Ground, Session, daemon_trouble
 from noloco_node.libp2p.streams import dialback

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.daemon.arguments import Posture
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.hivemind_parts import Parts
 from noloco_node.libp2p.daemon.process import start_daemon
@@ -26,7 +27,7 @@ from noloco_node.libp2p.dht.relay_records import told
 from noloco_node.libp2p.endpoint.addresses import beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
 from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
-from noloco_node.libp2p.endpoint.settings import Posture, Reach, Settings
+from noloco_node.libp2p.endpoint.settings import Reach, Settings
 from noloco_node.libp2p.session import Ground, attached, connect, daemon_trouble, knocked, places
 from noloco_node.libp2p.streams.dialback import ASK_S, SCHEMA, TOPIC, Dialled, DialMe, Verdict, judge
 from noloco_node.libp2p.streams.dialer import Calls

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from noloco_node.errors import Trouble
+from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, Posture, relay_arguments
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.hivemind_parts import Parts
 from noloco_node.libp2p.daemon.process import start_daemon
@@ -42,7 +43,7 @@ from noloco_node.libp2p.endpoint.addresses import (
     with_ports_chosen,
 )
 from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.settings import RELAY_DATA_BYTES, RELAY_TIME_S, Posture, Settings, relay_arguments
+from noloco_node.libp2p.endpoint.settings import Settings
 from noloco_node.libp2p.session import attached, daemon_trouble, places
 
 logger = logging.getLogger(__name__)

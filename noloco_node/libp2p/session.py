@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 from multiaddr import Multiaddr
 
 from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.daemon.arguments import Posture, arguments
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.hivemind_parts import Parts
 from noloco_node.libp2p.daemon.process import Daemon, start_daemon
@@ -34,7 +35,7 @@ from noloco_node.libp2p.endpoint.addresses import (
 )
 from noloco_node.libp2p.endpoint.dial_errors import plain_cause, unreachable
 from noloco_node.libp2p.endpoint.known_peers import Acquaintances
-from noloco_node.libp2p.endpoint.settings import Patience, Posture, Reach, arguments
+from noloco_node.libp2p.endpoint.settings import Patience, Reach
 from noloco_node.libp2p.streams.dialer import Calls, Exchange
 
 logger = logging.getLogger(__name__)

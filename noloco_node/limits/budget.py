@@ -26,6 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from noloco_node.errors import Exit, Trouble
+from noloco_node.units import _POWERS, _amount
 
 LEAST_RATE = 16_000.0
 """128 kbit/s: with less, records, offers and beats would take most of the budget."""
@@ -38,7 +39,6 @@ SMALL_BYTES = 16 * 1024
 SPENT_AT = 0.99
 """Share of the monthly cap at which a node goes: leaving takes some bytes as well."""
 
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NUMBER = r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*"
 _BITS = re.compile(_NUMBER + r"(?P<prefix>[kmgt]?)(?:bits?(?:/s|ps)?|bps)\s*", re.IGNORECASE)
 _BYTES_A_SECOND = re.compile(_NUMBER + r"(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)B(?:/s|ps)\s*")
@@ -120,27 +120,6 @@ def read_hours(text: str) -> Hours:
             raise _unreadable("--hours", text, f"there is no {hour:02}:{minute:02} in a day", "22-08 or 22:30-06:00")
     begin_min, end_min = ((hour * 60 + minute) % (24 * 60) for hour, minute in (first, second))
     return Hours(begin_min=begin_min, end_min=end_min)
-
-
-def rate_words(bytes_per_s: float) -> str:
-    """Return a rate as a person writes it, in bits."""
-    return f"{_scaled(8 * bytes_per_s)}bit/s"
-
-
-def size_words(count: float) -> str:
-    """Return a size as a person writes it."""
-    return f"{_scaled(count)}B"
-
-
-def _scaled(number: float) -> str:
-    for power, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * power:
-            return f"{number / power:.3g} {prefix}" if number < 999 * power else f"{number / power:.0f} {prefix}"
-    return f"{number:.3g} "
-
-
-def _amount(found: re.Match[str]) -> float:
-    return float(found["number"]) * (1024.0 if found["binary"] else 1000.0) ** _POWERS[found["prefix"].lower()]
 
 
 def _unreadable(option: str, text: str, why: str, example: str) -> Trouble:

@@ -23,9 +23,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from noloco_node.limits.budget import SMALL_BYTES, Allowance, full_bucket, give_back, rate_words, size_words, take
+from noloco_node.limits.budget import SMALL_BYTES, Allowance, full_bucket, give_back, take
 from noloco_node.network.interface import Conversation, Handler, Network
 from noloco_node.network.wrapper import Around
+from noloco_node.units import rate_words, size_words
 
 if TYPE_CHECKING:
     from noloco_node.network.wire import Schema

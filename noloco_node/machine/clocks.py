@@ -13,6 +13,8 @@ import time
 from enum import StrEnum
 from typing import NamedTuple
 
+from noloco_node.units import spelt
+
 LEAST_S = 5.0
 """Of a sleep, or of a change of the clock: what is shorter matters to nobody."""
 STILL_S = 10.0
@@ -67,19 +69,6 @@ def sentence(happening: Happening) -> str:
     if happening.seconds > 0.0:
         return f"the clock went forward by {how_long} (it was set, or the machine slept): saying anew that we are here"
     return f"the clock was set back by {how_long}: saying anew that we are here"
-
-
-def spelt(seconds: float) -> str:
-    """Spell a time for people: 40 s, 12 min, 3 h 20 min, 2 days."""
-    if seconds < 100.0:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 100:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return f"{hours / 24:,.0f} days"
 
 
 def asleep_s() -> float:

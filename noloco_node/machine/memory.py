@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from noloco_node.planning.model_layout import Blueprint
-    from noloco_node.run.config import RunConfig
 
 ARENAS = 2
 M_ARENA_MAX = -8
@@ -25,21 +23,6 @@ M_ARENA_MAX = -8
 MEMINFO = Path("/proc/meminfo")
 CONTAINER = Path("/sys/fs/cgroup")
 """Where a container of this time (cgroup 2) finds its limit; an older one says nothing here."""
-
-
-def needs_bytes(run: RunConfig, drawn: Blueprint, device: torch.device) -> tuple[int, ...]:
-    """Return what each stage needs on a device, about."""
-    from noloco_node.planning.plan import memories
-
-    gpu = device.type == "cuda"
-    return tuple(memory.computing if gpu else memory.total for memory in memories(run, drawn))
-
-
-def in_flight_bytes(run: RunConfig, drawn: Blueprint) -> tuple[int, ...]:
-    """Return what of it the microbatches in flight keep at each stage, about: a newcomer measures it at its own."""
-    from noloco_node.planning.plan import memories
-
-    return tuple(memory.activations for memory in memories(run, drawn))
 
 
 def free_bytes(device: torch.device) -> int | None:

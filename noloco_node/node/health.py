@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 from noloco_node.journal import events
-from noloco_node.machine.clocks import Glance, Kind, between, sentence, spelt
+from noloco_node.machine.clocks import Glance, Kind, between, sentence
 from noloco_node.machine.interface import Voice
+from noloco_node.run.peer_state import State
 from noloco_node.swarm.membership import Presence
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S
-from noloco_node.swarm.roster import Derived, Roster, State
+from noloco_node.swarm.roster import Derived, Roster
+from noloco_node.units import spelt
 from pipeline.schedule import run_over
 
 TICK_S = 5.0

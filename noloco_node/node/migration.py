@@ -19,10 +19,12 @@ import msgspec
 
 from noloco_node import __version__
 from noloco_node.machine.interface import Dimensions
-from noloco_node.node.joining.stage_claim import Claimant, claims_of, servable
+from noloco_node.node.joining.newcomer import Claimant
+from noloco_node.node.joining.stage_claim import claims_of, servable
 from noloco_node.run.config import RunConfig
+from noloco_node.run.peer_state import State
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
-from noloco_node.swarm.roster import PeerRecord, State
+from noloco_node.swarm.roster import PeerRecord
 from pipeline.migration import Mind, Move, Myself, Pace, decide, may_move
 from pipeline.placement import fitting
 

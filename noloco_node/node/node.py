@@ -28,21 +28,24 @@ from noloco_node.machine.interface import Dimensions, Machine, Voice
 from noloco_node.network.timeouts import PatientNetwork
 from noloco_node.network.wire import Violation
 from noloco_node.node.health import Watch
-from noloco_node.node.joining.join import Newcomer, Start, join
+from noloco_node.node.joining.join import Start, join
+from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.migration import Moving, close_doors
 from noloco_node.node.replica import Replica
-from noloco_node.node.replica_context import SLOWEST_BYTES_PER_S, Post, World
+from noloco_node.node.replica_context import Post, World
 from noloco_node.node.reporting import Telling
 from noloco_node.node.training import Duty, Training
+from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
+from noloco_node.run.peer_state import State
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
-from noloco_node.state_sync.download import copying_s
+from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.snapshot_keeper import Keeper, Keeping
 from noloco_node.state_sync.snapshot_server import Lending
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.checkpoint_writer import Saving
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.roster import Roster, State
+from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
 from noloco_node.swarm.run_distribution import Recipe

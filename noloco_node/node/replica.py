@@ -26,10 +26,11 @@ from noloco_node.machine.interface import Runner, Stage
 from noloco_node.network.timeouts import ANSWERS, Bounds, Timing
 from noloco_node.network.wire import Violation
 from noloco_node.node.replica_context import Post, World, round_settings
+from noloco_node.run.peer_state import State
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, topic
 from noloco_node.state_sync.starting_state import Beginning
 from noloco_node.storage.checkpoint import Checkpoint, Counters
-from noloco_node.swarm.roster import Derived, PeerRecord, Roster, State, speed
+from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from pipeline.admission import Gate, Outcome
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.next_stage import Downstream, Limits, Ways

@@ -12,6 +12,7 @@ from gossip.interface import Patience, Settings
 from gossip.rule.delayed_momentum import Delay
 from gossip.rule.outer_step import Outer
 from noloco_node.journal import events
+from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.planning.message_sizes import sets
 from noloco_node.run.config import RunConfig
 from noloco_node.swarm.roster import Roster
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from noloco_node.network.interface import Network
     from noloco_node.network.wire import Schema
 
-SLOWEST_BYTES_PER_S = 2**20
-"""Of a line that is still good enough, if nobody says otherwise."""
 HEARING_S = 30.0
 """For what an asker has to say, and for an answer to a proposal: nobody waits for either. What an offer's answer may
 take follows from what it took before."""

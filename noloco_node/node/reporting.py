@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NoReturn
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
 from noloco_node.machine.interface import Voice
-from noloco_node.swarm.roster import PeerRecord, State
+from noloco_node.run.peer_state import State
+from noloco_node.swarm.roster import PeerRecord
 
 if TYPE_CHECKING:
     from noloco_node.network.interface import Network

@@ -14,11 +14,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import TypeAlias
 
 from noloco_node.errors import Exit, Trouble, causes, trouble_of
-from noloco_node.machine.clocks import spelt
 from noloco_node.machine.signals import Departure
 from noloco_node.network.interface import Network
 from noloco_node.node.shifts import Shifts
 from noloco_node.tasks import unless
+from noloco_node.units import spelt
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 _MOST_GROWTHS = 10

@@ -15,10 +15,11 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import NamedTuple
 
-from noloco_node.limits.budget import Allowance, Spent, in_hours, is_spent, next_month_s, size_words
+from noloco_node.limits.budget import Allowance, Spent, in_hours, is_spent, next_month_s
 from noloco_node.limits.rate_limit import MeteredNetwork
 from noloco_node.limits.traffic_ledger import Ledger
 from noloco_node.network.interface import Network
+from noloco_node.units import size_words
 
 LOOK_EVERY_S = 60.0
 COUNT_EVERY_S = 2.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from noloco_node.journal import events
 from noloco_node.node.microbatch_source import Source
-from noloco_node.swarm.roster import State
+from noloco_node.run.peer_state import State
 from noloco_node.tasks import unless
 from pipeline.schedule import run_over
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from noloco_node.limits.budget import Allowance, rate_words, size_words
+from noloco_node.limits.budget import Allowance
 from noloco_node.planning.message_sizes import round_bytes
 from noloco_node.run.config import RunConfig
+from noloco_node.units import rate_words, size_words
 
 if TYPE_CHECKING:
     from noloco_node.machine.interface import Dimensions
@@ -84,7 +85,7 @@ def carried(run: RunConfig, stages: Sequence[Freight], allowance: Allowance) -> 
 
 def _warnings(run: RunConfig, moved: Freight, allowance: Allowance) -> Iterator[str]:
     """Yield what is wrong with a budget at one stage."""
-    from noloco_node.node.replica_context import SLOWEST_BYTES_PER_S
+    pass
 
     each_s, travel_s = line_s(moved, allowance), run.pipeline.budget_s
     window = run.pipeline.microbatches_per_step * run.pipeline.windows_in_flight
@@ -125,3 +126,7 @@ def report(path: Path, allowance: Allowance) -> list[str]:
     run = load_run(path)
     plan = blueprint(run)
     return carried(run, [freight(run, plan, number) for number in range(run.pipeline.stages)], allowance)
+
+
+SLOWEST_BYTES_PER_S = 2**20
+"""Of a line that is still good enough, if nobody says otherwise."""

@@ -11,15 +11,14 @@ The efficiency, and what would raise it, is `outlook`'s.
 from __future__ import annotations
 
 from math import log, prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from noloco_node.planning.advice import BUSY, Remedy, in_words, predict, remedies
+from noloco_node.planning.advice import BUSY, Remedy, predict, remedies
 from noloco_node.planning.message_sizes import Shapes, gossip_memory, round_bytes
 from noloco_node.run.config import OuterConfig, RunConfig
-from noloco_node.run.runfile import content_hashes, load_run, run_digest
+from noloco_node.run.runfile import content_hashes, run_digest
 
 if TYPE_CHECKING:
     from noloco_node.planning.model_layout import Blueprint
@@ -110,7 +109,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan(run: RunConfig) -> Plan:
     """Work out what a run means; raise `Trouble` (Exit.CONFIG) where model, cut or tokenizer do not fit together."""
-    from noloco_node.data.blocks import check_vocabulary
+    from noloco_node.data.encoding import check_vocabulary
     from noloco_node.planning.model_layout import blueprint
 
     drawn = blueprint(run)
@@ -256,79 +255,3 @@ def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) 
             "never moves. Give a shorter one, or 1 for a momentum that moves in every round."
         )
     return found
-
-
-def describe(plan: Plan) -> list[str]:
-    """Say a plan in lines of plain text."""
-    lines = [
-        f"{plan.name}: {_count(plan.parameters)} parameters in {len(plan.stages)} stages, run id {plan.run_id[:16]}",
-        "",
-        *_stage_table(plan),
-        "",
-        "Memory of a peer, all numbers float32; activations are estimated, for whole windows in flight:",
-        *_memory_table(plan),
-        "",
-        f"Tokens: {_count(plan.tokens)} in all, {_count(plan.tokens_per_step)} an inner step of a replica; "
-        f"{plan.rounds} rounds a replica.",
-    ]
-    if len(plan.stages) > 1:
-        lines += [
-            f"A microbatch's hop: {_bytes(plan.hop_down_bytes)} down, {_bytes(plan.hop_up_bytes)} back.",
-            *in_words(plan.efficiency, plan.remedies, plan.replicas),
-        ]
-    return lines + [f"Warning: {warning}" for warning in plan.warnings]
-
-
-def _stage_table(plan: Plan) -> list[str]:
-    rows = [
-        [
-            str(number),
-            f"{stage.layers[0]} to {stage.layers[1] - 1}",
-            _count(stage.parameters),
-            f"{stage.work:.1%}",
-            _bytes(stage.memory.total),
-            _bytes(stage.memory.computing),
-            _bytes(stage.round_bytes),
-        ]
-        for number, stage in enumerate(plan.stages)
-    ]
-    return _table(
-        ["stage", "layers", "parameters", "work", "memory a peer", "of it on a GPU", "a round, each way"], rows
-    )
-
-
-def _memory_table(plan: Plan) -> list[str]:
-    # A column of nothing but zeros is not worth its place.
-    names = [name for name in Memory.__struct_fields__ if any(getattr(stage.memory, name) for stage in plan.stages)]
-    rows = [
-        [str(number), *(_bytes(getattr(stage.memory, name)) for name in names)]
-        for number, stage in enumerate(plan.stages)
-    ]
-    return _table(["stage", *(name.replace("_", " ") for name in names)], rows)
-
-
-def report(path: Path, *, as_json: bool = False) -> str:
-    """Return what the run file at `path` means, as text or as one JSON object; raise `Trouble` where it is wrong."""
-    found = plan(load_run(path))
-    return msgspec.json.encode(found).decode() if as_json else "\n".join(describe(found))
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
-    ]
-
-
-def _count(number: int) -> str:
-    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return f"{number:,}"
-
-
-def _bytes(number: int) -> str:
-    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
-    return f"{number} B"

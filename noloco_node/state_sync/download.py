@@ -10,7 +10,6 @@ records, its norm with what up to `VOICES` other replicas say (a small question:
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +26,7 @@ from noloco_node.machine.interface import Runner, Voice
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.units import MIB, _size, duration
 
 if TYPE_CHECKING:
     from noloco_node.machine.interface import Stage
@@ -39,9 +39,6 @@ SAY_EVERY_S = 5.0
 VOICES = 2
 VOICE_S = 10.0
 """For another replica to say its norm."""
-LONGEST_S = 1e8
-"""Three years: nobody waits so long."""
-MIB = 2**20
 
 
 class Line(NamedTuple):
@@ -50,11 +47,6 @@ class Line(NamedTuple):
     network: Network
     device: Runner
     deadline_s: float
-
-
-def copying_s(weight_bytes: int, slowest_bytes_per_s: float) -> float:
-    """Return how long a whole state may take over the slowest line: five sections, each as large as the weights."""
-    return 60.0 + len(Section) * weight_bytes / slowest_bytes_per_s
 
 
 def pause_s(attempts: int) -> float:
@@ -251,19 +243,3 @@ def waiting_line(stage: int, since_unix_s: float, now_unix_s: float, again_s: fl
         f" ({duration(now_unix_s - since_unix_s)}); asking again in {duration(again_s)}. If this lasts: can their"
         " addresses (noloco-node status) be reached from here? Or serve another stage with --stage, or Ctrl-C"
     )
-
-
-def duration(seconds: float) -> str:
-    """Return a time span as a person says it."""
-    if seconds >= LONGEST_S:
-        return "very long"
-    whole = math.ceil(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / MIB:,.0f} MiB" if size_bytes >= 10 * MIB else f"{size_bytes / 1024:,.0f} KiB"

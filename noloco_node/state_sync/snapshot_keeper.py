@@ -16,47 +16,40 @@ one all the time would keep it dead.
 from __future__ import annotations
 
 import asyncio
-import errno
-import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from random import Random
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from gossip.exchange.messages import Busy, Manifest, Parts, ReplicaState
+from gossip.exchange.messages import Manifest, Parts, ReplicaState
 from gossip.exchange.swap import norm
 from gossip.transfer.chunks import cut
 from gossip.transfer.donor import Donor, Terms
 from gossip.transfer.donor_switch import OUTLYING_ROUNDS
 from gossip.transfer.download import catch_up, piece_s
 from noloco_node.machine.interface import Runner, SnapshotStore, Voice
+from noloco_node.run.peer_state import State
 from noloco_node.run.protocols import STATE, topic
 from noloco_node.state_sync.manifests import SNAPSHOT, Subject, outlines, standings
 from noloco_node.state_sync.replica_mean import Standing, sift
-from noloco_node.storage.checkpoint import Checkpoint, Counters, load_latest, save
-from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.state_sync.snapshot_server import state_of, turn_away
+from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.swarm.roster import PeerRecord, Roster
 
 if TYPE_CHECKING:
     from noloco_node.network.interface import Conversation, Network
 
-KEPT = 2
-"""Snapshots of a stage on the disk."""
 LOOK_S = 10.0
 """Between two looks at how far the stages are."""
 FAILURE_S = 120.0
 """Before a stage is tried again whose snapshot failed."""
 VOICES = 3
 """Replicas that are asked for round and norm before one of them is chosen."""
-VOICE_S = 10.0
-RETRY_S = 5.0
 NORM_CHANGE = 1.5
 """By which a norm may differ from what the same replica said a moment ago."""
-ROOM = 4
-"""Times its own size that a snapshot must find free: the checkpoints of this node come first."""
 
 
 def next_stage(rounds: Sequence[Sequence[int]], kept: Mapping[int, int], every: int) -> int | None:
@@ -68,34 +61,6 @@ def next_stage(rounds: Sequence[Sequence[int]], kept: Mapping[int, int], every: 
     behind = {number: median_low(found) - kept.get(number, -every) for number, found in enumerate(rounds) if found}
     due = [number for number, lag in behind.items() if lag >= every]
     return max(due, key=lambda number: (behind[number], -number), default=None)
-
-
-class DirectoryStore:
-    """Snapshots in a directory, one below it for each stage; implements `machine.SnapshotStore`."""
-
-    def __init__(self, directory: Path, run_id: str) -> None:
-        self._directory, self._run_id = directory, run_id
-
-    async def keep(self, checkpoint: Checkpoint) -> None:
-        """Write a snapshot and drop all but the last few; raise `OSError` where the disk has not room to spare."""
-        await asyncio.to_thread(self._keep, checkpoint)
-
-    def _keep(self, checkpoint: Checkpoint) -> None:
-        directory = self._directory / str(checkpoint.counters.stage)
-        directory.mkdir(parents=True, exist_ok=True)
-        needed = ROOM * sum(tensor.nbytes for tensors in checkpoint.tensors.values() for tensor in tensors)
-        free = shutil.disk_usage(directory).free
-        if free < needed:
-            raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free, {needed / 2**20:.0f} MiB should be")
-        save(directory, checkpoint, KEPT)
-
-    async def newest(self, stage: int) -> Checkpoint | None:
-        """Return the slow weights of the last whole snapshot of a stage, or None."""
-        # A checkpoint of ours may lie there from a stage that we served, with momenta that nobody asks a snapshot for.
-        return await asyncio.to_thread(load_latest, self._directory / str(stage), self._run_id, wanted=("slow",))
-
-    def __repr__(self) -> str:
-        return f"DirectoryStore({self._directory})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,35 +239,10 @@ def snapshot_of(state: ReplicaState, peer: str, stage: int, run_id: str) -> Chec
     return Checkpoint(counters, {"slow": state.slow})
 
 
-def state_of(kept: Checkpoint) -> ReplicaState:
-    """Return what is kept as a replica would give it."""
-    counters = kept.counters
-    return ReplicaState(
-        slow=kept.tensors["slow"],
-        momentum=(),
-        optimiser=(),
-        round=counters.round,
-        inner_steps=counters.inner_steps,
-        progress=counters.progress,
-        optimiser_steps=0,
-        last_met=counters.last_met or 0,
-    )
-
-
 def possible(found: Sequence[Standing], every: int) -> list[Standing]:
     """Return the replicas that are not far ahead of the others: a snapshot of such a round would never be replaced."""
     furthest = median_low([each.round for each in found]) + max(every, OUTLYING_ROUNDS) if found else 0
     return [each for each in found if each.round <= furthest]
-
-
-async def turn_away(conversation: Conversation) -> None:
-    """Tell whoever asks to come back later; raise ConnectionAbortedError where it asks nothing."""
-    try:
-        async with asyncio.timeout(VOICE_S):
-            await conversation.receive()
-            await conversation.send(Busy(retry_after_s=RETRY_S))
-    except TimeoutError as silence:
-        raise ConnectionAbortedError("no request came") from silence
 
 
 def _at_work(records: Sequence[PeerRecord]) -> list[PeerRecord]:

@@ -8,20 +8,22 @@ and of all stages together one is given at a time, which bounds the memory that 
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from gossip.exchange.messages import Parts, ReplicaState
+from gossip.exchange.messages import Busy, Parts, ReplicaState
 from gossip.exchange.swap import norm
 from gossip.transfer.chunks import cut
 from gossip.transfer.donor import Donor, Terms
 from gossip.transfer.download import piece_s
+from noloco_node.network.interface import Conversation, Network
 from noloco_node.run.protocols import topic
 from noloco_node.state_sync.manifests import SNAPSHOT, Subject
-from noloco_node.state_sync.snapshot_keeper import state_of, turn_away
+from noloco_node.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from noloco_node.machine.interface import Machine
@@ -104,3 +106,32 @@ class Lending:
             # What it says of itself is asked by many, and must cost neither the disk nor memory for the weights.
             self._said[number] = replace(whole, slow=())
         return self._said[number] if parts is Parts.OUTLINE else whole
+
+
+VOICE_S = 10.0
+RETRY_S = 5.0
+
+
+def state_of(kept: Checkpoint) -> ReplicaState:
+    """Return what is kept as a replica would give it."""
+    counters = kept.counters
+    return ReplicaState(
+        slow=kept.tensors["slow"],
+        momentum=(),
+        optimiser=(),
+        round=counters.round,
+        inner_steps=counters.inner_steps,
+        progress=counters.progress,
+        optimiser_steps=0,
+        last_met=counters.last_met or 0,
+    )
+
+
+async def turn_away(conversation: Conversation) -> None:
+    """Tell whoever asks to come back later; raise ConnectionAbortedError where it asks nothing."""
+    try:
+        async with asyncio.timeout(VOICE_S):
+            await conversation.receive()
+            await conversation.send(Busy(retry_after_s=RETRY_S))
+    except TimeoutError as silence:
+        raise ConnectionAbortedError("no request came") from silence

@@ -14,8 +14,8 @@ import torch
 
 from gossip.exchange.messages import ReplicaState
 from gossip.interface import Origin
-from gossip.rounds.matching import ROUND_BOUND
 from gossip.rule.outer_step import OuterState
+from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor_switch import round_to_start_in
 from noloco_node.machine.interface import Stage
 from noloco_node.storage.checkpoint import Checkpoint

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from noloco_node.storage.tensor_file import flush
+from noloco_node.errors import Exit, Trouble
+from noloco_node.storage import atomic_file
 
 
 def write(path: Path, content: bytes) -> None:
@@ -18,3 +19,41 @@ def write(path: Path, content: bytes) -> None:
         flush(path.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+SPARE_BYTES = 16 * 2**20
+"""What a file may leave free of a disk: other files on it grow too."""
+
+
+def lacking(needed_bytes: int, free_bytes: int) -> str:
+    """Say that a disk has too little room."""
+    spare, needed, free = (f"{size / 2**20:.0f} MiB" for size in (SPARE_BYTES, needed_bytes + SPARE_BYTES, free_bytes))
+    return f"{needed} are needed ({spare} of them to spare), {free} are free"
+
+
+def sweep(directory: Path) -> None:
+    """Remove what a process that was killed while it wrote has left in a directory that is ours alone."""
+    for left in directory.glob(".*.aside"):
+        left.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Have the disk hold what was written to a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file aside and rename it: nobody ever sees half of it. Raises `Trouble` where the disk will not."""
+    try:
+        atomic_file.write(path, content)
+    except OSError as error:
+        raise Trouble(
+            f"cannot write {path}",
+            why=error.strerror or str(error),
+            attempt="free some space, or give another directory with --home",
+            code=Exit.STORAGE,
+        ) from error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from noloco_node.storage import tensor_file
+from noloco_node.storage import atomic_file, tensor_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = KEPT) -> Path:
 def store(directory: Path, counters: Counters, arrays: list[tensor_file.Array], keep: int) -> Path:
     """Do what `save` does, the tensors being bytes already: for whoever has no torch."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensor_file.sweep(directory)
+    atomic_file.sweep(directory)
     earlier = files(directory)
     path = directory / f"{_serial(earlier[-1]) + 1 if earlier else 1:08d}-{counters.inner_steps:010d}.safetensors"
     try:

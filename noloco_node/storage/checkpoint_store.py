@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from noloco_node.storage import tensor_file
+from noloco_node.storage import atomic_file, tensor_file
 from noloco_node.storage.checkpoint import Checkpoint, Counters, counters_of, files, load
 
 KEPT = 2
@@ -84,7 +84,7 @@ class OwnCheckpoints:
                 there = files(directory)
                 serial = int(there[-1].name.split("-")[0]) + 1 if there else 1
                 os.replace(path, directory / f"{serial:08d}-{path.name.split('-')[-1]}")
-                tensor_file.flush(directory)
+                atomic_file.flush(directory)
                 for old in there[: 1 - KEPT]:
                     old.unlink(missing_ok=True)
         except (OSError, ValueError) as error:

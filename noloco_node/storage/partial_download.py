@@ -28,7 +28,7 @@ from gossip.exchange.messages import Manifest, Section
 from gossip.transfer.assembly import Key
 from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, present, raw
 from noloco_node.errors import refusal
-from noloco_node.storage.tensor_file import SPARE_BYTES, lacking
+from noloco_node.storage.atomic_file import SPARE_BYTES, lacking
 
 _PREFIX = struct.Struct(">I")
 _HEADER_BYTES = 2**26

@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from noloco_node.storage.atomic_file import SPARE_BYTES, flush, lacking
+
 CHUNK_BYTES = 4 * 2**20
 LARGEST_HEADER_BYTES = 100 * 2**20
 """What the safetensors format allows."""
-SPARE_BYTES = 16 * 2**20
-"""What a file may leave free of a disk: other files on it grow too."""
 _ABOUT, _SUM = "about", "sha256"
 _BLANK = "0" * 64
 _LENGTH = struct.Struct("<Q")
@@ -59,18 +59,6 @@ def write(path: Path, arrays: Sequence[Array], about: str) -> None:
         aside.unlink(missing_ok=True)
 
 
-def lacking(needed_bytes: int, free_bytes: int) -> str:
-    """Say that a disk has too little room."""
-    spare, needed, free = (f"{size / 2**20:.0f} MiB" for size in (SPARE_BYTES, needed_bytes + SPARE_BYTES, free_bytes))
-    return f"{needed} are needed ({spare} of them to spare), {free} are free"
-
-
-def sweep(directory: Path) -> None:
-    """Remove what a process that was killed while it wrote has left in a directory that is ours alone."""
-    for left in directory.glob(".*.aside"):
-        left.unlink(missing_ok=True)
-
-
 def about(path: Path) -> str | None:
     """Return the metadata that `write` was given; None where the file has none. Reads the header alone.
 
@@ -97,15 +85,6 @@ def check(path: Path) -> None:
             total.update(chunk)
     if total.hexdigest() != promised:
         raise ValueError(f"the checksum of {path.name} is wrong: the disk has lost or changed some of it")
-
-
-def flush(path: Path) -> None:
-    """Have the disk hold what was written to a file or a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _header(arrays: Iterable[Array], told: str) -> bytes:

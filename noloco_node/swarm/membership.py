@@ -42,6 +42,7 @@ from typing import NoReturn
 import msgspec
 
 from noloco_node.network.interface import Network
+from noloco_node.run.peer_state import State
 from noloco_node.swarm.peer_records import (
     CLOCK_ERROR_S,
     MOST_RECORDS,
@@ -59,7 +60,7 @@ from noloco_node.swarm.peer_records import (
     skew_s,
     youngest_at,
 )
-from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.roster import PeerRecord, Roster
 
 ISOLATED_S = 300.0
 """For which a roster is kept of which nobody but ourselves is heard any more."""

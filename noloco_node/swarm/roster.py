@@ -6,10 +6,11 @@ of all stages into a `Roster`. Peers disagree for a while about who is there; ev
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Generic, TypeVar
 
 import msgspec
+
+from noloco_node.run.peer_state import State
 
 T = TypeVar("T")
 
@@ -21,16 +22,6 @@ def speed(device_s: float) -> float:
     inner-step rate too, up to a factor that all replicas of its stage have in common.
     """
     return 1.0 / device_s if device_s > 0.0 else 0.0
-
-
-class State(StrEnum):
-    """What a peer is doing, in one word."""
-
-    JOINING = "joining"
-    CATCHING_UP = "catching up"
-    TRAINING = "training"
-    FINISHED = "finished"
-    LEAVING = "leaving"
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.cli.join import _Text
+from noloco_node.cli.node_config import NodeConfig
 from noloco_node.data.background_open import Opening
 from noloco_node.data.shuffled_blocks import MixedBlocks
-from noloco_node.run.config import NodeConfig
+from noloco_node.data.text_source import TextSource
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run
@@ -127,8 +127,8 @@ def test_a_text_that_was_read_ahead_is_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(2000)))
     config = NodeConfig(home=str(tmp_path), data=str(tmp_path / "text.txt"))
 
-    def opened() -> _Text:
-        return _Text(decode_run(TEXT, "the test's run file"), config, "peer", 384)
+    def opened() -> TextSource:
+        return TextSource(decode_run(TEXT, "the test's run file"), config, "peer", 384)
 
     async def main() -> None:
         plain, ahead, again = opened(), opened(), opened()
@@ -173,7 +173,7 @@ def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(
 ) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(2000)))
     config = NodeConfig(home=str(tmp_path), data=str(tmp_path / "text.txt"))
-    text = _Text(decode_run(TEXT, "the test's run file"), config, "peer", 384)
+    text = TextSource(decode_run(TEXT, "the test's run file"), config, "peer", 384)
     threads: set[int] = set()
     inside: list[int] = []
     most = 0

@@ -23,16 +23,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from noloco_node.data import dataset_documents
-from noloco_node.data.blocks import (
-    Blocks,
-    check_source,
-    check_vocabulary,
-    encode_bytes,
-    open_blocks,
-    open_encoder,
-    vocab_size,
-)
+from noloco_node.data.blocks import Blocks, check_source, open_blocks
 from noloco_node.data.dataset_documents import RowDocuments, load_rows
+from noloco_node.data.encoding import check_vocabulary, encode_bytes, open_encoder, vocab_size
 from noloco_node.data.file_documents import (
     FileDocuments,
     Order,

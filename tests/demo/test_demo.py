@@ -23,17 +23,18 @@ from limits import LAST_RESORT_S
 from rich.console import Console
 from typer.testing import CliRunner
 
+from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.braille_chart import Series, chart, smoothed
 from noloco_node.demo.calibrate import EFFICIENCY, Calibration, affordable_steps
 from noloco_node.demo.child_processes import Children, Patience, bound_sockets, leashed
-from noloco_node.demo.live_view import Forecast, View
-from noloco_node.demo.loss_plot import picture, spread
+from noloco_node.demo.live_view import View
+from noloco_node.demo.loss_plot import picture
 from noloco_node.demo.options import SLOWDOWN, DemoConfig, mark
-from noloco_node.demo.output_dir import claim, write_whole
+from noloco_node.demo.output_dir import claim
 from noloco_node.demo.peer_history import Curve, Point, Track, over_tokens
 from noloco_node.demo.run import demonstrate
-from noloco_node.demo.summary import Verdict, busy, lines, readable_bytes, readable_seconds, summarise
+from noloco_node.demo.summary import Verdict, busy, lines, summarise
 from noloco_node.errors import Exit, Trouble
 from noloco_node.journal.events import (
     Deferred,
@@ -49,9 +50,12 @@ from noloco_node.journal.events import (
     Traffic,
     Violation,
 )
+from noloco_node.run.peer_state import State
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
-from noloco_node.swarm.roster import State
+from noloco_node.storage.atomic_file import write_whole
+from noloco_node.terminal import Forecast
+from noloco_node.units import readable_bytes, readable_seconds
 
 VERDICT = Verdict(
     merged=2.0,

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from dead_stage import seen
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
@@ -32,14 +33,16 @@ from noloco_node.cli.continue_run import continuing_text
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, Trouble
 from noloco_node.export import exporter, replica_fetch
-from noloco_node.export.exporter import Order, export, from_swarm, merged_homes, parts_beside, recipe_of
-from noloco_node.export.huggingface import read_notes
+from noloco_node.export.exporter import Order, export, from_swarm, merged_homes, recipe_of
+from noloco_node.export.parts import is_kept, parts_beside
+from noloco_node.export.provenance import read_notes
 from noloco_node.export.replica_files import in_home, newest
 from noloco_node.inference.evaluation import Question, evaluate
 from noloco_node.inference.generation import generate_sample
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.model_layout import Blueprint, blueprint, build_stage
+from noloco_node.run.peer_state import State
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.run.runfile import decode_run
@@ -48,7 +51,7 @@ from noloco_node.sim.network.hub import Hub
 from noloco_node.sim.network.link_model import Access
 from noloco_node.state_sync.replica_mean import FACTOR, Standing, sift
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
-from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import Recipe
 
 TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
@@ -255,9 +258,9 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
         # And so is one that its stage has left far behind.
         behind = what.run.outer.staleness_at_most
         far = [max(each.round for each in stages[0].taken) + behind + 1]
-        assert not exporter.is_kept(found[0], far, behind)
-        assert exporter.is_kept(found[0], [round - 1 for round in far], behind)
-        assert exporter.is_kept(found[0], [], behind)
+        assert not is_kept(found[0], far, behind)
+        assert is_kept(found[0], [round - 1 for round in far], behind)
+        assert is_kept(found[0], [], behind)
         for peer in peers:
             peer.leave.set()
         await asyncio.gather(*[peer.task for peer in peers])
@@ -268,15 +271,6 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
 async def _at_once(job: Any, *args: Any) -> Any:
     """Stand in for a thread, where time is virtual."""
     return job(*args)
-
-
-def seen(roster: Roster) -> replica_fetch.Look:
-    """See the same roster however often one looks."""
-
-    async def look() -> Roster:
-        return roster
-
-    return look
 
 
 class Replicas:

@@ -14,37 +14,37 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from export.test_end_to_end import seen
+from dead_stage import Memory, forgotten, killed, over, seen
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 from state_copies import of_parts, same_tensors
-from state_sync.test_snapshots import Memory, forgotten, killed, over
 from torch import Tensor
 from toy_gossip import at_once
 
 from gossip.exchange.messages import Busy, Parts, ReplicaState
-from gossip.rounds.matching import ROUND_BOUND
+from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor import Donor, Terms
 from gossip.transfer.download import Occupied
 from noloco_node.errors import Exit, Trouble
-from noloco_node.export import exporter, replica_fetch, snapshot_fetch
-from noloco_node.export.exporter import Found, Order, export, from_swarm, is_kept, parts_beside, path_of
-from noloco_node.export.huggingface import read_notes
+from noloco_node.export import parts, replica_fetch, snapshot_fetch
+from noloco_node.export.exporter import Order, export, from_swarm
+from noloco_node.export.parts import Found, is_kept, parts_beside, path_of
+from noloco_node.export.provenance import noted, read_notes, told_of
 from noloco_node.export.replica_fetch import Copy
 from noloco_node.export.replica_files import Filed, Merged
-from noloco_node.export.snapshot_fetch import noted, told_of
 from noloco_node.network.interface import Conversation, Network
-from noloco_node.node.joining.revival import AGAIN_S, ATTEMPTS
 from noloco_node.planning.model_layout import blueprint
+from noloco_node.run.peer_state import State
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import Hub
 from noloco_node.state_sync.manifests import SNAPSHOT, Subject
 from noloco_node.state_sync.replica_mean import Standing
+from noloco_node.state_sync.snapshot_choice import AGAIN_S, ATTEMPTS
 from noloco_node.storage import tensor_file
 from noloco_node.storage.checkpoint import Checkpoint, arrays_of, load
-from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import Recipe
 
 RUN = recipe(replicas=2)
@@ -409,7 +409,7 @@ def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
         await swarm.keeper("a", 1, round)
         weights = dict(zip(PLAN.shapes[1], drawn(1, seed=9), strict=True))
         copy = Copy("of a home", 10, 30, 0.25, weights)
-        filed = exporter._file(tmp_path / "home.safetensors", RUN.digest, 1, copy)
+        filed = parts._file(tmp_path / "home.safetensors", RUN.digest, 1, copy)
         found = (await swarm.exported(filed))[1]
         assert peers_of(found) == taken
         assert [each.peer for each in found.stage.left_out] == left_out

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from noloco_node.errors import Exit, Trouble
-from noloco_node.export.huggingface import Notes, merge, read_notes, write_checkpoint
+from noloco_node.export.huggingface import merge, write_checkpoint
+from noloco_node.export.provenance import Notes, read_notes
 from noloco_node.inference.evaluation import Loss, evaluate_directory, open_model, unigram_entropy, validation_loss
 from noloco_node.inference.generation import generate_sample
 from noloco_node.run.presets import demo_run_text

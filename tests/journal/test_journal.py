@@ -13,20 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, Trouble
-from noloco_node.journal import events as journals
-from noloco_node.journal.events import (
-    Deferred,
-    Event,
-    Hops,
-    InnerStep,
-    Journal,
-    OuterStep,
-    StateChanged,
-    Tail,
-    read,
-    rotated,
-)
-from noloco_node.swarm.roster import State
+from noloco_node.journal.events import Deferred, Event, Hops, InnerStep, OuterStep, StateChanged
+from noloco_node.journal.reader import Tail, read
+from noloco_node.journal.writer import Journal, rotated
+from noloco_node.run.peer_state import State
 
 
 def step(number: int, loss: float | None = 2.5) -> InnerStep:
@@ -132,7 +122,7 @@ def test_a_full_disk_is_counted_and_no_crash(tmp_path: Path, monkeypatch: pytest
         return taken
 
     with Journal(path) as journal:
-        monkeypatch.setattr(journals.os, "write", write)
+        monkeypatch.setattr(os, "write", write)
         journal.write(step(1))
         journal.write(step(2))  # torn in the middle
         journal.write(step(3))  # refused
@@ -151,7 +141,7 @@ def test_rotation_that_fails_drops_events_and_grows_nothing(tmp_path: Path, monk
 
     with Journal(path, max_bytes=500) as journal:
         with monkeypatch.context() as patch:
-            patch.setattr(journals.os, "replace", refuse)
+            patch.setattr(os, "replace", refuse)
             for number in range(50):
                 journal.write(step(number))
         assert path.stat().st_size <= 500

@@ -29,12 +29,13 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
 from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.daemon.restart_backoff import WITHIN_S, pause_s
 from noloco_node.libp2p.daemon.socket_dir import private_directory, remove_stale
 from noloco_node.libp2p.dht.records import RecordLimits, overlook_orphans
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
-from noloco_node.libp2p.endpoint.settings import RELAY_DATA_BYTES, RELAY_TIME_S, Capacity, Patience, Reach, Settings
+from noloco_node.libp2p.endpoint.settings import Capacity, Patience, Reach, Settings
 from noloco_node.libp2p.network import Libp2p
 from noloco_node.libp2p.streams import dialback
 from noloco_node.libp2p.streams.dialback import Dialled, DialMe

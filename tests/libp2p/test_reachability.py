@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.errors import Exit, Trouble
+from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, Posture, arguments, relay_arguments
 from noloco_node.libp2p.daemon.relay_grant import Grant, grant_of
 from noloco_node.libp2p.dht.relay_records import listed, record_of, told
 from noloco_node.libp2p.endpoint.addresses import (
@@ -24,15 +25,7 @@ from noloco_node.libp2p.endpoint.addresses import (
     with_ports_chosen,
 )
 from noloco_node.libp2p.endpoint.known_peers import Acquaintances
-from noloco_node.libp2p.endpoint.settings import (
-    RELAY_DATA_BYTES,
-    RELAY_TIME_S,
-    Posture,
-    Reach,
-    Settings,
-    arguments,
-    relay_arguments,
-)
+from noloco_node.libp2p.endpoint.settings import Reach, Settings
 from noloco_node.libp2p.preflight import Mission, decide, mission
 from noloco_node.libp2p.relays import postures
 from noloco_node.libp2p.session import knocked

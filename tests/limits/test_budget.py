@@ -22,6 +22,7 @@ from memory_swarms import Peer, recipe
 from msgspec import structs
 from torch import Tensor
 
+from noloco_node import units
 from noloco_node.cli.status import picture
 from noloco_node.errors import Exit, Trouble
 from noloco_node.journal import events
@@ -35,10 +36,11 @@ from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
 from noloco_node.node.shifts import Shifts
 from noloco_node.planning.bandwidth import Freight, carried, freight, line_s, slowest_bytes_per_s
+from noloco_node.run.peer_state import State
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import Hub
 from noloco_node.sim.network.link_model import Access
-from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.roster import PeerRecord, Roster
 
 RATE = 1e6
 
@@ -119,12 +121,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 @given(st.floats(1.0, 1e15))
 def test_a_size_in_words_is_read_again_as_about_itself(count: float) -> None:
-    assert read_size(budget.size_words(count), "--monthly-cap") == pytest.approx(count, rel=0.006, abs=1)
+    assert read_size(units.size_words(count), "--monthly-cap") == pytest.approx(count, rel=0.006, abs=1)
 
 
 @given(st.floats(budget.LEAST_RATE * 1.01, 1e12))
 def test_a_rate_in_words_is_read_again_as_about_itself(rate: float) -> None:
-    assert read_rate(budget.rate_words(rate), "--max-upload") == pytest.approx(rate, rel=0.006)
+    assert read_rate(units.rate_words(rate), "--max-upload") == pytest.approx(rate, rel=0.006)
 
 
 @pytest.mark.parametrize("text", ["22", "25-08", "22:60-08", "22-24:01", "a-b", "22-08-09"])

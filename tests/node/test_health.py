@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
 from noloco_node.journal import events
-from noloco_node.machine.clocks import LEAST_S, STILL_S, Glance, Kind, asleep_s, between, sentence, spelt
+from noloco_node.machine.clocks import LEAST_S, STILL_S, Glance, Kind, asleep_s, between, sentence
 from noloco_node.machine.interface import Voice
 from noloco_node.node.health import REMIND_S, Condition, Said, Watch, due
+from noloco_node.run.peer_state import State
 from noloco_node.sim.clock import VirtualLoop, run
 from noloco_node.sim.network.hub import Hub, MemoryNetwork
 from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.roster import PeerRecord, State
+from noloco_node.swarm.roster import PeerRecord
+from noloco_node.units import spelt
 
 SECONDS = st.floats(0.0, 1e6).map(lambda seconds: 0.0 if seconds < 1.0 else seconds)
 

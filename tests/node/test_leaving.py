@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 from overheard import Cast, Heard, nothing_is_held
+from process_swarm import host, join, look, run_file, steps
+from process_swarm import peer as peer_id
 from processes import Command, Commands
-from system.test_process_swarm import host, join, look, run_file, steps
-from system.test_process_swarm import peer as peer_id
 
 from noloco_node.errors import Exit, trouble_of
 from noloco_node.journal import events
 from noloco_node.machine.signals import departure
 from noloco_node.node.training import DRAIN_S
+from noloco_node.run.peer_state import State
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import Hub
 from noloco_node.sim.network.link_model import Access
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.swarm.roster import State
 from pipeline.messages import Microbatch, Reason, Refused
 
 SWARM = """

@@ -22,17 +22,18 @@ from noloco_node.errors import Exit, Trouble
 from noloco_node.journal import events
 from noloco_node.machine.interface import Stage, Voice
 from noloco_node.node.joining.join import is_shortage
-from noloco_node.node.joining.revival import MOST_ASKED, asked_of
 from noloco_node.node.node import Wishes
+from noloco_node.run.peer_state import State
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.memory_store import MemoryShelf
 from noloco_node.sim.network.hub import Hub
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import work_out
+from noloco_node.state_sync.snapshot_choice import MOST_ASKED, asked_of
 from noloco_node.storage.checkpoint import Checkpoint, Counters, files, save
 from noloco_node.storage.checkpoint_store import KEPT, OwnCheckpoints
-from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.roster import PeerRecord, Roster
 
 T = TypeVar("T")
 

@@ -13,13 +13,14 @@ from gossip.exchange.messages import Weights
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
 from noloco_node.node.training import LONGEST_DRAIN_S
+from noloco_node.run.peer_state import State
 from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.corruption import Tampering
 from noloco_node.sim.network.hub import Hub, MemoryNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.roster import PeerRecord, State
+from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_distribution import Recipe
 
 

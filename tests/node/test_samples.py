@@ -17,12 +17,13 @@ from torch import Tensor
 from noloco_node.journal import events
 from noloco_node.machine.interface import Voice
 from noloco_node.node.training import Duty
+from noloco_node.run.peer_state import State
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import Hub
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Presence
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S, LARGEST_COUNT, SOURCE_LIFETIME_S, SourceRecord, counted
-from noloco_node.swarm.roster import PeerRecord, State
+from noloco_node.swarm.roster import PeerRecord
 from pipeline.messages import Gradient, Microbatch, Reply
 
 RUN = recipe(stages=1, steps=10_000, window=1).run

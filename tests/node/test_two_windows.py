@@ -14,7 +14,8 @@ from msgspec import structs
 from torch import Tensor
 
 from noloco_node.journal import events
-from noloco_node.planning.plan import describe, plan
+from noloco_node.planning.plan import plan
+from noloco_node.planning.plan_text import describe
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.validation import problems
 from noloco_node.sim.clock import run

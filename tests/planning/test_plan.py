@@ -17,7 +17,8 @@ from gossip.rounds.local_steps import steps_per_round
 from noloco_node.errors import Exit, Trouble
 from noloco_node.planning.advice import MESSAGES
 from noloco_node.planning.message_sizes import PROBE_BYTES
-from noloco_node.planning.plan import Plan, describe, mean_steps_per_round, plan, report
+from noloco_node.planning.plan import Plan, mean_steps_per_round, plan
+from noloco_node.planning.plan_text import describe, report
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.runfile import decode_run, validate

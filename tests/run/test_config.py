@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossip.rule.stability import stability_bound
+from noloco_node.cli.node_config import NodeConfig
 from noloco_node.errors import Exit, Trouble
 from noloco_node.run import runfile
-from noloco_node.run.config import DataConfig, ModelConfig, NodeConfig, OuterConfig, RunConfig
+from noloco_node.run.config import DataConfig, ModelConfig, OuterConfig, RunConfig
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_run_file
 from noloco_node.run.runfile import (
     RUN_TEXT_BYTES,

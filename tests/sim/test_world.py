@@ -11,13 +11,13 @@ from itertools import pairwise
 import pytest
 
 from noloco_node.journal import events
+from noloco_node.run.peer_state import State
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import work_out
 from noloco_node.sim.stall import LEAST_S, patience_s
 from noloco_node.sim.world import World, simulate
-from noloco_node.swarm.roster import State
 
 SWARM = """
 [swarm]

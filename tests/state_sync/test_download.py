@@ -23,6 +23,7 @@ from gossip.transfer.donor import Donor, Terms
 from noloco_node.bar import Bar
 from noloco_node.journal import events as journal_events
 from noloco_node.machine.interface import Stage, Voice
+from noloco_node.run.peer_state import State
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
@@ -33,15 +34,15 @@ from noloco_node.state_sync.download import (
     LONGEST_PAUSE_S,
     Copying,
     Line,
-    duration,
     pause_s,
     progress_line,
     waiting_line,
 )
 from noloco_node.storage.partial_download import Partial
 from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.roster import PeerRecord, State
+from noloco_node.swarm.roster import PeerRecord
 from noloco_node.terminal import say
+from noloco_node.units import duration
 
 TOTAL_BYTES = 16 * sum(tensor.numel() for tensor in LIKE)
 RATE = TOTAL_BYTES / 20.0

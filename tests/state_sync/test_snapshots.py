@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from dead_stage import Memory, forgotten, killed, over
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
@@ -20,10 +22,20 @@ from memory_swarms import Peer, recipe, until
 from real_nodes import RealNodes
 
 from gossip.exchange.messages import Manifest, Parts, StateRequest
-from gossip.rounds.matching import ROUND_BOUND
+from gossip.rule.staleness import ROUND_BOUND
 from noloco_node.journal import events as journal_events
 from noloco_node.machine.interface import Voice
-from noloco_node.node.joining.revival import (
+from noloco_node.node.node import Wishes
+from noloco_node.run.peer_state import State
+from noloco_node.run.protocols import STATE, state_schema, topic
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.scenario.scenario import decode_scenario
+from noloco_node.sim.scenario.setup import work_out
+from noloco_node.state_sync import snapshot_keeper
+from noloco_node.state_sync.manifests import SNAPSHOT, Subject, outlines
+from noloco_node.state_sync.replica_mean import Standing
+from noloco_node.state_sync.snapshot_choice import (
     ATTEMPTS,
     MOST_TIMES,
     NORM_FACTOR,
@@ -33,39 +45,12 @@ from noloco_node.node.joining.revival import (
     kept_word,
     reached,
 )
-from noloco_node.node.node import Wishes
-from noloco_node.run.protocols import STATE, state_schema, topic
-from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.scenario.scenario import decode_scenario
-from noloco_node.sim.scenario.setup import work_out
-from noloco_node.state_sync import snapshot_keeper
-from noloco_node.state_sync.manifests import SNAPSHOT, Subject, outlines
-from noloco_node.state_sync.replica_mean import Standing
-from noloco_node.state_sync.snapshot_keeper import KEPT, DirectoryStore, next_stage, possible
+from noloco_node.state_sync.snapshot_keeper import next_stage, possible
 from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.storage.snapshot_store import KEPT, DirectoryStore
 from noloco_node.swarm.peer_records import CLOCK_S
-from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.tasks import running
-
-
-class Memory:
-    """Snapshots in memory; implements `machine.SnapshotStore`."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, list[Checkpoint]] = {}
-        self.refuses = False
-        self.reads = 0
-
-    async def keep(self, checkpoint: Checkpoint) -> None:
-        if self.refuses:
-            raise OSError(28, "No space left on device")
-        self.kept.setdefault(checkpoint.counters.stage, []).append(checkpoint)
-
-    async def newest(self, stage: int) -> Checkpoint | None:
-        self.reads += 1
-        return self.kept[stage][-1] if stage in self.kept else None
-
 
 # What is decided.
 
@@ -176,7 +161,7 @@ def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, mo
             found = await store.newest(stage)
             assert found is not None
             assert found.counters.round == 3 + stage
-        monkeypatch.setattr(snapshot_keeper.shutil, "disk_usage", lambda _: SimpleNamespace(free=16))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=16))
         with pytest.raises(OSError, match="should be"):
             await store.keep(made(0, 9))
         found = await store.newest(0)
@@ -187,23 +172,6 @@ def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, mo
 
 
 # In a swarm.
-
-
-async def killed(hub: Hub, peers: list[Peer]) -> None:
-    for peer in peers:
-        hub.kill(peer.name)
-        peer.task.cancel()
-    await asyncio.wait([peer.task for peer in peers])
-
-
-async def over(peers: list[Peer]) -> None:
-    for peer in peers:
-        peer.leave.set()
-    await asyncio.gather(*[peer.task for peer in peers])
-
-
-def forgotten(watcher: Peer, stage: int) -> bool:
-    return not watcher.node.roster.stage(stage)
 
 
 def test_a_stage_that_lost_all_its_replicas_comes_back_from_a_snapshot() -> None:

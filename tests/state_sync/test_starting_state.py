@@ -23,7 +23,8 @@ from gossip.transfer.chunks import cut, listed
 from gossip.transfer.download import Wanted, check_state
 from noloco_node.errors import Trouble
 from noloco_node.journal import events
-from noloco_node.journal.events import Journal, read
+from noloco_node.journal.reader import read
+from noloco_node.journal.writer import Journal
 from noloco_node.node.replica_context import Post, round_settings
 from noloco_node.run.config import OuterConfig
 from noloco_node.run.presets import PRESETS, run_text

@@ -19,7 +19,7 @@ from limits import LAST_RESORT_S
 from safetensors.torch import load_file, save_file
 
 from benchmarks.robustness.kill_checkpoint import kill_many
-from noloco_node.storage import tensor_file
+from noloco_node.storage import atomic_file
 from noloco_node.storage.checkpoint import KEPT, Checkpoint, Counters, files, load, load_latest, save
 
 
@@ -144,7 +144,7 @@ def test_a_disk_that_refuses_leaves_the_earlier_ones(
 
     with monkeypatch.context() as patch:
         if refuses == "space":
-            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=tensor_file.SPARE_BYTES))
+            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=atomic_file.SPARE_BYTES))
         else:
             patch.setattr(os, {"write": "fsync", "rename": "replace"}[refuses], refuse)
         with pytest.raises(OSError, match="the 3 kept before it are untouched") as caught:

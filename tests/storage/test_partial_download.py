@@ -25,8 +25,8 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.network.hub import Hub
 from noloco_node.state_sync.download import Copying, Line
+from noloco_node.storage.atomic_file import SPARE_BYTES
 from noloco_node.storage.partial_download import Partial
-from noloco_node.storage.tensor_file import SPARE_BYTES
 
 SECTION_BYTES = sum(4 * tensor.numel() for tensor in LIKE)
 WHOLE = state()

@@ -24,7 +24,8 @@ from typing import TypeVar
 import psutil
 from limits import LAST_RESORT_S
 
-from noloco_node.journal.events import Event, Tail
+from noloco_node.journal.events import Event
+from noloco_node.journal.reader import Tail
 
 T = TypeVar("T")
 E = TypeVar("E")

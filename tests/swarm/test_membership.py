@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from noloco_node.run.peer_state import State
 from noloco_node.sim.clock import VirtualLoop, run
 from noloco_node.sim.network.hub import Hub, MemoryNetwork
 from noloco_node.sim.network.link_model import Latency, Weather
 from noloco_node.swarm.membership import Presence
 from noloco_node.swarm.peer_records import CLOCK_S, Reading, is_doubtful
-from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.swarm.roster import PeerRecord, Roster
 
 RUN = "run"
 WEATHER = Weather(latency=Latency(mean_s=0.05))

@@ -18,85 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from process_swarm import LOCAL, host, is_finished, join, look, peer, run_file, steps
 from processes import Command, Commands
 
 from noloco_node.errors import Exit
-from noloco_node.journal.events import Finished, Hops, InnerStep, Lost, OuterStep, Started, StateChanged, Traffic
+from noloco_node.journal.events import Finished, Hops, InnerStep, Lost, OuterStep, Started, Traffic
 from noloco_node.libp2p.endpoint.settings import Patience
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.roster import State
 
 pytestmark = pytest.mark.network
 
-LOCAL = "/ip4/127.0.0.1/tcp/0"
 NOBODY = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
-
-
-def run_file(directory: Path, *, steps: int = 1_000_000, gamma: float = 0.7) -> Path:
-    """Write the recipe of a model that costs next to nothing."""
-    path = directory / "run.toml"
-    path.write_text(f"""
-name = "tiny"
-seed = 3
-[model]
-architecture = "llama"
-[model.sizes]
-vocab_size = 384
-hidden_size = 32
-intermediate_size = 48
-num_hidden_layers = 2
-num_attention_heads = 2
-max_position_embeddings = 64
-[pipeline]
-stages = 2
-replicas = 2
-sequence_length = 32
-microbatch_size = 4
-microbatches_per_step = 4
-[inner]
-steps = {steps}
-learning_rate = 0.003
-warmup_steps = 5
-[outer]
-alpha = 0.5
-gamma = {gamma}
-beta = {gamma}
-inner_steps_per_round = 10
-overlap_steps = 4
-""")
-    return path
-
-
-def host(commands: Commands, run: Path, *more: str) -> tuple[Command, str]:
-    """Start a bootstrap peer and return it with its invite."""
-    command = commands.start("bootstrap", "--run", str(run), "--listen", LOCAL, *more, home=True)
-    return command, commands.until(
-        lambda: command.output.strip(), "a bootstrap peer prints its invite", alive=[command]
-    )
-
-
-def join(commands: Commands, invite: str, stage: int) -> Command:
-    """Start a replica that tells of itself every second."""
-    options = ("--stage", str(stage), "--listen", LOCAL, "--refresh", "1", "--threads", "1")
-    return commands.start("join", invite, *options, home=True)
-
-
-def look(commands: Commands, invite: str) -> dict[str, Any]:
-    """Return what `status --json` says."""
-    command = commands.start("status", invite, "--json")
-    assert command.wait() == Exit.OK, command.complaint
-    seen: dict[str, Any] = json.loads(command.output)
-    return seen
-
-
-def steps(command: Command) -> int:
-    """Return how many inner steps a replica has taken in this life."""
-    return len(command.events(InnerStep))
-
-
-def peer(command: Command) -> str:
-    """Return the peer id of a replica."""
-    return command.events(Started)[0].peer
 
 
 def hops(command: Command) -> dict[str, int]:
@@ -253,10 +185,6 @@ def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Co
     assert 0.0 < numbers["loss"] < math.log(384)
     complains(again, Exit.USAGE, str(out))
     all_leave(replicas)
-
-
-def is_finished(replica: Command) -> bool:
-    return any(change.state is State.FINISHED for change in replica.events(StateChanged))
 
 
 def check_status(seen: dict[str, Any], replicas: list[Command]) -> None:

@@ -26,8 +26,8 @@ import pytest
 import torch
 from memory_swarms import until
 from msgspec import structs
+from process_swarm import LOCAL, host, is_finished
 from processes import Command, Commands
-from system.test_process_swarm import LOCAL, host, is_finished
 
 from noloco_node.errors import Exit
 from noloco_node.journal.events import (
@@ -42,8 +42,9 @@ from noloco_node.journal.events import (
     Started,
     StateChanged,
     Traffic,
-    read,
 )
+from noloco_node.journal.reader import read
+from noloco_node.run.peer_state import State
 from noloco_node.sim import clock
 from noloco_node.sim.network.hub import Hub
 from noloco_node.sim.network.link_model import Latency
@@ -51,7 +52,6 @@ from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig, Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import work_out
 from noloco_node.storage.checkpoint import Checkpoint, load_latest
-from noloco_node.swarm.roster import State
 
 pytestmark = pytest.mark.network
 

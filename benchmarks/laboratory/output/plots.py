@@ -21,7 +21,7 @@ from benchmarks.laboratory.experiments.cell import Point, Result
 from benchmarks.laboratory.experiments.choices import lacking
 from benchmarks.laboratory.output.table import SEEDS, gap, is_enough, merged
 from benchmarks.laboratory.running.results import Measured, correlation, figure
-from noloco_node.demo.loss_plot import COLOURS, DPI, INK, QUIET, spread
+from noloco_node.charts import COLOURS, DPI, INK, QUIET, spread
 
 BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
 DRAWN = {

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from benchmarks.laboratory.experiments.cell import Result
 from benchmarks.laboratory.experiments.grid import Grid, Run
 from benchmarks.laboratory.running.store import Store
-from noloco_node.demo.summary import readable_seconds
+from noloco_node.units import readable_seconds
 
 PLAIN_EVERY_S = 30.0
 

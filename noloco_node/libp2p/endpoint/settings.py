@@ -13,7 +13,6 @@ from typing import Self
 
 import msgspec
 
-from noloco_node.libp2p.endpoint.addresses import beyond_this_machine, parse_peer_address
 from noloco_node.network.timeouts import Bounds
 
 
@@ -96,83 +95,3 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether peers who find no other relay may use us as one, with libp2p's usual limits for each of them."""
     patience: Patience = Patience()
     capacity: Capacity = Capacity()
-
-
-class Posture(msgspec.Struct, frozen=True, kw_only=True):
-    """How the daemon is started. `relays`: not empty if others reach us through these alone. `lends_line`: as in
-    `Settings`. `dialable`: whether others reach us at all, as far as is known.
-    """
-
-    identity: Path
-    listen: tuple[str, ...]
-    announce: tuple[str, ...] = ()
-    relays: tuple[str, ...] = ()
-    lends_line: bool = True
-    dialable: bool = True
-
-
-RELAY_TIME_S, RELAY_DATA_BYTES = 24 * 3600, 1 << 40
-"""What our relays grant each circuit."""
-_ENOUGH_RELAYS = 4
-_RELAY_BUFFER_BYTES = 256 * 1024
-"""Each way of each circuit. By default 16 MiB: strangers who open circuits would take the memory."""
-
-
-def arguments(posture: Posture, reach: Reach) -> list[str]:
-    """Return what p2pd is started with: a full member of libp2p's DHT, where peers find each other's addresses.
-
-    A peer that is known to sit behind a router says so itself: libp2p would take half a minute to find out. Relays it
-    looks for until it knows four, for three minutes, in which it takes no place at any. So where we know fewer, it is
-    told that these are all; where there are enough, it may look for others should these end.
-    """
-    chosen = [
-        f"-id={posture.identity}",
-        f"-hostAddrs={','.join(posture.listen)}",
-        "-dhtServer=1",
-        "-tls=1",
-        "-autonat=1",
-        "-connManager=1",
-        "-relay=1",
-        f"-relayService={int(posture.lends_line)}",
-        f"-relayBufferSize={_RELAY_BUFFER_BYTES}",
-        f"-natPortMap={int(bool(beyond_this_machine(posture.listen)))}",
-        "-idleTimeout=30s",
-    ]
-    if posture.announce:
-        chosen.append(f"-announceAddrs={','.join(posture.announce)}")
-    if posture.relays:
-        chosen += ["-autoRelay=1", "-forceReachabilityPrivate=1", f"-trustedRelays={','.join(posture.relays)}"]
-        if len({parse_peer_address(relay).peer for relay in posture.relays}) < _ENOUGH_RELAYS:
-            chosen.append("-relayDiscovery=0")
-    elif reach is Reach.OPEN:
-        chosen.append("-forceReachabilityPublic=1")
-    return chosen
-
-
-def relay_arguments(posture: Posture) -> list[str]:
-    """Return what p2pd is started with to relay and do nothing else.
-
-    libp2p ends a relayed connection after half an hour or four gibibytes by default. Peers behind routers train for
-    days; a circuit that breaks costs them a microbatch or a round, so these limits only keep a relay from being a
-    stranger's for ever.
-    """
-    chosen = [
-        f"-id={posture.identity}",
-        f"-hostAddrs={','.join(posture.listen)}",
-        "-tls=1",
-        "-autonat=1",
-        "-connManager=1",
-        "-connHi=2048",
-        "-connLo=1024",
-        "-relay=1",
-        "-relayService=1",
-        f"-relayTimeLimit={RELAY_TIME_S}s",
-        f"-relayDataLimit={RELAY_DATA_BYTES}",
-        "-relayMaxCircuits=128",
-        f"-relayBufferSize={_RELAY_BUFFER_BYTES}",
-        "-forceReachabilityPublic=1",
-        "-idleTimeout=30s",
-    ]
-    if posture.announce:
-        chosen.append(f"-announceAddrs={','.join(posture.announce)}")
-    return chosen

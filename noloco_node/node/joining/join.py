@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from statistics import median_low
@@ -23,58 +23,19 @@ from gossip.exchange.messages import ReplicaState
 from gossip.transfer import download
 from noloco_node.errors import Exit, Trouble
 from noloco_node.journal import events
-from noloco_node.machine.interface import Dimensions, Machine, Stage, Voice
+from noloco_node.machine.interface import Stage
+from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.revival import Outcome, revive
-from noloco_node.node.joining.stage_claim import Claimant, built, claim
-from noloco_node.node.replica_context import SLOWEST_BYTES_PER_S
-from noloco_node.state_sync.download import Copying, Line, copying_s, pause_s, waiting_line
+from noloco_node.node.joining.stage_claim import built, claim
+from noloco_node.run.peer_state import State
+from noloco_node.state_sync.deadlines import copying_s
+from noloco_node.state_sync.download import Copying, Line, pause_s, waiting_line
 from noloco_node.state_sync.starting_state import Beginning, copied, fresh, goes_on, restored, started
 from noloco_node.storage.checkpoint import Checkpoint, Counters
-from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.roster import PeerRecord, State
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.roster import PeerRecord
 
 if TYPE_CHECKING:
-    from noloco_node.network.interface import Network
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Newcomer:
-    """A peer that is about to take part. `wish`: the stage that its owner asked for, or to which it moves; then
-    `device_s` is what a microbatch will take it there, as far as it knows.
-
-    `slowest_bytes_per_s`: a donor whose line is slower is given up. `deadlines`: False waits for a copy without end.
-    """
-
-    recipe: Recipe
-    plan: Dimensions
-    network: Network
-    presence: Presence
-    machine: Machine
-    voice: Voice
-    wish: int | None = None
-    device_s: float = 0.0
-    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
-    deadlines: bool = True
-
-    @property
-    def me(self) -> str:
-        """Our peer id."""
-        return self.network.peer_id
-
-    @property
-    def claimant(self) -> Claimant:
-        """What claiming a stage takes of it."""
-        return Claimant(
-            run=self.recipe.run,
-            plan=self.plan,
-            presence=self.presence,
-            machine=self.machine,
-            voice=self.voice,
-            network=self.network,
-            wish=self.wish,
-            device_s=self.device_s,
-        )
+    pass
 
 
 class Start(NamedTuple):

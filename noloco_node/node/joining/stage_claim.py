@@ -17,7 +17,6 @@ Whoever was told its stage by its owner takes it, measures nothing, and moves fo
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from itertools import count
 from random import Random
 from typing import NamedTuple
@@ -25,12 +24,12 @@ from typing import NamedTuple
 from noloco_node import __version__
 from noloco_node.errors import Exit, Trouble
 from noloco_node.journal import events
-from noloco_node.machine.interface import Dimensions, Machine, Stage, Voice
-from noloco_node.network.interface import Network
+from noloco_node.machine.interface import Machine, Stage
+from noloco_node.node.joining.newcomer import Claimant
 from noloco_node.node.joining.stage_benchmark import measure
-from noloco_node.run.config import RunConfig
-from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.roster import PeerRecord, Roster, State
+from noloco_node.run.peer_state import State
+from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.units import _gib
 from pipeline.placement import Claim, capacities, choose_stage, fitting, named_stage, reason, yields
 
 LOOKS = 5
@@ -41,28 +40,6 @@ SETTLE_S = 1.0
 """Between a claim and its second reading: time for a claim made at the same moment to be seen."""
 CLAIMS = 8
 """Announced at most, one after the other."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Claimant:
-    """A newcomer that looks for a stage. `wish`: the stage that its owner asked for.
-
-    `device_s`: what a microbatch takes at the stage of the wish, where that is known.
-    """
-
-    run: RunConfig
-    plan: Dimensions
-    network: Network
-    presence: Presence
-    machine: Machine
-    voice: Voice
-    wish: int | None = None
-    device_s: float = 0.0
-
-    @property
-    def me(self) -> str:
-        """Its peer id."""
-        return self.network.peer_id
 
 
 class Place(NamedTuple):
@@ -276,7 +253,3 @@ def _say(claimant: Claimant, stage: int, why: str, own: _Own) -> None:
 def _in_a_line(error: Exception) -> str:
     told = " ".join(str(error).split())
     return f"{type(error).__name__}: {told[:300]}" if told else type(error).__name__
-
-
-def _gib(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB"

@@ -28,6 +28,7 @@ import torch
 
 from noloco_node.errors import Exit, trouble_of
 from noloco_node.journal import events
+from noloco_node.run.peer_state import State
 from noloco_node.sim import clock
 from noloco_node.sim.explore.bound_invariants import BoundsWatch
 from noloco_node.sim.explore.introspection import is_closed
@@ -41,7 +42,6 @@ from noloco_node.sim.peer import Life, SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import LOOK_S, World
-from noloco_node.swarm.roster import State
 
 SETTLED_S = 60.0
 """After the end, before what is left counts as left for ever."""

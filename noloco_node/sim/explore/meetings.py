@@ -23,7 +23,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossip.exchange.formats import Format
-from gossip.rounds.matching import ROUND_BOUND
+from gossip.rule.staleness import ROUND_BOUND
 from noloco_node.journal import events
 from noloco_node.run.config import OuterConfig
 from noloco_node.sim.explore.life_records import Complain, LifeRecord, Lives, Spoilt

@@ -36,8 +36,8 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from gossip.rounds.matching import ROUND_BOUND
 from gossip.rule.outer_step import OuterState
+from gossip.rule.staleness import ROUND_BOUND
 from noloco_node.journal import events
 from noloco_node.run.config import OuterConfig
 from noloco_node.sim.explore.life_records import Complain, Delays, LifeRecord, fast_of, state_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from noloco_node.data.blocks import check_vocabulary, open_blocks
+from noloco_node.data.blocks import open_blocks
+from noloco_node.data.encoding import check_vocabulary
 from noloco_node.data.shuffled_blocks import mixed
 
 if TYPE_CHECKING:

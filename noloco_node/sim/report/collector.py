@@ -25,12 +25,12 @@ from itertools import islice
 from typing import NamedTuple
 
 from noloco_node.journal import events
+from noloco_node.run.peer_state import State
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.report.stage_time import Stint, Stints
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import World
-from noloco_node.swarm.roster import State
 
 RECENT_S = 30.0
 SEEN_AT_ONCE = 1024

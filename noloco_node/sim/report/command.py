@@ -245,8 +245,8 @@ def _look_at(directory: Path) -> None:
 
 
 def _write(directory: Path, report: Report) -> None:
-    from noloco_node.demo.output_dir import write_whole
     from noloco_node.sim.report.plot import picture
+    from noloco_node.storage.atomic_file import write_whole
 
     files = {
         "swarm.png": picture(report),

@@ -18,13 +18,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
-from noloco_node.demo.loss_plot import COLOURS, DPI, INK, LABEL_POINTS, QUIET, Labelled, spread
-from noloco_node.demo.summary import SAME, readable_seconds
+from noloco_node.charts import COLOURS, DPI, INK, LABEL_POINTS, QUIET, SAME, Labelled, spread
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.collector import Cause
 from noloco_node.sim.report.figures import COMPUTING, UNSEEN, Happened, Report
 from noloco_node.sim.report.text import rate_words, size_words
 from noloco_node.sim.scenario.faults import kind_of
+from noloco_node.units import readable_seconds
 
 CAUSES = {
     COMPUTING: "#0072B2",

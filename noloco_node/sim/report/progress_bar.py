@@ -13,12 +13,12 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from noloco_node.demo.live_view import Forecast
-from noloco_node.demo.summary import readable_seconds
 from noloco_node.journal import events
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import World
+from noloco_node.terminal import Forecast
+from noloco_node.units import readable_seconds
 
 PLAIN_EVERY_S = 10.0
 DRAW_EVERY_S = 0.2

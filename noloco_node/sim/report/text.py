@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from noloco_node.demo.summary import readable_bytes, readable_seconds
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.collector import Cause
 from noloco_node.sim.report.figures import COMPUTING, Report, Spread, StageReport
 from noloco_node.sim.scenario.faults import Fault, kind_of, unfold
 from noloco_node.sim.scenario.scenario import planned
+from noloco_node.units import _duration, readable_bytes, rounded_count
 
 COLUMNS = {
     COMPUTING: "computing",
@@ -65,7 +65,8 @@ def heading(report: Report) -> list[str]:
     sizes = size_words(report)
     if not report.parameters:
         return [f"{scenario.name}: a swarm of quadratic bowls, {sizes}, seed {scenario.seed}."]
-    text = [f"{scenario.name}: a run of {_count(report.parameters)} parameters in {sizes}, seed {scenario.seed}."]
+    parameters = rounded_count(report.parameters)
+    text = [f"{scenario.name}: a run of {parameters} parameters in {sizes}, seed {scenario.seed}."]
     if swarm.model == "transformer":
         return [*text, "The model was really trained; devices and lines were simulated."]
     prices = "what its operations take" if scenario.devices.tflops else f"{scenario.devices.forward_s} s forward"
@@ -78,20 +79,9 @@ def size_words(report: Report) -> str:
     return f"{stages} stage{'s' * (stages > 1)} of {replicas} replica{'s' * (replicas > 1)}"
 
 
-def _count(number: int) -> str:
-    for size, word in ((1e9, "billion"), (1e6, "million")):
-        if number >= size:
-            return f"{number / size:.1f} {word}"
-    return f"{number:,}"
-
-
 def rate_words(per_s: float) -> str:
     """Return a number of tokens a second as a person reads it."""
     return f"{per_s:,.0f}" if per_s >= 100.0 else f"{per_s:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else readable_seconds(seconds)
 
 
 def _real(report: Report) -> str:

@@ -12,7 +12,7 @@ from msgspec import structs
 from gossip.exchange.formats import Format, wire_bytes
 from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
 from noloco_node.errors import Exit, Trouble
-from noloco_node.node.replica_context import SLOWEST_BYTES_PER_S
+from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.planning.message_sizes import PROBE_BYTES
 from noloco_node.planning.plan import mean_steps_per_round
 from noloco_node.run.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig

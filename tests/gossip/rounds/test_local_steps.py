@@ -22,13 +22,14 @@ from gossip.rule.outer_step import Outer
 from noloco_node.errors import Exit, Trouble
 from noloco_node.journal import events
 from noloco_node.machine.device import Device, Wall
+from noloco_node.run.peer_state import State
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim import world as sim
 from noloco_node.sim.clock import run
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import work_out
-from noloco_node.swarm.roster import PeerRecord, State, speed
+from noloco_node.swarm.roster import PeerRecord, speed
 from noloco_node.swarm.run_distribution import Recipe
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)

@@ -14,17 +14,9 @@ from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer
 from gossip.interface import Patience
 from gossip.prospects import ASKED_AT_MOST, Prospects
 from gossip.rounds import matching
-from gossip.rounds.matching import (
-    PICKY_SHARE,
-    ROUND_BOUND,
-    Standing,
-    answer,
-    good_enough_at,
-    heal,
-    partners_of_round,
-    preferences,
-)
+from gossip.rounds.matching import PICKY_SHARE, Standing, answer, good_enough_at, heal, partners_of_round, preferences
 from gossip.rounds.round_schedule import Cadence
+from gossip.rule.staleness import ROUND_BOUND
 
 names = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=1, max_size=25)
 few = settings(max_examples=60, deadline=None)

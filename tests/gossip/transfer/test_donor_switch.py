@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossip.exchange.messages import Manifest
-from gossip.rounds.matching import ROUND_BOUND
+from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.chunks import listed
 from gossip.transfer.donor_switch import (
     LEAST_SAVING,

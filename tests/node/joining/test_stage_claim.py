@@ -21,12 +21,15 @@ from memory_swarms import Peer, recipe, until
 from noloco_node.errors import Exit, Trouble
 from noloco_node.journal import events
 from noloco_node.machine.interface import Machine, Voice
-from noloco_node.machine.memory import ARENAS, available, in_flight_bytes, needs_bytes, trim, within_limit
+from noloco_node.machine.memory import ARENAS, available, trim, within_limit
 from noloco_node.node.joining import stage_claim
+from noloco_node.node.joining.newcomer import Claimant
 from noloco_node.node.joining.stage_benchmark import TIMES, Probe, measure
-from noloco_node.node.joining.stage_claim import CLAIMS, LOOKS, Claimant, Place, claim, claims_of
+from noloco_node.node.joining.stage_claim import CLAIMS, LOOKS, Place, claim, claims_of
 from noloco_node.node.replica import Replica
+from noloco_node.planning.memory_needs import in_flight_bytes, needs_bytes
 from noloco_node.planning.model_layout import blueprint, make_stage
+from noloco_node.run.peer_state import State
 from noloco_node.sim.clock import run
 from noloco_node.sim.explore.search import Verdict, examine
 from noloco_node.sim.hardware.device import VirtualDevice
@@ -38,7 +41,7 @@ from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import work_out
 from noloco_node.sim.world import World, simulate
 from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.roster import PeerRecord, State
+from noloco_node.swarm.roster import PeerRecord
 from pipeline.placement import capacities
 
 WORK = (1.0, 1.0, 2.0)

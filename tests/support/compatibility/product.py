@@ -35,14 +35,14 @@ from noloco_node.cli.status import summary as status_summary
 from noloco_node.data.blocks import open_blocks as open_blocks
 from noloco_node.data.shuffled_blocks import mixed as mixed
 from noloco_node.errors import Exit as Exit
-from noloco_node.export.exporter import Found as FoundStage
 from noloco_node.export.exporter import Order as ExportOrder
-from noloco_node.export.exporter import _file as lay_down
-from noloco_node.export.exporter import _write_part as write_part
 from noloco_node.export.exporter import export as export
-from noloco_node.export.exporter import laid_down as laid_down
-from noloco_node.export.exporter import path_of as replica_path
-from noloco_node.export.exporter import read_part as read_part
+from noloco_node.export.parts import Found as FoundStage
+from noloco_node.export.parts import _file as lay_down
+from noloco_node.export.parts import _write_part as write_part
+from noloco_node.export.parts import laid_down as laid_down
+from noloco_node.export.parts import path_of as replica_path
+from noloco_node.export.parts import read_part as read_part
 from noloco_node.export.replica_fetch import Copy as Copy
 from noloco_node.export.replica_files import Merged as Merged
 from noloco_node.export.replica_files import in_home as in_home
@@ -63,7 +63,8 @@ from noloco_node.network.wire import error as error
 from noloco_node.network.wrapper import Around as Around
 from noloco_node.planning.model_layout import blueprint as blueprint
 from noloco_node.planning.model_layout import build_stage as build_stage
-from noloco_node.planning.plan import report as check_report
+from noloco_node.planning.plan_text import report as check_report
+from noloco_node.run.peer_state import State as State
 from noloco_node.run.presets import PRESETS as PRESETS
 from noloco_node.run.presets import run_text as run_text
 from noloco_node.run.protocols import gossip_schema as gossip_schema
@@ -87,7 +88,6 @@ from noloco_node.sim.world import simulate as simulate
 from noloco_node.state_sync.manifests import SNAPSHOT as SNAPSHOT
 from noloco_node.state_sync.replica_mean import LeftOut as LeftOut
 from noloco_node.state_sync.replica_mean import Standing as Standing
-from noloco_node.state_sync.snapshot_keeper import DirectoryStore as DirectoryStore
 from noloco_node.storage.checkpoint import Checkpoint as Checkpoint
 from noloco_node.storage.checkpoint import Counters as Counters
 from noloco_node.storage.checkpoint import save as save_checkpoint
@@ -96,6 +96,7 @@ from noloco_node.storage.home import Holder as Holder
 from noloco_node.storage.home import Home as Home
 from noloco_node.storage.home import holder as holder
 from noloco_node.storage.partial_download import Partial as Partial
+from noloco_node.storage.snapshot_store import DirectoryStore as DirectoryStore
 from noloco_node.swarm import speed_test as measuring
 from noloco_node.swarm.connection import prefix as prefix
 from noloco_node.swarm.invite import format as format_invite
@@ -106,7 +107,6 @@ from noloco_node.swarm.peer_records import decode_record as decode_record
 from noloco_node.swarm.peer_records import decode_source as decode_source
 from noloco_node.swarm.roster import PeerRecord as PeerRecord
 from noloco_node.swarm.roster import Roster as Roster
-from noloco_node.swarm.roster import State as State
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
 from noloco_node.swarm.run_distribution import Recipe as Recipe

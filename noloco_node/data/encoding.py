@@ -1,0 +1,98 @@
+"""From text to tokens: the tokenizer of a run, or bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.run.config import DataConfig
+
+SMALLEST_PIECE_BYTES = 64 * 1024
+BYT5_VOCABULARY = 384
+_BYT5_END, _BYT5_OFFSET = 1, 3
+
+
+class Encoder(NamedTuple):
+    """What the blocks need of a tokenizer. `encode`: text to int32 ids; `end`: the end token; `name`: which it is."""
+
+    encode: Callable[[str], Tensor]
+    end: int
+    name: str
+
+
+def open_encoder(data: DataConfig) -> Encoder:
+    """Return the run's tokenizer as the blocks use it; for byt5 without loading transformers."""
+    if data.tokenizer == "byt5":
+        return Encoder(encode_bytes, _BYT5_END, "byt5")
+    tokenizer = open_tokenizer(data)
+    if tokenizer.eos_token_id is None:
+        raise Trouble(
+            f"The tokenizer {data.tokenizer} has no end token.",
+            why="documents are joined with it, so that the model learns where one ends",
+            attempt="a tokenizer with eos_token in its tokenizer_config.json",
+            code=Exit.CONFIG,
+        )
+
+    def encode(text: str) -> Tensor:
+        encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return torch.tensor(encoded["input_ids"], dtype=torch.int32)
+
+    return Encoder(encode, tokenizer.eos_token_id, f"{data.tokenizer}@{data.tokenizer_commit}")
+
+
+def encode_bytes(text: str) -> Tensor:
+    """Return the ids of ByT5 for a text, int32: its bytes in UTF-8, counted from 3."""
+    if not text:
+        return torch.empty(0, dtype=torch.int32)
+    return torch.frombuffer(bytearray(text.encode(errors="replace")), dtype=torch.uint8).to(torch.int32) + _BYT5_OFFSET
+
+
+def open_tokenizer(data: DataConfig) -> Any:
+    """Load the run's tokenizer as transformers has it; raise `Trouble` (Exit.CONFIG) where it cannot be."""
+    if data.tokenizer == "byt5":
+        from transformers import ByT5Tokenizer
+
+        return ByT5Tokenizer()
+    from transformers import AutoTokenizer
+
+    directory = Path(data.tokenizer).expanduser()
+    if data.tokenizer_commit is None and not directory.is_dir():
+        raise Trouble(
+            f"data.tokenizer: there is no directory {data.tokenizer!r}.",
+            why="without data.tokenizer_commit it is a local directory",
+            attempt='"byt5", an existing directory, or owner/name with tokenizer_commit',
+            code=Exit.CONFIG,
+        )
+    try:
+        if data.tokenizer_commit is None:
+            return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return AutoTokenizer.from_pretrained(data.tokenizer, revision=data.tokenizer_commit)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise Trouble(
+            f"The tokenizer {data.tokenizer} cannot be loaded.",
+            why=" ".join(str(error).split())[:500],
+            attempt="check data.tokenizer and its commit, and the network",
+            code=Exit.CONFIG,
+        ) from error
+
+
+def vocab_size(data: DataConfig) -> int:
+    """Return how many ids the run's tokenizer may produce, its special tokens included."""
+    return BYT5_VOCABULARY if data.tokenizer == "byt5" else len(open_tokenizer(data))
+
+
+def check_vocabulary(data: DataConfig, model_vocabulary: int) -> None:
+    """Raise `Trouble` (Exit.CONFIG) where the model's vocabulary is smaller than the tokenizer's."""
+    needed = vocab_size(data)
+    if model_vocabulary < needed:
+        raise Trouble(
+            f"The model's vocabulary of {model_vocabulary} is smaller than the tokenizer's.",
+            why=f"{data.tokenizer} has {needed} tokens, and one beyond the vocabulary has no embedding",
+            attempt=f"vocab_size = {needed} or more in [model.sizes], or another data.tokenizer",
+            code=Exit.CONFIG,
+        )

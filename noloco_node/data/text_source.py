@@ -1,0 +1,66 @@
+"""The training text of a peer, read in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from noloco_node.cli.node_config import NodeConfig
+from noloco_node.data.blocks import open_blocks
+from noloco_node.data.encoding import check_vocabulary
+from noloco_node.data.shuffled_blocks import mixed
+from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import with_source
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class TextSource:
+    """The training text of this peer, read in a thread. To open it may take a while as well."""
+
+    def __init__(self, run: RunConfig, config: NodeConfig, peer: str, vocabulary: int) -> None:
+        data = run.data if config.data is None else with_source(run.data, config.data)
+        check_vocabulary(data, vocabulary)
+        length = run.pipeline.sequence_length
+        blocks = open_blocks(data, length, run.seed, peer)
+        self._blocks = mixed(blocks, length, run.seed, peer) if data.shuffle else blocks
+        self._batch = run.pipeline.microbatch_size
+        self._turn = asyncio.Lock()
+        # A thread of its own: the C library keeps for each thread what it once needed, and a chunk needs ten megabytes.
+        # And a read whose reader has gone is over before the next one begins.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._ahead: tuple[Tensor, dict[str, Any]] | None = None
+
+    def read_ahead(self) -> None:
+        """Have the first batch at hand: a whole chunk is read for it."""
+        before = self._blocks.position()
+        self._ahead = self._blocks.next_batch(self._batch), before
+
+    async def draw(self) -> Tensor:
+        async with self._turn:
+            if self._ahead is not None:
+                (first, _), self._ahead = self._ahead, None
+                return first
+            return await self._in_thread(self._blocks.next_batch, self._batch)
+
+    def position(self) -> dict[str, Any]:
+        return self._blocks.position() if self._ahead is None else self._ahead[1]
+
+    async def restore(self, position: Mapping[str, Any]) -> bool:
+        async with self._turn:
+            restored = await self._in_thread(self._blocks.restore, dict(position))
+            if restored:
+                self._ahead = None
+            return restored
+
+    def close(self) -> None:
+        self._blocks.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _in_thread(self, work: Callable[[A], R], argument: A) -> asyncio.Future[R]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work, argument)

@@ -1,0 +1,105 @@
+"""What an exported model says of where its weights came from: noloco.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median_low
+
+import msgspec
+
+from noloco_node.errors import Exit, Trouble
+from noloco_node.state_sync.replica_mean import LeftOut, Standing
+
+NOTES = "noloco.json"
+
+
+class FromSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage that nobody served any more: the weights of one replica, as another peer kept them.
+
+    `round` and `progress` are the snapshot's; `others_round` and `others_progress` those of the other stages, their
+    median, None where there is no other.
+    """
+
+    stage: int
+    kept_by: str
+    round: int
+    progress: float
+    others_round: int | None
+    others_progress: float | None
+
+
+class Notes(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint comes from.
+
+    `rounds`: rounds finished, and `replicas`: replicas merged, of each stage. `untied`: embedding and vocabulary head
+    were one tensor in the original config, and are two here. `run_file`: the run file as its author wrote it.
+    `taken` and `left_out`: of each stage, which replicas are in the mean, and which are not and why. `snapshots`: the
+    stages that come from one; `taken` then names who kept it.
+    """
+
+    run_id: str
+    rounds: tuple[int, ...]
+    replicas: tuple[int, ...]
+    untied: bool
+    run_file: str
+    taken: tuple[tuple[Standing, ...], ...] = ()
+    left_out: tuple[tuple[LeftOut, ...], ...] = ()
+    snapshots: tuple[FromSnapshot, ...] = ()
+
+
+def read_notes(directory: Path) -> Notes:
+    """Read the notes of a checkpoint; raise `Trouble` if they are not there."""
+    path = directory / NOTES
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Notes)
+    except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise Trouble(
+            f"{directory} is no checkpoint of a swarm.",
+            why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
+            attempt="give a directory that `noloco-node export` or the demo wrote",
+            code=Exit.CONFIG,
+        ) from error
+
+
+def noted(stages: Sequence[Sequence[Standing]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:
+    """Return what is noted of the stages that come from a snapshot; `stages`: what each was taken from.
+
+    They are compared with the others, and with each other where there are none.
+    """
+    pass
+
+    notes = []
+    for number, keeper in sorted(kept_by.items()):
+        (snapshot,) = (each for each in stages[number] if each.peer == keeper)
+        beside = [place for place in range(len(stages)) if place != number]
+        others = [stages[place] for place in [each for each in beside if each not in kept_by] or beside]
+        rounds = [median_low(each.round for each in taken) for taken in others]
+        progress = [median_low(each.progress for each in taken) for taken in others]
+        note = FromSnapshot(
+            stage=number,
+            kept_by=keeper,
+            round=snapshot.round,
+            progress=snapshot.progress,
+            others_round=median_low(rounds) if rounds else None,
+            others_progress=median_low(progress) if progress else None,
+        )
+        notes.append(note)
+    return tuple(notes)
+
+
+def told_of(snapshot: FromSnapshot) -> str:
+    """Say that a stage comes from a snapshot, and how far behind the others it is."""
+    told = (
+        f"No replica of stage {snapshot.stage} gave its weights; in their place is a snapshot of its round "
+        f"{snapshot.round} that {snapshot.kept_by} keeps"
+    )
+    if snapshot.others_round is None or snapshot.others_progress is None:
+        return f"{told}."
+    lag = snapshot.others_round - snapshot.round
+    rounds = f"{abs(lag)} round{'s' if abs(lag) != 1 else ''}"
+    where = f"{rounds} behind" if lag > 0 else f"{rounds} ahead of" if lag < 0 else "in the same round as"
+    return (
+        f"{told}, {where} the other stages (round {snapshot.others_round}); its progress is {snapshot.progress:.1%},"
+        f" theirs {snapshot.others_progress:.1%}."
+    )

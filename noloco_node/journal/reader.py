@@ -1,0 +1,94 @@
+"""Reading a journal, also one that grows or was cut in the middle of a line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from noloco_node.journal.events import _DECODER, Event
+from noloco_node.journal.writer import rotated
+
+
+def read(path: Path) -> Iterator[Event]:
+    """Yield the events of a journal, its rotated half first; what does not decode (a torn line) is passed over.
+
+    A journal that does not exist has no events.
+    """
+    for half in (rotated(path), path):
+        try:
+            with half.open("rb") as lines:
+                for line in lines:
+                    event = _decode(line)
+                    if event is not None:
+                        yield event
+        except FileNotFoundError:
+            continue
+
+
+class Tail:
+    """The reading end of a journal that is still being written; rotation is followed, a missing file awaited."""
+
+    CHUNK_BYTES = 2**20
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = -1
+        self._inode = -1
+        self._rest = b""
+        self._events = self._passed_over = 0
+
+    def poll(self) -> list[Event]:
+        """Return the events that were written since the last call, at most about a mebibyte of them."""
+        if self._file < 0 and not self._open():
+            return []
+        chunk = os.read(self._file, self.CHUNK_BYTES)
+        if not chunk and self._moved_on():
+            os.close(self._file)
+            self._rest = b""
+            if not self._open():
+                return []
+            chunk = os.read(self._file, self.CHUNK_BYTES)
+        *lines, rest = (self._rest + chunk).split(b"\n")
+        self._rest = rest[-self.CHUNK_BYTES :]  # no event is that long: what is cut here would not decode anyway
+        events = [event for line in lines if line and (event := _decode(line)) is not None]
+        self._events += len(events)
+        self._passed_over += sum(1 for line in lines if line) - len(events)
+        return events
+
+    def close(self) -> None:
+        """Close the file; a later `poll` begins anew."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._rest = -1, b""
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return events read and lines passed over."""
+        return {"events": self._events, "passed_over": self._passed_over}
+
+    def _open(self) -> bool:
+        try:
+            self._file = os.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            self._file = -1
+            return False
+        self._inode = os.fstat(self._file).st_ino
+        return True
+
+    def _moved_on(self) -> bool:
+        try:
+            return os.stat(self._path).st_ino != self._inode
+        except FileNotFoundError:
+            return False
+
+    def __repr__(self) -> str:
+        return f"Tail({self._path}, events={self._events})"
+
+
+def _decode(line: bytes) -> Event | None:
+    try:
+        return _DECODER.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

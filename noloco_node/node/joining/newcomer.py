@@ -1,0 +1,73 @@
+"""What a joining peer knows (Newcomer and Claimant are one)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from noloco_node.machine.interface import Dimensions, Machine, Voice
+from noloco_node.network.interface import Network
+from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
+from noloco_node.run.config import RunConfig
+from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.run_distribution import Recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Newcomer:
+    """A peer that is about to take part. `wish`: the stage that its owner asked for, or to which it moves; then
+    `device_s` is what a microbatch will take it there, as far as it knows.
+
+    `slowest_bytes_per_s`: a donor whose line is slower is given up. `deadlines`: False waits for a copy without end.
+    """
+
+    recipe: Recipe
+    plan: Dimensions
+    network: Network
+    presence: Presence
+    machine: Machine
+    voice: Voice
+    wish: int | None = None
+    device_s: float = 0.0
+    slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
+    deadlines: bool = True
+
+    @property
+    def me(self) -> str:
+        """Our peer id."""
+        return self.network.peer_id
+
+    @property
+    def claimant(self) -> Claimant:
+        """What claiming a stage takes of it."""
+        return Claimant(
+            run=self.recipe.run,
+            plan=self.plan,
+            presence=self.presence,
+            machine=self.machine,
+            voice=self.voice,
+            network=self.network,
+            wish=self.wish,
+            device_s=self.device_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claimant:
+    """A newcomer that looks for a stage. `wish`: the stage that its owner asked for.
+
+    `device_s`: what a microbatch takes at the stage of the wish, where that is known.
+    """
+
+    run: RunConfig
+    plan: Dimensions
+    network: Network
+    presence: Presence
+    machine: Machine
+    voice: Voice
+    wish: int | None = None
+    device_s: float = 0.0
+
+    @property
+    def me(self) -> str:
+        """Its peer id."""
+        return self.network.peer_id

@@ -1,0 +1,74 @@
+"""A plan in words and tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from noloco_node.planning.advice import in_words
+from noloco_node.planning.plan import Memory, Plan, plan
+from noloco_node.run.runfile import load_run
+from noloco_node.units import _bytes, _count
+
+
+def describe(plan: Plan) -> list[str]:
+    """Say a plan in lines of plain text."""
+    lines = [
+        f"{plan.name}: {_count(plan.parameters)} parameters in {len(plan.stages)} stages, run id {plan.run_id[:16]}",
+        "",
+        *_stage_table(plan),
+        "",
+        "Memory of a peer, all numbers float32; activations are estimated, for whole windows in flight:",
+        *_memory_table(plan),
+        "",
+        f"Tokens: {_count(plan.tokens)} in all, {_count(plan.tokens_per_step)} an inner step of a replica; "
+        f"{plan.rounds} rounds a replica.",
+    ]
+    if len(plan.stages) > 1:
+        lines += [
+            f"A microbatch's hop: {_bytes(plan.hop_down_bytes)} down, {_bytes(plan.hop_up_bytes)} back.",
+            *in_words(plan.efficiency, plan.remedies, plan.replicas),
+        ]
+    return lines + [f"Warning: {warning}" for warning in plan.warnings]
+
+
+def _stage_table(plan: Plan) -> list[str]:
+    rows = [
+        [
+            str(number),
+            f"{stage.layers[0]} to {stage.layers[1] - 1}",
+            _count(stage.parameters),
+            f"{stage.work:.1%}",
+            _bytes(stage.memory.total),
+            _bytes(stage.memory.computing),
+            _bytes(stage.round_bytes),
+        ]
+        for number, stage in enumerate(plan.stages)
+    ]
+    return _table(
+        ["stage", "layers", "parameters", "work", "memory a peer", "of it on a GPU", "a round, each way"], rows
+    )
+
+
+def _memory_table(plan: Plan) -> list[str]:
+    # A column of nothing but zeros is not worth its place.
+    names = [name for name in Memory.__struct_fields__ if any(getattr(stage.memory, name) for stage in plan.stages)]
+    rows = [
+        [str(number), *(_bytes(getattr(stage.memory, name)) for name in names)]
+        for number, stage in enumerate(plan.stages)
+    ]
+    return _table(["stage", *(name.replace("_", " ") for name in names)], rows)
+
+
+def report(path: Path, *, as_json: bool = False) -> str:
+    """Return what the run file at `path` means, as text or as one JSON object; raise `Trouble` where it is wrong."""
+    found = plan(load_run(path))
+    return msgspec.json.encode(found).decode() if as_json else "\n".join(describe(found))
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+    ]

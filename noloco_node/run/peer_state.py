@@ -1,0 +1,15 @@
+"""The states that a peer announces."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """What a peer is doing, in one word."""
+
+    JOINING = "joining"
+    CATCHING_UP = "catching up"
+    TRAINING = "training"
+    FINISHED = "finished"
+    LEAVING = "leaving"

@@ -1,0 +1,56 @@
+"""What tests of a stage that died share."""
+
+from __future__ import annotations
+
+import asyncio
+
+from memory_swarms import Peer
+
+from noloco_node.export import replica_fetch
+from noloco_node.sim.network.hub import Hub
+from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.swarm.roster import Roster
+
+
+class Memory:
+    """Snapshots in memory; implements `machine.SnapshotStore`."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[Checkpoint]] = {}
+        self.refuses = False
+        self.reads = 0
+
+    async def keep(self, checkpoint: Checkpoint) -> None:
+        if self.refuses:
+            raise OSError(28, "No space left on device")
+        self.kept.setdefault(checkpoint.counters.stage, []).append(checkpoint)
+
+    async def newest(self, stage: int) -> Checkpoint | None:
+        self.reads += 1
+        return self.kept[stage][-1] if stage in self.kept else None
+
+
+async def killed(hub: Hub, peers: list[Peer]) -> None:
+    for peer in peers:
+        hub.kill(peer.name)
+        peer.task.cancel()
+    await asyncio.wait([peer.task for peer in peers])
+
+
+async def over(peers: list[Peer]) -> None:
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in peers])
+
+
+def forgotten(watcher: Peer, stage: int) -> bool:
+    return not watcher.node.roster.stage(stage)
+
+
+def seen(roster: Roster) -> replica_fetch.Look:
+    """See the same roster however often one looks."""
+
+    async def look() -> Roster:
+        return roster
+
+    return look

@@ -1,0 +1,86 @@
+"""A small swarm of real processes: its run file, its bootstrap peer, its nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from processes import Command, Commands
+
+from noloco_node.errors import Exit
+from noloco_node.journal.events import InnerStep, Started, StateChanged
+from noloco_node.run.peer_state import State
+
+LOCAL = "/ip4/127.0.0.1/tcp/0"
+
+
+def run_file(directory: Path, *, steps: int = 1_000_000, gamma: float = 0.7) -> Path:
+    """Write the recipe of a model that costs next to nothing."""
+    path = directory / "run.toml"
+    path.write_text(f"""
+name = "tiny"
+seed = 3
+[model]
+architecture = "llama"
+[model.sizes]
+vocab_size = 384
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 2
+max_position_embeddings = 64
+[pipeline]
+stages = 2
+replicas = 2
+sequence_length = 32
+microbatch_size = 4
+microbatches_per_step = 4
+[inner]
+steps = {steps}
+learning_rate = 0.003
+warmup_steps = 5
+[outer]
+alpha = 0.5
+gamma = {gamma}
+beta = {gamma}
+inner_steps_per_round = 10
+overlap_steps = 4
+""")
+    return path
+
+
+def host(commands: Commands, run: Path, *more: str) -> tuple[Command, str]:
+    """Start a bootstrap peer and return it with its invite."""
+    command = commands.start("bootstrap", "--run", str(run), "--listen", LOCAL, *more, home=True)
+    return command, commands.until(
+        lambda: command.output.strip(), "a bootstrap peer prints its invite", alive=[command]
+    )
+
+
+def join(commands: Commands, invite: str, stage: int) -> Command:
+    """Start a replica that tells of itself every second."""
+    options = ("--stage", str(stage), "--listen", LOCAL, "--refresh", "1", "--threads", "1")
+    return commands.start("join", invite, *options, home=True)
+
+
+def look(commands: Commands, invite: str) -> dict[str, Any]:
+    """Return what `status --json` says."""
+    command = commands.start("status", invite, "--json")
+    assert command.wait() == Exit.OK, command.complaint
+    seen: dict[str, Any] = json.loads(command.output)
+    return seen
+
+
+def steps(command: Command) -> int:
+    """Return how many inner steps a replica has taken in this life."""
+    return len(command.events(InnerStep))
+
+
+def peer(command: Command) -> str:
+    """Return the peer id of a replica."""
+    return command.events(Started)[0].peer
+
+
+def is_finished(replica: Command) -> bool:
+    return any(change.state is State.FINISHED for change in replica.events(StateChanged))
