@@ -16,8 +16,8 @@ from itertools import takewhile
 from gossip.exchange.messages import Accepted, Declined, Offer
 from gossip.exchange.swap import Conversation
 from gossip.interface import Surroundings
-from gossip.prospects import ASKED_AT_MOST
 from gossip.rounds.matching import answer
+from gossip.rounds.partners import ASKED_AT_MOST
 from gossip.rounds.round_state import Engagement, Situation, now
 
 Meet = Callable[[Conversation, Engagement, Accepted | None], Awaitable[None]]

@@ -17,8 +17,8 @@ from gossip.exchange.messages import NOTHING, Accepted, Declined, DeclineReason,
 from gossip.exchange.messages import Ahead as Proposal
 from gossip.exchange.swap import Conversation, check_own, check_probe, size_bytes, swap
 from gossip.interface import Lost, Surroundings
-from gossip.prospects import SLACK_S
 from gossip.rounds.outer_optimiser import OuterOptimiser
+from gossip.rounds.partners import SLACK_S
 from gossip.rounds.prefetch_cache import Given, Held, Shelf
 from gossip.rounds.round_state import Situation, now
 

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gossip.interface import Origin, OuterStep, Settings, Surroundings
-from gossip.prospects import SLACK_S, Prospects
 from gossip.rounds.matching import Standing, heal
 from gossip.rounds.outer_optimiser import Snapshot, Step
-from gossip.rounds.partners import Others
+from gossip.rounds.partners import SLACK_S, Others, Prospects
 from gossip.rounds.round_schedule import Cadence
 from gossip.rule.staleness import ROUND_BOUND, Met, staleness
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from noloco_node.bar import Bar
 from noloco_node.cli.node_config import NodeConfig
 from noloco_node.data.background_open import Opening
 from noloco_node.data.blocks import check_source
@@ -41,7 +40,7 @@ from noloco_node.storage.snapshot_store import DirectoryStore
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.connection import connected, prefix
 from noloco_node.swarm.run_distribution import Recipe, fetch
-from noloco_node.terminal import say
+from noloco_node.terminal import Bar, say
 
 
 async def join(invite: str, config: NodeConfig) -> None:

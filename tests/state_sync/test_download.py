@@ -20,7 +20,6 @@ from toy_gossip import at_once
 from benchmarks.robustness.kill_download import kill_many
 from gossip.exchange.messages import Parts, ReplicaState
 from gossip.transfer.donor import Donor, Terms
-from noloco_node.bar import Bar
 from noloco_node.journal import events as journal_events
 from noloco_node.machine.interface import Stage, Voice
 from noloco_node.run.peer_state import State
@@ -41,7 +40,7 @@ from noloco_node.state_sync.download import (
 from noloco_node.storage.partial_download import Partial
 from noloco_node.swarm.membership import Presence
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.terminal import say
+from noloco_node.terminal import Bar, say
 from noloco_node.units import duration
 
 TOTAL_BYTES = 16 * sum(tensor.numel() for tensor in LIKE)

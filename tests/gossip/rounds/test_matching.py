@@ -12,9 +12,9 @@ from scipy.stats import chisquare
 
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer
 from gossip.interface import Patience
-from gossip.prospects import ASKED_AT_MOST, Prospects
 from gossip.rounds import matching
 from gossip.rounds.matching import PICKY_SHARE, Standing, answer, good_enough_at, heal, partners_of_round, preferences
+from gossip.rounds.partners import ASKED_AT_MOST, Prospects
 from gossip.rounds.round_schedule import Cadence
 from gossip.rule.staleness import ROUND_BOUND
 
