@@ -1,7 +1,8 @@
 """What a replica's rounds need of the world, and what they tell it.
 
-The shell hands a `Replica` (the weights), `Surroundings` (the partners, a way to talk to them, a thread for arithmetic,
-a journal) and `Settings`; it gets events back. Nothing of the pipeline, the network or the disk is known here.
+The shell hands a `GossipReplica` (the weights), `RoundContext` (the partners, a way to talk to them, a thread for
+arithmetic, a journal) and `RoundSettings`; it gets events back. Nothing of the pipeline, the network or the disk is
+known here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gossip.rule.delayed_momentum import Delay
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 
 
-class Replica(Protocol):
+class GossipReplica(Protocol):
     """What a round may do to the replica."""
 
     async def snapshot(self) -> Tensors:
@@ -44,14 +45,14 @@ class Candidate(NamedTuple):
     speed: float = 0.0
 
 
-class Going(NamedTuple):
+class RoundProgress(NamedTuple):
     """How a replica gets on. `progress`: of the run, 0 to 1. `speed`: ours, in the unit of the candidates'."""
 
     progress: float = 0.0
     speed: float = 0.0
 
 
-UNKNOWN = Going()
+UNKNOWN = RoundProgress()
 UNDELAYED = Delay()
 
 
@@ -64,16 +65,16 @@ class Timing(Protocol):
     def took(self, peer: str, seconds: float, /) -> None:
         """Note what a wait took that was answered."""
 
-    def in_vain(self, peer: str, begun_s: float, now_s: float, /) -> None:
+    def record_timeout(self, peer: str, begun_s: float, now_s: float, /) -> None:
         """Note a wait that ended at its deadline (loop seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
+class RoundContext:
     """What the rounds are handed.
 
     `partners` leaves ourselves out, and returns the very same tuple until the roster is another one. `record` takes
-    events in order and does not wait. `answers`: None waits `Patience.answer_s` for each.
+    events in order and does not wait. `answers`: None waits `RoundTimeouts.answer_s` for each.
     """
 
     compute: Compute
@@ -84,7 +85,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
+class RoundTimeouts:
     """How long to wait, in seconds.
 
     `answer_s`: for a dial and an answer. `exchange_s`: from acceptance to the end; in the blocking form work stands
@@ -99,7 +100,7 @@ class Patience:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class RoundSettings:
     """How this run gossips. The fields of the run file's section `outer`, its seed, and our patience."""
 
     seed: int
@@ -113,7 +114,7 @@ class Settings:
     overlap_steps: int = 8
     deferrals_before_solo: int = 4
     blocking: bool = False
-    patience: Patience = Patience()
+    patience: RoundTimeouts = RoundTimeouts()
 
 
 class Origin(NamedTuple):

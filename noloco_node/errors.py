@@ -43,7 +43,7 @@ COMPLAINT = "noloco-node: "
 """Begins what a command says on its way out."""
 
 
-class Trouble(Exception):
+class UserError(Exception):
     """An error that a person can act on: what happened, why, and what to try."""
 
     def __init__(self, what: str, *, why: str, attempt: str, code: Exit) -> None:
@@ -54,7 +54,7 @@ class Trouble(Exception):
         return f"{self.what}\n  why: {self.why}\n  try: {self.attempt}"
 
 
-def refusal(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
     """Say what the system refused, and at which file, without its number."""
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
 
@@ -65,15 +65,15 @@ def causes(error: BaseException) -> list[BaseException]:
     Conversations that are lost beside the death of our own daemon follow from it, and are no causes.
     """
     leaves = _leaves(error)
-    if any(isinstance(each, Trouble) and each.code is Exit.DAEMON for each in leaves):
+    if any(isinstance(each, UserError) and each.code is Exit.DAEMON for each in leaves):
         return [each for each in leaves if not isinstance(each, ConnectionError)]
     return leaves
 
 
-def trouble_of(error: BaseException | None) -> Trouble | None:
+def user_error_of(error: BaseException | None) -> UserError | None:
     """Return the message to a person that an exception is, or holds where it has no other cause."""
     found = [] if error is None else causes(error)
-    troubles = [each for each in found if isinstance(each, Trouble)]
+    troubles = [each for each in found if isinstance(each, UserError)]
     return troubles[0] if troubles and len(troubles) == len(found) else None
 
 

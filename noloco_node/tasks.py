@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def running(background: Awaitable[None]) -> AsyncIterator[None]:
+async def background(background: Awaitable[None]) -> AsyncIterator[None]:
     """Run something beside the body, end it with the body, and let its failure end the body."""
 
     async def beside() -> None:
@@ -25,7 +25,7 @@ async def running(background: Awaitable[None]) -> AsyncIterator[None]:
             task.cancel()
 
 
-async def unless(leave: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def until_event(leave: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """Return what `work` returns, or None once `leave` is set before it is done."""
     asked, task = asyncio.create_task(leave.wait()), asyncio.create_task(work)
     try:

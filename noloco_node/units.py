@@ -36,7 +36,7 @@ def readable_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def spelt(seconds: float) -> str:
+def duration_words(seconds: float) -> str:
     """Spell a time for people: 40 s, 12 min, 3 h 20 min, 2 days."""
     if seconds < 100.0:
         return f"{seconds:.0f} s"

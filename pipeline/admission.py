@@ -37,14 +37,14 @@ from typing import NamedTuple
 
 from pipeline.messages import Reason, Refused
 from pipeline.schedule import fair_share
-from pipeline.window_turns import Turns
+from pipeline.window_turns import GradientTurns
 
 UNKNOWN_PACE_S = 0.25
 """Seconds a microbatch to assume before one has been measured."""
 LONGEST_RETRY_S = 30.0
 
 
-class Outcome(NamedTuple):
+class WindowOutcome(NamedTuple):
     """What a microbatch that succeeded leaves behind for the inner step.
 
     `stale`: whether a step was taken between its forward and its backward pass.
@@ -59,9 +59,9 @@ class Outcome(NamedTuple):
 class Slot:
     """A microbatch's place among those in flight; used as a context it is given back unless it succeeded."""
 
-    def __init__(self, gate: Gate, sender: str) -> None:
+    def __init__(self, gate: AdmissionWindow, sender: str) -> None:
         self.sender = sender
-        self._gate: Gate | None = gate
+        self._gate: AdmissionWindow | None = gate
         self._claim = gate.turns.claim()
 
     @property
@@ -77,7 +77,7 @@ class Slot:
         """Wait until the backward pass may begin; False if no inner step will be taken any more."""
         return self._gate is not None and await self._gate.turns.wait(self._claim)
 
-    def succeed(self, outcome: Outcome) -> None:
+    def succeed(self, outcome: WindowOutcome) -> None:
         """Count the microbatch towards the inner step; nothing happens if the slot is finished already.
 
         Raises RuntimeError if it had no turn and none is free: its gradient would make the window too large.
@@ -110,7 +110,7 @@ class Slot:
 Place = asyncio.Future[Slot | Refused]
 
 
-class Gate:
+class AdmissionWindow:
     """Admits `window` microbatches an inner step, `windows` of them at a time (1 or 2); queues `queue_limit` more."""
 
     def __init__(self, window: int, queue_limit: int | None = None, windows: int = 1) -> None:
@@ -121,8 +121,8 @@ class Gate:
         self.window, self.windows = window, windows
         self.queue_limit = 2 * window if queue_limit is None else queue_limit
         self.in_flight = 0
-        self.turns = Turns(window)
-        self._outcomes: list[Outcome] = []
+        self.turns = GradientTurns(window)
+        self._outcomes: list[WindowOutcome] = []
         self._queue: OrderedDict[str, deque[Place]] = OrderedDict()
         self._heard: tuple[set[str], set[str]] = (set(), set())
         self._stepping = False
@@ -183,7 +183,7 @@ class Gate:
         self._hear(sender)
         return self._admit(sender)
 
-    async def full(self) -> tuple[Outcome, ...] | None:
+    async def full(self) -> tuple[WindowOutcome, ...] | None:
         """Wait until the window is complete; return what it is made of: the step is ours.
 
         Until `next_window` nobody is let in, no backward pass begins, and `alone` waits; with one window in flight
@@ -195,7 +195,7 @@ class Gate:
         self._stepping = True
         return tuple(self._outcomes)
 
-    def next_window(self) -> tuple[Outcome, ...]:
+    def next_window(self) -> tuple[WindowOutcome, ...]:
         """Open the next window after the step; return what the finished one was made of."""
         if not self._stepping:
             raise RuntimeError("a window ends with a step: await full() first")
@@ -296,7 +296,7 @@ class Gate:
         self._counts["admitted"] += 1
         return Slot(self, sender)
 
-    def _succeeded(self, outcome: Outcome) -> None:
+    def _succeeded(self, outcome: WindowOutcome) -> None:
         self._counts["stale"] += outcome.stale
         self._outcomes.append(outcome)
         self.in_flight -= 1

@@ -32,7 +32,7 @@ class Cut(NamedTuple):
     head: bool
 
 
-class Anatomy(NamedTuple):
+class DecoderParts(NamedTuple):
     """Dotted names of the parts of a decoder. `before` and `after`: side modules with weights, in call order."""
 
     spine: tuple[str, ...]
@@ -76,7 +76,7 @@ def _name_of(whole: nn.Module, part: nn.Module | None) -> str:
     raise ValueError(f"{type(whole).__name__} has no token embedding or no vocabulary head of its own")
 
 
-def dissect(whole: Any, depth: int) -> Anatomy:
+def find_decoder_parts(whole: Any, depth: int) -> DecoderParts:
     """Find the parts of a causal language model with `depth` layers; raise ValueError where it has another shape."""
     embedding = _name_of(whole, whole.get_input_embeddings())
     head = _name_of(whole, whole.get_output_embeddings())
@@ -98,10 +98,10 @@ def dissect(whole: Any, depth: int) -> Anatomy:
                 dropouts.append(name)
             elif name not in (embedding, head) and next(module.parameters(), None) is not None:
                 (after if passed else before).append(name)
-    return Anatomy(spine, tuple(before), (*after, head), tuple(dropouts), embedding, head)
+    return DecoderParts(spine, tuple(before), (*after, head), tuple(dropouts), embedding, head)
 
 
-def _leave_out(whole: nn.Module, anatomy: Anatomy, cut: Cut) -> None:
+def _leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
     layers = whole.get_submodule(anatomy.spine[-1])
     foreign = [] if cut.embeds else [*anatomy.before, *anatomy.dropouts]
     foreign += [] if cut.head else anatomy.after
@@ -147,7 +147,7 @@ class Slice(nn.Module):
         return output
 
 
-def carve(whole: Any, anatomy: Anatomy, cut: Cut, tied: bool) -> Slice:
+def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut, tied: bool) -> Slice:
     """Take the parts of `cut` out of `whole`, which is used up. `tied`: checkpoints keep the head as the embedding."""
     if not cut.head and whole.base_model is whole:
         raise ValueError(f"{type(whole).__name__} has no model below its head: it cannot be cut into stages")
@@ -175,7 +175,7 @@ def _draw(whole: Any, module: nn.Module, name: str, seed: int) -> None:
 
 
 @torch.no_grad()
-def initialise(whole: Any, anatomy: Anatomy, seed: int, tied_to: nn.Module | None) -> None:
+def initialise(whole: Any, anatomy: DecoderParts, seed: int, tied_to: nn.Module | None) -> None:
     """Give the weights of a carved model memory on the CPU and their initial values.
 
     `tied_to`: the token embedding (part of the slice or not) of which the vocabulary head starts as a copy, or None.

@@ -17,7 +17,7 @@ Backward = Callable[[Parameters, Tensor, Tensor], None]
 """Runs autograd: the parameters that the graph refers to, the output, and its gradient."""
 
 
-class Forward:
+class PendingForward:
     """A forward pass that waits for its gradient. `output`: activations [b, s, width], float32, CPU."""
 
     def __init__(self, output: Tensor, leaf: Tensor | None, built_on: Parameters, run: Backward) -> None:

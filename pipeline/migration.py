@@ -32,7 +32,7 @@ from random import Random
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pipeline.placement import Claim, capacities, powers
+from pipeline.placement import StageClaim, capacities, powers
 
 GAP_REPLICAS = 0.5
 GAP_SHARE = 0.1
@@ -51,7 +51,7 @@ NOT_IN_THE_LAST = 0.05
 """Share of the run at whose end nobody moves any more: the copy would not pay."""
 
 
-class Pace(NamedTuple):
+class StagePace(NamedTuple):
     """How slowly decisions are made, in seconds.
 
     `look_s`: between two readings. `settle_s`: from an announcement until all must have read it. `delay_s`: within
@@ -66,7 +66,7 @@ class Pace(NamedTuple):
     empty_s: float = 600.0
 
     @classmethod
-    def of(cls, refresh_s: float) -> Pace:
+    def of(cls, refresh_s: float) -> StagePace:
         """Return what goes with records that are made and read every `refresh_s`."""
         return cls(3 * refresh_s, 3 * refresh_s, 3 * refresh_s, 60 * refresh_s, 60 * refresh_s)
 
@@ -85,7 +85,7 @@ class Move(NamedTuple):
         return f"{starving}, with us {self.after:.3g} microbatches/s, and stage {self.origin} can spare us"
 
 
-class Myself(NamedTuple):
+class OwnPlacement(NamedTuple):
     """Who decides: its peer id, the seed of the run, and since when it serves its stage (seconds, any clock)."""
 
     peer: str
@@ -94,7 +94,7 @@ class Myself(NamedTuple):
     moves: int = 0
 
 
-class Mind(NamedTuple):
+class MigrationState(NamedTuple):
     """What a replica remembers from one reading to the next; never changed, only replaced.
 
     `starving`: the stage that the last `readings` in a row found so, since `since_s`. `ready_s`: the moment of our own.
@@ -112,10 +112,10 @@ class Mind(NamedTuple):
     kept_at: float = 0.0
 
 
-class Verdict(NamedTuple):
+class MigrationDecision(NamedTuple):
     """What to do after a reading. `announce`: our record shall name its target. `go`: leave now."""
 
-    mind: Mind
+    mind: MigrationState
     move: Move | None = None
     go: bool = False
 
@@ -125,17 +125,17 @@ class Verdict(NamedTuple):
         return self.move.target if self.move is not None and self.mind.announced_s is not None else None
 
 
-def stay_s(moves: int, pace: Pace) -> float:
+def stay_s(moves: int, pace: StagePace) -> float:
     """Return how long a peer stays that has moved so many times."""
     return pace.stay_s * 2.0 ** min(moves, DOUBLINGS)
 
 
-def may_move(me: Myself, pace: Pace, now_s: float, progress: float) -> bool:
+def may_move(me: OwnPlacement, pace: StagePace, now_s: float, progress: float) -> bool:
     """Say whether we may go at all: we have stayed long enough, and the run is not about to end."""
     return now_s - me.came_s >= stay_s(me.moves, pace) and progress < 1.0 - NOT_IN_THE_LAST
 
 
-def movers(claims: Sequence[Claim], work: Sequence[float], seed: int) -> list[Move]:
+def movers(claims: Sequence[StageClaim], work: Sequence[float], seed: int) -> list[Move]:
     """Return who could as well go to the weakest stage, the one who should first; nobody where it is not worth it.
 
     `claims`: all live records; who is willing says so in `may_serve`. `work`: of a microbatch at each stage.
@@ -163,15 +163,22 @@ def movers(claims: Sequence[Claim], work: Sequence[float], seed: int) -> list[Mo
     return sorted([move for left, move in good if left >= spare], key=lambda move: _order(seed, move.peer))
 
 
-def decide(me: Myself, mind: Mind, claims: Sequence[Claim], work: Sequence[float], pace: Pace, now_s: float) -> Verdict:
+def decide(
+    me: OwnPlacement,
+    mind: MigrationState,
+    claims: Sequence[StageClaim],
+    work: Sequence[float],
+    pace: StagePace,
+    now_s: float,
+) -> MigrationDecision:
     """Judge one reading of all stages: stay, announce to go, or go."""
     others = [claim for claim in claims if claim.moves_to is not None and claim.peer != me.peer]
     heard = {claim.peer: mind.heard.get(claim.peer, 0) + 1 for claim in others}
     found = movers(claims, work, me.seed)
     if not found:
-        return Verdict(Mind(heard=heard))
+        return MigrationDecision(MigrationState(heard=heard))
     if found[0].target != mind.starving:
-        mind = Mind(found[0].target, 0, now_s)
+        mind = MigrationState(found[0].target, 0, now_s)
     mind = mind._replace(readings=mind.readings + 1, heard=heard)
     if found[0].before > mind.kept_at * (1.0 + GAP_SHARE):
         # Somebody has come, so that announcements are kept.
@@ -186,15 +193,15 @@ def decide(me: Myself, mind: Mind, claims: Sequence[Claim], work: Sequence[float
     early = mind.readings < READINGS or now_s < mind.ready_s
     left_alone = found[0].before == 0.0 and now_s - mind.since_s < pace.empty_s
     if move is None or early or left_alone:
-        return Verdict(mind._replace(announced_s=None))
+        return MigrationDecision(mind._replace(announced_s=None))
     if _gives_way(me, mind, move, others):
-        return Verdict(mind._replace(announced_s=None, kept=mind.kept + 1))
+        return MigrationDecision(mind._replace(announced_s=None, kept=mind.kept + 1))
     if mind.announced_s is None:
-        return Verdict(mind._replace(announced_s=now_s), move)
-    return Verdict(mind, move, go=now_s - mind.announced_s >= pace.settle_s)
+        return MigrationDecision(mind._replace(announced_s=now_s), move)
+    return MigrationDecision(mind, move, go=now_s - mind.announced_s >= pace.settle_s)
 
 
-def _gives_way(me: Myself, mind: Mind, move: Move, others: Sequence[Claim]) -> bool:
+def _gives_way(me: OwnPlacement, mind: MigrationState, move: Move, others: Sequence[StageClaim]) -> bool:
     """Say whether another's announcement keeps us: any before we have made one, then one that is earlier by the hash.
 
     `others`: those who have announced.

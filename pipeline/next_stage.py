@@ -30,7 +30,7 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
-from pipeline.routing import Bag, Hop, Suspects, next_hop
+from pipeline.routing import Bag, Hop, SuspectList, next_hop
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ async def within(deadline_s: float, work: Awaitable[T]) -> T:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ways:
+class NextStageClient:
     """Who serves the next stage now, and how to call one of them.
 
     `call` raises a `ConnectionError` for a loss, as `pipeline.messages` says.
@@ -108,13 +108,13 @@ class _Search:
     empty_since_s: float | None = None
 
 
-class Downstream:
+class NextStage:
     """Routes the microbatches of one sender to the replicas of the next stage."""
 
-    def __init__(self, ways: Ways, limits: Limits, rng: Random) -> None:
+    def __init__(self, ways: NextStageClient, limits: Limits, rng: Random) -> None:
         self._ways, self._limits, self._rng = ways, limits, rng
         self._bag = Bag()
-        self._suspects = Suspects()
+        self._suspects = SuspectList()
         self._on_trial: dict[str, None] = {}
         """Peers on trial that have a call in hand."""
         self._forgiving_until_s = -math.inf
@@ -140,7 +140,7 @@ class Downstream:
 
     def forgive(self, for_s: float) -> None:
         """Clear all suspicions, and accuse nobody for so long: the silence was ours."""
-        self._suspects = Suspects()
+        self._suspects = SuspectList()
         self._forgiving_until_s = _now_s() + for_s
 
     async def ask(self, microbatch: Microbatch, deadline_s: float) -> Reply:

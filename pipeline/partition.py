@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.decoder_slice import Cut, Slice, carve, dissect, initialise
+from pipeline.decoder_slice import Cut, Slice, find_decoder_parts, initialise, slice_decoder
 
 Config = Any
 """A transformers config; the library has no types."""
@@ -147,7 +147,7 @@ def _matrices(module: nn.Module, config: Config) -> int:
 
 def _measure(config: Config, sequence_length: int) -> _Work:
     whole = skeleton(config)
-    anatomy = dissect(whole, config.num_hidden_layers)
+    anatomy = find_decoder_parts(whole, config.num_hidden_layers)
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     # Scores and weighted sum take 2 x 2 operations for each earlier token: half the sequence on average.
@@ -215,7 +215,7 @@ def cut(
 def parameter_shapes(config: Config, cut: Cut) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every parameter of a slice, in the stage's order, without taking memory for them."""
     whole = skeleton(config)
-    part = carve(whole, dissect(whole, config.num_hidden_layers), cut, tied=False)
+    part = slice_decoder(whole, find_decoder_parts(whole, config.num_hidden_layers), cut, tied=False)
     return {name: tuple(weight.shape) for name, weight in part.named_parameters()}
 
 
@@ -233,9 +233,9 @@ def forward_flops(config: Config, cuts: Sequence[Cut], sequence_length: int) -> 
 def build(prepared: Prepared, cut: Cut, seed: int, device: torch.device | str = "cpu") -> Slice:
     """Build one slice with its initial weights, which depend on (seed, parameter name) and not on the cut."""
     whole = skeleton(prepared.config)
-    anatomy = dissect(whole, prepared.config.num_hidden_layers)
+    anatomy = find_decoder_parts(whole, prepared.config.num_hidden_layers)
     embedding = whole.get_submodule(anatomy.embedding)
-    part = carve(whole, anatomy, cut, prepared.tied)
+    part = slice_decoder(whole, anatomy, cut, prepared.tied)
     initialise(whole, anatomy, seed, tied_to=embedding if prepared.tied and cut.head else None)
     return part.to(device)
 

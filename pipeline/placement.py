@@ -10,12 +10,12 @@ microbatch costs at each, in any unit. It follows from the run file, so all peer
 was measured at one stage is known at all of them. What strangers say of themselves is read with care: a speed that is
 not known counts as the median of all, and none as more than eight times it or less than an eighth.
 
-Chance still makes some newcomers choose alike. So each announces its claim, reads the roster again and asks `yields`.
-All compute the same plan from the same records: as long as a newcomer can go to a weaker stage and leave its own behind
-stronger than that one was, the one who gains most goes (of equals the largest peer id). Each such move makes the sorted
-capacities strictly larger, read from the weakest on, so the plan ends; only as many move as are needed, so it does not
-swing; and where rosters differ for a moment, the next reading repairs it. A settled replica never moves by this rule:
-it holds weights (`pipeline.migration`).
+Chance still makes some newcomers choose alike. So each announces its claim, reads the roster again and asks
+`should_yield`. All compute the same plan from the same records: as long as a newcomer can go to a weaker stage and
+leave its own behind stronger than that one was, the one who gains most goes (of equals the largest peer id). Each such
+move makes the sorted capacities strictly larger, read from the weakest on, so the plan ends; only as many move as are
+needed, so it does not swing; and where rosters differ for a moment, the next reading repairs it. A settled replica
+never moves by this rule: it holds weights (`pipeline.migration`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_BELIEVED = 8.0
 _LEAST_GAIN = 1e-9
 
 
-class Claim(NamedTuple):
+class StageClaim(NamedTuple):
     """One live record of the roster.
 
     `claimed_at`: Unix time. `settled`: it serves, or its owner chose the stage. `device_s`: that a microbatch takes it
@@ -61,7 +61,7 @@ class Claim(NamedTuple):
         return self.may_serve is None or stage in self.may_serve
 
 
-def powers(claims: Sequence[Claim], work: Sequence[float]) -> dict[str, float]:
+def powers(claims: Sequence[StageClaim], work: Sequence[float]) -> dict[str, float]:
     """Return the work that each peer does in a second, as far as it is believed: its speed, whatever the stage."""
     said = {
         claim.peer: work[claim.stage] / claim.device_s
@@ -76,7 +76,7 @@ def powers(claims: Sequence[Claim], work: Sequence[float]) -> dict[str, float]:
     }
 
 
-def capacities(claims: Sequence[Claim], work: Sequence[float]) -> list[float]:
+def capacities(claims: Sequence[StageClaim], work: Sequence[float]) -> list[float]:
     """Return the microbatches that each stage can do in a second, all its replicas together."""
     power = powers(claims, work)
     found = [0.0] * len(work)
@@ -87,14 +87,14 @@ def capacities(claims: Sequence[Claim], work: Sequence[float]) -> list[float]:
     return found
 
 
-def named_stage(want: int, stages: int) -> int:
+def parse_stage(want: int, stages: int) -> int:
     """Return the stage that an owner asked for; raise ValueError when the run has no such stage."""
     if not 0 <= want < stages:
         raise ValueError(f"stage {want} is not there: the run has stages 0 to {stages - 1}")
     return want
 
 
-def fitting(needs: Sequence[int], free: int | None, stages: int) -> tuple[int, ...]:
+def stages_that_fit(needs: Sequence[int], free: int | None, stages: int) -> tuple[int, ...]:
     """Return the stages that fit into `free` bytes of memory; none where none does.
 
     `needs`: bytes of each stage. All fit as long as either is unknown: () or None.
@@ -130,7 +130,7 @@ def reason(stage: int, capacity: Sequence[float], ours: float) -> str:
     return f"stage {stage} does {here:.3g} microbatches/s, with us {with_us:.3g}; we cannot serve {weaker}"
 
 
-def yields(me: str, claims: Sequence[Claim], work: Sequence[float]) -> int | None:
+def should_yield(me: str, claims: Sequence[StageClaim], work: Sequence[float]) -> int | None:
     """Return the stage that this newcomer should move to; None when it stays where it is.
 
     `claims`: all live records, ours among them. A claim that is a minute older than the newest counts as settled, and
@@ -161,7 +161,7 @@ def yields(me: str, claims: Sequence[Claim], work: Sequence[float]) -> int | Non
 
 def _improvement(
     plan: Mapping[str, int],
-    newcomers: Mapping[str, Claim],
+    newcomers: Mapping[str, StageClaim],
     capacity: Sequence[float],
     power: Mapping[str, float],
     work: Sequence[float],

@@ -150,12 +150,12 @@ class Suspicion(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Suspects:
+class SuspectList:
     """Who is left alone until when; never changed, only replaced."""
 
     suspicions: Mapping[str, Suspicion] = field(default_factory=dict)
 
-    def suspect(self, peer: str, now_s: float, cost_s: float = 0.0) -> Suspects:
+    def suspect(self, peer: str, now_s: float, cost_s: float = 0.0) -> SuspectList:
         """Suspect a peer from now on; one that is suspected already stays so for as long as was said.
 
         `cost_s`: what it took to find out. Whoever costs a minute each time is not asked again after four seconds.
@@ -171,13 +171,13 @@ class Suspects:
             for other, suspicion in self.suspicions.items()
             if now_s < suspicion.until_s + LONGEST_SUSPICION_S
         }
-        return Suspects(remembered | {peer: Suspicion(now_s + length_s, length_s)})
+        return SuspectList(remembered | {peer: Suspicion(now_s + length_s, length_s)})
 
-    def clear(self, peer: str) -> Suspects:
+    def clear(self, peer: str) -> SuspectList:
         """Forget a suspicion: the peer has just done what it should."""
         if peer not in self.suspicions:
             return self
-        return Suspects({other: suspicion for other, suspicion in self.suspicions.items() if other != peer})
+        return SuspectList({other: suspicion for other, suspicion in self.suspicions.items() if other != peer})
 
     def active(self, now_s: float) -> frozenset[str]:
         """Return the peers to leave alone now."""

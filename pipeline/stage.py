@@ -1,10 +1,10 @@
 """One slice of the model at work: forward, loss, backward, and the optimiser between two rounds (AdamW).
 
-The autograd graph of a microbatch lives in the `Forward` that its forward pass returns, and dies with it: whoever gives
-a microbatch up drops that object, and nothing else is left of it. Gradients of all microbatches of a window add up in
-the parameters; `step` takes their mean, clips it to a norm *of this stage* (no stage knows the others' gradients) and
-steps. With one replica a stage, one window and no dropout this is single-process training of the whole model, step for
-step.
+The autograd graph of a microbatch lives in the `PendingForward` that its forward pass returns, and dies with it:
+whoever gives a microbatch up drops that object, and nothing else is left of it. Gradients of all microbatches of a
+window add up in the parameters; `step` takes their mean, clips it to a norm *of this stage* (no stage knows the others'
+gradients) and steps. With one replica a stage, one window and no dropout this is single-process training of the whole
+model, step for step.
 
 With two windows in flight an inner step, and a correction after it, come while forward passes of the next window still
 wait for their gradients. Their graphs refer to the parameters themselves, and a step in place would break them:
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.forward_pass import Forward, Parameters, input_gradient
+from pipeline.forward_pass import Parameters, PendingForward, input_gradient
 from pipeline.messages import Gradient
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -80,7 +80,7 @@ class Stage:
         self.names = tuple(named)
         self.shapes = tuple(tuple(weight.shape) for weight in named.values())
         self._weights: Parameters = list(named.values())
-        self._waiting: WeakSet[Forward] = WeakSet()
+        self._waiting: WeakSet[PendingForward] = WeakSet()
         """Passes that have had no backward pass; whoever gives one up drops it, and then it is not in here either."""
         self._forwards = self._backwards = self._stale = self._copies = 0
         self._steps = self._skipped = self._taken = 0
@@ -107,13 +107,13 @@ class Stage:
 
     # One microbatch.
 
-    def forward(self, hidden: Tensor) -> Forward:
+    def forward(self, hidden: Tensor) -> PendingForward:
         """Run ids [b, s] (int64, the first stage) or activations [b, s, width] through every stage but the last."""
         if self._last:
             raise ValueError("the last stage has no forward pass without a loss")
         leaf = self._leaf(hidden)
         self._forwards += 1
-        waiting = Forward(self._run(hidden if leaf is None else leaf), leaf, self._weights, self._backward)
+        waiting = PendingForward(self._run(hidden if leaf is None else leaf), leaf, self._weights, self._backward)
         self._waiting.add(waiting)
         return waiting
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Claim:
+class TurnClaim:
     """A microbatch's right to a turn. `step`: inner steps that had been taken when it was let in."""
 
     __slots__ = ("granted", "step")
@@ -39,7 +39,7 @@ class Claim:
         return f"Claim(since step {self.step}, {'granted' if self.granted else 'not granted yet'})"
 
 
-class Turns:
+class GradientTurns:
     """The turns of the window that is under way, and those who wait for one."""
 
     def __init__(self, window: int) -> None:
@@ -51,7 +51,7 @@ class Turns:
         self._given = 0
         self._kept = 0
         """For those who were let in before the last step and have not had their turn."""
-        self._waiting: dict[Claim, asyncio.Future[bool]] = {}
+        self._waiting: dict[TurnClaim, asyncio.Future[bool]] = {}
         """The first to ask first."""
         self._ended = False
 
@@ -63,11 +63,11 @@ class Turns:
         """Microbatches that wait for their turn now."""
         return len(self._waiting)
 
-    def claim(self) -> Claim:
+    def claim(self) -> TurnClaim:
         """Return the claim of a microbatch that is let in now."""
-        return Claim(self.steps)
+        return TurnClaim(self.steps)
 
-    def take(self, claim: Claim) -> bool:
+    def take(self, claim: TurnClaim) -> bool:
         """Grant a claim if there is a turn for it; at once."""
         if claim.granted:
             return True
@@ -79,7 +79,7 @@ class Turns:
         claim.granted = True
         return True
 
-    async def wait(self, claim: Claim) -> bool:
+    async def wait(self, claim: TurnClaim) -> bool:
         """Wait until a claim is granted; False if there will be no window any more that could take it.
 
         Who is cancelled meanwhile may have had its claim granted in that moment; `release` looks.
@@ -94,7 +94,7 @@ class Turns:
         finally:
             del self._waiting[claim]
 
-    def release(self, claim: Claim) -> None:
+    def release(self, claim: TurnClaim) -> None:
         """Take back the turn, given or kept, of a microbatch that failed."""
         if claim.granted:
             self._given -= 1

@@ -14,9 +14,9 @@ at once; with two it may have to wait for the inner step, and then its forward p
 The travelling budget bounds everything up to our own backward. That runs without a deadline: all work below it is done,
 and whoever does not want the result any more cancels the call.
 
-`Compute.run` must be shielded: a call that has begun is awaited to its end even when its caller is cancelled. Only then
-is a slot never free, and no step taken, while a backward still runs. That the work was completed is noted by the work
-itself, for a cancelled caller does not learn it from a result.
+`WorkerCompute.run` must be shielded: a call that has begun is awaited to its end even when its caller is cancelled.
+Only then is a slot never free, and no step taken, while a backward still runs. That the work was completed is noted by
+the work itself, for a cancelled caller does not learn it from a result.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from pipeline.admission import Gate, Outcome, Slot
+from pipeline.admission import AdmissionWindow, Slot, WindowOutcome
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
-from pipeline.next_stage import Downstream, Expired, within
+from pipeline.next_stage import Expired, NextStage, within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ SMOOTHING = 0.1
 """Weight of the newest microbatch in the moving average of device seconds."""
 
 
-class Forward(Protocol):
+class WorkerForward(Protocol):
     """A forward pass that waits for its gradient; dropping it frees its graph."""
 
     @property
@@ -52,10 +52,10 @@ class Forward(Protocol):
         """Accumulate the parameters' gradients; return that of the input, None at stage 0."""
 
 
-class Stage(Protocol):
+class WorkerStage(Protocol):
     """The slice of the model that this peer holds."""
 
-    def forward(self, hidden: Tensor, /) -> Forward:
+    def forward(self, hidden: Tensor, /) -> WorkerForward:
         """Compute the stage's output."""
 
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
@@ -70,7 +70,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compute:
+class WorkerCompute:
     """Where tensor work happens, and the clock (seconds) that measures it from within."""
 
     run: Run
@@ -100,7 +100,12 @@ class Worker:
     """
 
     def __init__(
-        self, stage: Stage, gate: Gate, compute: Compute, downstream: Downstream | None, budget_s: float
+        self,
+        stage: WorkerStage,
+        gate: AdmissionWindow,
+        compute: WorkerCompute,
+        downstream: NextStage | None,
+        budget_s: float,
     ) -> None:
         self._stage, self._gate, self._compute = stage, gate, compute
         self._downstream, self._budget_s = downstream, budget_s
@@ -155,7 +160,7 @@ class Worker:
             whole = _Work(clock, lambda: stage.loss(microbatch.hidden, microbatch.targets))
 
             def done(reply: Gradient) -> None:
-                self._succeeded(slot, Outcome(microbatch.progress, reply.loss, reply.tokens), whole.seconds)
+                self._succeeded(slot, WindowOutcome(microbatch.progress, reply.loss, reply.tokens), whole.seconds)
 
             return await self._finish(whole, done)
         ahead = _Work(clock, lambda: stage.forward(microbatch.hidden))
@@ -167,13 +172,13 @@ class Worker:
         assert reply.hidden is not None, "Downstream lets no other gradient through"
         below, gradient = reply, reply.hidden
         back = _Work(clock, lambda: forward.backward(gradient))
-        outcome = Outcome(microbatch.progress, below.loss, below.tokens, slot.stale)
+        outcome = WindowOutcome(microbatch.progress, below.loss, below.tokens, slot.stale)
         hidden = await self._finish(back, lambda _: self._succeeded(slot, outcome, ahead.seconds + back.seconds))
         return Gradient(hidden=hidden, loss=below.loss, tokens=below.tokens)
 
     async def _ask_below(
-        self, slot: Slot, microbatch: Microbatch, ahead: _Work[Forward], deadline_s: float
-    ) -> tuple[Forward, Reply]:
+        self, slot: Slot, microbatch: Microbatch, ahead: _Work[WorkerForward], deadline_s: float
+    ) -> tuple[WorkerForward, Reply]:
         """Run forward, have the later stages do their part, and wait for our turn; the caller watches the deadline."""
         assert self._downstream is not None
         forward = await self._compute.run(ahead)
@@ -193,7 +198,7 @@ class Worker:
             for result in work.results:
                 succeeded(result)
 
-    def _succeeded(self, slot: Slot, outcome: Outcome, device_s: float) -> None:
+    def _succeeded(self, slot: Slot, outcome: WindowOutcome, device_s: float) -> None:
         slot.succeed(outcome)
         self.device_s = (1.0 - SMOOTHING) * self.device_s + SMOOTHING * device_s if self.device_s else device_s
         self._counts["succeeded"] += 1

@@ -22,7 +22,7 @@ from benchmarks.laboratory.experiments.cell import Cell
 from benchmarks.laboratory.methods.final_rounds import PLAIN_MEAN, Still, meet
 from benchmarks.laboratory.methods.replicas import Swarm
 from gossip.exchange.formats import Format
-from gossip.interface import Settings
+from gossip.interface import RoundSettings
 from noloco_node.sim import clock
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Watch:
 async def measure(form: Format, meetings: int) -> Times:
     """Let two replicas train and meet so often."""
     cell = Cell(method="pairs", replicas=2, steps=max(200, APART * meetings), learning_rate=5e-3)
-    swarm, settings = Swarm(cell, lambda share: None), Settings(seed=0, outer=PLAIN_MEAN, codec=form)
+    swarm, settings = Swarm(cell, lambda share: None), RoundSettings(seed=0, outer=PLAIN_MEAN, codec=form)
     steps: list[float] = []
     watches: list[Watch] = []
     for _ in range(meetings):

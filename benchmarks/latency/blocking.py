@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 
 from benchmarks.latency.tree import Carry, Member, plant
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.link_model import Latency, Weather
+from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.link_model import Latency, NetworkConditions
 
 MU, SIGMA = 1.0, math.sqrt(0.5)
 """Of the logarithm of an inner step's seconds."""
-STILL = Weather(latency=Latency(mean_s=0.0))
+STILL = NetworkConditions(latency=Latency(mean_s=0.0))
 """Lines on which a message takes no time."""
 
 
@@ -156,7 +156,7 @@ def measure(cell: Cell) -> Waits:
 
 async def all_for_all(cell: Cell, phases: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return when each replica finished each outer step of DiLoCo; `phases`: its seconds between two of them."""
-    hub = Hub(STILL, seed=cell.seed)
+    hub = SimNetwork(STILL, seed=cell.seed)
     workers = plant("complete", cell.replicas, hub.carry)
     replicas = [InStep(worker, mine) for worker, mine in zip(workers, phases, strict=True)]
     async with asyncio.TaskGroup() as group:
@@ -167,7 +167,7 @@ async def all_for_all(cell: Cell, phases: Sequence[Sequence[float]]) -> list[lis
 
 async def two_for_two(cell: Cell, phases: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return when each replica finished each outer step of NoLoCo."""
-    hub = Hub(STILL, seed=cell.seed)
+    hub = SimNetwork(STILL, seed=cell.seed)
     replicas = [InPairs(number, hub.carry, mine) for number, mine in enumerate(phases)]
     async with asyncio.TaskGroup() as group:
         for replica in replicas:

@@ -21,13 +21,13 @@ import torch
 from benchmarks.laboratory.methods.virtual_trainee import Device
 from benchmarks.latency.blocking import MU, SIGMA, STILL, step_seconds
 from gossip.exchange.messages import Accepted, Declined, Offer, Probe, Received, Weights
-from gossip.interface import Candidate, Event, Origin, Settings, Surroundings
+from gossip.interface import Candidate, Event, Origin, RoundContext, RoundSettings
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Outer, OuterState, Tensors
-from noloco_node.network.interface import Conversation, Network
-from noloco_node.network.wire import Either, MessageSpec, Schema, TensorSpec
+from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.network.wire import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 
 TOPIC = "gossip"
 WIDTH = 4
@@ -39,7 +39,7 @@ SCHEMA = Schema(
         Accepted: MessageSpec("Accepted"),
         Declined: MessageSpec("Declined"),
         Probe: MessageSpec("Probe", {"slow": _VECTOR, "fast": None}),
-        Weights: MessageSpec("Weights", {"fast": Either(((_VECTOR,), ())), "slow": ()}),
+        Weights: MessageSpec("Weights", {"fast": OneOf(((_VECTOR,), ())), "slow": ()}),
         Received: MessageSpec("Received"),
     }
 )
@@ -68,7 +68,7 @@ class Found(NamedTuple):
 class Trainee:
     """A replica: a vector of weights that rolls towards its own optimum, one inner step after the other."""
 
-    def __init__(self, network: Network, form: Form, number: int, here: dict[str, Trainee]) -> None:
+    def __init__(self, network: PeerNetwork, form: Form, number: int, here: dict[str, Trainee]) -> None:
         self._network, self._here, self._form = network, here, form
         self._weights = torch.full((WIDTH,), 20.0)
         self._optimum = 10.0 + number % 3
@@ -76,7 +76,7 @@ class Trainee:
         self._device = Device()
         self.alone = self._device.alone
         self.took_s = 0.0
-        settings = Settings(
+        settings = RoundSettings(
             seed=form.seed,
             outer=Outer(alpha=0.5, beta=0.7, gamma=0.7),
             inner_steps_per_round=form.inner_steps,
@@ -85,7 +85,7 @@ class Trainee:
         )
         origin = Origin(OuterState((self._weights.clone(),), (torch.zeros(WIDTH),)))
         compute, partners = self._device.compute, self._partners
-        around = Surroundings(compute=compute, partners=partners, converse=self._converse, record=_forget)
+        around = RoundContext(compute=compute, partners=partners, converse=self._converse, record=_forget)
         self.rounds = Rounds(network.peer_id, settings, origin, self, around)
 
     def __repr__(self) -> str:
@@ -139,7 +139,7 @@ def measure(form: Form) -> Found:
 
 
 async def _run(form: Form) -> Found:
-    hub = Hub(STILL, seed=form.seed)
+    hub = SimNetwork(STILL, seed=form.seed)
     here: dict[str, Trainee] = {}
     for number in range(form.replicas):
         peer = f"replica {number:04}"

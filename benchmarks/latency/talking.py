@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from benchmarks.latency.tree import Member, Times, Trials, moments, plant, world
-from noloco_node.network.interface import Conversation, Network
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.wire import MessageSpec, Schema
 from noloco_node.sim import clock
 
@@ -33,7 +33,7 @@ SCHEMA = Schema({Sum: MessageSpec("Sum")})
 class Talker:
     """One member of a tree that talks with its parent and its children."""
 
-    def __init__(self, network: Network, member: Member, ends: asyncio.Queue[float]) -> None:
+    def __init__(self, network: PeerNetwork, member: Member, ends: asyncio.Queue[float]) -> None:
         self._network, self._member, self._ends = network, member, ends
         self._below: list[Conversation] = []
         self.ready = asyncio.Event()

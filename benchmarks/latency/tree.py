@@ -28,8 +28,8 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.link_model import Latency, Weather
+from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.link_model import Latency, NetworkConditions
 
 Carry = Callable[[str, str, Callable[[], None]], None]
 """Delivers one message: (sender, receiver, what its arrival does)."""
@@ -189,11 +189,11 @@ def moments(times_s: Sequence[float]) -> Times:
     return Times(len(times_s), sum(times_s), sum(time_s * time_s for time_s in times_s))
 
 
-def world(batch: Trials) -> Hub:
+def world(batch: Trials) -> SimNetwork:
     """Return the lines of a batch: log-normal latencies of mean 1 s, drawn for this batch alone."""
     what = f"{batch.shape}|{batch.workers}|{batch.spread}|{batch.number}"
-    weather = Weather(latency=Latency(shape="lognormal", mean_s=1.0, std_s=batch.spread))
-    return Hub(weather, seed=Random(f"{batch.seed}|latency|{what}").getrandbits(63))
+    weather = NetworkConditions(latency=Latency(shape="lognormal", mean_s=1.0, std_s=batch.spread))
+    return SimNetwork(weather, seed=Random(f"{batch.seed}|latency|{what}").getrandbits(63))
 
 
 def measure(batch: Trials) -> Times:

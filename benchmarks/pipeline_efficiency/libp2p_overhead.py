@@ -72,12 +72,12 @@ def single(run_file: Path, seconds: float, threads: int) -> None:
     from transformers import AutoModelForCausalLM
 
     from noloco_node.data.blocks import open_blocks
-    from noloco_node.planning.model_layout import blueprint
+    from noloco_node.planning.model_layout import model_layout
     from noloco_node.run.runfile import load_run
 
     torch.set_num_threads(threads)
     run = load_run(run_file)
-    model = AutoModelForCausalLM.from_config(blueprint(run).prepared.config).train()
+    model = AutoModelForCausalLM.from_config(model_layout(run).prepared.config).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
     blocks = open_blocks(run.data, run.pipeline.sequence_length, run.seed, "single")
 
@@ -194,8 +194,8 @@ def main() -> None:
         (home / "whole.toml").write_text(run_text(arguments, 1))
         (home / "swarm.toml").write_text(run_text(arguments, STAGES))
         shape = f"{arguments.window} microbatches of {arguments.batch} x {arguments.sequence} tokens a window"
-        machine = f"{platform.machine()}, {psutil.cpu_count()} cores, Python {platform.python_version()}"
-        print(f"{machine}; width {arguments.width}, {arguments.layers} layers, {shape}")
+        host = f"{platform.host()}, {psutil.cpu_count()} cores, Python {platform.python_version()}"
+        print(f"{host}; width {arguments.width}, {arguments.layers} layers, {shape}")
         for number in range(arguments.rounds):
             alone = _alone(home / "whole.toml", arguments.seconds)
             if not rows:

@@ -13,17 +13,17 @@ import math
 from dataclasses import dataclass, field
 
 from noloco_node.journal import events
-from noloco_node.machine.interface import Machine, Voice
-from noloco_node.node.node import Node, Wishes
-from noloco_node.planning.pipeline_model import Shape
+from noloco_node.machine.interface import Host, Reporter
+from noloco_node.node.node import Node, NodeOptions
+from noloco_node.planning.pipeline_model import PipelineShape
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
-from noloco_node.sim.hardware.quadratic_model import Bowl, Numbers, bowl_plan
-from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.link_model import Latency, Weather
+from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
+from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.run_distribution import RunFileText
 
 REFRESH_S = 2.0
 PATIENCE_S = 1e5
@@ -66,18 +66,18 @@ class _Peer:
         return int(self.node.statistics().get(name, 0)) if self.node else 0
 
 
-def measure(shape: Shape, trial: Trial) -> Utilisation:
+def measure(shape: PipelineShape, trial: Trial) -> Utilisation:
     """Run production nodes in the shape of a pipeline; deterministic. Raises RuntimeError where a node misbehaves."""
     return run(_measure(shape, trial))
 
 
-async def _measure(shape: Shape, trial: Trial) -> Utilisation:
+async def _measure(shape: PipelineShape, trial: Trial) -> Utilisation:
     latency = Latency(
         shape="lognormal" if shape.jitter else "constant",
         mean_s=shape.latency * trial.pass_s,
         std_s=shape.jitter * shape.latency * trial.pass_s,
     )
-    hub = Hub(Weather(latency=latency), seed=trial.seed)
+    hub = SimNetwork(NetworkConditions(latency=latency), seed=trial.seed)
     recipe = _recipe(shape, trial.seed)
     wrong: list[str] = []
     peers = [_Peer(stage=stage, time=time) for stage, times in enumerate(shape.passes) for time in times]
@@ -107,7 +107,7 @@ async def _measure(shape: Shape, trial: Trial) -> Utilisation:
     )
 
 
-def _recipe(shape: Shape, seed: int) -> Recipe:
+def _recipe(shape: PipelineShape, seed: int) -> RunFileText:
     text = f"""
 name = "utilisation"
 seed = {seed}
@@ -128,19 +128,19 @@ learning_rate = 0.01
 [outer]
 inner_steps_per_round = 1000000
 """
-    return Recipe(text, "the run file of this measurement")
+    return RunFileText(text, "the run file of this measurement")
 
 
-def _node(hub: Hub, recipe: Recipe, name: str, peer: _Peer, pass_s: float, wrong: list[str]) -> Node:
+def _node(hub: SimNetwork, recipe: RunFileText, name: str, peer: _Peer, pass_s: float, wrong: list[str]) -> Node:
     device = peer.device
     device.slow_down(peer.time)
 
     def build(number: int) -> PricedStage:
         windows = recipe.run.pipeline.windows_in_flight
-        return PricedStage(Bowl(number), Prices(forward_s=pass_s), device.charge, wrong.append, windows)
+        return PricedStage(QuadraticModel(number), Prices(forward_s=pass_s), device.charge, wrong.append, windows)
 
-    async def open_text() -> Numbers:
-        return Numbers(_MICROBATCH, int(name[-3:]) * 10_000)
+    async def open_text() -> RandomBatches:
+        return RandomBatches(_MICROBATCH, int(name[-3:]) * 10_000)
 
     async def load(stage: int) -> Checkpoint | None:
         return None
@@ -149,10 +149,10 @@ def _node(hub: Hub, recipe: Recipe, name: str, peer: _Peer, pass_s: float, wrong
         return "nowhere"
 
     def record(event: events.Event) -> None:
-        if isinstance(event, events.Violation | events.Lost):
+        if isinstance(event, events.PeerViolation | events.Lost):
             wrong.append(f"{name}: {event}")
 
-    machine = Machine(
+    host = Host(
         device=device,
         build=build,
         open_text=open_text,
@@ -160,14 +160,14 @@ def _node(hub: Hub, recipe: Recipe, name: str, peer: _Peer, pass_s: float, wrong
         save=save,
         unix_time=asyncio.get_running_loop().time,
     )
-    wishes = Wishes(stage=peer.stage, refresh_s=REFRESH_S)
+    wishes = NodeOptions(stage=peer.stage, refresh_s=REFRESH_S)
     return Node(
         recipe,
-        bowl_plan(recipe.run.pipeline.stages),
+        quadratic_layout(recipe.run.pipeline.stages),
         hub.network(name),
-        machine,
+        host,
         wishes,
-        Voice(record=record, say=lambda text: None),
+        Reporter(record=record, say=lambda text: None),
     )
 
 

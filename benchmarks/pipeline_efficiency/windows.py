@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from benchmarks.pipeline_efficiency.production_utilisation import Trial, measure
-from noloco_node.planning.pipeline_model import Shape, efficiency, spread
+from noloco_node.planning.pipeline_model import PipelineShape, efficiency, spread_speeds
 
 T = TypeVar("T")
 
@@ -52,10 +52,10 @@ class Case(NamedTuple):
     windows_in_flight: int
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> PipelineShape:
         """The pipeline itself."""
-        return Shape(
-            passes=spread((1.0,) * self.stages, REPLICAS[self.replicas]),
+        return PipelineShape(
+            passes=spread_speeds((1.0,) * self.stages, REPLICAS[self.replicas]),
             window=self.window,
             latency=self.latency,
             windows_in_flight=self.windows_in_flight,

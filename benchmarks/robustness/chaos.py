@@ -33,8 +33,8 @@ import msgspec
 from benchmarks.robustness.process_swarm import LINGER_S, LOOK_S, READY_S, Peer, Shape, Swarm, options, run, say, write
 from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
 from noloco_node.demo.child_processes import Children, leashed
-from noloco_node.demo.summary import Verdict
-from noloco_node.errors import Exit, Trouble
+from noloco_node.demo.summary import ModelScores
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import Event, Finished, InnerStep, Started
 from noloco_node.journal.reader import read
 from noloco_node.run.presets import demo_run_text
@@ -155,11 +155,11 @@ async def _train(swarm: Swarm, chaos: Chaos) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-async def _judge(swarm: Swarm, home: Path) -> Verdict:
+async def _judge(swarm: Swarm, home: Path) -> ModelScores:
     say("evaluating")
     command = leashed("noloco_node.demo.judge_model", swarm.invite, str(home / "model"))
     child = swarm.children.start("verdict", command, home / "verdict")
-    return msgspec.json.decode(await child.line("{", LINGER_S), type=Verdict)
+    return msgspec.json.decode(await child.line("{", LINGER_S), type=ModelScores)
 
 
 def longest_pause_s(events: Iterable[Event], cut_at: Sequence[float]) -> float:
@@ -272,10 +272,10 @@ async def main(asked: argparse.Namespace) -> int:
 
 
 def _hold_to(path: Path, asked: argparse.Namespace) -> None:
-    """Note what is asked of a directory; raise `Trouble` where an earlier call asked for something else."""
+    """Note what is asked of a directory; raise `UserError` where an earlier call asked for something else."""
     wanted = {name: value for name, value in sorted(vars(asked).items()) if name != "home"}
     if path.exists() and msgspec.json.decode(path.read_bytes()) != wanted:
-        raise Trouble(
+        raise UserError(
             f"{path.parent} holds another trial.",
             why=f"{path} says with which options it was begun",
             attempt="the same options, or another --home",

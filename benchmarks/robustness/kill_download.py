@@ -28,16 +28,16 @@ import torch
 
 from gossip.exchange.messages import Parts, ReplicaState, Section
 from gossip.transfer.chunks import tensors_of
-from gossip.transfer.donor import Donor, Terms
+from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.journal import events
-from noloco_node.limits.rate_limit import Valve
+from noloco_node.limits.rate_limit import FairLimiter
 from noloco_node.machine.device import Device
-from noloco_node.machine.interface import Voice
+from noloco_node.machine.interface import Reporter
 from noloco_node.network import wire
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import state_schema
-from noloco_node.state_sync.download import Copying, Line
-from noloco_node.storage.partial_download import Partial
+from noloco_node.state_sync.download import DownloadLink, StateDownload
+from noloco_node.storage.partial_download import PartialDownloadFile
 from noloco_node.swarm.roster import PeerRecord
 
 STARTS_S = 1800.0
@@ -64,8 +64,8 @@ class Lane:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, schema: wire.Schema) -> None:
         self._reader, self._writer, self._schema = reader, writer, schema
-        self._intake = wire.Intake(schema)
-        self.valve: Valve | None = None
+        self._intake = wire.FrameDecoder(schema)
+        self.valve: FairLimiter | None = None
 
     async def send(self, message: Any) -> None:
         """Send one message, no faster than the valve lets it."""
@@ -155,11 +155,11 @@ async def copy(directory: Path, port: int, section_bytes: int, round: int) -> No
             print(json.dumps({"what": event.what, "held": event.held_bytes, "of": event.total_bytes}), flush=True)
 
     shapes, device = shapes_of(section_bytes), Device(torch.device("cpu"))
-    voice = Voice(record=record, say=lambda line: None)
-    keep = Partial(directory, "run", 0, section_bytes, lambda line: print(line, file=sys.stderr))
-    line = Line(Lanes(port), device, 600.0)  # type: ignore[arg-type]
-    copying = Copying(0, shapes, line, voice, keep)  # type: ignore[arg-type]
-    living = (PeerRecord(peer="donor", stage=0, state=State.TRAINING, round=round),)
+    reporter = Reporter(record=record, say=lambda line: None)
+    keep = PartialDownloadFile(directory, "run", 0, section_bytes, lambda line: print(line, file=sys.stderr))
+    line = DownloadLink(Lanes(port), device, 600.0)  # type: ignore[arg-type]
+    copying = StateDownload(0, shapes, line, reporter, keep)  # type: ignore[arg-type]
+    living = (PeerRecord(peer="donor", stage=0, state=PeerState.TRAINING, round=round),)
     state = await copying.attempt(("donor",), lambda: living)
     assert isinstance(state, ReplicaState), state
     print(json.dumps({"what": "state", "is": fingerprint(state)}), flush=True)
@@ -173,7 +173,7 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
     """Kill `kills` children; raise AssertionError about the first life that does not go on as it should."""
     rng, begun_s, section_bytes = random.Random(f"{seed}|kill"), time.monotonic(), int(megabytes * 2**20 / 4)
     shapes = shapes_of(section_bytes)
-    valve = Valve(megabytes * 2**20 / 3.0)  # a whole copy takes three seconds
+    valve = FairLimiter(megabytes * 2**20 / 3.0)  # a whole copy takes three seconds
     present = {"state": state_of(seed, shapes)}
 
     async def provide(parts: Parts) -> ReplicaState:
@@ -189,7 +189,7 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
         finally:
             writer.close()
 
-    donor = Donor(provide, asyncio.to_thread, shapes.shapes, Terms(deadline_s=3600.0, piece_s=60.0))
+    donor = Donor(provide, asyncio.to_thread, shapes.shapes, DonorLimits(deadline_s=3600.0, piece_s=60.0))
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     resumed = killed = copies = before = 0
@@ -218,7 +218,7 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
 
 def on_disk(directory: Path, section_bytes: int) -> int:
     """Return the bytes of the whole pieces that a life has left behind."""
-    keep = Partial(directory, "run", 0, section_bytes, lambda line: None)
+    keep = PartialDownloadFile(directory, "run", 0, section_bytes, lambda line: None)
     return sum({key: data.nbytes for key, _, data in keep.pieces()}.values())
 
 

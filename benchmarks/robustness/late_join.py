@@ -30,7 +30,7 @@ from noloco_node.demo.child_processes import Child, Children, leashed
 from noloco_node.journal.events import CatchUp, Event, InnerStep, StateChanged
 from noloco_node.journal.reader import read
 from noloco_node.limits.budget import read_rate
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 
 ANYWHERE = "/ip4/127.0.0.1/tcp/0"
 READY_S = 180.0
@@ -154,7 +154,7 @@ async def until(condition: Callable[[], bool], child: Child, what: str) -> None:
 def measure(old: list[Event], new: list[Event], begun_unix_s: float, rate: str) -> Joined:
     """Return the newcomer's times from the two journals."""
     states = [event for event in new if isinstance(event, StateChanged)]
-    (request_s,) = [event.at for event in states if event.state is State.CATCHING_UP]
+    (request_s,) = [event.at for event in states if event.state is PeerState.CATCHING_UP]
     (done,) = [event for event in new if isinstance(event, CatchUp) and event.what == "done"]
     first = next(event for event in new if isinstance(event, InnerStep))
     paces = [event.seconds for event in old if isinstance(event, InnerStep)]

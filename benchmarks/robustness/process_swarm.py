@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Self
 
 from noloco_node.demo.child_processes import Child, Children, bound_sockets, leashed
 from noloco_node.demo.options import letters
-from noloco_node.demo.peer_history import Track
-from noloco_node.errors import Trouble
+from noloco_node.demo.peer_history import PeerHistory
+from noloco_node.errors import UserError
 from noloco_node.journal.events import Finished, InnerStep, Started
 from noloco_node.journal.reader import Tail
 
@@ -43,7 +43,7 @@ class Peer:
 
     def __init__(self, name: str, stage: int, home: Path) -> None:
         self.name, self.stage, self.home = name, stage, home
-        self.track, self.tail = Track(name, stage), Tail(home / "journal.jsonl")
+        self.track, self.tail = PeerHistory(name, stage), Tail(home / "journal.jsonl")
         self.lives: list[Child] = []
         self.struck_at: list[float] = []
         """When it was killed (unix seconds)."""
@@ -134,7 +134,7 @@ class Swarm:
             peer.take_news()
 
     async def until(self, condition: Callable[[], bool], what: str, within_s: float) -> None:
-        """Wait for a condition on the peers; raise `Trouble` with a peer's last words when it does not come."""
+        """Wait for a condition on the peers; raise `UserError` with a peer's last words when it does not come."""
         limit_s = time.monotonic() + within_s
         while True:
             self.take_news()
@@ -180,6 +180,6 @@ def run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
 
     try:
         return asyncio.run(stoppable())
-    except Trouble as trouble:
+    except UserError as trouble:
         print(trouble, file=sys.stderr)
         return int(trouble.code)

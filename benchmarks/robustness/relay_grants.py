@@ -16,13 +16,13 @@ from collections import Counter
 from pathlib import Path
 
 from noloco_node.libp2p import network
-from noloco_node.libp2p.daemon.arguments import Posture, arguments, relay_arguments
+from noloco_node.libp2p.daemon.arguments import DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.process import start_daemon
 from noloco_node.libp2p.daemon.relay_grant import Grant, granted
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
 from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.settings import Reach
+from noloco_node.libp2p.endpoint.settings import Reachability
 from noloco_node.libp2p.session import attached, connect, places
 
 WAIT_S = 30.0
@@ -34,11 +34,11 @@ async def main(count: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
 
-        def posture(which: str) -> Posture:
+        def posture(which: str) -> DaemonConfig:
             ensure_identity(here / which)
-            return Posture(identity=here / which, listen=("/ip4/127.0.0.1/tcp/0",))
+            return DaemonConfig(identity=here / which, listen=("/ip4/127.0.0.1/tcp/0",))
 
-        asking = start_daemon(parts.binary, arguments(posture("asks"), Reach.OPEN), here, WAIT_S)
+        asking = start_daemon(parts.binary, arguments(posture("asks"), Reachability.OPEN), here, WAIT_S)
         async with asking as daemon, attached(parts, ours := Control(daemon, parts.messages), daemon, WAIT_S):
             for number in range(count):
                 starting = start_daemon(parts.binary, relay_arguments(posture(f"relay-{number}")), here, WAIT_S)

@@ -23,9 +23,9 @@ from typing import Any
 from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import MessageSpec, Schema
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.dht import Records
-from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.link_model import Access, Latency, Weather
+from noloco_node.sim.network.dht import SimDht
+from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
 
 MESSAGE_BYTES = 10_000
 SPREAD_S = 1e-4
@@ -67,11 +67,11 @@ def loop_future() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
 
-def carries(weather: Weather) -> Callable[[int, int], Coroutine[Any, Any, None]]:
+def carries(weather: NetworkConditions) -> Callable[[int, int], Coroutine[Any, Any, None]]:
     """Return a job that carries one thing after the other."""
 
     async def main(calls: int, peers: int) -> None:
-        hub, done, left = Hub(weather), loop_future(), [calls]
+        hub, done, left = SimNetwork(weather), loop_future(), [calls]
 
         def arrive() -> None:
             left[0] -= 1
@@ -86,14 +86,16 @@ def carries(weather: Weather) -> Callable[[int, int], Coroutine[Any, Any, None]]
     return main
 
 
-def conversations(weather: Weather, access: Access | None = None) -> Callable[[int, int], Coroutine[Any, Any, None]]:
+def conversations(
+    weather: NetworkConditions, access: Access | None = None
+) -> Callable[[int, int], Coroutine[Any, Any, None]]:
     """Return a job that holds `calls` conversations between `peers` peers."""
 
     async def answer(conversation: Conversation) -> None:
         await conversation.send(await conversation.receive())
 
     async def main(calls: int, peers: int) -> None:
-        hub = Hub(weather, size_bytes=message_bytes)
+        hub = SimNetwork(weather, size_bytes=message_bytes)
         networks = [hub.network(f"peer-{number}", access) for number in range(peers)]
         for network in networks:
             await network.serve("ask", SCHEMA, answer)
@@ -119,7 +121,7 @@ def conversations(weather: Weather, access: Access | None = None) -> Callable[[i
 
 async def readings(calls: int, peers: int) -> None:
     """Publish and read in turn, as the 256 replicas of a stage do."""
-    records = Records()
+    records = SimDht()
     for number in range(calls):
         now_s, place = number * 0.04, ("stage", f"peer-{number % 256}")
         records.publish(place, (b"record", 30.0), now_s, side=None)
@@ -128,18 +130,18 @@ async def readings(calls: int, peers: int) -> None:
     assert len(found) == min(calls, 256)
 
 
-CALM = Weather(latency=Latency(mean_s=0.02))
+CALM = NetworkConditions(latency=Latency(mean_s=0.02))
 JOBS: dict[str, Callable[[int, int], Coroutine[Any, Any, None]]] = {
     "a timer of the event loop": timers,
     "one delivery (carry)": carries(CALM),
     "one delivery, log-normal latency": carries(
-        Weather(latency=Latency(shape="lognormal", mean_s=0.02, std_s=0.02)),
+        NetworkConditions(latency=Latency(shape="lognormal", mean_s=0.02, std_s=0.02)),
     ),
     "a conversation": conversations(CALM),
     "a conversation, log-normal latency": conversations(
-        Weather(latency=Latency(shape="lognormal", mean_s=0.02, std_s=0.02))
+        NetworkConditions(latency=Latency(shape="lognormal", mean_s=0.02, std_s=0.02))
     ),
-    "a conversation, 1 % loss": conversations(Weather(loss=0.01)),
+    "a conversation, 1 % loss": conversations(NetworkConditions(loss=0.01)),
     "a conversation, limited lines": conversations(CALM, Access(up_bytes_per_s=1e6, down_bytes_per_s=1e7)),
     "publish and read a record among 256": readings,
 }

@@ -17,12 +17,12 @@ import time
 import torch
 
 from noloco_node.sim.explore.schedule_generator import draw
-from noloco_node.sim.explore.search import Verdict, examine, report, totals
+from noloco_node.sim.explore.search import ExploreResult, examine, report, totals
 
 LINE_EVERY_S = 10.0
 
 
-def examine_seed(seed: int) -> Verdict:
+def examine_seed(seed: int) -> ExploreResult:
     """Examine one seed, in a process of its own."""
     return examine(draw(seed))
 
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="processes, one core each")
     arguments = parser.parse_args()
     begun_s = said_s = time.monotonic()
-    verdicts: list[Verdict] = []
+    verdicts: list[ExploreResult] = []
     with multiprocessing.get_context("spawn").Pool(arguments.processes, torch.set_num_threads, (1,)) as pool:
         seeds = range(arguments.first, arguments.first + arguments.count)
         for verdict in pool.imap(examine_seed, seeds, chunksize=4):
@@ -55,7 +55,7 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def table(verdicts: list[Verdict], real_s: float, processes: int) -> None:
+def table(verdicts: list[ExploreResult], real_s: float, processes: int) -> None:
     """Print the totals over all schedules."""
     sums = totals(verdicts)
     struck = {name.removeprefix("struck."): count for name, count in sums.items() if name.startswith("struck.")}

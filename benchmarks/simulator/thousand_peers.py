@@ -45,7 +45,7 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
     from noloco_node.sim.peer import SimulatedPeer
     from noloco_node.sim.scenario.faults import Fault
     from noloco_node.sim.scenario.scenario import DevicesConfig, NetworkConfig, Scenario, SwarmConfig
-    from noloco_node.sim.scenario.setup import work_out
+    from noloco_node.sim.scenario.setup import build_setup
     from noloco_node.sim.world import World, simulate
 
     torch.set_num_threads(1)
@@ -117,7 +117,7 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
             "digest": world.digest(),
         }
 
-    setting = work_out(scenario)
+    setting = build_setup(scenario)
     begun, cpu = time.monotonic(), time.process_time()
     found = simulate(setting, watch, finish)
     return {

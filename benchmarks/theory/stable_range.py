@@ -9,7 +9,7 @@ from benchmarks.theory.moments import MANY, Law, contraction, critical_gamma, fa
 from benchmarks.theory.noise import POLICIES, UNMET
 from benchmarks.theory.report import Report, Scale, Spread, spread
 from benchmarks.theory.swarm import crossing, decay, growth
-from noloco_node.errors import Trouble
+from noloco_node.errors import UserError
 from noloco_node.run.runfile import decode_run
 
 EXPECTED = {0.0: (0.545, 1.00, 0.500), 0.3: (0.553, 0.58, 0.545), 0.5: (0.700, 0.30, 0.625), 0.7: (0.891, 0.10, 0.745)}
@@ -107,7 +107,7 @@ def divergence(report: Report, scale: Scale) -> list[tuple[int, Spread, float]]:
 def _refused(report: Report) -> None:
     try:
         decode_run(RUN, "diverges.toml")
-    except Trouble as trouble:
+    except UserError as trouble:
         print(
             f"\n  A run file with it is refused, exit code {trouble.code}:\n"
             f"    {trouble.what}\n    Why: {trouble.why}\n    Try: {trouble.attempt}"

@@ -74,7 +74,7 @@ class Declined:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ahead:
+class PrefetchOffer:
     """Let us swap slow weights before we meet."""
 
 

@@ -47,13 +47,13 @@ SOON_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class AnswerState:
     """What a replica is doing at the moment of an offer.
 
     `round`: the round that it opened last, 0 before the first. `asking`: whose answer it waits for. `had`: whether the
     sender has had meetings enough with us in this round of which nothing came for us.
-    `hopes_s`: for how long the sender is still not good enough, 0 if it is. `ready_in_s`: estimate of the time to the
-    next opening.
+    `preference_delay_s`: for how long the sender is still not good enough, 0 if it is. `ready_in_s`: estimate of the
+    time to the next opening.
     """
 
     me: str
@@ -63,11 +63,11 @@ class Standing:
     asking: str | None
     leaving: bool
     had: bool
-    hopes_s: float
+    preference_delay_s: float
     ready_in_s: float
 
 
-def answer(standing: Standing, sender: str, offer: Offer) -> Accepted | Declined:
+def answer(standing: AnswerState, sender: str, offer: Offer) -> Accepted | Declined:
     """Decide at once whether to meet `sender`."""
     if standing.leaving:
         return _declined(standing, DeclineReason.LEAVING, standing.ready_in_s)
@@ -84,14 +84,14 @@ def answer(standing: Standing, sender: str, offer: Offer) -> Accepted | Declined
         if sender < standing.me:
             return Accepted(round=standing.round)
         return _declined(standing, DeclineReason.YIELD, SOON_S)
-    if standing.hopes_s > 0.0:
-        return _declined(standing, DeclineReason.HOPING, standing.hopes_s)
+    if standing.preference_delay_s > 0.0:
+        return _declined(standing, DeclineReason.HOPING, standing.preference_delay_s)
     if standing.asking is not None:
         return _declined(standing, DeclineReason.ASKING, SOON_S)
     return Accepted(round=standing.round)
 
 
-def _declined(standing: Standing, reason: DeclineReason, retry_after_s: float) -> Declined:
+def _declined(standing: AnswerState, reason: DeclineReason, retry_after_s: float) -> Declined:
     return Declined(reason=reason, retry_after_s=retry_after_s, round=standing.round)
 
 

@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 
 from gossip.exchange.messages import Accepted, Implausible
 from gossip.exchange.swap import Conversation, conclude
-from gossip.interface import Lost, OuterStep, Replica, Surroundings, TooStale
+from gossip.interface import GossipReplica, Lost, OuterStep, RoundContext, TooStale
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
-from gossip.rounds.prefetch_cache import Shelf
-from gossip.rounds.round_state import Engagement, Settled, Situation, now
-from gossip.rounds.weight_exchange import Claim, Traded, trade
+from gossip.rounds.prefetch_cache import PrefetchCache
+from gossip.rounds.round_state import Meeting, PendingStep, RoundState, now
+from gossip.rounds.weight_exchange import ExchangeResult, MeetingStanding, exchange_weights
 
 
 class Meetings:
@@ -24,14 +24,14 @@ class Meetings:
 
     def __init__(
         self,
-        situation: Situation,
+        round_state: RoundState,
         optimiser: OuterOptimiser,
-        shelf: Shelf,
-        replica: Replica,
-        around: Surroundings,
-        apply: Callable[[Settled], Awaitable[None]],
+        shelf: PrefetchCache,
+        replica: GossipReplica,
+        around: RoundContext,
+        apply: Callable[[PendingStep], Awaitable[None]],
     ) -> None:
-        self._situation, self._optimiser, self._shelf = situation, optimiser, shelf
+        self._situation, self._optimiser, self._shelf = round_state, optimiser, shelf
         self._replica, self._around, self._apply = replica, around, apply
         self._blocked_s = 1.0
 
@@ -43,22 +43,22 @@ class Meetings:
         counts = self._situation.counts
         return {"lost": counts["lost"], "implausible": counts["implausible"]}
 
-    async def meet(self, conversation: Conversation, engagement: Engagement, accepted: Accepted | None) -> None:
+    async def meet(self, conversation: Conversation, engagement: Meeting, accepted: Accepted | None) -> None:
         """Exchange and step, once agreed. `accepted`: our answer, still to be sent, where we are the asked."""
-        situation = self._situation
+        round_state = self._situation
         why, implausible = "the partner was silent or went away", False
         try:
             if accepted is not None:
                 await conversation.send(accepted)
             if self._situation.settings.blocking:
                 started_s = now()
-                async with self._gate_shut(), situation.pause:
-                    taken = await self._optimiser.snapshot(situation.cadence.inner_steps)
+                async with self._gate_shut(), round_state.pause:
+                    taken = await self._optimiser.snapshot(round_state.round_schedule.inner_steps)
                     await self._exchange(conversation, engagement, taken, asked=accepted is not None)
                 self._blocked_s = now() - started_s
             else:
-                async with situation.pause:
-                    kept = situation.snapshot
+                async with round_state.pause:
+                    kept = round_state.snapshot
                 if kept is None:
                     raise ConnectionAbortedError("the round was closed meanwhile")
                 await self._exchange(conversation, engagement, kept, asked=accepted is not None)
@@ -66,7 +66,7 @@ class Meetings:
             why, implausible = str(loss), isinstance(loss, Implausible)
             raise
         finally:
-            if situation.engagement is engagement:
+            if round_state.engagement is engagement:
                 self._lose(engagement, why, implausible)
 
     @asynccontextmanager
@@ -82,44 +82,44 @@ class Meetings:
                 raise
             raise ConnectionAbortedError("our own gate did not drain: microbatches in flight") from silence
 
-    def _lose(self, engagement: Engagement, why: str, implausible: bool) -> None:
-        situation = self._situation
-        situation.engagement = None
-        situation.counts["lost"] += 1
-        situation.counts["implausible"] += implausible
+    def _lose(self, engagement: Meeting, why: str, implausible: bool) -> None:
+        round_state = self._situation
+        round_state.engagement = None
+        round_state.counts["lost"] += 1
+        round_state.counts["implausible"] += implausible
         self._put_off(engagement.partner)
         self._around.record(
-            Lost(round=situation.cadence.round, partner=engagement.partner, why=why, implausible=implausible)
+            Lost(round=round_state.round_schedule.round, partner=engagement.partner, why=why, implausible=implausible)
         )
-        situation.ring()
+        round_state.ring()
 
     async def _exchange(
-        self, conversation: Conversation, engagement: Engagement, snapshot: Snapshot, *, asked: bool
+        self, conversation: Conversation, engagement: Meeting, snapshot: Snapshot, *, asked: bool
     ) -> None:
-        situation = self._situation
-        claim = Claim(situation.met, situation.settings.staleness_at_most)
-        traded = await trade(conversation, snapshot, self._optimiser, self._shelf, claim)
+        round_state = self._situation
+        claim = MeetingStanding(round_state.met, round_state.settings.staleness_at_most)
+        traded = await exchange_weights(conversation, snapshot, self._optimiser, self._shelf, claim)
 
         async def commit() -> None:
-            if situation.engagement is not engagement:
+            if round_state.engagement is not engagement:
                 raise ConnectionAbortedError("the round was given up meanwhile")
-            situation.engagement = None
-            situation.counts["spared"] += traded.spared
+            round_state.engagement = None
+            round_state.counts["spared"] += traded.spared
             if traded.step is None:
                 self._note_too_stale(engagement.partner, traded)
             else:
-                situation.snapshot, situation.open = None, False
+                round_state.snapshot, round_state.open = None, False
                 event = self._event(engagement, traded)
-                situation.settled = Settled(traded.step, snapshot.inner_steps, event, traded.last_met)
-                if situation.settings.blocking:
-                    await self._apply(situation.settled)
-            situation.ring()
+                round_state.settled = PendingStep(traded.step, snapshot.inner_steps, event, traded.last_met)
+                if round_state.settings.blocking:
+                    await self._apply(round_state.settled)
+            round_state.ring()
 
         await conclude(conversation, commit, asked=asked)
 
-    def _event(self, engagement: Engagement, traded: Traded) -> OuterStep:
+    def _event(self, engagement: Meeting, traded: ExchangeResult) -> OuterStep:
         return OuterStep(
-            round=self._situation.cadence.round,
+            round=self._situation.round_schedule.round,
             seconds=now() - engagement.since_s,
             partner=engagement.partner,
             gap=traded.gap,
@@ -130,16 +130,16 @@ class Meetings:
             bytes_received=traded.bytes_received,
         )
 
-    def _note_too_stale(self, partner: str, traded: Traded) -> None:
+    def _note_too_stale(self, partner: str, traded: ExchangeResult) -> None:
         """Go on with our open round: the partner has ended its own with our weights."""
-        situation = self._situation
-        situation.counts["too_stale"] += 1
-        situation.counts["bytes_sent"] += traded.bytes_sent
-        situation.counts["bytes_received"] += traded.bytes_received
+        round_state = self._situation
+        round_state.counts["too_stale"] += 1
+        round_state.counts["bytes_sent"] += traded.bytes_sent
+        round_state.counts["bytes_received"] += traded.bytes_received
         self._put_off(partner)
         self._around.record(
             TooStale(
-                round=situation.cadence.round,
+                round=round_state.round_schedule.round,
                 partner=partner,
                 partner_staleness=traded.partner_staleness,
                 bytes_sent=traded.bytes_sent,
@@ -149,6 +149,6 @@ class Meetings:
 
     def _put_off(self, partner: str) -> None:
         """Ask this partner later, if at all, and do not let it have as many meetings in this round as it likes."""
-        situation = self._situation
-        situation.in_vain[partner] += 1
-        situation.prospects.put_off(partner, situation.settings.patience.sleep_s, now())
+        round_state = self._situation
+        round_state.record_timeout[partner] += 1
+        round_state.prospects.put_off(partner, round_state.settings.patience.sleep_s, now())

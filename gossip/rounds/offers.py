@@ -15,20 +15,20 @@ from itertools import takewhile
 
 from gossip.exchange.messages import Accepted, Declined, Offer
 from gossip.exchange.swap import Conversation
-from gossip.interface import Surroundings
+from gossip.interface import RoundContext
 from gossip.rounds.matching import answer
 from gossip.rounds.partners import ASKED_AT_MOST
-from gossip.rounds.round_state import Engagement, Situation, now
+from gossip.rounds.round_state import Meeting, RoundState, now
 
-Meet = Callable[[Conversation, Engagement, Accepted | None], Awaitable[None]]
+Meet = Callable[[Conversation, Meeting, Accepted | None], Awaitable[None]]
 """Exchange and step, once agreed; with our own answer, still to be sent, where we are the asked."""
 
 
 class Offers:
     """The offers of one replica: `run` as a background task, `answer_one` for each that comes in."""
 
-    def __init__(self, situation: Situation, around: Surroundings, meet: Meet) -> None:
-        self._situation, self._around, self._meet = situation, around, meet
+    def __init__(self, round_state: RoundState, around: RoundContext, meet: Meet) -> None:
+        self._situation, self._around, self._meet = round_state, around, meet
 
     def __repr__(self) -> str:
         return f"<Offers: asking {self._situation.asking or 'nobody'}>"
@@ -40,74 +40,74 @@ class Offers:
 
     async def run(self) -> None:
         """Ask partners while a round is open, until cancelled."""
-        situation, jitter_s = self._situation, self._situation.settings.patience.jitter_s
+        round_state, jitter_s = self._situation, self._situation.settings.patience.jitter_s
         while True:
             peer, wait_s = self._whom()
             if peer is None:
-                await situation.nap(wait_s)
+                await round_state.nap(wait_s)
                 continue
             await self._ask(peer)
-            if situation.open and situation.engagement is None:
-                await situation.nap(situation.rng.uniform(0.0, jitter_s))
+            if round_state.open and round_state.engagement is None:
+                await round_state.nap(round_state.rng.uniform(0.0, jitter_s))
 
     async def answer_one(self, conversation: Conversation, offer: Offer, deadline: asyncio.Timeout) -> None:
         """Answer an offer at once; if it is accepted, move the deadline on to a meeting's, and meet."""
-        situation, peer = self._situation, conversation.peer
-        situation.counts["offers_received"] += 1
-        reply = answer(situation.standing(peer), peer, offer)
+        round_state, peer = self._situation, conversation.peer
+        round_state.counts["offers_received"] += 1
+        reply = answer(round_state.standing(peer), peer, offer)
         if isinstance(reply, Declined):
             await conversation.send(reply)
             return
-        engagement = situation.engage(peer, offer.round)
+        engagement = round_state.engage(peer, offer.round)
         await self._meet_until(conversation, engagement, reply, deadline)
 
     def _whom(self) -> tuple[str | None, float | None]:
         """Return whom to ask now; or nobody and how long to wait (None: until something changes)."""
-        situation = self._situation
-        if not situation.open or situation.engagement is not None:
+        round_state = self._situation
+        if not round_state.open or round_state.engagement is not None:
             return None, None
-        order = situation.others.order(situation.cadence.round)
+        order = round_state.others.order(round_state.round_schedule.round)
         places = range(min(len(order), ASKED_AT_MOST))
         # Whoever is preferred less is hoped against for longer: the good enough are the first ones.
-        good_enough = list(takewhile(lambda place: not situation.hopes_s(place, len(order)), places))
-        return situation.prospects.next(order[: len(good_enough)], now())
+        good_enough = list(takewhile(lambda place: not round_state.preference_delay_s(place, len(order)), places))
+        return round_state.prospects.next(order[: len(good_enough)], now())
 
     async def _ask(self, peer: str) -> None:
-        situation, patience = self._situation, self._situation.settings.patience
+        round_state, patience = self._situation, self._situation.settings.patience
         answers, asked_s = self._around.answers, now()
-        situation.asking = peer
-        situation.counts["offers_sent"] += 1
+        round_state.asking = peer
+        round_state.counts["offers_sent"] += 1
         engagement = None
         try:
             async with (
                 asyncio.timeout(answers.deadline_s(peer) if answers else patience.answer_s) as deadline,
                 self._around.converse(peer) as conversation,
             ):
-                await conversation.send(Offer(round=situation.cadence.round))
+                await conversation.send(Offer(round=round_state.round_schedule.round))
                 reply = await conversation.receive()
-                situation.asking = None
+                round_state.asking = None
                 if answers:
                     answers.took(peer, now() - asked_s)
                 if isinstance(reply, Declined):
                     self._note_refusal(peer, reply)
                 elif not isinstance(reply, Accepted):
                     raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
-                elif situation.open and situation.engagement is None:
-                    engagement = situation.engage(peer, reply.round)
+                elif round_state.open and round_state.engagement is None:
+                    engagement = round_state.engage(peer, reply.round)
                     await self._meet_until(conversation, engagement, None, deadline)
         except (ConnectionError, TimeoutError) as loss:
-            if answers and situation.asking is not None and isinstance(loss, TimeoutError):
-                answers.in_vain(peer, asked_s, now())
+            if answers and round_state.asking is not None and isinstance(loss, TimeoutError):
+                answers.record_timeout(peer, asked_s, now())
             if engagement is None:
-                situation.counts["unanswered"] += 1
-                situation.prospects.put_off(peer, patience.sleep_s, now())
+                round_state.counts["unanswered"] += 1
+                round_state.prospects.put_off(peer, patience.sleep_s, now())
         finally:
-            situation.asking = None
+            round_state.asking = None
 
     async def _meet_until(
         self,
         conversation: Conversation,
-        engagement: Engagement,
+        engagement: Meeting,
         accepted: Accepted | None,
         deadline: asyncio.Timeout,
     ) -> None:
@@ -122,8 +122,8 @@ class Offers:
         self._situation.note_exchange(late=False)
 
     def _note_refusal(self, peer: str, reply: Declined) -> None:
-        situation = self._situation
-        situation.counts["declined"] += 1
-        if situation.open:
-            situation.cadence.adopt(reply.round, situation.others.rounds)
-        situation.prospects.declined(peer, reply, now())
+        round_state = self._situation
+        round_state.counts["declined"] += 1
+        if round_state.open:
+            round_state.round_schedule.adopt(reply.round, round_state.others.rounds)
+        round_state.prospects.declined(peer, reply, now())

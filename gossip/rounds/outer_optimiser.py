@@ -21,7 +21,7 @@ from torch import Tensor
 from gossip.exchange.codec import Encoded, Feedback, common_steps, decode, encode
 from gossip.exchange.formats import Format, absolute
 from gossip.exchange.swap import Compute, check_norm, probe_coordinates
-from gossip.interface import Replica, Settings
+from gossip.interface import GossipReplica, RoundSettings
 from gossip.rule.delayed_momentum import adopt, step_alone, step_pair
 from gossip.rule.outer_step import OuterState, Stepped, Tensors
 
@@ -60,7 +60,7 @@ class OuterOptimiser:
     `version`: the number of outer steps taken here, so another one whenever the slow weights are others.
     """
 
-    def __init__(self, settings: Settings, state: OuterState, replica: Replica, compute: Compute) -> None:
+    def __init__(self, settings: RoundSettings, state: OuterState, replica: GossipReplica, compute: Compute) -> None:
         self._outer, self._delay, self._codec = settings.outer, settings.delay, settings.codec
         self._replica = replica
         self._compute = compute

@@ -12,11 +12,11 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from gossip.exchange.messages import Declined, DeclineReason
-from gossip.interface import Candidate, Patience
+from gossip.interface import Candidate, RoundTimeouts
 from gossip.rounds.matching import preferences
 
 
-class Others:
+class PartnerView:
     """Our view of them; `partners` returns those of the last roster, ourselves left out."""
 
     def __init__(self, me: str, seed: int, partners: Callable[[], tuple[Candidate, ...]]) -> None:
@@ -81,10 +81,10 @@ SLACK_S = 1e-3
 """Times nearer than this are equal: a timer may fire a little early."""
 
 
-class Prospects:
+class PartnerQueue:
     """The partners of one open round."""
 
-    def __init__(self, patience: Patience, rng: random.Random) -> None:
+    def __init__(self, patience: RoundTimeouts, rng: random.Random) -> None:
         self._patience = patience
         self._rng = rng
         self._not_before: dict[str, float] = {}

@@ -14,23 +14,25 @@ from __future__ import annotations
 import asyncio
 
 from gossip.exchange.messages import NOTHING, Accepted, Declined, DeclineReason, Implausible, Probe, Received, Weights
-from gossip.exchange.messages import Ahead as Proposal
+from gossip.exchange.messages import PrefetchOffer as Proposal
 from gossip.exchange.swap import Conversation, check_own, check_probe, size_bytes, swap
-from gossip.interface import Lost, Surroundings
+from gossip.interface import Lost, RoundContext
 from gossip.rounds.outer_optimiser import OuterOptimiser
 from gossip.rounds.partners import SLACK_S
-from gossip.rounds.prefetch_cache import Given, Held, Shelf
-from gossip.rounds.round_state import Situation, now
+from gossip.rounds.prefetch_cache import PrefetchCache, PrefetchReceived, PrefetchSent
+from gossip.rounds.round_state import RoundState, now
 
 SWAPS_AT_MOST = 2
 """With one peer, of one version of our slow weights: a second one mends the first, if that was broken or outdated."""
 
 
-class Ahead:
+class SlowWeightPrefetcher:
     """One replica's swaps ahead of its rounds: `run` as a background task, `answer_one` for each that comes in."""
 
-    def __init__(self, situation: Situation, optimiser: OuterOptimiser, around: Surroundings, shelf: Shelf) -> None:
-        self._situation, self._optimiser, self._around, self._shelf = situation, optimiser, around, shelf
+    def __init__(
+        self, round_state: RoundState, optimiser: OuterOptimiser, around: RoundContext, shelf: PrefetchCache
+    ) -> None:
+        self._situation, self._optimiser, self._around, self._shelf = round_state, optimiser, around, shelf
         self._asking: str | None = None
         self._swapping: str | None = None
         self._put_off: tuple[str, int, float] | None = None
@@ -50,34 +52,36 @@ class Ahead:
 
     async def run(self) -> None:
         """Propose a swap to each next partner, until cancelled."""
-        situation = self._situation
+        round_state = self._situation
         while self._optimiser.needs_slow:
             peer = self._next_partner()
-            wait_s = situation.settings.patience.sleep_s
+            wait_s = round_state.settings.patience.sleep_s
             if peer is not None and self._swapping is None and self._wants(peer):
                 wait_s = self._wait_s(peer)
                 if wait_s <= SLACK_S:
                     await self._propose(peer)
                     continue
-            await situation.nap(wait_s)
+            await round_state.nap(wait_s)
 
     async def answer_one(self, conversation: Conversation, deadline: asyncio.Timeout) -> None:
         """Answer a proposal at once; if it is accepted, move the deadline on to a meeting's, and swap."""
-        situation = self._situation
+        round_state = self._situation
         reason = self._refusal(conversation.peer)
         if reason is not None:
-            refusal = Declined(reason=reason, retry_after_s=situation.ready_in_s(), round=situation.cadence.round)
+            refusal = Declined(
+                reason=reason, retry_after_s=round_state.ready_in_s(), round=round_state.round_schedule.round
+            )
             await conversation.send(refusal)
             return
-        deadline.reschedule(now() + situation.settings.patience.exchange_s)
-        await self._swap(conversation, Accepted(round=situation.cadence.round))
+        deadline.reschedule(now() + round_state.settings.patience.exchange_s)
+        await self._swap(conversation, Accepted(round=round_state.round_schedule.round))
 
     def _next_partner(self) -> str | None:
         """Return whom we expect to meet next, or None while our slow weights may still move before that."""
-        situation = self._situation
-        if not situation.between_rounds:
+        round_state = self._situation
+        if not round_state.between_rounds:
             return None
-        return next(iter(situation.others.order(situation.next_round)), None)
+        return next(iter(round_state.others.order(round_state.next_round)), None)
 
     def _wait_s(self, peer: str) -> float:
         put_off = self._put_off
@@ -106,7 +110,7 @@ class Ahead:
         return None if sender < self._situation.me else DeclineReason.YIELD
 
     async def _propose(self, peer: str) -> None:
-        situation, patience = self._situation, self._situation.settings.patience
+        round_state, patience = self._situation, self._situation.settings.patience
         self._asking = peer
         again_s = patience.sleep_s
         try:
@@ -127,10 +131,10 @@ class Ahead:
                     again_s = 0.0
         except (ConnectionError, TimeoutError) as loss:
             # What is implausible was counted where it was found.
-            situation.counts["unanswered"] += not isinstance(loss, Implausible)
+            round_state.counts["unanswered"] += not isinstance(loss, Implausible)
         finally:
             self._asking = None
-            until_s = now() + again_s + situation.rng.uniform(0.5, 1.5) * patience.jitter_s
+            until_s = now() + again_s + round_state.rng.uniform(0.5, 1.5) * patience.jitter_s
             self._put_off = (peer, self._optimiser.version, until_s)
 
     async def _swap(self, conversation: Conversation, accepted: Accepted | None) -> None:
@@ -149,9 +153,9 @@ class Ahead:
             self._situation.ring()
 
     def _note_implausible(self, peer: str, why: str) -> None:
-        situation = self._situation
-        situation.counts["implausible"] += 1
-        self._around.record(Lost(round=situation.next_round, partner=peer, why=why, implausible=True))
+        round_state = self._situation
+        round_state.counts["implausible"] += 1
+        self._around.record(Lost(round=round_state.next_round, partner=peer, why=why, implausible=True))
 
     async def _swap_once(self, conversation: Conversation, *, asked: bool) -> None:
         optimiser, shelf, version = self._optimiser, self._shelf, self._optimiser.version
@@ -175,8 +179,8 @@ class Ahead:
         shelf.bytes_received += size_bytes(came)
         slow = await optimiser.decode_slow(came.slow, steps)
         self._must_be(version)
-        shelf.held = Held(conversation.peer, theirs.version, slow)
-        shelf.given = Given(conversation.peer, version, steps)
+        shelf.held = PrefetchReceived(conversation.peer, theirs.version, slow)
+        shelf.given = PrefetchSent(conversation.peer, version, steps)
         self._situation.counts["sent_ahead"] += 1
         # The asker stays until the asked has all: its leaving ends the conversation.
         if asked:

@@ -14,7 +14,7 @@ from gossip.exchange.messages import NOTHING
 from gossip.rule.outer_step import Tensors
 
 
-class Held(NamedTuple):
+class PrefetchReceived(NamedTuple):
     """A partner's slow weights as decoded."""
 
     peer: str
@@ -22,7 +22,7 @@ class Held(NamedTuple):
     slow: Tensors
 
 
-class Given(NamedTuple):
+class PrefetchSent(NamedTuple):
     """Who was given our slow weights, of which version, and the codec's steps for them."""
 
     peer: str
@@ -30,12 +30,12 @@ class Given(NamedTuple):
     steps: tuple[float, ...]
 
 
-class Shelf:
+class PrefetchCache:
     """What is held and what was given, and the bytes that travelled for it since the last outer step."""
 
     def __init__(self) -> None:
-        self.held: Held | None = None
-        self.given: Given | None = None
+        self.held: PrefetchReceived | None = None
+        self.given: PrefetchSent | None = None
         self.bytes_sent = self.bytes_received = 0
         self.swaps: Counter[str] = Counter()
         """How many have begun with each peer, whatever came of them."""
@@ -51,7 +51,7 @@ class Shelf:
             "bytes_received": self.bytes_received,
         }
 
-    def held_of(self, peer: str) -> Held | None:
+    def held_of(self, peer: str) -> PrefetchReceived | None:
         """Return what we hold of a peer."""
         return self.held if self.held is not None and self.held.peer == peer else None
 

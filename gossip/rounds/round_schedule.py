@@ -17,7 +17,7 @@ from gossip.rounds.matching import good_enough_at, heal
 from gossip.rule.staleness import ROUND_BOUND
 
 
-class Cadence:
+class RoundSchedule:
     """One replica's counters. `round`: the one opened last (0 before the first); `finished`: the last one finished."""
 
     def __init__(self, inner_steps_per_round: int, rounds: int, inner_steps: int) -> None:
@@ -60,7 +60,7 @@ class Cadence:
             return unknown_s
         return max(1, self._opened_at + self._steps - self.inner_steps) * self._seconds_per_step
 
-    def hopes_s(self, place: int, count: int, unknown_s: float) -> float:
+    def preference_delay_s(self, place: int, count: int, unknown_s: float) -> float:
         """Return for how long preference number `place` of `count` is not good enough; 0 if it is.
 
         Whoever found nobody last time, or will open no further round, is not picky.

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gossip.interface import Origin, OuterStep, Settings, Surroundings
-from gossip.rounds.matching import Standing, heal
+from gossip.interface import Origin, OuterStep, RoundContext, RoundSettings
+from gossip.rounds.matching import AnswerState, heal
 from gossip.rounds.outer_optimiser import Snapshot, Step
-from gossip.rounds.partners import SLACK_S, Others, Prospects
-from gossip.rounds.round_schedule import Cadence
+from gossip.rounds.partners import SLACK_S, PartnerQueue, PartnerView
+from gossip.rounds.round_schedule import RoundSchedule
 from gossip.rule.staleness import ROUND_BOUND, Met, staleness
 
 POLL_S = 1.0
@@ -33,7 +33,7 @@ COUNTED = (
 )
 
 
-class Engagement:
+class Meeting:
     """A meeting that was agreed and has not ended. Compared by identity: a new one is never taken for an old one."""
 
     __slots__ = ("partner", "since_s")
@@ -45,7 +45,7 @@ class Engagement:
         return f"<Engagement with {self.partner} since {self.since_s:.1f} s>"
 
 
-class Settled(NamedTuple):
+class PendingStep(NamedTuple):
     """A step that waits for the next pause; its event still lacks the staleness.
 
     `last_met`: the round in which the weights after it last met anybody's.
@@ -57,17 +57,17 @@ class Settled(NamedTuple):
     last_met: int
 
 
-class Situation:
+class RoundState:
     """One replica between two openings. `last_met`: the round in which its weights last met anybody's."""
 
-    def __init__(self, me: str, settings: Settings, origin: Origin, around: Surroundings) -> None:
+    def __init__(self, me: str, settings: RoundSettings, origin: Origin, around: RoundContext) -> None:
         self.me, self.settings = me, settings
-        self.others = Others(me, settings.seed, around.partners)
-        self.cadence = Cadence(settings.inner_steps_per_round, origin.rounds, origin.inner_steps)
+        self.others = PartnerView(me, settings.seed, around.partners)
+        self.round_schedule = RoundSchedule(settings.inner_steps_per_round, origin.rounds, origin.inner_steps)
         self.rng = random.Random(f"{settings.seed}|jitter|{me}")
-        self.prospects = Prospects(settings.patience, self.rng)
+        self.prospects = PartnerQueue(settings.patience, self.rng)
         self.last_met = origin.last_met
-        self.in_vain: Counter[str] = Counter()
+        self.record_timeout: Counter[str] = Counter()
         """With whom how many meetings of this round have ended without a step of ours."""
         self.late = 0
         """Exchanges that ran out of time of late, less those that did not."""
@@ -75,8 +75,8 @@ class Situation:
         self.leaving = False
         self.snapshot: Snapshot | None = None
         self.asking: str | None = None
-        self.engagement: Engagement | None = None
-        self.settled: Settled | None = None
+        self.engagement: Meeting | None = None
+        self.settled: PendingStep | None = None
         self.counts: Counter[str] = Counter()
         self.pause = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -89,19 +89,19 @@ class Situation:
     @property
     def met(self) -> Met:
         """What we say of our weights in a meeting."""
-        return Met(self.cadence.round, self.last_met)
+        return Met(self.round_schedule.round, self.last_met)
 
     @property
     def staleness(self) -> int:
         """Rounds since our weights last met anybody's, by our own number."""
-        return staleness(self.met, self.cadence.round)
+        return staleness(self.met, self.round_schedule.round)
 
     @property
     def next_round(self) -> int:
         """The number that the next round will have, as the roster is now."""
-        finished = self.cadence.finished
+        finished = self.round_schedule.finished
         following = 1 + heal(finished, (), (finished, *self.others.rounds), ROUND_BOUND)
-        return max(self.cadence.round, following)
+        return max(self.round_schedule.round, following)
 
     @property
     def exchange_s(self) -> float:
@@ -115,34 +115,34 @@ class Situation:
         """Note that a meeting ran out of time, or that it did not."""
         self.late = min(LATE_AT_MOST, self.late + 1) if late else max(0, self.late - 1)
 
-    def hopes_s(self, place: int, count: int) -> float:
+    def preference_delay_s(self, place: int, count: int) -> float:
         """Return for how long preference number `place` of `count` is not good enough; 0 if it is."""
-        return self.cadence.hopes_s(place, count, self.settings.patience.sleep_s)
+        return self.round_schedule.preference_delay_s(place, count, self.settings.patience.sleep_s)
 
     def ready_in_s(self) -> float:
         """Estimate the seconds until the next opening."""
-        return self.cadence.ready_in_s(self.settings.patience.sleep_s)
+        return self.round_schedule.ready_in_s(self.settings.patience.sleep_s)
 
-    def standing(self, sender: str) -> Standing:
+    def standing(self, sender: str) -> AnswerState:
         """Return what an offer of `sender` is answered by."""
-        order = self.others.order(self.cadence.round) if self.open else ()
+        order = self.others.order(self.round_schedule.round) if self.open else ()
         place = order.index(sender) if sender in order else len(order)
-        return Standing(
+        return AnswerState(
             me=self.me,
-            round=self.cadence.round,
+            round=self.round_schedule.round,
             open=self.open,
             engaged=self.engagement is not None,
             asking=self.asking,
             leaving=self.leaving,
-            had=self.in_vain[sender] >= VAIN_AT_MOST,
-            hopes_s=self.hopes_s(place, max(len(order), place + 1)),
+            had=self.record_timeout[sender] >= VAIN_AT_MOST,
+            preference_delay_s=self.preference_delay_s(place, max(len(order), place + 1)),
             ready_in_s=self.ready_in_s(),
         )
 
-    def engage(self, peer: str, their_round: int) -> Engagement:
+    def engage(self, peer: str, their_round: int) -> Meeting:
         """Bind ourselves, open and free, to one partner."""
-        self.cadence.adopt(their_round, self.others.rounds)
-        self.engagement = Engagement(peer, now())
+        self.round_schedule.adopt(their_round, self.others.rounds)
+        self.engagement = Meeting(peer, now())
         return self.engagement
 
     def hopeful(self) -> bool:
@@ -155,10 +155,10 @@ class Situation:
         """Return counters since the start, and where the replica is."""
         counted: dict[str, int | float] = {name: self.counts[name] for name in COUNTED}
         return counted | {
-            "round": self.cadence.round,
-            "finished": self.cadence.finished,
-            "healed": self.cadence.healed,
-            "deferred_in_a_row": self.cadence.deferred_in_a_row,
+            "round": self.round_schedule.round,
+            "finished": self.round_schedule.finished,
+            "healed": self.round_schedule.healed,
+            "deferred_in_a_row": self.round_schedule.deferred_in_a_row,
             "last_met": self.last_met,
             "staleness": self.staleness,
             "open": int(self.open),
@@ -172,7 +172,7 @@ class Situation:
             doing = "about to step"
         else:
             doing = f"open, asking {self.asking or 'nobody just now'}" if self.open else "closed"
-        return f"round {self.cadence.round}, {self.counts['met']} met, {doing}"
+        return f"round {self.round_schedule.round}, {self.counts['met']} met, {doing}"
 
     # Waking up.
 

@@ -19,9 +19,10 @@ same facts, and the correction is added at the next pause between inner steps. N
   weights would be in no export either.
 
 Who is asked, and how an offer is answered: `offers`. A meeting from its agreement to its end: `meeting`. What happens
-between rounds where slow weights travel: `ahead`. What all of them know of each other: `situation`.
+between rounds where slow weights travel: `ahead`. What all of them know of each other: `round_state`.
 
-Weights and snapshots change under one lock, `Situation.pause`; where the gate is involved, it is taken before the lock.
+Weights and snapshots change under one lock, `RoundState.pause`; where the gate is involved, it is taken before the
+lock.
 """
 
 from __future__ import annotations
@@ -29,17 +30,26 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from gossip.exchange.messages import Ahead as Proposal
 from gossip.exchange.messages import Offer
+from gossip.exchange.messages import PrefetchOffer as Proposal
 from gossip.exchange.swap import Conversation
-from gossip.interface import UNKNOWN, Deferred, Going, Origin, OuterStep, Replica, Settings, Surroundings
-from gossip.rounds.local_steps import own_steps
+from gossip.interface import (
+    UNKNOWN,
+    Deferred,
+    GossipReplica,
+    Origin,
+    OuterStep,
+    RoundContext,
+    RoundProgress,
+    RoundSettings,
+)
+from gossip.rounds.local_steps import local_step_count
 from gossip.rounds.meeting import Meetings
 from gossip.rounds.offers import Offers
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, to_the_end
-from gossip.rounds.prefetch import Ahead
-from gossip.rounds.prefetch_cache import Shelf
-from gossip.rounds.round_state import Settled, Situation, now
+from gossip.rounds.prefetch import SlowWeightPrefetcher
+from gossip.rounds.prefetch_cache import PrefetchCache
+from gossip.rounds.round_state import PendingStep, RoundState, now
 from gossip.rule.outer_step import OuterState
 
 NOT_KNOWN = -1
@@ -50,17 +60,17 @@ class Rounds:
     """The gossip of one replica: `between_steps` for the shell, `run` as a background task, `serve` for streams."""
 
     def __init__(
-        self, me: str, settings: Settings, origin: Origin, replica: Replica, surroundings: Surroundings
+        self, me: str, settings: RoundSettings, origin: Origin, replica: GossipReplica, surroundings: RoundContext
     ) -> None:
         self._settings, self._around = settings, surroundings
-        self._situation = Situation(me, settings, origin, surroundings)
-        self._cadence, self._prospects = self._situation.cadence, self._situation.prospects
+        self._situation = RoundState(me, settings, origin, surroundings)
+        self._cadence, self._prospects = self._situation.round_schedule, self._situation.prospects
         self._counts = self._situation.counts
         self._optimiser = OuterOptimiser(settings, origin.state, replica, surroundings.compute)
-        self._shelf = Shelf()
+        self._shelf = PrefetchCache()
         meetings = Meetings(self._situation, self._optimiser, self._shelf, replica, surroundings, self._apply)
         self._offers = Offers(self._situation, surroundings, meetings.meet)
-        self._ahead = Ahead(self._situation, self._optimiser, surroundings, self._shelf)
+        self._ahead = SlowWeightPrefetcher(self._situation, self._optimiser, surroundings, self._shelf)
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
         """The inner steps that the slow weights hold."""
 
@@ -88,25 +98,25 @@ class Rounds:
 
     # What the shell calls.
 
-    async def between_steps(self, inner_steps: int, seconds_per_step: float, going: Going = UNKNOWN) -> None:
+    async def between_steps(self, inner_steps: int, seconds_per_step: float, going: RoundProgress = UNKNOWN) -> None:
         """Do what is due in a pause between two inner steps, with nothing in flight.
 
         `inner_steps`: this replica's count. `seconds_per_step`: what one takes now, for the estimates given to askers.
         `going`: what the length of our rounds follows, where the settings let it follow something.
         """
-        situation = self._situation
-        async with situation.pause:
-            next_steps = own_steps(self._settings, going, situation.others.speeds)
+        round_state = self._situation
+        async with round_state.pause:
+            next_steps = local_step_count(self._settings, going, round_state.others.speeds)
             self._cadence.tick(inner_steps, seconds_per_step, next_steps)
-            if situation.settled is not None:
-                await self._apply(situation.settled)
-            if situation.open and situation.engagement is None:
+            if round_state.settled is not None:
+                await self._apply(round_state.settled)
+            if round_state.open and round_state.engagement is None:
                 await self._tend()
-            if not situation.open and self._cadence.due and not situation.leaving:
+            if not round_state.open and self._cadence.due and not round_state.leaving:
                 await self._open_round()
-            if situation.open:
+            if round_state.open:
                 # Somebody more may have become good enough.
-                situation.ring()
+                round_state.ring()
 
     async def run(self) -> None:
         """Ask partners while a round is open, and prepare the next one where that helps, until cancelled."""
@@ -140,59 +150,59 @@ class Rounds:
         Called in a pause that lasts, with `run` still running. Offers are declined from then on. Where the slow weights
         hold all inner steps already, there is nothing to bring: a round more would be momentum alone.
         """
-        situation = self._situation
+        round_state = self._situation
         await self._meeting_over()
-        async with situation.pause:
-            if situation.settled is not None:
-                await self._apply(situation.settled)
+        async with round_state.pause:
+            if round_state.settled is not None:
+                await self._apply(round_state.settled)
             if self._gathered == self._cadence.inner_steps:
-                situation.leaving, situation.open, situation.snapshot = True, False, None
+                round_state.leaving, round_state.open, round_state.snapshot = True, False, None
                 return
             await self._open_round(last=True)
-        await situation.wait_while(situation.hopeful, now() + deadline_s)
+        await round_state.wait_while(round_state.hopeful, now() + deadline_s)
         await self._meeting_over()
-        situation.leaving = True
-        async with situation.pause:
-            if situation.settled is not None:
-                await self._apply(situation.settled)
-            elif situation.open:
+        round_state.leaving = True
+        async with round_state.pause:
+            if round_state.settled is not None:
+                await self._apply(round_state.settled)
+            elif round_state.open:
                 await self._step_alone()
 
     async def _meeting_over(self) -> None:
         """Wait for the meeting under way, if there is one, for as long as meetings may take; then give it up."""
-        situation = self._situation
+        round_state = self._situation
         until_s = now() + self._settings.patience.exchange_s
-        await situation.wait_while(lambda: situation.engagement is not None, until_s)
-        situation.engagement = None
+        await round_state.wait_while(lambda: round_state.engagement is not None, until_s)
+        round_state.engagement = None
 
     async def leave(self) -> None:
         """Take part in no further round; what has been agreed and is complete is still applied.
 
         Called in a pause that lasts: a partner that has stepped with us counts on our step too.
         """
-        situation = self._situation
-        situation.leaving, situation.open, situation.snapshot, situation.engagement = True, False, None, None
-        async with situation.pause:
-            if situation.settled is not None:
-                await self._apply(situation.settled)
-        situation.ring()
+        round_state = self._situation
+        round_state.leaving, round_state.open, round_state.snapshot, round_state.engagement = True, False, None, None
+        async with round_state.pause:
+            if round_state.settled is not None:
+                await self._apply(round_state.settled)
+        round_state.ring()
 
     # In a pause, under the lock.
 
     async def _tend(self) -> None:
         """Look after an open round that nobody has accepted yet."""
-        situation = self._situation
-        if self._prospects.nobody_left(situation.others.peers):
+        round_state = self._situation
+        if self._prospects.nobody_left(round_state.others.peers):
             await self._step_alone()
         elif self._cadence.due:
             if self._cadence.deferred_in_a_row < self._settings.deferrals_before_solo:
                 self._defer()
             else:
                 await self._step_alone()
-        elif situation.snapshot is not None:
-            age = self._cadence.inner_steps - situation.snapshot.inner_steps
+        elif round_state.snapshot is not None:
+            age = self._cadence.inner_steps - round_state.snapshot.inner_steps
             if age >= max(1, self._settings.overlap_steps):
-                situation.snapshot = await self._take_snapshot()
+                round_state.snapshot = await self._take_snapshot()
                 self._counts["retaken"] += 1
 
     def _defer(self) -> None:
@@ -205,34 +215,34 @@ class Rounds:
         return await self._optimiser.snapshot(self._cadence.inner_steps)
 
     async def _open_round(self, *, last: bool = False) -> None:
-        situation = self._situation
-        self._cadence.open(situation.others.rounds, last=last)
+        round_state = self._situation
+        self._cadence.open(round_state.others.rounds, last=last)
         self._prospects.clear()
-        situation.in_vain.clear()
-        if not situation.others.peers:
+        round_state.record_timeout.clear()
+        if not round_state.others.peers:
             await self._step_alone()
             return
         if not self._settings.blocking:
-            situation.snapshot = await self._take_snapshot()
-        situation.open = True
-        situation.ring()
+            round_state.snapshot = await self._take_snapshot()
+        round_state.open = True
+        round_state.ring()
 
     async def _step_alone(self) -> None:
-        situation = self._situation
-        situation.open, situation.snapshot = False, None
+        round_state = self._situation
+        round_state.open, round_state.snapshot = False, None
         started_s = now()
         taken = await self._take_snapshot()
         step = await self._optimiser.alone(taken)
-        event = OuterStep(round=self._cadence.round, seconds=now() - started_s, staleness_rounds=situation.staleness)
-        await self._apply(Settled(step, taken.inner_steps, event, situation.last_met))
+        event = OuterStep(round=self._cadence.round, seconds=now() - started_s, staleness_rounds=round_state.staleness)
+        await self._apply(PendingStep(step, taken.inner_steps, event, round_state.last_met))
 
-    async def _apply(self, settled: Settled) -> None:
+    async def _apply(self, settled: PendingStep) -> None:
         self._situation.settled = None
         self._gathered = settled.snapshot_step
         await to_the_end(self._correct(settled))
 
-    async def _correct(self, settled: Settled) -> None:
-        situation, event = self._situation, settled.event
+    async def _correct(self, settled: PendingStep) -> None:
+        round_state, event = self._situation, settled.event
         await self._optimiser.correct(settled.step)
         event = replace(
             event,
@@ -242,10 +252,10 @@ class Rounds:
         )
         self._shelf.clear()
         self._cadence.finish(event.round)
-        situation.last_met = settled.last_met
+        round_state.last_met = settled.last_met
         self._counts["solo" if event.partner is None else "met"] += 1
         self._counts["adopted"] += event.adopted
         self._counts["bytes_sent"] += event.bytes_sent
         self._counts["bytes_received"] += event.bytes_received
         self._around.record(event)
-        situation.ring()
+        round_state.ring()

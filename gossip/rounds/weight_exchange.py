@@ -15,21 +15,21 @@ from typing import NamedTuple
 from gossip.exchange.messages import Implausible, Probe, Weights
 from gossip.exchange.swap import Conversation, check_own, check_probe, gap, size_bytes, swap
 from gossip.rounds.outer_optimiser import OuterOptimiser, Seen, Snapshot, Step
-from gossip.rounds.prefetch_cache import Shelf
+from gossip.rounds.prefetch_cache import PrefetchCache
 from gossip.rule.outer_step import Tensors
-from gossip.rule.staleness import Met, Terms, clock, last_met_after, staleness, terms
+from gossip.rule.staleness import ContributionWeights, Met, clock, contribution_weights, last_met_after, staleness
 
 NO_WEIGHTS = Weights(fast=(), slow=())
 
 
-class Claim(NamedTuple):
+class MeetingStanding(NamedTuple):
     """What we say of our weights: when they met anybody's; and the staleness beyond which a side does not count."""
 
     met: Met
     at_most: int
 
 
-class Traded(NamedTuple):
+class ExchangeResult(NamedTuple):
     """What a meeting came to. `step`: None where the partner's weights are too stale to count.
 
     `last_met`: of our weights after the step. `spared`: whether slow weights that had travelled ahead did not have to
@@ -66,9 +66,13 @@ class _Meeting(NamedTuple):
     theirs: Probe
 
 
-async def trade(
-    conversation: Conversation, snapshot: Snapshot, optimiser: OuterOptimiser, shelf: Shelf, claim: Claim
-) -> Traded:
+async def exchange_weights(
+    conversation: Conversation,
+    snapshot: Snapshot,
+    optimiser: OuterOptimiser,
+    shelf: PrefetchCache,
+    claim: MeetingStanding,
+) -> ExchangeResult:
     """Exchange probes and weights, and compute the step; nothing moves yet.
 
     Raises Implausible where what comes cannot be right, another `ConnectionError` where it does not come or where our
@@ -88,27 +92,27 @@ async def trade(
     meeting = _Meeting(conversation, snapshot, optimiser, mine, theirs)
     partner = Met(theirs.round, theirs.last_met)
     own_age, their_age = (staleness(side, clock(claim.met, partner)) for side in (claim.met, partner))
-    whose = terms(own_age, their_age, claim.at_most)
-    if whose is Terms.BOTH:
+    whose = contribution_weights(own_age, their_age, claim.at_most)
+    if whose is ContributionWeights.BOTH:
         swapped = await _average(meeting, shelf)
-    elif whose is Terms.MINE:
+    elif whose is ContributionWeights.MINE:
         swapped = await _lend(meeting)
     else:
         swapped = await _adopt(meeting)
-    return Traded(
+    return ExchangeResult(
         step=swapped.step,
         gap=gap(mine.slow, theirs.slow),
         staleness=own_age,
         partner_staleness=their_age,
-        last_met=last_met_after(claim.met, partner, adopted=whose is Terms.THEIRS),
+        last_met=last_met_after(claim.met, partner, adopted=whose is ContributionWeights.THEIRS),
         bytes_sent=size_bytes(mine, swapped.sent),
         bytes_received=size_bytes(theirs, swapped.came),
-        adopted=whose is Terms.THEIRS,
+        adopted=whose is ContributionWeights.THEIRS,
         spared=swapped.spared,
     )
 
 
-async def _average(meeting: _Meeting, shelf: Shelf) -> _Swapped:
+async def _average(meeting: _Meeting, shelf: PrefetchCache) -> _Swapped:
     """Swap weights in the run's codec, of which both use what both decode."""
     conversation, snapshot, optimiser, mine, theirs = meeting
     fast_steps = optimiser.steps(mine.fast, theirs.fast)

@@ -37,7 +37,7 @@ class Met(NamedTuple):
     last_met: int
 
 
-class Terms(StrEnum):
+class ContributionWeights(StrEnum):
     """Whose weights count in a meeting."""
 
     BOTH = "both"
@@ -55,14 +55,14 @@ def staleness(side: Met, clock: int) -> int:
     return max(0, clock - side.last_met)
 
 
-def terms(own: int, other: int, at_most: int) -> Terms:
+def contribution_weights(own: int, other: int, at_most: int) -> ContributionWeights:
     """Tell whose weights count, from the staleness in rounds of the two sides and the bound on it.
 
     Mirrored between the two sides: where one says MINE, the other says THEIRS.
     """
     if (own > at_most) == (other > at_most):
-        return Terms.BOTH
-    return Terms.THEIRS if own > at_most else Terms.MINE
+        return ContributionWeights.BOTH
+    return ContributionWeights.THEIRS if own > at_most else ContributionWeights.MINE
 
 
 def last_met_after(own: Met, other: Met, *, adopted: bool) -> int:

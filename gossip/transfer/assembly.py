@@ -5,8 +5,8 @@ written into its tensors after its hash and its values have been checked; what w
 of the donor. Another donor's manifest keeps all pieces of equal hash, and perhaps whole units of the one before
 (`salvage`).
 
-A `Keep` may note every piece outside of this process, so that a newcomer that was killed goes on from there: what it
-brings back counts if its hash is the one that a manifest lists.
+A `ChunkStore` may note every piece outside of this process, so that a newcomer that was killed goes on from there: what
+it brings back counts if its hash is the one that a manifest lists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Key(NamedTuple):
     number: int
 
 
-class Keep(Protocol):
+class ChunkStore(Protocol):
     """Notes pieces outside of this process. Raises nothing for its own sake: what it cannot keep is fetched again."""
 
     def follow(self, manifest: Manifest | None, settled: frozenset[int]) -> None:
@@ -56,7 +56,7 @@ class Keep(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Followed:
+class DonorSelected:
     """From now on the pieces of this donor's copy are fetched.
 
     `held_bytes`: of them here already. `settled_bytes`: of those, what stays from donors before.
@@ -70,14 +70,14 @@ class Followed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arrived:
+class ChunkArrived:
     """Pieces of so many bytes have come and are right."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Left:
+class DonorLost:
     """A donor is given up, and why. `refused`: it is none that may be believed."""
 
     donor: str
@@ -85,7 +85,7 @@ class Left:
     refused: bool = False
 
 
-News = Followed | Arrived | Left
+News = DonorSelected | ChunkArrived | DonorLost
 
 
 def silent(news: News) -> None:
@@ -103,10 +103,10 @@ class _Course(NamedTuple):
 _NOTHING = _Course()
 
 
-class Holding:
+class StateAssembly:
     """The pieces of one stage's state. Work for another thread than the event loop's: one call at a time, but `put`."""
 
-    def __init__(self, like: Tensors, keep: Keep | None = None, tell: Callable[[News], None] = silent) -> None:
+    def __init__(self, like: Tensors, keep: ChunkStore | None = None, tell: Callable[[News], None] = silent) -> None:
         """`like`: tensors (the meta device will do) of the shapes of the weights, float32."""
         self.tell = tell
         self._shapes = [tuple(tensor.shape) for tensor in like]
@@ -157,7 +157,7 @@ class Holding:
                 if Key(section, number) not in self._right:
                     self._write(Key(section, number), digest(data), data)
 
-    def follow(self, manifest: Manifest, donor: str) -> tuple[list[Key], Followed]:
+    def follow(self, manifest: Manifest, donor: str) -> tuple[list[Key], DonorSelected]:
         """Turn to a copy whose manifest has been checked; return the pieces to fetch, in order, and what to tell."""
         before, last_met = self._manifest, self._last_met
         if before is None or before.snapshot != manifest.snapshot:
@@ -182,7 +182,7 @@ class Holding:
         for section in hashes:
             self._room(section)
         total = self._bytes(wanted)
-        return needed, Followed(
+        return needed, DonorSelected(
             donor=donor,
             round=manifest.round,
             total_bytes=total,

@@ -5,9 +5,10 @@ and the inner optimiser's tensors are copied once. The hashes are computed in jo
 training goes on. Newcomers of the same round share a copy.
 
 What strangers can cost is bounded: at most `COPIES` copies, each let go `HOLD_S` after a piece of it was last on its
-way and `Terms.deadline_s` after it was made; at most `VISITORS` newcomers at once, each with at most `STREAMS` streams,
-and none for good (`gossip.transfer.donor_slots`); and no stream may be idle for longer than `Terms.piece_s`. The others
-are told to come back. A copy outlives its newcomer for a while, so that one that was killed finds it again.
+way and `DonorLimits.deadline_s` after it was made; at most `VISITORS` newcomers at once, each with at most `STREAMS`
+streams, and none for good (`gossip.transfer.donor_slots`); and no stream may be idle for longer than
+`DonorLimits.piece_s`. The others are told to come back. A copy outlives its newcomer for a while, so that one that was
+killed finds it again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from gossip.exchange.messages import (
 from gossip.exchange.swap import Compute, Conversation, norm
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.chunks import Span, cut, digest, gather, listed, name_of, present, sections, tensors_of
-from gossip.transfer.donor_slots import Visit, Visits
+from gossip.transfer.donor_slots import DonorSlot, DonorSlots
 
 COPIES = 2
 """Copies held at once: one of the round that newcomers fetch, and one of a round before that somebody still fetches."""
@@ -54,7 +55,7 @@ HASHED_AT_ONCE_BYTES = 2**26
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class DonorLimits:
     """How patient a donor is, in seconds. `deadline_s`: a copy's life. `piece_s`: for a newcomer's next request."""
 
     deadline_s: float
@@ -83,7 +84,7 @@ class Donor:
         provide: Callable[[Parts], Awaitable[ReplicaState]],
         compute: Compute,
         shapes: Sequence[tuple[int, ...]],
-        terms: Terms,
+        terms: DonorLimits,
     ) -> None:
         self._provide, self._compute, self._terms = provide, compute, terms
         self._spans = cut([4 * prod(shape) for shape in shapes])
@@ -96,7 +97,7 @@ class Donor:
         self._timer: asyncio.TimerHandle | None = None
         self._again_s = 0.0
         self._section_bytes = 4 * sum(map(prod, shapes))
-        self._visits = Visits(terms.deadline_s / TURNS)
+        self._visits = DonorSlots(terms.deadline_s / TURNS)
         self._counts: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -146,7 +147,7 @@ class Donor:
         except ConnectionResetError:
             return None
 
-    async def _answer(self, conversation: Conversation, request: object, visit: Visit) -> None:
+    async def _answer(self, conversation: Conversation, request: object, visit: DonorSlot) -> None:
         if isinstance(request, StateRequest):
             manifest = await self._manifest(request)
             # How long it took us to freeze a copy is not the newcomer's fault.

@@ -24,7 +24,7 @@ LEAST_PACE = 0.125
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class DonorSlot:
     """A newcomer's place. `since_s`: when it was told what there is, None before that. `total_bytes`: of its copy.
 
     `turns`: of its streams, each of which ends at the time to which its turn is set.
@@ -48,10 +48,10 @@ class Visit:
         return self.given_bytes / max(1, self.total_bytes) / (now_s - self.since_s)
 
 
-def overdue(visits: Collection[Visit], turn_s: float, now_s: float) -> Visit | None:
+def overdue(visits: Collection[DonorSlot], turn_s: float, now_s: float) -> DonorSlot | None:
     """Return the visit whose place is another's now, None where all may stay. `turn_s`: for one whole copy."""
 
-    def is_overdue(visit: Visit) -> bool:
+    def is_overdue(visit: DonorSlot) -> bool:
         if visit.since_s is None:
             return False
         slow = now_s - visit.since_s > SETTLING_S and visit.pace(now_s) * turn_s < LEAST_PACE
@@ -60,12 +60,12 @@ def overdue(visits: Collection[Visit], turn_s: float, now_s: float) -> Visit | N
     return min(filter(is_overdue, visits), key=lambda visit: visit.pace(now_s), default=None)
 
 
-class Visits:
+class DonorSlots:
     """The places of one donor. `turn_s`: for which a newcomer has its place, though others wait."""
 
     def __init__(self, turn_s: float) -> None:
         self._turn_s = turn_s
-        self._places: dict[str, Visit] = {}
+        self._places: dict[str, DonorSlot] = {}
         self._displaced = 0
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Visits:
         """Return the newcomers that are served, and how many had to give their place to another."""
         return {"visitors": len(self), "displaced": self._displaced}
 
-    def enter(self, peer: str) -> Visit | None:
+    def enter(self, peer: str) -> DonorSlot | None:
         """Return the place of a newcomer for one more stream, or None; then `turn` is to be entered at once."""
         visit = self._places.get(peer)
         if visit is not None:
@@ -92,11 +92,11 @@ class Visits:
             self._places = {name: each for name, each in self._places.items() if each is not late}
             for turn in late.turns:
                 turn.reschedule(now_s)
-        visit = self._places[peer] = Visit()
+        visit = self._places[peer] = DonorSlot()
         return visit
 
     @asynccontextmanager
-    async def turn(self, peer: str, visit: Visit) -> AsyncIterator[None]:
+    async def turn(self, peer: str, visit: DonorSlot) -> AsyncIterator[None]:
         """Hold a newcomer's place for one stream; ConnectionAbortedError where it becomes another's."""
         turn = asyncio.timeout(None)
         visit.turns.append(turn)

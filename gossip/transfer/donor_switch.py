@@ -52,7 +52,7 @@ def mixes(before: Manifest, after: Manifest, bill: Bill) -> bool:
     return belong_together(before, after) and bill.mixed <= (1.0 - LEAST_SAVING) * bill.afresh
 
 
-class Voices(NamedTuple):
+class NormVotes(NamedTuple):
     """What the others of a donor's stage say: rounds and progress of the roster, norms of some replicas' manifests."""
 
     rounds: Sequence[int] = ()
@@ -60,7 +60,7 @@ class Voices(NamedTuple):
     norms: Sequence[float] = ()
 
 
-def objection(manifest: Manifest, others: Voices) -> str | None:
+def objection(manifest: Manifest, others: NormVotes) -> str | None:
     """Return why a donor is a gross outlier among its stage, itself counted; None where it is not.
 
     A norm is measured by the median of all voices, the lower one of two: weights blow up far oftener than they vanish.

@@ -39,7 +39,7 @@ from gossip.exchange.messages import (
 )
 from gossip.exchange.swap import NORM_RATIO, Compute, Conversation, check_finite, check_like, norm
 from gossip.rule.outer_step import Tensors
-from gossip.transfer.assembly import Arrived, Holding, Key, Left
+from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
 from gossip.transfer.donor_slots import STREAMS
 
@@ -63,7 +63,7 @@ async def _no_objection(donor: str, manifest: Manifest) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class StateWanted:
     """What to ask for and what must come back.
 
     `like`: tensors (the meta device will do) with the shapes of the slow weights, float32. `deadline_s`: for all that
@@ -77,7 +77,7 @@ class Wanted:
     objection: Callable[[str, Manifest], Awaitable[str | None]] = field(default=_no_objection)
 
 
-class Occupied(ConnectionRefusedError):
+class DonorBusy(ConnectionRefusedError):
     """Nobody gave, and somebody would have: the donors that are left serve others just now.
 
     `retry_after_s`: when asking again makes sense.
@@ -111,12 +111,12 @@ def piece_s(deadline_s: float, pieces: int) -> float:
     return min(deadline_s, LEAST_PIECE_S + 2 * STREAMS * deadline_s / max(1, pieces))
 
 
-async def catch_up(
+async def download_state(
     order: Sequence[str],
     converse: Converse,
-    wanted: Wanted,
+    wanted: StateWanted,
     compute: Compute,
-    holding: Holding | None = None,
+    holding: StateAssembly | None = None,
     *,
     passes: int = 5,
 ) -> ReplicaState:
@@ -125,7 +125,7 @@ async def catch_up(
     `holding` keeps what has come, also for another call. Raises ConnectionRefusedError, naming each donor's cause,
     where the donors do not give all of it; Occupied where one of them may give it later.
     """
-    holding = holding or Holding(wanted.like)
+    holding = holding or StateAssembly(wanted.like)
     causes: dict[str, str] = {}
     waits: dict[str, float] = {}
     remaining = tuple(order)
@@ -148,10 +148,10 @@ async def catch_up(
                 if copying.following:
                     # Of several who gave, all hashes right, nobody can say who has lied.
                     await compute(holding.clear if copying.complete and holding.mixed else holding.forget)
-                holding.tell(Left(donor=peer, why=str(lie), refused=True))
+                holding.tell(DonorLost(donor=peer, why=str(lie), refused=True))
                 continue
             if copying.following:
-                holding.tell(Left(donor=peer, why=causes[peer]))
+                holding.tell(DonorLost(donor=peer, why=causes[peer]))
         remaining = tuple(waits)
         if not remaining:
             break
@@ -160,7 +160,7 @@ async def catch_up(
     causes_told = "; ".join(f"{peer}: {cause}" for peer, cause in causes.items())
     told = f"no replica gave its state ({causes_told or 'there is none to ask'})"
     if waits:
-        raise Occupied(told, min(waits.values()))
+        raise DonorBusy(told, min(waits.values()))
     raise ConnectionRefusedError(told)
 
 
@@ -201,7 +201,9 @@ def check_manifest(manifest: Manifest, parts: Parts, pieces: int) -> None:
 class _Copying:
     """Fetching what is missing from one donor. `following`: it has begun to give; `complete`: it gave everything."""
 
-    def __init__(self, donor: str, converse: Converse, wanted: Wanted, compute: Compute, holding: Holding) -> None:
+    def __init__(
+        self, donor: str, converse: Converse, wanted: StateWanted, compute: Compute, holding: StateAssembly
+    ) -> None:
         self.following = self.complete = False
         self._donor, self._converse, self._wanted = donor, converse, wanted
         self._compute, self._holding = compute, holding
@@ -324,7 +326,7 @@ class _Copying:
             raise ConnectionAbortedError(f"expected a piece, got {type(reply).__name__}")
         await self._compute(self._holding.put, key, reply.data)
         self._arrived += 1
-        self._holding.tell(Arrived(size_bytes=reply.data.nbytes))
+        self._holding.tell(ChunkArrived(size_bytes=reply.data.nbytes))
 
 
 def _now() -> float:
@@ -338,7 +340,7 @@ def _check_norm(state: ReplicaState, manifest: Manifest) -> None:
         raise Implausible(f"slow weights of the norm {found:.3g} came where {manifest.norm:.3g} was announced")
 
 
-def check_state(state: ReplicaState, wanted: Wanted) -> None:
+def check_state(state: ReplicaState, wanted: StateWanted) -> None:
     """Raise Implausible unless counts, shapes and dtypes are as wanted, all values finite and the counters possible."""
     whole = wanted.parts is Parts.ALL
     check_like(state.slow, wanted.like, "slow weights")

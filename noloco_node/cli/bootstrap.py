@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
-from noloco_node.libp2p.endpoint.settings import Capacity, Reach, Settings
+from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
 from noloco_node.run.runfile import read_run_text
@@ -23,9 +23,9 @@ from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.connection import connected, prefix
-from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
-from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, Recipe
+from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
 from noloco_node.terminal import say
 
 LINE_EVERY_S = 60.0
@@ -46,12 +46,12 @@ class BootstrapConfig(msgspec.Struct, frozen=True, kw_only=True):
 async def host(config: BootstrapConfig) -> None:
     """Serve the run file until asked to leave; print the invite on the standard output."""
     share_arenas()
-    recipe = Recipe(read_run_text(config.run), str(config.run))
+    recipe = RunFileText(read_run_text(config.run), str(config.run))
     known: tuple[str, ...] = ()
     if config.invite is not None:
         parsed = invites.parse(config.invite)
         if parsed.digest != recipe.digest:
-            raise Trouble(
+            raise UserError(
                 "The invite is for another run than the run file.",
                 why=f"the invite names {parsed.digest[:12]}, {config.run} is {recipe.digest[:12]}",
                 attempt="give the run file of that swarm; its peers keep a copy as run.toml in their homes",
@@ -59,12 +59,12 @@ async def host(config: BootstrapConfig) -> None:
             )
         known = tuple(map(str, parsed.addresses))
     with Home.open(config.home) as home:
-        settings = Settings(
+        settings = NetworkSettings(
             prefix=prefix(recipe.digest),
             identity=home.identity,
             announce=config.announce,
             bootstrap=known,
-            reach=Reach.OPEN,
+            reach=Reachability.OPEN,
             lends_line=config.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
         )
@@ -73,16 +73,16 @@ async def host(config: BootstrapConfig) -> None:
         keys = [home.path / f"relay-{number}.key" for number in range(1, config.relays + 1)]
         async with departure(say) as leaving, connected(settings) as network, network.relaying(keys) as relays:
             await network.serve(TOPIC, SCHEMA, recipe.serve)
-            await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.Desk().answer)
+            await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             invite = invites.format(recipe.digest, await network.addresses())
             print(invite, flush=True)
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}); to join from another machine:")
             say(f"noloco-node join {invite}")
             if relays:
                 say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
-            presence = Presence(network, recipe.digest, recipe.run.pipeline.stages)
+            membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(presence.run()), group.create_task(_tell(presence))]
+                tasks = [group.create_task(membership.run()), group.create_task(_tell(membership))]
                 leaving.polite = True
                 await leaving.asked.wait()
                 for task in tasks:
@@ -94,12 +94,12 @@ def relay_places(relays: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(parse_peer_address(place).transport for place in relays))
 
 
-async def _tell(presence: Presence) -> None:
+async def _tell(membership: Membership) -> None:
     """Say who is there whenever that changes, and every minute."""
     shown, shown_at = "", 0.0
     while True:
-        await presence.changed()
-        line = census(presence.roster)
+        await membership.changed()
+        line = census(membership.roster)
         if line != shown or time.monotonic() - shown_at > LINE_EVERY_S:
             say(line)
             shown, shown_at = line, time.monotonic()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.presets import numbers_of, written
 
 _MODEL = """\
@@ -20,7 +20,7 @@ dropout = 0.0
 
 
 def continuing_text(directory: Path, preset: str) -> str:
-    """Return the text of a run that goes on from the checkpoint in `directory`; raise `Trouble` where there is none.
+    """Return the text of a run that goes on from the checkpoint in `directory`; raise `UserError` where there is none.
 
     Cut and sequences are those of the run that the checkpoint came from, if it says so, else the preset's as far as the
     model has the layers and positions for it; the learning rate is a tenth of the preset's, for it no longer has far to
@@ -61,7 +61,7 @@ def _config_of(directory: Path) -> dict[str, Any]:
         why = "config.json is no table"
     except (OSError, ValueError) as error:
         why = str(error)
-    raise Trouble(
+    raise UserError(
         f"{directory} holds no model to go on from.",
         why=why,
         attempt="a Hugging Face directory, such as noloco-node export writes",

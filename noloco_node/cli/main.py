@@ -1,7 +1,7 @@
 """The command line: what a person types, and how an error looks to them.
 
 Every command is a few lines: its heavy imports happen when it runs, so that `--help` and `--version` answer at once.
-Each `Trouble` becomes one message (what, why, what to try) on the standard error and its exit code."""
+Each `UserError` becomes one message (what, why, what to try) on the standard error and its exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from noloco_node.cli.options import (
     ListenOption,
     UploadOption,
 )
-from noloco_node.errors import COMPLAINT, Exit, Trouble, trouble_of
+from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
 from noloco_node.run.config import MOST_SLOWDOWN
 
 T = TypeVar("T")
@@ -90,11 +90,11 @@ def check(
 
     With a bandwidth budget also what that carries; this part is text only.
     """
-    from noloco_node.limits.budget import read_allowance
+    from noloco_node.limits.budget import read_owner_limits
     from noloco_node.planning import bandwidth
     from noloco_node.planning.plan_text import report
 
-    allowance = read_allowance(max_upload, max_download, monthly_cap, None)
+    allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
     typer.echo(report(path, as_json=as_json))
     if allowance.is_limited and not as_json:
         typer.echo("\n" + "\n".join(bandwidth.report(path, allowance)))
@@ -215,10 +215,10 @@ def join(
 ) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
     from noloco_node.cli.node_config import NodeConfig
-    from noloco_node.limits.budget import read_allowance
+    from noloco_node.limits.budget import read_owner_limits
 
     # Before torch is loaded: a refusal is to come at once.
-    allowance = read_allowance(max_upload, max_download, monthly_cap, hours)
+    allowance = read_owner_limits(max_upload, max_download, monthly_cap, hours)
     from noloco_node.cli.join import join as join_swarm
 
     config = NodeConfig(
@@ -272,9 +272,9 @@ def doctor(
 
     Exit code 11 when something will prevent joining.
     """
-    from noloco_node.doctor.command import Wish, report
+    from noloco_node.doctor.command import DoctorRequest, report
 
-    wish = Wish(
+    wish = DoctorRequest(
         home=home or _default_home("node"), device=device, listen=tuple(listen or ()), announce=tuple(announce or ())
     )
     text, code = _run(report(invite, wish, as_json=as_json))
@@ -291,10 +291,10 @@ def export(
     from_home: HomesOption = None,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
-    from noloco_node.export.exporter import Order
+    from noloco_node.export.exporter import ExportRequest
     from noloco_node.export.exporter import export as export_model
 
-    typer.echo(_run(export_model(Order(out=out, invite=invite, homes=tuple(from_home or ())))))
+    typer.echo(_run(export_model(ExportRequest(out=out, invite=invite, homes=tuple(from_home or ())))))
 
 
 @app.command()
@@ -400,10 +400,10 @@ def simulate(
     ] = False,
 ) -> None:
     """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
-    from noloco_node.sim.report.command import Flags, Wanted, repeat, search, simulate_scenario
+    from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, repeat, search, simulate_scenario
 
-    flags = Flags(peers, stages, rounds, seed)
-    wanted = Wanted(out, as_json, trace)
+    flags = SimulationFlags(peers, stages, rounds, seed)
+    wanted = SimulationRequest(out, as_json, trace)
     try:
         if explore is not None:
             code = search(scenario, flags, wanted, explore, typer.echo)
@@ -435,11 +435,11 @@ def main() -> None:
     """Run the command line and leave with its exit code."""
     try:
         app()
-    except Trouble as trouble:
+    except UserError as trouble:
         typer.echo(f"{COMPLAINT}{trouble}", err=True)
         sys.exit(trouble.code)
     except BaseExceptionGroup as group:
-        held = trouble_of(group)
+        held = user_error_of(group)
         if held is None:
             raise
         typer.echo(f"{COMPLAINT}{held}", err=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from noloco_node.limits.budget import Allowance
+from noloco_node.limits.budget import OwnerLimits
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Checkpoints that are kept."""
     keep_snapshots: int = 0
     """Rounds between two snapshots of each other stage; 0 keeps none."""
-    allowance: Allowance = Allowance()
+    allowance: OwnerLimits = OwnerLimits()
     """What its owner lets it take of the line, and when."""
     linger_s: float = 600.0
     """How long a finished node goes on serving its weights."""

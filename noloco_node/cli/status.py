@@ -11,7 +11,7 @@ import msgspec
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.connection import visited
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.run_distribution import RunFileText
 
 BESIDE_BOOTSTRAP = 4
 """Addresses of ordinary peers in the invite that `status` prints: with them it outlives its bootstrap peers."""
@@ -21,8 +21,8 @@ MOST_WORDS = 200
 
 async def look(invite: str, *, as_json: bool) -> str:
     """Return a table, or one JSON object, of all peers of a run."""
-    async with visited(invite) as (_, recipe, presence):
-        roster = presence.roster
+    async with visited(invite) as (_, recipe, membership):
+        roster = membership.roster
     wider = widened(invite, roster)
     if as_json:
         return msgspec.json.encode(summary(recipe, roster, wider)).decode()
@@ -39,7 +39,7 @@ def widened(invite: str, roster: Roster) -> str:
     )
 
 
-def summary(recipe: Recipe, roster: Roster, invite: str) -> dict[str, Any]:
+def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
     """Return what `--json` prints."""
     return {
         "run": recipe.run.name,
@@ -54,7 +54,7 @@ def summary(recipe: Recipe, roster: Roster, invite: str) -> dict[str, Any]:
     }
 
 
-def picture(recipe: Recipe, roster: Roster) -> str:
+def picture(recipe: RunFileText, roster: Roster) -> str:
     """Return a table of all peers, stage by stage."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -112,5 +112,5 @@ def _said(words: str | None) -> str:
     return escape("".join(letter if letter.isprintable() else " " for letter in (words or "")[:MOST_WORDS]))
 
 
-def _progress(recipe: Recipe, roster: Roster) -> float:
+def _progress(recipe: RunFileText, roster: Roster) -> float:
     return min(1.0, roster.run_samples / recipe.run.budget_samples)

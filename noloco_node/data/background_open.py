@@ -26,7 +26,7 @@ def nothing_more(_: Closes) -> None:
     """Do no more than open it."""
 
 
-class Opening(Generic[T]):
+class BackgroundOpen(Generic[T]):
     """One thing that `make` opens in a thread, once; closing this closes it, asked for or not.
 
     `ahead`: what else is done there where it is opened before anybody asks for it.

@@ -27,20 +27,20 @@ from noloco_node.data.encoding import SMALLEST_PIECE_BYTES, Encoder, open_encode
 from noloco_node.data.file_documents import (
     Documents,
     FileDocuments,
-    Order,
     Part,
     Place,
+    ReadingOrder,
     find_files,
     pieces_of,
     stdlib_files,
 )
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
 from noloco_node.run.runfile import with_source
 
 
 def check_source(source: str) -> None:
-    """Raise `Trouble` where the source that a person named is not understood, or no file here; no hub is asked."""
+    """Raise `UserError` where the source that a person named is not understood, or no file here; no hub is asked."""
     data = with_source(DataConfig(), source)
     if data.path is not None and data.source != "hub":
         find_files(data.path, SUFFIXES.get(data.source, ("",)))
@@ -60,14 +60,14 @@ class Blocks:
     def next_batch(self, batch_size: int) -> Tensor:
         """Return the next blocks, int64 [batch, sequence_length + 1].
 
-        Validation ends with a smaller batch, and then with empty ones. Raises `Trouble` (Exit.CONFIG) where the source
-        proves unreadable or has less than one block.
+        Validation ends with a smaller batch, and then with empty ones. Raises `UserError` (Exit.CONFIG) where the
+        source proves unreadable or has less than one block.
         """
         batch = torch.empty(batch_size, self._length + 1, dtype=torch.int64)
         for row in range(batch_size):
             if not self._gather():
                 if self._blocks == 0 and self._offset == 0:
-                    raise Trouble(
+                    raise UserError(
                         "The data source has too little text for validation.",
                         why=f"its held-out documents have {self._available} tokens, a block has {self._length + 1}",
                         attempt="a larger data.validation_percent, or more text",
@@ -156,13 +156,13 @@ def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, pa
     """Open the text of a run as blocks of `sequence_length + 1` tokens.
 
     `train`: without end, in an order of (seed, peer). `validation`: one pass over what is held out, the same for all.
-    Raises `Trouble` (Exit.CONFIG) where a path, a field, a data set or the tokenizer is not there.
+    Raises `UserError` (Exit.CONFIG) where a path, a field, a data set or the tokenizer is not there.
     """
     encoder = open_encoder(data)
-    order = Order(part, seed, peer, data.shuffle)
+    order = ReadingOrder(part, seed, peer, data.shuffle)
     owner = part if part == "validation" else f"{part}|{seed}|{peer}|{data.shuffle}"
     if part == "validation" and data.validation_percent == 0:
-        raise Trouble(
+        raise UserError(
             "This run holds no text out for validation.",
             why="data.validation_percent is 0",
             attempt="text of your own to evaluate on",
@@ -171,7 +171,7 @@ def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, pa
     return Blocks(_documents(data, order, sequence_length), encoder, sequence_length, owner)
 
 
-def _documents(data: DataConfig, order: Order, sequence_length: int) -> Documents:
+def _documents(data: DataConfig, order: ReadingOrder, sequence_length: int) -> Documents:
     if data.source == "stdlib":
         # A few of its files are as long as hundreds of others together.
         return FileDocuments(pieces_of(stdlib_files(), SMALLEST_PIECE_BYTES), order, data.validation_percent)

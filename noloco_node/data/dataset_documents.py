@@ -21,8 +21,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from noloco_node.data.file_documents import Order, Place, find_files, share
-from noloco_node.errors import Exit, Trouble
+from noloco_node.data.file_documents import Place, ReadingOrder, find_files, unit_hash
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ class _Chunk(NamedTuple):
 class RowDocuments:
     """The documents of a stream of rows."""
 
-    def __init__(self, data: DataConfig, order: Order, load: Callable[[], Any]) -> None:
-        """Open the stream that `load` returns (a `datasets.IterableDataset`); raise `Trouble` if it cannot be."""
+    def __init__(self, data: DataConfig, order: ReadingOrder, load: Callable[[], Any]) -> None:
+        """Open the stream that `load` returns (a `datasets.IterableDataset`); raise `UserError` if it cannot be."""
         self._data, self._order = data, order
         self._closed, self._reading = threading.Event(), threading.Lock()
         self._rows_left: Iterator[Any] | None = None
@@ -143,7 +143,7 @@ class RowDocuments:
         characters = 0
         for rows, row in enumerate(self._rows_left, 1):
             text = self._text_of(row)
-            held_out = share(text.encode(errors="replace")) < self._data.validation_percent / 100
+            held_out = unit_hash(text.encode(errors="replace")) < self._data.validation_percent / 100
             if text and held_out == (self._order.part == "validation"):
                 texts.append(text)
             characters += len(text)
@@ -170,7 +170,7 @@ class RowDocuments:
         return text
 
     def _persist(self, attempt: Callable[[], T]) -> T:
-        """Call until it succeeds, with pauses; raise `Trouble` where trying again cannot help, or no longer."""
+        """Call until it succeeds, with pauses; raise `UserError` where trying again cannot help, or no longer."""
         from datasets.exceptions import DatasetsError
         from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
@@ -196,7 +196,7 @@ class RowDocuments:
                     raise ConnectionAbortedError("the data source was closed") from e
         raise AssertionError("the last try returns or raises")
 
-    def _unreadable(self, error: BaseException, attempt: str) -> Trouble:
+    def _unreadable(self, error: BaseException, attempt: str) -> UserError:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         return _trouble(f"The data source {self._data.source} {self._data.path} cannot be read.", why, attempt)
 
@@ -233,7 +233,7 @@ def _narrow(stream: Any, field: str) -> Any:
 
 
 def load_rows(data: DataConfig) -> Any:
-    """Open a data set as a stream (a `datasets.IterableDataset`); raise what the library raises, or `Trouble`."""
+    """Open a data set as a stream (a `datasets.IterableDataset`); raise what the library raises, or `UserError`."""
     import datasets
 
     # Else the library reports each opening of a local file to a server, and waits where there is no network.
@@ -251,5 +251,5 @@ def load_rows(data: DataConfig) -> Any:
     return stream.reshard() if data.source == "parquet" else stream
 
 
-def _trouble(what: str, why: str, attempt: str) -> Trouble:
-    return Trouble(what, why=why, attempt=attempt, code=Exit.CONFIG)
+def _trouble(what: str, why: str, attempt: str) -> UserError:
+    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
 
 SMALLEST_PIECE_BYTES = 64 * 1024
@@ -31,7 +31,7 @@ def open_encoder(data: DataConfig) -> Encoder:
         return Encoder(encode_bytes, _BYT5_END, "byt5")
     tokenizer = open_tokenizer(data)
     if tokenizer.eos_token_id is None:
-        raise Trouble(
+        raise UserError(
             f"The tokenizer {data.tokenizer} has no end token.",
             why="documents are joined with it, so that the model learns where one ends",
             attempt="a tokenizer with eos_token in its tokenizer_config.json",
@@ -53,7 +53,7 @@ def encode_bytes(text: str) -> Tensor:
 
 
 def open_tokenizer(data: DataConfig) -> Any:
-    """Load the run's tokenizer as transformers has it; raise `Trouble` (Exit.CONFIG) where it cannot be."""
+    """Load the run's tokenizer as transformers has it; raise `UserError` (Exit.CONFIG) where it cannot be."""
     if data.tokenizer == "byt5":
         from transformers import ByT5Tokenizer
 
@@ -62,7 +62,7 @@ def open_tokenizer(data: DataConfig) -> Any:
 
     directory = Path(data.tokenizer).expanduser()
     if data.tokenizer_commit is None and not directory.is_dir():
-        raise Trouble(
+        raise UserError(
             f"data.tokenizer: there is no directory {data.tokenizer!r}.",
             why="without data.tokenizer_commit it is a local directory",
             attempt='"byt5", an existing directory, or owner/name with tokenizer_commit',
@@ -73,7 +73,7 @@ def open_tokenizer(data: DataConfig) -> Any:
             return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         return AutoTokenizer.from_pretrained(data.tokenizer, revision=data.tokenizer_commit)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise Trouble(
+        raise UserError(
             f"The tokenizer {data.tokenizer} cannot be loaded.",
             why=" ".join(str(error).split())[:500],
             attempt="check data.tokenizer and its commit, and the network",
@@ -87,10 +87,10 @@ def vocab_size(data: DataConfig) -> int:
 
 
 def check_vocabulary(data: DataConfig, model_vocabulary: int) -> None:
-    """Raise `Trouble` (Exit.CONFIG) where the model's vocabulary is smaller than the tokenizer's."""
+    """Raise `UserError` (Exit.CONFIG) where the model's vocabulary is smaller than the tokenizer's."""
     needed = vocab_size(data)
     if model_vocabulary < needed:
-        raise Trouble(
+        raise UserError(
             f"The model's vocabulary of {model_vocabulary} is smaller than the tokenizer's.",
             why=f"{data.tokenizer} has {needed} tokens, and one beyond the vocabulary has no embedding",
             attempt=f"vocab_size = {needed} or more in [model.sizes], or another data.tokenizer",

@@ -26,7 +26,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 
 Part = Literal["train", "validation"]
 Place = dict[str, Any]
@@ -61,7 +61,7 @@ class Documents(Protocol):
         """Return counts since the source was opened."""
 
 
-class Order(NamedTuple):
+class ReadingOrder(NamedTuple):
     """Whose order it is, and which: None of `peer` and `seed` matters to validation."""
 
     part: Part
@@ -88,7 +88,7 @@ class Order(NamedTuple):
         return order
 
 
-class Piece(NamedTuple):
+class TextRange(NamedTuple):
     """Bytes `start` to `end` of a file, both moved to the end of a line when read. `name` is what is hashed."""
 
     path: Path
@@ -101,13 +101,13 @@ class Piece(NamedTuple):
 class FileDocuments:
     """The documents of a list of pieces."""
 
-    def __init__(self, pieces: Sequence[Piece], order: Order, validation_percent: float) -> None:
-        """Take the pieces of `order.part`; raise `Trouble` if there are none."""
+    def __init__(self, pieces: Sequence[TextRange], order: ReadingOrder, validation_percent: float) -> None:
+        """Take the pieces of `order.part`; raise `UserError` if there are none."""
         outside = held_out([piece.name for piece in pieces], validation_percent)
         wanted = order.part == "validation"
         self._pieces = [piece for piece, out in zip(pieces, outside, strict=True) if out == wanted]
         if not self._pieces:
-            raise Trouble(
+            raise UserError(
                 f"The data source has no documents for {order.part}.",
                 why=f"it has {len(pieces)} in all, of which {sum(outside)} are held out for validation",
                 attempt="more text, or another data.validation_percent",
@@ -147,7 +147,7 @@ class FileDocuments:
             self._skipped += 1
             unread += 1
             if unread > 2 * len(self._pieces):
-                raise Trouble(
+                raise UserError(
                     "The data source has no text.",
                     why=f"each of its {len(self._pieces)} documents is empty, unreadable or not UTF-8",
                     attempt="another data.path",
@@ -164,21 +164,21 @@ class FileDocuments:
         return f"FileDocuments({self._order.part}: {self._index} of {len(self._pieces)}, epoch {self._epoch})"
 
 
-def share(name: bytes) -> float:
+def unit_hash(name: bytes) -> float:
     """Return a number in [0, 1) that the SHA-256 of `name` decides."""
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") / 2**64
 
 
 def held_out(names: Sequence[str], percent: float) -> list[bool]:
     """Say of each document whether it is held out: those of the smallest shares, one at least where there are two."""
-    shares = [share(name.encode(errors="surrogateescape")) for name in names]
+    shares = [unit_hash(name.encode(errors="surrogateescape")) for name in names]
     limit = percent / 100
     if percent > 0 and len(names) > 1 and min(shares) >= limit:
         return [value == min(shares) for value in shares]
     return [value < limit for value in shares]
 
 
-def _text_of(piece: Piece) -> str:
+def _text_of(piece: TextRange) -> str:
     """Read a piece; return nothing where it is gone, unreadable or not UTF-8."""
     try:
         with piece.path.open("rb") as file:
@@ -206,7 +206,7 @@ def _line_end(file: BinaryIO, offset: int, size: int, back_to: int | None = None
     return min(offset, size)
 
 
-def pieces_of(files: Sequence[tuple[str, Path]], piece_bytes: int) -> list[Piece]:
+def pieces_of(files: Sequence[tuple[str, Path]], piece_bytes: int) -> list[TextRange]:
     """Cut (name, path) into pieces of at least `piece_bytes` bytes."""
     pieces = []
     for name, path in files:
@@ -217,18 +217,19 @@ def pieces_of(files: Sequence[tuple[str, Path]], piece_bytes: int) -> list[Piece
         count = max(1, size // piece_bytes)
         ends = [*(piece_bytes * number for number in range(1, count)), size]
         for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            pieces.append(Piece(path, f"{name}#{number}" if number else name, start, end, size))
+            pieces.append(TextRange(path, f"{name}#{number}" if number else name, start, end, size))
     return pieces
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """Return the modules of the running Python's standard library, sorted by path; raise `Trouble` if none is there."""
+    """Return the modules of the running Python's standard library, sorted by path; raise `UserError` if none is
+    there."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [(name, path) for name, path in _below(root, _NOT_SOURCE) if name.endswith(".py") and not path.is_symlink()]
     # The build's own configuration is a list of this machine's paths, and no source text.
     files = [(name, path) for name, path in files if not name.startswith("_sysconfigdata")]
     if not files:
-        raise Trouble(
+        raise UserError(
             "This Python has no source text of its standard library.",
             why=f"there are no .py files below {root}",
             attempt="--data with a text file of yours",
@@ -238,7 +239,7 @@ def stdlib_files() -> list[tuple[str, Path]]:
 
 
 def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, Path]]:
-    """Return the files that a path, directory or glob means, sorted, by name below its root; raise `Trouble` if none.
+    """Return the files that a path, directory or glob means, sorted, by name below its root; raise `UserError` if none.
 
     `suffixes` apply to what a directory holds; hidden files are left out there.
     """
@@ -253,7 +254,7 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
         matches = sorted(match for match in glob.iglob(given, recursive=True) if os.path.isfile(match))
         found = [(Path(os.path.relpath(match, root or ".")).as_posix(), Path(match)) for match in matches]
     if not found:
-        raise Trouble(
+        raise UserError(
             f"There is no data at {path!r}.",
             why=f"it is no file, no directory with {' or '.join(suffixes)} files in it, and no glob that matches one"
             if suffixes != ("",)
@@ -279,7 +280,7 @@ def _below(root: Path, pruned: frozenset[str]) -> list[tuple[str, Path]]:
     for item in walk():
         found.append(item)
         if len(found) > MOST_FILES:
-            raise Trouble(
+            raise UserError(
                 f"There are more than {MOST_FILES} files below {root}.",
                 why="each peer keeps the list of its files in memory",
                 attempt="JSON Lines or parquet: many documents in one file",

@@ -23,7 +23,7 @@ CHUNK_TOKENS = 2**19
 """Tokens in a chunk: some thirty source files, or two megabytes of prose, and four megabytes of memory."""
 
 
-class MixedBlocks:
+class ShuffledBlocks:
     """Blocks without end, in a mixed order."""
 
     def __init__(self, blocks: Blocks, chunk_blocks: int, rng: Callable[[int], Random]) -> None:
@@ -92,7 +92,7 @@ class MixedBlocks:
         self._number, self._dealt = number, 0
 
 
-def mixed(blocks: Blocks, sequence_length: int, seed: int, peer: str) -> MixedBlocks:
+def shuffled(blocks: Blocks, sequence_length: int, seed: int, peer: str) -> ShuffledBlocks:
     """Return the training blocks of one peer in its own mixed order."""
     chunk_blocks = max(1, CHUNK_TOKENS // sequence_length)
-    return MixedBlocks(blocks, chunk_blocks, lambda number: Random(f"{seed}|mixing|{peer}|{number}"))
+    return ShuffledBlocks(blocks, chunk_blocks, lambda number: Random(f"{seed}|mixing|{peer}|{number}"))

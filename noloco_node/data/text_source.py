@@ -12,7 +12,7 @@ from torch import Tensor
 from noloco_node.cli.node_config import NodeConfig
 from noloco_node.data.blocks import open_blocks
 from noloco_node.data.encoding import check_vocabulary
-from noloco_node.data.shuffled_blocks import mixed
+from noloco_node.data.shuffled_blocks import shuffled
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import with_source
 
@@ -28,7 +28,7 @@ class TextSource:
         check_vocabulary(data, vocabulary)
         length = run.pipeline.sequence_length
         blocks = open_blocks(data, length, run.seed, peer)
-        self._blocks = mixed(blocks, length, run.seed, peer) if data.shuffle else blocks
+        self._blocks = shuffled(blocks, length, run.seed, peer) if data.shuffle else blocks
         self._batch = run.pipeline.microbatch_size
         self._turn = asyncio.Lock()
         # A thread of its own: the C library keeps for each thread what it once needed, and a chunk needs ten megabytes.

@@ -75,12 +75,12 @@ def measure(run: RunConfig, measure_s: float) -> Calibration:
 def _stages(run: RunConfig) -> list[Stage]:
     import torch
 
-    from noloco_node.planning.model_layout import blueprint, build_stage
+    from noloco_node.planning.model_layout import build_stage, model_layout
     from pipeline.stage import Inner, Stage
 
     device = torch.device("cpu")
     inner = Inner(run.inner.beta1, run.inner.beta2, run.inner.epsilon, run.inner.weight_decay, run.inner.clip_norm)
-    plan = blueprint(run)
+    plan = model_layout(run)
     return [
         Stage(build_stage(run, plan, number, device), inner, first=own.embeds, last=own.head, device=device)
         for number, own in enumerate(plan.cuts)

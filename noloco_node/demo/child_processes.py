@@ -22,14 +22,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from noloco_node.errors import COMPLAINT, Exit, Trouble
+from noloco_node.errors import COMPLAINT, Exit, UserError
 
 POLL_S = 0.05
 LAST_WORDS = 12
 """Lines of a dead child's output that an error message quotes."""
 
 
-class Patience(NamedTuple):
+class KillPolicy(NamedTuple):
     """Seconds that a child gets to leave by itself after each signal."""
 
     interrupt_s: float = 15.0
@@ -61,7 +61,7 @@ class Child:
     async def line(self, mark: str, timeout_s: float) -> str:
         """Return, from `mark` to its end, the first whole line of its standard output that holds `mark`.
 
-        Raises `Trouble` with its last words when it ends before, or when `timeout_s` seconds pass.
+        Raises `UserError` with its last words when it ends before, or when `timeout_s` seconds pass.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -106,11 +106,11 @@ class Child:
         told = [line for line in self.last_words().splitlines() if any(map(str.isalnum, line))]
         return told[-1].strip(" |") if told else "(it said nothing)"
 
-    def trouble(self, what: str) -> Trouble:
+    def trouble(self, what: str) -> UserError:
         """Return an error that quotes the child; it carries the child's own exit code where that is documented."""
         code, end = self.exit_code, self.end
         known = {item.value for item in Exit} - {Exit.OK.value}
-        return Trouble(
+        return UserError(
             f"{self.name}: {what}" + ("" if end is None else f" ({end})"),
             why=self.last_words(),
             attempt=f"read the whole of {self.logs / 'err.log'}",
@@ -139,8 +139,8 @@ class Child:
 class Children:
     """All processes of one demo."""
 
-    def __init__(self, patience: Patience | None = None) -> None:
-        self._patience = patience or Patience()
+    def __init__(self, patience: KillPolicy | None = None) -> None:
+        self._patience = patience or KillPolicy()
         self._children: list[Child] = []
         self._killed = 0
 

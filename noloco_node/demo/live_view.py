@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from noloco_node.demo.braille_chart import Series, chart, smoothed
-from noloco_node.demo.peer_history import Point, Track, over_tokens
-from noloco_node.run.peer_state import State
+from noloco_node.demo.peer_history import PeerHistory, Point, over_tokens
+from noloco_node.run.peer_state import PeerState
 from noloco_node.terminal import Forecast
 from noloco_node.units import readable_seconds
 
@@ -26,11 +26,11 @@ COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 STATE_STYLES = {"joining": "yellow", "catching up": "yellow", "training": "green", "finished": "blue", "gone": "red"}
 
 
-class View:
+class LiveView:
     """The live picture of a swarm; a context, so that the terminal is always given back."""
 
     def __init__(
-        self, console: Console, heading: str, tracks: Sequence[Track], budget_tokens: int, started_at: float
+        self, console: Console, heading: str, tracks: Sequence[PeerHistory], budget_tokens: int, started_at: float
     ) -> None:
         self._console, self._heading, self._tracks = console, heading, tracks
         self._budget_tokens, self._started_at = budget_tokens, started_at
@@ -141,7 +141,7 @@ def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def _plain_state(track: Track, now: float) -> str:
+def _plain_state(track: PeerHistory, now: float) -> str:
     if track.finished is not None:
         return f"finished at step {track.step}"
     if track.gone is not None:
@@ -153,11 +153,11 @@ def _plain_state(track: Track, now: float) -> str:
     return _state(track)
 
 
-def _state(track: Track) -> str:
+def _state(track: PeerHistory) -> str:
     if track.finished is not None:
-        return str(State.FINISHED)
+        return str(PeerState.FINISHED)
     if track.gone is not None:
         return "gone"
     if track.state is None:
-        return str(State.TRAINING) if track.step else "starting"
+        return str(PeerState.TRAINING) if track.step else "starting"
     return str(track.state)

@@ -17,11 +17,11 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethod
 
 from noloco_node.charts import COLOURS, DPI, INK, LABEL_POINTS, QUIET, SAME, Labelled, spread
 from noloco_node.demo.braille_chart import smoothed
-from noloco_node.demo.peer_history import Track, over_tokens
-from noloco_node.demo.summary import Verdict
+from noloco_node.demo.peer_history import PeerHistory, over_tokens
+from noloco_node.demo.summary import ModelScores
 
 
-def picture(heading: str, tracks: Sequence[Track], verdict: Verdict | None) -> bytes:
+def picture(heading: str, tracks: Sequence[PeerHistory], verdict: ModelScores | None) -> bytes:
     """Return the picture as a PNG."""
     figure = Figure(figsize=(10, 6.4), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
@@ -40,7 +40,7 @@ def picture(heading: str, tracks: Sequence[Track], verdict: Verdict | None) -> b
     return png.getvalue()
 
 
-def _subtitle(verdict: Verdict | None) -> str:
+def _subtitle(verdict: ModelScores | None) -> str:
     if verdict is None:
         return "training loss, no evaluation"
     return (
@@ -49,7 +49,7 @@ def _subtitle(verdict: Verdict | None) -> str:
     )
 
 
-def _draw_losses(panel: Axes, tracks: Sequence[Track], verdict: Verdict | None, tokens: int) -> None:
+def _draw_losses(panel: Axes, tracks: Sequence[PeerHistory], verdict: ModelScores | None, tokens: int) -> None:
     labels = []
     for number, track in enumerate(track for track in tracks if track.stage == 0):
         points = over_tokens(track.losses, tracks)
@@ -79,7 +79,7 @@ def _draw_losses(panel: Axes, tracks: Sequence[Track], verdict: Verdict | None, 
     _label(panel, labels)
 
 
-def _draw_gaps(panel: Axes, tracks: Sequence[Track]) -> None:
+def _draw_gaps(panel: Axes, tracks: Sequence[PeerHistory]) -> None:
     panel.set_ylabel("gap", color=INK)
     met = [track for track in tracks if track.gaps.points]
     if all(point.value < SAME for track in met for point in track.gaps.points):

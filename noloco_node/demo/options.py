@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from noloco_node import __version__
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 
 MOST_PEERS = 64
 SLOWDOWN = 4.0
@@ -54,16 +54,16 @@ class _Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(demo: DemoConfig) -> None:
-    """Raise `Trouble` (Exit.USAGE) where a demo cannot be had."""
+    """Raise `UserError` (Exit.USAGE) where a demo cannot be had."""
     if demo.stages * demo.replicas > MOST_PEERS:
-        raise Trouble(
+        raise UserError(
             f"{demo.stages} stages of {demo.replicas} replicas are too many for one machine",
             why=f"each peer is two processes and about half a gibibyte; the demo starts at most {MOST_PEERS} peers",
             attempt="fewer stages or replicas",
             code=Exit.USAGE,
         )
     if demo.slow_peer is not None and demo.replicas < 2:
-        raise Trouble(
+        raise UserError(
             "a heterogeneous demo needs two replicas in each stage",
             why="one is slowed down, and the others of its stage make up for it",
             attempt="--replicas 2 or more",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.storage.atomic_file import write_whole
 from noloco_node.storage.home import Home
 
@@ -22,14 +22,14 @@ MARK = "demo.json"
 NUMBERS = 1000
 
 
-def claim(wanted: Path, mark: bytes) -> Home:
+def claim_output_dir(wanted: Path, mark: bytes) -> Home:
     """Lock `wanted`, or its next free number where an earlier demo lies there, and write `mark` into it.
 
-    Raises `Trouble` where it holds other files, or cannot be written.
+    Raises `UserError` where it holds other files, or cannot be written.
     """
     wanted = wanted.expanduser().absolute()
     if (names := _names(wanted)) and MARK not in names:
-        raise Trouble(
+        raise UserError(
             f"{wanted} is not empty, and not a demo's",
             why=f"it holds {', '.join(sorted(names)[:5])}",
             attempt="give another directory with --home",
@@ -41,13 +41,13 @@ def claim(wanted: Path, mark: bytes) -> Home:
             continue
         try:
             home = Home.open(candidate)
-        except Trouble as trouble:
+        except UserError as trouble:
             if trouble.code is Exit.HOME_IN_USE:  # another demo, a moment ahead of us
                 continue
             raise
         write_whole(home.path / MARK, mark)
         return home
-    raise Trouble(
+    raise UserError(
         f"{NUMBERS} demos lie beside {wanted}",
         why="each keeps its directory",
         attempt="remove some of them, or give another directory with --home",

@@ -21,13 +21,13 @@ from noloco_node.journal.events import (
     InnerStep,
     Lost,
     OuterStep,
-    Refused,
+    PeerViolation,
+    RefusedMicrobatch,
     Started,
     StateChanged,
     Traffic,
-    Violation,
 )
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 
 
 class Point(NamedTuple):
@@ -54,7 +54,7 @@ class Curve:
             self._stride *= 2
 
 
-class Pace(NamedTuple):
+class StepRate(NamedTuple):
     """When an inner step ended (unix seconds), how long it took, and how many tokens it had."""
 
     at: float
@@ -62,7 +62,7 @@ class Pace(NamedTuple):
     tokens: int
 
 
-class Track:
+class PeerHistory:
     """What one peer did so far."""
 
     RECENT = 8
@@ -72,7 +72,7 @@ class Track:
         self.name, self.stage, self.slowdown = name, stage, slowdown
         self.peer: str | None = None
         self.parameters = 0
-        self.state: State | None = None
+        self.state: PeerState | None = None
         self.waiting: str | None = None
         self.since = 0.0
         self.step = 0
@@ -81,10 +81,10 @@ class Track:
         self.loss: float | None = None
         self.gap: float | None = None
         self.losses, self.gaps, self.drawn = Curve(), Curve(), Curve()
-        self.first_step: Pace | None = None
+        self.first_step: StepRate | None = None
         self.busy_s = self.worked_s = 0.0
         self._underway = False
-        self.recent: deque[Pace] = deque(maxlen=self.RECENT)
+        self.recent: deque[StepRate] = deque(maxlen=self.RECENT)
         self.round = self.met = self.solo = self.deferred = self.staleness = 0
         self.partner: str | None = None
         self.gossip_sent = self.gossip_received = 0
@@ -116,17 +116,17 @@ class Track:
                 self.hops = event.counts
             case Traffic():
                 self.sent, self.received = event.sent, event.received
-            case Refused():
+            case RefusedMicrobatch():
                 self.refused[event.reason] += 0 if event.here else event.count
             case Lost():
                 self.lost[event.what] += event.count
-            case Violation():
+            case PeerViolation():
                 self.violations += 1
             case Finished():
                 self.finished, self.waiting, self.since = event, None, event.at
 
     def _take_inner_step(self, event: InnerStep) -> None:
-        pace = Pace(event.at, event.seconds, event.tokens)
+        pace = StepRate(event.at, event.seconds, event.tokens)
         self.first_step = self.first_step or pace
         self.recent.append(pace)
         if self._underway:  # the first step of a life has waited for the swarm to come together
@@ -169,7 +169,7 @@ class Track:
         return f"Track({self.name}, step={self.step}, round={self.round}, progress={self.progress:.3f})"
 
 
-def over_tokens(curve: Curve, tracks: Sequence[Track]) -> list[Point]:
+def over_tokens(curve: Curve, tracks: Sequence[PeerHistory]) -> list[Point]:
     """Return the points over the tokens that all sources together had trained on at their time.
 
     A common measure for all peers, and an exact one: the progress in a journal is only what its peer had heard of.
@@ -178,7 +178,7 @@ def over_tokens(curve: Curve, tracks: Sequence[Track]) -> list[Point]:
     return [Point(sum(_tokens_at(source, point.x) for source in sources), point.value) for point in curve.points]
 
 
-def _tokens_at(source: Track, at: float) -> float:
+def _tokens_at(source: PeerHistory, at: float) -> float:
     points, first = source.drawn.points, source.first_step
     after = bisect_left(points, at, key=attrgetter("x"))
     if first is None or after == len(points):

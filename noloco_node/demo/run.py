@@ -21,12 +21,12 @@ from rich.console import Console
 
 from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
 from noloco_node.demo.child_processes import Child, Children, leashed
-from noloco_node.demo.live_view import View
+from noloco_node.demo.live_view import LiveView
 from noloco_node.demo.options import DemoConfig, check, letters, mark
-from noloco_node.demo.output_dir import claim
-from noloco_node.demo.peer_history import Track
-from noloco_node.demo.summary import Summary, Verdict, lines, summarise
-from noloco_node.errors import Trouble
+from noloco_node.demo.output_dir import claim_output_dir
+from noloco_node.demo.peer_history import PeerHistory
+from noloco_node.demo.summary import ModelScores, Summary, lines, summarise
+from noloco_node.errors import UserError
 from noloco_node.journal.reader import Tail, read
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import demo_run_text
@@ -52,7 +52,7 @@ class Peer(NamedTuple):
 
     child: Child
     tail: Tail
-    track: Track
+    track: PeerHistory
 
     @property
     def done(self) -> bool:
@@ -61,10 +61,10 @@ class Peer(NamedTuple):
 
 
 async def demonstrate(demo: DemoConfig) -> None:
-    """Run a whole swarm on this machine; raise `Trouble` where it cannot be done."""
+    """Run a whole swarm on this machine; raise `UserError` where it cannot be done."""
     check(demo)
     started_at = time.time()
-    with claim(demo.home, mark(demo, started_at)) as home, _every_goodbye_is_an_interrupt():
+    with claim_output_dir(demo.home, mark(demo, started_at)) as home, _every_goodbye_is_an_interrupt():
         await _Demo(demo, home, Console(), started_at).run()
 
 
@@ -90,15 +90,15 @@ class _Demo:
         self._children = Children()
 
     async def run(self) -> None:
-        verdict: Verdict | None = None
-        trouble: Trouble | None = None
+        verdict: ModelScores | None = None
+        trouble: UserError | None = None
         try:
             run = await self._freeze_run()
             invite, peers = await self._start_swarm()
             await self._watch(run, peers)
             try:
                 verdict = await self._judge(invite, peers) if self._demo.judged else None
-            except Trouble as without_verdict:  # the journals still have something to say
+            except UserError as without_verdict:  # the journals still have something to say
                 trouble = without_verdict
         finally:
             if self._children.running():
@@ -193,7 +193,7 @@ class _Demo:
                 child = self._children.start(
                     f"peer {name}", leashed("noloco_node", "join", invite, *options, *limits, *slow), directory
                 )
-                peers.append(Peer(child, Tail(directory / "journal.jsonl"), Track(name, stage, slowdown)))
+                peers.append(Peer(child, Tail(directory / "journal.jsonl"), PeerHistory(name, stage, slowdown)))
         return invite, peers
 
     async def _watch(self, run: RunConfig, peers: Sequence[Peer]) -> None:
@@ -201,7 +201,7 @@ class _Demo:
         heading = f"{self._demo.stages} stages x {self._demo.replicas} replicas, {_tokens(run):,} tokens"
         sources_done_at: float | None = None
         sources = [peer for peer in peers if peer.track.stage == 0]
-        with View(self._console, heading, [peer.track for peer in peers], _tokens(run), self._started_at) as view:
+        with LiveView(self._console, heading, [peer.track for peer in peers], _tokens(run), self._started_at) as view:
             while not all(peer.done for peer in peers):
                 now = time.time()
                 for peer in peers:
@@ -227,17 +227,17 @@ class _Demo:
             peer.track.gone = peer.child.end
             self._say(f"{peer.child.name}: {peer.child.end}; its last words: {peer.child.last_word()}")
 
-    async def _judge(self, invite: str, peers: Sequence[Peer]) -> Verdict:
+    async def _judge(self, invite: str, peers: Sequence[Peer]) -> ModelScores:
         """Gather, merge, export, evaluate and sample, in a child of its own."""
         self._say("the training is over: gathering the weights, merging the replicas, evaluating")
         directory = self._home.path / "verdict"
         child = self._children.start(
             "verdict", leashed("noloco_node.demo.judge_model", invite, str(self._home.path / "model")), directory
         )
-        verdict = msgspec.json.decode(await child.line("{", LINGER_S), type=Verdict)
+        verdict = msgspec.json.decode(await child.line("{", LINGER_S), type=ModelScores)
         return verdict.named({peer.track.peer: peer.track.name for peer in peers if peer.track.peer})
 
-    def _report(self, peers: Sequence[Peer], verdict: Verdict | None) -> None:
+    def _report(self, peers: Sequence[Peer], verdict: ModelScores | None) -> None:
         """Write and print what came of it, from the journals as the peers left them."""
         from noloco_node.demo.loss_plot import picture
 
@@ -261,14 +261,14 @@ class _Demo:
                 self._print(f"{what + ':':<18} {self._home.path / name}")
 
 
-def _whole_track(peer: Peer, home: Path) -> Track:
-    track = Track(peer.track.name, peer.track.stage, peer.track.slowdown)
+def _whole_track(peer: Peer, home: Path) -> PeerHistory:
+    track = PeerHistory(peer.track.name, peer.track.stage, peer.track.slowdown)
     for event in read(home / peer.track.name / "journal.jsonl"):
         track.take(event)
     return track
 
 
-def _as_json(summary: Summary, verdict: Verdict | None) -> bytes:
+def _as_json(summary: Summary, verdict: ModelScores | None) -> bytes:
     document = {"summary": summary, "verdict": verdict, "single": verdict.single if verdict else None}
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from noloco_node.charts import SAME
-from noloco_node.demo.peer_history import Track
+from noloco_node.demo.peer_history import PeerHistory
 from noloco_node.units import readable_bytes
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
     """What the trained model is worth; losses in mean nats a token on one and the same validation text.
 
     `routes`: loss of each route through single replicas, peer by peer with slashes between (`0a/1b`).
@@ -36,7 +36,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         """Mean loss over the routes through single replicas."""
         return sum(self.routes.values()) / len(self.routes)
 
-    def named(self, names: Mapping[str, str]) -> Verdict:
+    def named(self, names: Mapping[str, str]) -> ModelScores:
         """Return the same verdict with peers called by their names instead of their ids."""
         routes = {
             "/".join(names.get(peer, peer) for peer in route.split("/")): loss for route, loss in self.routes.items()
@@ -70,7 +70,7 @@ class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: float = 1.0
 
 
-class Hop(msgspec.Struct, frozen=True, kw_only=True):
+class HopShare(msgspec.Struct, frozen=True, kw_only=True):
     """Microbatches from one peer to one of the next stage. `share`: of the sender's; `even`: one over the replicas."""
 
     sender: str
@@ -80,7 +80,7 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True):
     even: float
 
 
-class Bytes(msgspec.Struct, frozen=True, kw_only=True):
+class ByteTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one purpose, summed over the peers."""
 
     sent: int
@@ -94,11 +94,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     seconds: float
     tokens_per_s: float
-    hops: tuple[Hop, ...]
-    bytes: dict[str, Bytes]
+    hops: tuple[HopShare, ...]
+    bytes: dict[str, ByteTotals]
 
 
-def summarise(tracks: Sequence[Track]) -> Summary:
+def summarise(tracks: Sequence[PeerHistory]) -> Summary:
     """Sum up a swarm; tokens count once, where they were drawn (stage 0)."""
     sources = [track for track in tracks if track.stage == 0 and track.first_step is not None]
     starts = [track.first_step.at - track.first_step.seconds for track in sources if track.first_step]
@@ -114,7 +114,7 @@ def summarise(tracks: Sequence[Track]) -> Summary:
     )
 
 
-def _peer(track: Track) -> PeerSummary:
+def _peer(track: PeerHistory) -> PeerSummary:
     gaps = track.gaps.points
     return PeerSummary(
         name=track.name,
@@ -143,7 +143,7 @@ def busy(summary: Summary, *, slowed: bool) -> float | None:
     return sum(shares) / len(shares) if shares else None
 
 
-def _hops(tracks: Sequence[Track]) -> tuple[Hop, ...]:
+def _hops(tracks: Sequence[PeerHistory]) -> tuple[HopShare, ...]:
     names = {track.peer: track.name for track in tracks}
     found = []
     for track in tracks:
@@ -151,7 +151,7 @@ def _hops(tracks: Sequence[Track]) -> tuple[Hop, ...]:
         total = sum(track.hops.values())
         peers = list(dict.fromkeys([*(other.peer or "" for other in receivers), *track.hops]))
         found += [
-            Hop(
+            HopShare(
                 sender=track.name,
                 receiver=names.get(peer, peer[-8:]),
                 microbatches=track.hops.get(peer, 0),
@@ -163,10 +163,10 @@ def _hops(tracks: Sequence[Track]) -> tuple[Hop, ...]:
     return tuple(found)
 
 
-def _bytes(tracks: Sequence[Track]) -> dict[str, Bytes]:
+def _bytes(tracks: Sequence[PeerHistory]) -> dict[str, ByteTotals]:
     purposes = sorted({purpose for track in tracks for purpose in (*track.sent, *track.received)})
     return {
-        purpose: Bytes(
+        purpose: ByteTotals(
             sent=sum(track.sent.get(purpose, 0) for track in tracks),
             received=sum(track.received.get(purpose, 0) for track in tracks),
         )
@@ -174,7 +174,7 @@ def _bytes(tracks: Sequence[Track]) -> dict[str, Bytes]:
     }
 
 
-def lines(summary: Summary, verdict: Verdict | None) -> list[str]:
+def lines(summary: Summary, verdict: ModelScores | None) -> list[str]:
     """Return the summary as plain text; without a verdict only what the journals tell."""
     text = [] if verdict is None else _verdict_lines(verdict)
     text += [
@@ -198,7 +198,7 @@ def lines(summary: Summary, verdict: Verdict | None) -> list[str]:
     return [*text, "", "Refused and lost", *(trouble or ["  nothing"])]
 
 
-def _verdict_lines(verdict: Verdict) -> list[str]:
+def _verdict_lines(verdict: ModelScores) -> list[str]:
     low, high = min(verdict.routes.values()), max(verdict.routes.values())
     rows = [
         ("merged model", verdict.merged, f"{verdict.merged / verdict.unigram:.2f} of the byte unigram entropy"),
@@ -217,7 +217,7 @@ def _perplexity(loss: float) -> str:
     return f"{math.exp(loss):.2f}" if loss < 50 else "huge"
 
 
-def _hop_lines(hops: Sequence[Hop]) -> list[str]:
+def _hop_lines(hops: Sequence[HopShare]) -> list[str]:
     if not hops:
         return ["  one stage: none"]
     return [

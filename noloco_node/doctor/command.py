@@ -15,24 +15,24 @@ from typing import NamedTuple
 import msgspec
 
 from noloco_node.doctor import machine_checks, swarm_checks
-from noloco_node.doctor.findings import Finding, Grade, bad, doubtful, exit_code, good, line, verdict
-from noloco_node.errors import Exit, Trouble, trouble_of
+from noloco_node.doctor.findings import Finding, Grade, exit_code, fail, line, ok, verdict, warn
+from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
-from noloco_node.libp2p.endpoint.settings import Settings
-from noloco_node.libp2p.network import Libp2p
-from noloco_node.network.interface import Network
-from noloco_node.network.timeouts import PatientNetwork
-from noloco_node.planning.bandwidth import Freight, freight
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
+from noloco_node.planning.bandwidth import MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.connection import connected, prefix
-from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
-from noloco_node.swarm.run_distribution import Recipe, fetch
+from noloco_node.swarm.run_distribution import RunFileText, fetch
 
 MOST_TRIED, AT_ONCE = 16, 4
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How the node would be started: what the doctor has to look at."""
 
     home: Path
@@ -48,7 +48,7 @@ class Swarm(NamedTuple):
     needs: tuple[machine_checks.Need, ...] = ()
 
 
-async def examine(invite: str | None, wish: Wish) -> list[Finding]:
+async def examine(invite: str | None, wish: DoctorRequest) -> list[Finding]:
     """Return all findings, those of the machine first."""
     if invite is None:
         return machine_checks.look(wish.home, wish.device, ())
@@ -69,7 +69,7 @@ def _no_door(tried: Sequence[tuple[PeerAddress, Finding]]) -> list[Finding]:
     if any(finding.grade is Grade.GOOD for _, finding in tried):
         return []
     return [
-        bad(
+        fail(
             "invite",
             "none of its addresses can be reached",
             "ask whoever sent it for a fresh one (any peer's `noloco-node status` prints one), and check that this "
@@ -92,21 +92,21 @@ async def _doors(parsed: invites.Invite) -> list[tuple[PeerAddress, Finding]]:
 async def _door(digest: str, address: PeerAddress) -> Finding:
     about = f"bootstrap peer {address.transport}"
     # On the loopback interface: nothing is to be found out about this machine here.
-    settings = Settings(prefix=prefix(digest), listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=(str(address),))
+    settings = NetworkSettings(prefix=prefix(digest), listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=(str(address),))
     begun_s = asyncio.get_running_loop().time()
     try:
-        async with Libp2p.open(settings):
-            return good(about, f"answers, {asyncio.get_running_loop().time() - begun_s:.1f} s after the start")
-    except Trouble as trouble:
+        async with Libp2pNetwork.open(settings):
+            return ok(about, f"answers, {asyncio.get_running_loop().time() - begun_s:.1f} s after the start")
+    except UserError as trouble:
         if trouble.code is not Exit.UNREACHABLE:
-            return bad(about, f"{trouble.what} {trouble.why}", trouble.attempt)
+            return fail(about, f"{trouble.what} {trouble.why}", trouble.attempt)
         cause = trouble.why.removeprefix(f"{address}: ")
-        return doubtful(about, cause, "ask its owner; one address that answers is enough to join")
+        return warn(about, cause, "ask its owner; one address that answers is enough to join")
 
 
-async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: Wish) -> Swarm:
+async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: DoctorRequest) -> Swarm:
     """Visit the swarm by the addresses that answered."""
-    settings = Settings(prefix=prefix(digest), announce=wish.announce, bootstrap=tuple(map(str, doors)))
+    settings = NetworkSettings(prefix=prefix(digest), announce=wish.announce, bootstrap=tuple(map(str, doors)))
     if wish.listen:
         settings = msgspec.structs.replace(settings, listen=wish.listen)
     found: list[Finding] = []
@@ -114,23 +114,23 @@ async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: Wish) -> Swarm
     try:
         async with connected(settings) as whole:
             # A peer that does not take calls must not hold the doctor up for long.
-            network, peers = PatientNetwork(whole), [address.peer for address in doors]
+            network, peers = AdaptiveTimeoutNetwork(whole), [address.peer for address in doors]
             found.append(await _clock(network, peers))
             recipe = await fetch(network, peers, digest)
-            presence = Presence(network, digest, recipe.run.pipeline.stages)
-            roster = await presence.peek()
+            membership = Membership(network, digest, recipe.run.pipeline.stages)
+            roster = await membership.peek()
             needs, freights = await asyncio.to_thread(_needs, recipe)
             asked = list(dict.fromkeys([*peers, *_others(roster)]))
             found += [*_census(roster), *await _line(network, asked, freights)]
-    except (Trouble, ExceptionGroup) as error:  # `connected` is a task group
-        trouble = trouble_of(error)
+    except (UserError, ExceptionGroup) as error:  # `connected` is a task group
+        trouble = user_error_of(error)
         if trouble is None:
             raise
-        found.append(bad("swarm", f"{trouble.what} {trouble.why}", trouble.attempt))
+        found.append(fail("swarm", f"{trouble.what} {trouble.why}", trouble.attempt))
     return Swarm(found, needs)
 
 
-async def _clock(network: Network, peers: Sequence[str]) -> Finding:
+async def _clock(network: PeerNetwork, peers: Sequence[str]) -> Finding:
     told = await asyncio.gather(*(swarm_checks.clock_of(network, peer) for peer in peers), return_exceptions=True)
     for each in told:
         if isinstance(each, BaseException) and not isinstance(each, ConnectionError):
@@ -144,15 +144,15 @@ def _census(roster: Roster) -> list[Finding]:
     lone = [number for number, count in enumerate(counts) if not count]
     if lone and any(counts):
         attempt = f"a node that joins takes stage {lone[0]} by itself; training waits until every stage has a replica"
-        return [doubtful("swarm", says, attempt)]
-    return [good("swarm", says)]
+        return [warn("swarm", says, attempt)]
+    return [ok("swarm", says)]
 
 
 def _others(roster: Roster) -> list[str]:
     return [record.peer for records in roster.stages for record in records]
 
 
-async def _line(network: Network, peers: Sequence[str], freights: Sequence[Freight]) -> list[Finding]:
+async def _line(network: PeerNetwork, peers: Sequence[str], freights: Sequence[MicrobatchBytes]) -> list[Finding]:
     """Ask peers whether they reach us, and measure the line with some of them, one after the other."""
     addresses = await network.addresses()
     ports = _ports(addresses)
@@ -179,13 +179,13 @@ def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)[:2]
 
 
-def _needs(recipe: Recipe) -> tuple[tuple[machine_checks.Need, ...], list[Freight]]:
+def _needs(recipe: RunFileText) -> tuple[tuple[machine_checks.Need, ...], list[MicrobatchBytes]]:
     """Return what each stage of a run needs of a machine, and what a microbatch weighs there."""
-    from noloco_node.planning.model_layout import blueprint
+    from noloco_node.planning.model_layout import model_layout
     from noloco_node.planning.plan import plan
 
     run, made = recipe.run, plan(recipe.run)
-    drawn = blueprint(run)
+    drawn = model_layout(run)
     needs = tuple(
         machine_checks.Need(
             number,
@@ -195,10 +195,10 @@ def _needs(recipe: Recipe) -> tuple[tuple[machine_checks.Need, ...], list[Freigh
         )
         for number, stage in enumerate(made.stages)
     )
-    return needs, [freight(run, drawn, number) for number in range(run.pipeline.stages)]
+    return needs, [microbatch_bytes(run, drawn, number) for number in range(run.pipeline.stages)]
 
 
-async def report(invite: str | None, wish: Wish, *, as_json: bool) -> tuple[str, Exit]:
+async def report(invite: str | None, wish: DoctorRequest, *, as_json: bool) -> tuple[str, Exit]:
     """Return what the doctor found, as lines or as one JSON object, and the exit code."""
     found = await examine(invite, wish)
     code = exit_code(found)

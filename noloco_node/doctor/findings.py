@@ -27,17 +27,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str | None = None
 
 
-def good(about: str, says: str) -> Finding:
+def ok(about: str, says: str) -> Finding:
     """Return a finding with which all is well."""
     return Finding(about=about, grade=Grade.GOOD, says=says)
 
 
-def doubtful(about: str, says: str, attempt: str) -> Finding:
+def warn(about: str, says: str, attempt: str) -> Finding:
     """Return a finding that does not keep anybody from joining."""
     return Finding(about=about, grade=Grade.DOUBTFUL, says=says, attempt=attempt)
 
 
-def bad(about: str, says: str, attempt: str) -> Finding:
+def fail(about: str, says: str, attempt: str) -> Finding:
     """Return a finding that will prevent joining, or make it useless."""
     return Finding(about=about, grade=Grade.BAD, says=says, attempt=attempt)
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from noloco_node.doctor.findings import Finding, bad, doubtful, good
-from noloco_node.errors import Trouble
+from noloco_node.doctor.findings import Finding, fail, ok, warn
+from noloco_node.errors import UserError
 from noloco_node.machine.memory import free_bytes
 from noloco_node.units import size_words
 
@@ -51,19 +51,19 @@ def judge_files(limit: int) -> Finding:
     about, says = "open files", f"{limit} allowed a process"
     remedy = "ulimit -n 4096 in the shell before the node starts, or LimitNOFILE=4096 in its systemd unit"
     if limit < FEW_FILES:
-        return bad(about, f"{says}: each conversation takes one, and a node has hundreds", remedy)
+        return fail(about, f"{says}: each conversation takes one, and a node has hundreds", remedy)
     if limit < ENOUGH_FILES:
-        return doubtful(about, f"{says}: enough for a small swarm", remedy)
-    return good(about, says)
+        return warn(about, f"{says}: enough for a small swarm", remedy)
+    return ok(about, says)
 
 
 def judge_memory(supply: Supply, needs: Sequence[Need]) -> Finding:
     """Judge the free memory, against the stages' needs where they are known."""
     about, free = "memory", supply.memory
     if free is None:
-        return doubtful(about, "this system does not say how much is free", "look yourself: top, or the task manager")
+        return warn(about, "this system does not say how much is free", "look yourself: top, or the task manager")
     if not needs:
-        return good(about, f"{size_words(free)} free")
+        return ok(about, f"{size_words(free)} free")
     # With a GPU, main memory keeps the copies that gossip works with.
     wanted = {need.stage: ROOM * (need.memory - (need.computing if supply.gpu is not None else 0)) for need in needs}
     return _against(about, free, wanted, "close other programs, or ask for a run with more stages")
@@ -74,7 +74,7 @@ def judge_gpu(supply: Supply, needs: Sequence[Need]) -> list[Finding]:
     if supply.gpu is None:
         return []
     if not needs:
-        return [good("GPU memory", f"{size_words(supply.gpu)} free")]
+        return [ok("GPU memory", f"{size_words(supply.gpu)} free")]
     wanted = {need.stage: ROOM * need.computing for need in needs}
     return [_against("GPU memory", supply.gpu, wanted, "--device cpu, or end what else runs on the GPU")]
 
@@ -83,12 +83,12 @@ def judge_disk(supply: Supply, needs: Sequence[Need], home: Path) -> Finding:
     """Judge the free space where the home is."""
     about, free = "disk", supply.disk
     if free is None:
-        return bad(about, f"{home} cannot be looked at", "give a directory of yours with --home")
+        return fail(about, f"{home} cannot be looked at", "give a directory of yours with --home")
     if not needs:
         if free < LITTLE_DISK_BYTES:
-            judge = doubtful if free >= NO_DISK_BYTES else bad
+            judge = warn if free >= NO_DISK_BYTES else fail
             return judge(about, f"{size_words(free)} free at {home}", "free some space, or give another --home")
-        return good(about, f"{size_words(free)} free at {home}")
+        return ok(about, f"{size_words(free)} free at {home}")
     wanted = {need.stage: ROOM * need.disk for need in needs}
     return _against(about, free, wanted, f"free some space at {home}, or give another --home")
 
@@ -99,11 +99,11 @@ def _against(about: str, free: int, wanted: dict[int, float], attempt: str) -> F
     least, most = min(wanted.values()), max(wanted.values())
     has = f"{size_words(free)} free"
     if not fits:
-        return bad(about, f"{has}, and the smallest stage takes {size_words(least)}", attempt)
+        return fail(about, f"{has}, and the smallest stage takes {size_words(least)}", attempt)
     if len(fits) < len(wanted):
         listed = " and ".join(map(str, fits))
-        return doubtful(about, f"{has}: enough for stage {listed}, not for all", f"join with --stage {fits[0]}")
-    return good(about, f"{has}, the largest stage takes {size_words(most)}")
+        return warn(about, f"{has}: enough for stage {listed}, not for all", f"join with --stage {fits[0]}")
+    return ok(about, f"{has}, the largest stage takes {size_words(most)}")
 
 
 def look(home: Path, device: str, needs: Sequence[Need]) -> list[Finding]:
@@ -113,7 +113,7 @@ def look(home: Path, device: str, needs: Sequence[Need]) -> list[Finding]:
     seen, gpu = _device(device)
     supply = Supply(free_bytes(torch.device("cpu")), gpu, _free_disk(home))
     return [
-        good("system", f"{sys.platform}, Python {sys.version.split()[0]}, {os.cpu_count() or 1} cores"),
+        ok("system", f"{sys.platform}, Python {sys.version.split()[0]}, {os.cpu_count() or 1} cores"),
         seen,
         judge_memory(supply, needs),
         *judge_gpu(supply, needs),
@@ -130,20 +130,18 @@ def _device(wish: str) -> tuple[Finding, int | None]:
 
     try:
         device = choose_device(wish)
-    except Trouble as trouble:
-        return bad("device", f"{trouble.what} {trouble.why}", trouble.attempt), None
+    except UserError as trouble:
+        return fail("device", f"{trouble.what} {trouble.why}", trouble.attempt), None
     if device.type != "cuda":
-        return good("device", f"torch {torch.__version__} trains on the CPU, {torch.get_num_threads()} threads"), None
-    return good("device", f"torch {torch.__version__} trains on {torch.cuda.get_device_name(device)}"), free_bytes(
-        device
-    )
+        return ok("device", f"torch {torch.__version__} trains on the CPU, {torch.get_num_threads()} threads"), None
+    return ok("device", f"torch {torch.__version__} trains on {torch.cuda.get_device_name(device)}"), free_bytes(device)
 
 
 def _files() -> Finding:
     try:
         import resource
     except ImportError:  # no such limit on this system
-        return good("open files", "no limit that this system tells of")
+        return ok("open files", "no limit that this system tells of")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return judge_files(sys.maxsize if limit == resource.RLIM_INFINITY else limit)
 

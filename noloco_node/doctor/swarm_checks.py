@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from noloco_node.doctor.findings import Finding, bad, doubtful, good
+from noloco_node.doctor.findings import Finding, fail, ok, warn
 from noloco_node.libp2p.streams import dialback
-from noloco_node.network.interface import Network
-from noloco_node.planning.bandwidth import NARROW_S, Freight
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes
 from noloco_node.swarm import speed_test
-from noloco_node.swarm.run_distribution import CLOCK_ERROR_S, SCHEMA, TOPIC, RunFile, RunRequest
+from noloco_node.swarm.run_distribution import CLOCK_ERROR_S, SCHEMA, TOPIC, RunFileReply, RunRequest
 from noloco_node.units import rate_words
 
 ASK_S = 20.0
@@ -34,14 +34,14 @@ class Rates(NamedTuple):
     down: float | None = None
 
 
-async def clock_of(network: Network, peer: str, unix_time: Callable[[], float] = time.time) -> float:
+async def clock_of(network: PeerNetwork, peer: str, unix_time: Callable[[], float] = time.time) -> float:
     """Return how far our clock is ahead of a peer's, in seconds; a ConnectionError where the peer does not say."""
     try:
         async with asyncio.timeout(ASK_S), network.talk(peer, TOPIC, SCHEMA) as conversation:
             asked = unix_time()
             await conversation.send(RunRequest())
             reply = await conversation.receive()
-            if not isinstance(reply, RunFile):
+            if not isinstance(reply, RunFileReply):
                 raise ConnectionAbortedError(f"expected a run file, got {type(reply).__name__}")
             return (asked + unix_time()) / 2 - reply.unix_time
     except TimeoutError:
@@ -52,19 +52,19 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
     """Judge our clock by the median of what several peers say."""
     about = "clock"
     if not ahead_s:
-        return doubtful(about, "no peer told the time", "make sure that the machine sets its clock by itself (NTP)")
+        return warn(about, "no peer told the time", "make sure that the machine sets its clock by itself (NTP)")
     off = median(ahead_s)
     says = f"{abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} what {len(ahead_s)} peer(s) say"
     remedy = "set the clock (timedatectl set-ntp true)"
     if abs(off) > CLOCK_ERROR_S:
-        return bad(about, f"{says}; records of who is there expire by the time of day", remedy)
-    return doubtful(about, says, remedy) if abs(off) > CLOCK_DOUBT_S else good(about, says)
+        return fail(about, f"{says}; records of who is there expire by the time of day", remedy)
+    return warn(about, says, remedy) if abs(off) > CLOCK_DOUBT_S else ok(about, says)
 
 
-async def dialled_back(network: Network, peers: Sequence[str], ports: tuple[int, ...]) -> dialback.Verdict:
+async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> dialback.ReachVerdict:
     """Ask peers to dial us back at our ports; one that does not answer says nothing."""
 
-    async def ask(peer: str) -> dialback.Dialled | None:
+    async def ask(peer: str) -> dialback.DialBackReply | None:
         try:
             async with (
                 asyncio.timeout(dialback.ASK_S),
@@ -72,7 +72,7 @@ async def dialled_back(network: Network, peers: Sequence[str], ports: tuple[int,
             ):
                 await conversation.send(dialback.DialMe(ports=ports))
                 reply = await conversation.receive()
-                return reply if isinstance(reply, dialback.Dialled) else None
+                return reply if isinstance(reply, dialback.DialBackReply) else None
         except (ConnectionError, TimeoutError):
             return None
 
@@ -80,41 +80,41 @@ async def dialled_back(network: Network, peers: Sequence[str], ports: tuple[int,
     return dialback.judge([answer for answer in answers if answer is not None])
 
 
-def judge_reach(verdict: dialback.Verdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
+def judge_reach(verdict: dialback.ReachVerdict, ports: Sequence[int], addresses: Sequence[str]) -> list[Finding]:
     """Judge whether others can come to us: directly, or else through a relay. `addresses`: our own."""
     about = "dialled back"
     listed = " and ".join(map(str, ports)) or "none"
     relayed = [address for address in addresses if "/p2p-circuit" in address]
-    relay = good("relay", f"in use: others reach this machine through {len(relayed)} of them")
+    relay = ok("relay", f"in use: others reach this machine through {len(relayed)} of them")
     if verdict.dialled:
-        reached = good(about, f"peers reach this machine at {' and '.join(verdict.places)}")
-        return [reached, good("relay", "not needed") if not relayed else relay]
+        reached = ok(about, f"peers reach this machine at {' and '.join(verdict.places)}")
+        return [reached, ok("relay", "not needed") if not relayed else relay]
     forward = (
         "forward a TCP port of your router to this machine, give it with --listen /ip4/0.0.0.0/tcp/PORT, and ask "
         f"again; open it in the firewall as well (tried: {listed})"
     )
     if verdict.dialled is None:
         why = "they were reached through a relay, or do not answer that" if ports else "it is tried over TCP alone"
-        said = doubtful(about, f"no peer could try: {why}", forward)
+        said = warn(about, f"no peer could try: {why}", forward)
         return [said, relay] if relayed else [said]
     if relayed:
         return [
-            doubtful(about, "nobody can dial this machine directly; a relay stands in, at some cost", forward),
+            warn(about, "nobody can dial this machine directly; a relay stands in, at some cost", forward),
             relay,
         ]
     if verdict.relays:
         count = len(verdict.relays)
         return [
-            doubtful(about, "nobody can dial this machine", forward),
-            doubtful("relay", f"{count} known and not in use", "join as usual: they are taken when needed"),
+            warn(about, "nobody can dial this machine", forward),
+            warn("relay", f"{count} known and not in use", "join as usual: they are taken when needed"),
         ]
     return [
-        bad(about, "nobody can dial this machine: it can call others, but they cannot call it", forward),
-        bad("relay", "the swarm knows of none", "ask for a bootstrap peer that runs with --relays 4"),
+        fail(about, "nobody can dial this machine: it can call others, but they cannot call it", forward),
+        fail("relay", "the swarm knows of none", "ask for a bootstrap peer that runs with --relays 4"),
     ]
 
 
-async def rates_with(network: Network, peer: str) -> Rates | str:
+async def rates_with(network: PeerNetwork, peer: str) -> Rates | str:
     """Measure the line with one peer both ways; return why where it is not to be had."""
     try:
         async with asyncio.timeout(2 * speed_test.PATIENCE_S):
@@ -126,7 +126,7 @@ async def rates_with(network: Network, peer: str) -> Rates | str:
         return str(error) or type(error).__name__
 
 
-async def _download(network: Network, peer: str) -> float | str:
+async def _download(network: PeerNetwork, peer: str) -> float | str:
     async with network.talk(peer, speed_test.TOPIC, speed_test.SCHEMA) as conversation:
         await conversation.send(speed_test.SendMe(pieces=PIECES))
         first = await conversation.receive()
@@ -136,7 +136,7 @@ async def _download(network: Network, peer: str) -> float | str:
         return took.count / took.seconds
 
 
-async def _upload(network: Network, peer: str) -> float | None:
+async def _upload(network: PeerNetwork, peer: str) -> float | None:
     async with network.talk(peer, speed_test.TOPIC, speed_test.SCHEMA) as conversation:
         await conversation.send(speed_test.TakeFromMe(pieces=PIECES))
         if not isinstance(await conversation.receive(), speed_test.Go):
@@ -151,11 +151,13 @@ async def _upload(network: Network, peer: str) -> float | None:
         return (PIECES - 1) * speed_test.PIECE_BYTES / seconds
 
 
-def judge_rates(measured: Sequence[Rates], refusals: Sequence[str], freights: Sequence[Freight]) -> list[Finding]:
+def judge_rates(
+    measured: Sequence[Rates], refusals: Sequence[str], freights: Sequence[MicrobatchBytes]
+) -> list[Finding]:
     """Judge the fastest line with a peer, each way; `freights`: of a microbatch at each stage."""
     if not measured:
         why = "; ".join(refusals) or "nobody was there to ask"
-        return [doubtful("rates", f"not measured: {why}", "ask again in a minute, or when more peers are there")]
+        return [warn("rates", f"not measured: {why}", "ask again in a minute, or when more peers are there")]
     found = []
     for way in ("up", "down"):
         rates = [rate for each in measured if (rate := getattr(each, way)) is not None]
@@ -166,9 +168,7 @@ def judge_rates(measured: Sequence[Rates], refusals: Sequence[str], freights: Se
         least_s = min((getattr(freight, way) / best for freight in freights), default=0.0)
         if least_s > NARROW_S:
             says += f"; a microbatch takes {least_s:.1f} s of it at the least"
-            found.append(
-                doubtful(about, says, "others will send fewer microbatches here; a cable is faster than radio")
-            )
+            found.append(warn(about, says, "others will send fewer microbatches here; a cable is faster than radio"))
         else:
-            found.append(good(about, says))
+            found.append(ok(about, says))
     return found

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_node.errors import Exit, Trouble, refusal
+from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.export.parts import (
-    Found,
+    FoundStage,
     _file,
     _write_part,
     is_kept,
@@ -33,19 +33,19 @@ from noloco_node.export.parts import (
     read_part,
 )
 from noloco_node.export.provenance import noted, told_of
-from noloco_node.export.replica_fetch import Copy, Look, at_work, fetched
-from noloco_node.export.replica_files import Filed, Merged, Shapes, in_home, merged, newest
-from noloco_node.export.snapshot_fetch import InVain, fetch_kept, lost
-from noloco_node.network.interface import Network
-from noloco_node.planning.model_layout import Blueprint, blueprint
+from noloco_node.export.replica_fetch import FetchedReplica, Look, at_work, fetched
+from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, Shapes, in_home, merged, newest
+from noloco_node.export.snapshot_fetch import SnapshotUnavailable, fetch_kept, lost
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.runfile import read_run_text
-from noloco_node.state_sync.replica_mean import LeftOut, Standing
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
+from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class ExportRequest:
     """What to export, and where to. `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them."""
 
     out: Path
@@ -53,14 +53,14 @@ class Order:
     homes: tuple[Path, ...] = ()
 
 
-async def export(order: Order) -> str:
+async def export(order: ExportRequest) -> str:
     """Gather, merge, write and verify one Hugging Face directory; return what was done, in words."""
     from noloco_node.export.huggingface import check_target
 
     check_target(order.out)
     if order.invite is None:
         if not order.homes:
-            raise Trouble(
+            raise UserError(
                 "There is nothing to export from.",
                 why="neither an invite nor a home was given",
                 attempt="noloco-node export INVITE --out DIR, or noloco-node export --from-home HOME --out DIR",
@@ -70,31 +70,31 @@ async def export(order: Order) -> str:
     from noloco_node.swarm.connection import visited
 
     parts = parts_beside(order.out)
-    async with visited(order.invite) as (network, recipe, presence):
-        plan = await asyncio.to_thread(blueprint, recipe.run)
+    async with visited(order.invite) as (network, recipe, membership):
+        plan = await asyncio.to_thread(model_layout, recipe.run)
         filed = await asyncio.to_thread(of_homes, order.homes, recipe)
-        found = await from_swarm(network, recipe, presence.peek, plan, (parts, filed))
+        found = await from_swarm(network, recipe, membership.peek, plan, (parts, filed))
     kept_by = {number: each.kept_by for number, each in enumerate(found) if each.kept_by is not None}
     told = await asyncio.to_thread(write, order.out, recipe, plan, [each.stage for each in found], kept_by)
     shutil.rmtree(parts, ignore_errors=True)
     return told
 
 
-def recipe_of(homes: Sequence[Path]) -> Recipe:
-    """Return the run that these homes took part in; raise `Trouble` where they name none, or several."""
+def recipe_of(homes: Sequence[Path]) -> RunFileText:
+    """Return the run that these homes took part in; raise `UserError` where they name none, or several."""
     for home in homes:
         if not (home / "run.toml").is_file():
-            raise Trouble(
+            raise UserError(
                 f"{home} is not the home of a node.",
                 why="it holds no run.toml, which a node keeps there when it joins",
                 attempt="the directory that `noloco-node join --home` was given, ~/.noloco/node by default",
                 code=Exit.CONFIG,
             )
-    recipes = {home: Recipe(read_run_text(home / "run.toml"), str(home / "run.toml")) for home in homes}
+    recipes = {home: RunFileText(read_run_text(home / "run.toml"), str(home / "run.toml")) for home in homes}
     first = recipes[homes[0]]
     for home, recipe in recipes.items():
         if recipe.digest != first.digest:
-            raise Trouble(
+            raise UserError(
                 f"{home} is the home of another run.",
                 why=f"it took part in {recipe.digest[:12]}, {homes[0]} in {first.digest[:12]}",
                 attempt="homes of one run only",
@@ -103,30 +103,30 @@ def recipe_of(homes: Sequence[Path]) -> Recipe:
     return first
 
 
-def of_homes(homes: Sequence[Path], recipe: Recipe) -> list[Filed]:
+def of_homes(homes: Sequence[Path], recipe: RunFileText) -> list[ReplicaFile]:
     """Return all weights of a run that lie in these homes."""
     return [filed for home in homes for filed in in_home(home, recipe.digest)]
 
 
-def merged_homes(homes: Sequence[Path], recipe: Recipe, plan: Blueprint) -> list[Merged]:
-    """Return every stage, merged from what lies in these homes; raise `Trouble` where a stage is missing."""
+def merged_homes(homes: Sequence[Path], recipe: RunFileText, plan: ModelLayout) -> list[MergedReplicas]:
+    """Return every stage, merged from what lies in these homes; raise `UserError` where a stage is missing."""
     filed, rounds_behind = of_homes(homes, recipe), recipe.run.outer.staleness_at_most
     return [merged(number, newest(filed, number), shapes, rounds_behind) for number, shapes in enumerate(plan.shapes)]
 
 
-def _from_homes(order: Order) -> str:
+def _from_homes(order: ExportRequest) -> str:
     recipe = recipe_of(order.homes)
-    plan = blueprint(recipe.run)
+    plan = model_layout(recipe.run)
     return write(order.out, recipe, plan, merged_homes(order.homes, recipe, plan))
 
 
 async def from_swarm(
-    network: Network, recipe: Recipe, look: Look, plan: Blueprint, disk: tuple[Path, Sequence[Filed]]
-) -> list[Found]:
+    network: PeerNetwork, recipe: RunFileText, look: Look, plan: ModelLayout, disk: tuple[Path, Sequence[ReplicaFile]]
+) -> list[FoundStage]:
     """Return every stage, from finished parts, living replicas, homes and kept snapshots.
 
-    `disk`: where parts lie, and what homes hold. What is complete stays on the disk, whatever happens; raises `Trouble`
-    where a stage has nothing.
+    `disk`: where parts lie, and what homes hold. What is complete stays on the disk, whatever happens; raises
+    `UserError` where a stage has nothing.
     """
     parts, _ = disk
     stages = []
@@ -148,9 +148,9 @@ async def from_swarm(
     except OSError as error:
         if isinstance(error, ConnectionError):
             raise
-        raise Trouble(
+        raise UserError(
             f"The stages cannot be laid down in {parts}.",
-            why=refusal(error),
+            why=reason_of(error),
             attempt="free some space there, or export to another disk; finished stages are kept",
             code=Exit.STORAGE,
         ) from error
@@ -158,8 +158,12 @@ async def from_swarm(
 
 
 async def _gathered(
-    network: Network, recipe: Recipe, look: Look, stage: tuple[int, Shapes], disk: tuple[Path, Sequence[Filed]]
-) -> Found:
+    network: PeerNetwork,
+    recipe: RunFileText,
+    look: Look,
+    stage: tuple[int, Shapes],
+    disk: tuple[Path, Sequence[ReplicaFile]],
+) -> FoundStage:
     """Return the mean of a stage's replicas; where none of them lives, of a snapshot too if one is clearly newer."""
     (number, shapes), (parts, filed) = stage, disk
     rounds_behind = recipe.run.outer.staleness_at_most
@@ -167,13 +171,13 @@ async def _gathered(
     candidates = newest([*filed, *lying, *came], number)
     living = {record.peer for record in at_work(await look(), number)}
     if came or any(each.peer in living for each in lying):
-        return Found(await asyncio.to_thread(merged, number, candidates, shapes, rounds_behind), None)
+        return FoundStage(await asyncio.to_thread(merged, number, candidates, shapes, rounds_behind), None)
     own = max((each.counters.round for each in candidates), default=None)
     kept = await _snapshot(network, recipe, look, stage, (parts, own))
-    if isinstance(kept, InVain):
+    if isinstance(kept, SnapshotUnavailable):
         if not candidates:
             raise lost(recipe, await look(), number, kept)
-        return Found(await asyncio.to_thread(merged, number, candidates, shapes, rounds_behind), None)
+        return FoundStage(await asyncio.to_thread(merged, number, candidates, shapes, rounds_behind), None)
     round = kept.counters.round
     passed_by = [each for each in candidates if passed(each.counters.round, [round], rounds_behind)]
     rest = newest([*(each for each in candidates if each not in passed_by), kept], number)
@@ -181,23 +185,23 @@ async def _gathered(
     why = f"the snapshot that {kept.peer} keeps is of round {round}"
     older = [LeftOut(peer=each.peer, why=f"round {each.counters.round}, {why}") for each in passed_by]
     taken = any((each.peer, each.round) == (kept.peer, round) for each in found.taken)
-    return Found(found._replace(left_out=(*found.left_out, *older)), kept.peer if taken else None)
+    return FoundStage(found._replace(left_out=(*found.left_out, *older)), kept.peer if taken else None)
 
 
 async def _snapshot(
-    network: Network, recipe: Recipe, look: Look, stage: tuple[int, Shapes], here: tuple[Path, int | None]
-) -> Filed | InVain:
+    network: PeerNetwork, recipe: RunFileText, look: Look, stage: tuple[int, Shapes], here: tuple[Path, int | None]
+) -> ReplicaFile | SnapshotUnavailable:
     """Lay a snapshot that is newer than the round which is `here` on the disk, as its keeper's own weights would be."""
     (number, _), (parts, own) = stage, here
     found = await fetch_kept(network, recipe, look, stage, own)
-    if isinstance(found, InVain):
+    if isinstance(found, SnapshotUnavailable):
         return found
     return await asyncio.to_thread(_file, parts / f"stage-{number}-snapshot.safetensors", recipe.digest, number, found)
 
 
 async def _lay_down(
-    network: Network, recipe: Recipe, look: Look, stage: tuple[int, Shapes], parts: Path
-) -> tuple[list[Filed], list[Filed]]:
+    network: PeerNetwork, recipe: RunFileText, look: Look, stage: tuple[int, Shapes], parts: Path
+) -> tuple[list[ReplicaFile], list[ReplicaFile]]:
     """Return the replicas of a stage, a file each: those that an interrupted export has left, and those that came."""
     number, shapes = stage
     rounds = [record.round for record in at_work(await look(), number)]
@@ -217,7 +221,11 @@ async def _lay_down(
 
 
 def write(
-    out: Path, recipe: Recipe, plan: Blueprint, stages: Sequence[Merged], kept_by: Mapping[int, str] | None = None
+    out: Path,
+    recipe: RunFileText,
+    plan: ModelLayout,
+    stages: Sequence[MergedReplicas],
+    kept_by: Mapping[int, str] | None = None,
 ) -> str:
     """Write the checkpoint of merged stages; return what was done, in words.
 
@@ -225,10 +233,10 @@ def write(
     """
     from noloco_node.data.encoding import open_tokenizer
     from noloco_node.export.huggingface import write_checkpoint
-    from noloco_node.export.provenance import Notes
+    from noloco_node.export.provenance import Provenance
 
     snapshots = noted([stage.taken for stage in stages], kept_by or {})
-    notes = Notes(
+    notes = Provenance(
         run_id=recipe.digest,
         rounds=tuple(max(each.round for each in stage.taken) for stage in stages),
         replicas=tuple(len(stage.taken) for stage in stages),
@@ -257,20 +265,22 @@ def write(
     return "\n".join(told)
 
 
-def rounds_of(taken: Sequence[Standing]) -> str:
+def rounds_of(taken: Sequence[ReplicaSummary]) -> str:
     """Say which rounds the weights of a stage are of."""
     rounds = sorted({each.round for each in taken})
     return f"round {rounds[0]}" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]}"
 
 
-def write_merged(out: Path, recipe: Recipe, plan: Blueprint, stages: tuple[tuple[Copy, ...], ...]) -> str:
+def write_merged(
+    out: Path, recipe: RunFileText, plan: ModelLayout, stages: tuple[tuple[FetchedReplica, ...], ...]
+) -> str:
     """Average replicas that are in memory, stage by stage, and write the checkpoint; return what was done."""
     from noloco_node.export.exporter import write
     from noloco_node.export.huggingface import merge
-    from noloco_node.export.replica_files import Merged
+    from noloco_node.export.replica_files import MergedReplicas
 
     merged = [
-        Merged(merge([copy.weights for copy in copies]), tuple(copy.standing for copy in copies), ())
+        MergedReplicas(merge([copy.weights for copy in copies]), tuple(copy.standing for copy in copies), ())
         for copies in stages
     ]
     return write(out, recipe, plan, merged)

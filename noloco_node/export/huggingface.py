@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
-from noloco_node.errors import Exit, Trouble
-from noloco_node.export.provenance import NOTES, Notes
+from noloco_node.errors import Exit, UserError
+from noloco_node.export.provenance import NOTES, Provenance
 from noloco_node.state_sync.replica_mean import mean_of
 from noloco_node.storage.atomic_file import flush
 from pipeline.partition import skeleton
@@ -51,12 +51,12 @@ def merge(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def write_checkpoint(
-    directory: Path, config: Any, stages: Sequence[Mapping[str, Tensor]], tokenizer: Any, notes: Notes
+    directory: Path, config: Any, stages: Sequence[Mapping[str, Tensor]], tokenizer: Any, notes: Provenance
 ) -> None:
     """Write one Hugging Face directory from the weights of all stages.
 
     `config`: the prepared transformers config of the run. What was written is loaded again and compared, before it
-    takes its place. Raises ValueError if the stages are not the whole model, `Trouble` if the target has something in
+    takes its place. Raises ValueError if the stages are not the whole model, `UserError` if the target has something in
     it or the disk refuses.
     """
     whole = joined(config, stages)
@@ -104,9 +104,9 @@ def _fits(name: str, expected: Mapping[str, torch.Size], weights: Mapping[str, T
 
 
 def check_target(directory: Path) -> None:
-    """Raise `Trouble` if there is anything at the place where a checkpoint is to be written."""
+    """Raise `UserError` if there is anything at the place where a checkpoint is to be written."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise Trouble(
+        raise UserError(
             f"{directory} is there already, and not empty.",
             why="an export writes a directory of its own and overwrites nothing",
             attempt="another --out, or remove the old one yourself",
@@ -140,7 +140,7 @@ def _written_aside(directory: Path) -> Iterator[Path]:
             os.close(lock)
         flush(directory.absolute().parent)
     except (OSError, SafetensorError) as error:
-        raise Trouble(
+        raise UserError(
             f"The checkpoint cannot be written to {directory}.",
             why=str(error),
             attempt="free some space, or choose another directory",
@@ -149,7 +149,7 @@ def _written_aside(directory: Path) -> Iterator[Path]:
 
 
 def _lock(aside: Path, directory: Path) -> int:
-    """Make a directory ours alone and return the descriptor that holds it; `Trouble` where another process does."""
+    """Make a directory ours alone and return the descriptor that holds it; `UserError` where another process does."""
     while True:
         aside.mkdir(parents=True, exist_ok=True)
         lock = os.open(aside, os.O_RDONLY)
@@ -157,7 +157,7 @@ def _lock(aside: Path, directory: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise Trouble(
+            raise UserError(
                 f"Another export is writing {directory}.",
                 why=f"it holds {aside}",
                 attempt="wait for it, or choose another --out",

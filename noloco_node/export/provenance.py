@@ -8,8 +8,8 @@ from statistics import median_low
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
-from noloco_node.state_sync.replica_mean import LeftOut, Standing
+from noloco_node.errors import Exit, UserError
+from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 
 NOTES = "noloco.json"
 
@@ -29,7 +29,7 @@ class FromSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     others_progress: float | None
 
 
-class Notes(msgspec.Struct, frozen=True, kw_only=True):
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """Where a checkpoint comes from.
 
     `rounds`: rounds finished, and `replicas`: replicas merged, of each stage. `untied`: embedding and vocabulary head
@@ -43,18 +43,18 @@ class Notes(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[int, ...]
     untied: bool
     run_file: str
-    taken: tuple[tuple[Standing, ...], ...] = ()
+    taken: tuple[tuple[ReplicaSummary, ...], ...] = ()
     left_out: tuple[tuple[LeftOut, ...], ...] = ()
     snapshots: tuple[FromSnapshot, ...] = ()
 
 
-def read_notes(directory: Path) -> Notes:
-    """Read the notes of a checkpoint; raise `Trouble` if they are not there."""
+def read_provenance(directory: Path) -> Provenance:
+    """Read the notes of a checkpoint; raise `UserError` if they are not there."""
     path = directory / NOTES
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Notes)
+        return msgspec.json.decode(path.read_bytes(), type=Provenance)
     except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise Trouble(
+        raise UserError(
             f"{directory} is no checkpoint of a swarm.",
             why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
             attempt="give a directory that `noloco-node export` or the demo wrote",
@@ -62,7 +62,7 @@ def read_notes(directory: Path) -> Notes:
         ) from error
 
 
-def noted(stages: Sequence[Sequence[Standing]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:
+def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:
     """Return what is noted of the stages that come from a snapshot; `stages`: what each was taken from.
 
     They are compared with the others, and with each other where there are none.

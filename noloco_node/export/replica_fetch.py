@@ -21,19 +21,19 @@ from torch import Tensor
 
 from gossip.exchange.messages import Manifest
 from gossip.exchange.swap import Compute
-from gossip.transfer.download import Occupied, catch_up
-from noloco_node.errors import Exit, Trouble
-from noloco_node.network.interface import Network
+from gossip.transfer.download import DonorBusy, download_state
+from noloco_node.errors import Exit, UserError
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
-from noloco_node.planning.model_layout import Blueprint
-from noloco_node.run.peer_state import State
+from noloco_node.planning.model_layout import ModelLayout
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.deadlines import copying_s
-from noloco_node.state_sync.manifests import Subject
-from noloco_node.state_sync.replica_mean import Standing, norm_of
-from noloco_node.swarm.membership import Presence
+from noloco_node.state_sync.manifests import WeightsOf
+from noloco_node.state_sync.replica_mean import ReplicaSummary, norm_of
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
 BUSY_S = 900.0
@@ -51,7 +51,7 @@ Objection = Callable[[str, Manifest], Awaitable[str | None]]
 """Says why what a peer offers is not to be believed, or None."""
 
 
-class Copy(NamedTuple):
+class FetchedReplica(NamedTuple):
     """One replica's slow weights by parameter name, and where it stood."""
 
     peer: str
@@ -61,10 +61,10 @@ class Copy(NamedTuple):
     weights: dict[str, Tensor]
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> ReplicaSummary:
         """Where it stood, and the norm of its weights."""
         weights = list(self.weights.values())
-        return Standing(
+        return ReplicaSummary(
             peer=self.peer,
             round=self.round,
             inner_steps=self.inner_steps,
@@ -73,20 +73,22 @@ class Copy(NamedTuple):
         )
 
 
-async def gather(network: Network, recipe: Recipe, presence: Presence, plan: Blueprint) -> tuple[tuple[Copy, ...], ...]:
-    """Fetch the slow weights of all replicas, stage by stage; raise `Trouble` where a stage has none."""
+async def gather(
+    network: PeerNetwork, recipe: RunFileText, membership: Membership, plan: ModelLayout
+) -> tuple[tuple[FetchedReplica, ...], ...]:
+    """Fetch the slow weights of all replicas, stage by stage; raise `UserError` where a stage has none."""
     stages = []
     for number, shapes in enumerate(plan.shapes):
-        copies = [copy async for copy in fetched(network, presence.peek, number, shapes)]
+        copies = [copy async for copy in fetched(network, membership.peek, number, shapes)]
         if not copies:
-            raise nobody(recipe, presence.roster, number)
+            raise nobody(recipe, membership.roster, number)
         stages.append(tuple(copies))
     return tuple(stages)
 
 
 async def fetched(
-    network: Network, look: Look, number: int, shapes: Mapping[str, tuple[int, ...]], here: Collection[str] = ()
-) -> AsyncIterator[Copy]:
+    network: PeerNetwork, look: Look, number: int, shapes: Mapping[str, tuple[int, ...]], here: Collection[str] = ()
+) -> AsyncIterator[FetchedReplica]:
     """Yield one replica of a stage after the other, as many as answer, `MOST_GIVEN` at most.
 
     `here`: peers whose weights need not be asked for any more; they count among those that have given.
@@ -107,7 +109,7 @@ async def fetched(
         before_s, again_s[peer] = again_s.get(peer), math.inf
         try:
             copy = await fetch(network, peer, number, shapes)
-        except Occupied as busy:
+        except DonorBusy as busy:
             left_s = begun_s + (BUSY_BESIDE_S if given else BUSY_S) - loop.time()
             if left_s > 0.0:
                 again_s[peer] = loop.time() + busy.retry_after_s
@@ -131,29 +133,31 @@ def next_to_ask(listed: Collection[str], again_s: Mapping[str, float]) -> str | 
 
 def at_work(roster: Roster, number: int) -> list[PeerRecord]:
     """Return the replicas of a stage that may give weights: whoever is only on its way to it has none."""
-    return [record for record in roster.stage(number) if record.state in (State.TRAINING, State.FINISHED)]
+    return [record for record in roster.stage(number) if record.state in (PeerState.TRAINING, PeerState.FINISHED)]
 
 
-async def fetch(network: Network, peer: str, number: int, shapes: Mapping[str, tuple[int, ...]]) -> Copy:
+async def fetch(network: PeerNetwork, peer: str, number: int, shapes: Mapping[str, tuple[int, ...]]) -> FetchedReplica:
     """Fetch one replica's slow weights; raise a `ConnectionError` where it does not give them, Occupied if not now."""
-    return await fetch_of(network, peer, Subject(number, tuple(shapes.values()), STATE), shapes)
+    return await fetch_of(network, peer, WeightsOf(number, tuple(shapes.values()), STATE), shapes)
 
 
 async def fetch_of(
-    network: Network, peer: str, subject: Subject, names: Iterable[str], objection: Objection | None = None
-) -> Copy:
+    network: PeerNetwork, peer: str, subject: WeightsOf, names: Iterable[str], objection: Objection | None = None
+) -> FetchedReplica:
     """Do what `fetch` does, for what a peer has of any subject; `names`: of the parameters."""
     # A newcomer's patience, who copies five times as much: a line at home may be slow, and nobody waits for us.
     wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
     if objection is not None:
         wanted = replace(wanted, objection=objection)
-    state = await catch_up([peer], subject.converse(network), wanted, _in_a_thread(), passes=1)
-    return Copy(peer, state.round, state.inner_steps, state.progress, dict(zip(names, state.slow, strict=True)))
+    state = await download_state([peer], subject.converse(network), wanted, _in_a_thread(), passes=1)
+    return FetchedReplica(
+        peer, state.round, state.inner_steps, state.progress, dict(zip(names, state.slow, strict=True))
+    )
 
 
-def nobody(recipe: Recipe, roster: Roster, number: int) -> Trouble:
+def nobody(recipe: RunFileText, roster: Roster, number: int) -> UserError:
     """Return the message that a stage has nobody who gives its weights."""
-    return Trouble(
+    return UserError(
         f"Nobody gave the weights of stage {number}.",
         why=f"the roster of the run {recipe.digest[:12]} lists {len(roster.stage(number))} replicas of it",
         attempt="noloco-node status shows who is there; try again when the stage has a replica, or add homes of peers "

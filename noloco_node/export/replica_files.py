@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from noloco_node.errors import Exit, Trouble
-from noloco_node.state_sync.replica_mean import LeftOut, Standing, mean_of, norm_of, sift
+from noloco_node.errors import Exit, UserError
+from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary, drop_outliers, mean_of, norm_of
 from noloco_node.storage import tensor_file
 from noloco_node.storage.checkpoint import Counters, counters_of, files
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class Filed(NamedTuple):
+class ReplicaFile(NamedTuple):
     """One replica's file. `peer`: whose it is; the directory's name where that is not noted."""
 
     path: Path
@@ -31,10 +31,10 @@ class Filed(NamedTuple):
     counters: Counters
 
 
-def in_home(home: Path, run_id: str) -> list[Filed]:
+def in_home(home: Path, run_id: str) -> list[ReplicaFile]:
     """Return what a home holds of a run: of each stage and peer the newest file that is whole."""
     directories = [home / "checkpoint", *sorted((home / "snapshots").glob("[0-9]*"))]
-    found: dict[tuple[int, str], Filed] = {}
+    found: dict[tuple[int, str], ReplicaFile] = {}
     for directory in directories:
         for path in reversed(files(directory)):
             try:
@@ -46,23 +46,23 @@ def in_home(home: Path, run_id: str) -> list[Filed]:
                 tensor_file.check(path)
             except (OSError, ValueError):
                 continue
-            found[counters.stage, peer] = Filed(path, peer, counters)
+            found[counters.stage, peer] = ReplicaFile(path, peer, counters)
     return list(found.values())
 
 
-def newest(filed: Sequence[Filed], stage: int) -> list[Filed]:
+def newest(filed: Sequence[ReplicaFile], stage: int) -> list[ReplicaFile]:
     """Return the files of one stage, the newest of each peer, sorted by peer."""
-    found: dict[str, Filed] = {}
+    found: dict[str, ReplicaFile] = {}
     for each in sorted(filed, key=lambda each: each.counters.round):
         if each.counters.stage == stage:
             found[each.peer] = each
     return [found[peer] for peer in sorted(found)]
 
 
-class Opened:
+class ReplicaReader:
     """The slow weights of one stage's replicas, read tensor by tensor. A context."""
 
-    def __init__(self, filed: Sequence[Filed], shapes: Shapes) -> None:
+    def __init__(self, filed: Sequence[ReplicaFile], shapes: Shapes) -> None:
         """Open `filed`; raise ValueError where a file does not hold tensors of these shapes."""
         from safetensors import SafetensorError, safe_open
 
@@ -79,10 +79,10 @@ class Opened:
             self._open.close()
             raise ValueError(f"{each.path} cannot be read: {error}") from error
 
-    def standing(self, place: int) -> Standing:
+    def standing(self, place: int) -> ReplicaSummary:
         """Return where a replica stood, and the norm of its weights."""
         counters, file = self.filed[place].counters, self._files[place]
-        return Standing(
+        return ReplicaSummary(
             peer=self.filed[place].peer,
             round=counters.round,
             inner_steps=counters.inner_steps,
@@ -112,26 +112,26 @@ class Opened:
         return f"Opened({len(self.filed)} replicas, {len(self._names)} tensors)"
 
 
-class Merged(NamedTuple):
+class MergedReplicas(NamedTuple):
     """One stage: the mean of its replicas by name, who is in it, and who is not."""
 
     weights: dict[str, Tensor]
-    taken: tuple[Standing, ...]
+    taken: tuple[ReplicaSummary, ...]
     left_out: tuple[LeftOut, ...]
 
 
-def merged(stage: int, filed: Sequence[Filed], shapes: Shapes, rounds_behind: int) -> Merged:
-    """Merge the replicas of a stage that lie in these files; raise `Trouble` where none is of use."""
+def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behind: int) -> MergedReplicas:
+    """Merge the replicas of a stage that lie in these files; raise `UserError` where none is of use."""
     try:
-        with Opened(filed, shapes) as opened:
+        with ReplicaReader(filed, shapes) as opened:
             standings = [opened.standing(place) for place in range(len(filed))]
-            kept, left_out = sift(standings, rounds_behind)
+            kept, left_out = drop_outliers(standings, rounds_behind)
             if kept:
-                return Merged(opened.mean(kept), tuple(standings[place] for place in kept), tuple(left_out))
+                return MergedReplicas(opened.mean(kept), tuple(standings[place] for place in kept), tuple(left_out))
             why = "; ".join(f"{each.peer}: {each.why}" for each in left_out) or "no file holds any of its weights"
     except (OSError, ValueError) as error:
         why = str(error)
-    raise Trouble(
+    raise UserError(
         f"There are no usable weights of stage {stage}.",
         why=why,
         attempt="more homes that took part in the run, or a living swarm (an invite)",

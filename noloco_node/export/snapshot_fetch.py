@@ -15,20 +15,20 @@ from collections.abc import Mapping
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from gossip.transfer.download import Occupied
-from noloco_node.errors import Exit, Trouble
-from noloco_node.export.replica_fetch import Copy, Look, fetch_of
-from noloco_node.state_sync.manifests import SNAPSHOT, Subject, outlines, standings
-from noloco_node.state_sync.snapshot_choice import AGAIN_S, asked_of, asks_again, donors, kept_word, reached
+from gossip.transfer.download import DonorBusy
+from noloco_node.errors import Exit, UserError
+from noloco_node.export.replica_fetch import FetchedReplica, Look, fetch_of
+from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, standings
+from noloco_node.state_sync.snapshot_choice import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
 from noloco_node.terminal import say
 
 if TYPE_CHECKING:
-    from noloco_node.network.interface import Network
+    from noloco_node.network.interface import PeerNetwork
     from noloco_node.swarm.roster import Roster
-    from noloco_node.swarm.run_distribution import Recipe
+    from noloco_node.swarm.run_distribution import RunFileText
 
 
-class InVain(NamedTuple):
+class SnapshotUnavailable(NamedTuple):
     """No snapshot of a stage came: how many peers were asked, and how many of them offered one or were busy."""
 
     asked: int
@@ -37,14 +37,18 @@ class InVain(NamedTuple):
 
 
 async def fetch_kept(
-    network: Network, recipe: Recipe, look: Look, stage: tuple[int, Mapping[str, tuple[int, ...]]], own: int | None
-) -> Copy | InVain:
+    network: PeerNetwork,
+    recipe: RunFileText,
+    look: Look,
+    stage: tuple[int, Mapping[str, tuple[int, ...]]],
+    own: int | None,
+) -> FetchedReplica | SnapshotUnavailable:
     """Fetch the newest snapshot of a stage that is to be believed; the copy's `peer` is who keeps it.
 
     `own`: the newest round that is here already, None where nothing is; only what is clearly newer is fetched then.
     """
     number, shapes = stage
-    subject, refused, offered = Subject(number, tuple(shapes.values()), SNAPSHOT), set[str](), set[str]()
+    subject, refused, offered = WeightsOf(number, tuple(shapes.values()), SNAPSHOT), set[str](), set[str]()
     attempt = 0
     while True:
         roster = await look()
@@ -52,35 +56,35 @@ async def fetch_kept(
         asked = asked_of(roster, network.peer_id, rng)
         if attempt == 0:
             say(f"stage {number}: no replica gives its weights; asking {len(asked)} peers for a snapshot of it")
-        told = await outlines(network, [peer for peer in asked if peer not in refused], subject)
+        told = await ask_manifests(network, [peer for peer in asked if peer not in refused], subject)
         offers, run, busy = standings(told.manifests), reached(roster), told.busy
         offered |= told.manifests.keys()
         for peer in donors(own, offers, run):
             say(f"stage {number}: fetching the snapshot of round {told.manifests[peer].round} that {peer} keeps")
             try:
-                return await fetch_of(network, peer, subject, shapes, kept_word(offers, run))
-            except Occupied as error:
+                return await fetch_of(network, peer, subject, shapes, verify_snapshot(offers, run))
+            except DonorBusy as error:
                 busy += 1
                 say(f"not now: {error}")
             except ConnectionError as error:
                 refused.add(peer)
                 say(f"left out: {error}")
         if not asks_again(busy > 0, own is not None, attempt):
-            return InVain(len(asked), len(offered), busy)
+            return SnapshotUnavailable(len(asked), len(offered), busy)
         if busy and attempt == 0:
             say(f"stage {number}: {busy} peers are busy; asking all again for some minutes")
         await asyncio.sleep(AGAIN_S)
         attempt += 1
 
 
-def lost(recipe: Recipe, roster: Roster, number: int, vain: InVain) -> Trouble:
+def lost(recipe: RunFileText, roster: Roster, number: int, vain: SnapshotUnavailable) -> UserError:
     """Return the message that a stage is nowhere: nobody serves it, and nobody gives a snapshot of it."""
     replicas = len(roster.stage(number))
     serves = f"Nobody gave the weights of stage {number}" if replicas else f"Nobody serves stage {number}"
     keeps = "nobody keeps a snapshot of it"
     if vain.offered or vain.busy:
         keeps = "no snapshot of it could be fetched and believed"
-    return Trouble(
+    return UserError(
         f"{serves}, and {keeps}.",
         why=f"the roster of the run {recipe.digest[:12]} lists {replicas} replicas of it; of {vain.asked} peers that "
         f"were asked for a snapshot {vain.offered} offered one, {vain.busy} were busy to the end",

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from noloco_node.data.blocks import open_blocks
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.export.exporter import merged_homes, of_homes, recipe_of
 from noloco_node.export.huggingface import joined, quiet_unless_watched
-from noloco_node.export.provenance import NOTES, read_notes
-from noloco_node.export.replica_files import Opened, newest
-from noloco_node.planning.model_layout import blueprint
+from noloco_node.export.provenance import NOTES, read_provenance
+from noloco_node.export.replica_files import ReplicaReader, newest
+from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.runfile import decode_run, with_source
 
@@ -123,14 +123,14 @@ def unigram_entropy(batches: Iterable[Tensor]) -> float:
 
 
 def open_model(directory: Path) -> Any:
-    """Load a checkpoint in plain transformers, for evaluation; raise `Trouble` if there is none."""
+    """Load a checkpoint in plain transformers, for evaluation; raise `UserError` if there is none."""
     from transformers import AutoModelForCausalLM
 
     quiet_unless_watched()
     try:
         return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
-        raise Trouble(
+        raise UserError(
             f"{directory} holds no model that transformers can load.",
             why=str(error),
             attempt="give a directory that `noloco-node export` or the demo wrote",
@@ -149,7 +149,7 @@ def evaluate(question: Question, *, as_json: bool) -> str:
     Returns a sentence a model, or one JSON object: of one model its numbers, of several a list of them under `models`.
     """
     if bool(question.directories) == bool(question.homes):
-        raise Trouble(
+        raise UserError(
             "Nothing to evaluate." if not question.homes else "Directories and homes cannot be evaluated together.",
             why="a model is an exported directory, or what homes of nodes hold",
             attempt="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
@@ -175,7 +175,7 @@ def _of_directories(question: Question) -> Iterator[Measure]:
 def _of_homes(question: Question) -> Iterator[Measure]:
     """Measure the merged model, and then it with one stage after the other held by a single replica."""
     recipe = recipe_of(question.homes)
-    run, plan = recipe.run, blueprint(recipe.run)
+    run, plan = recipe.run, model_layout(recipe.run)
     data = run.data if question.data is None else _whole(with_source(run.data, question.data))
     text = _text(data, run.pipeline.sequence_length, run.seed, question.batches)
     entropy, filed = unigram_entropy(text), of_homes(question.homes, recipe)
@@ -187,7 +187,7 @@ def _of_homes(question: Question) -> Iterator[Measure]:
 
     yield Measure("merged", loss(), entropy)
     for number, shapes in enumerate(plan.shapes):
-        with Opened(newest(filed, number), shapes) as opened:
+        with ReplicaReader(newest(filed, number), shapes) as opened:
             for place, each in enumerate(opened.filed):
                 model.load_state_dict(opened.weights(place), strict=False, assign=True)
                 yield Measure(f"stage {number}, {each.peer}, round {each.counters.round}", loss(), entropy)
@@ -226,8 +226,8 @@ def _whole(data: DataConfig) -> DataConfig:
 
 
 def run_of(directory: Path) -> RunConfig:
-    """Return the run that a checkpoint came from; raise `Trouble` where it does not say."""
-    return decode_run(read_notes(directory).run_file, str(directory / NOTES))
+    """Return the run that a checkpoint came from; raise `UserError` where it does not say."""
+    return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
 
 
 def reading_of(directory: Path) -> DataConfig:

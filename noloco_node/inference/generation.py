@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.inference.evaluation import open_model, reading_of
 
 _BYTE_OFFSET, _BYTES = 3, 256
@@ -60,7 +60,7 @@ def continuation(model: Any, prompt: list[int], sampling: Sampling, end: int | N
             told = model(torch.tensor([unread]), past_key_values=memory, use_cache=True)
         logits = told.logits[0, -1]
         if logits.isnan().any():
-            raise Trouble(
+            raise UserError(
                 "The model computes what is no number.",
                 why="its weights are not finite, or too large",
                 attempt="noloco-node evaluate says what it is worth; export again, or from other homes",
@@ -127,7 +127,7 @@ class ByteSpelling:
 def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     """Return what an exported checkpoint adds to `prompt`, in pieces of whole characters, as they come.
 
-    Raises `Trouble` at once where there is no such checkpoint, or no token to go on from.
+    Raises `UserError` at once where there is no such checkpoint, or no token to go on from.
     """
     from noloco_node.data.encoding import open_encoder, open_tokenizer
 
@@ -135,7 +135,7 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     encoder = open_encoder(data)
     given = encoder.encode(prompt).tolist()
     if not given:
-        raise Trouble(
+        raise UserError(
             "There is nothing to go on from.",
             why="the prompt has no token",
             attempt='a prompt with a word in it, such as --prompt "import "',

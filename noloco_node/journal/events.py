@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 
 MAX_BYTES = 64 * 2**20
 """Size at which a journal is rotated, if nobody says otherwise: some 300,000 inner steps."""
@@ -43,7 +43,7 @@ class Started(_Event, frozen=True, tag="started"):
 class StateChanged(_Event, frozen=True, tag="state"):
     """The node does something else now. `state`: what it does. `waiting`: what it waits for, in words."""
 
-    state: State
+    state: PeerState
     waiting: str | None = None
 
 
@@ -158,7 +158,7 @@ class Noticed(_Event, frozen=True, tag="noticed"):
     over: bool = False
 
 
-class Refused(_Event, frozen=True, tag="refused"):
+class RefusedMicrobatch(_Event, frozen=True, tag="refused"):
     """A refusal. `reason`: in a word. `here`: we refused the peer; otherwise it refused us."""
 
     peer: str
@@ -176,7 +176,7 @@ class Lost(_Event, frozen=True, tag="lost"):
     count: int = 1
 
 
-class Violation(_Event, frozen=True, tag="violation"):
+class PeerViolation(_Event, frozen=True, tag="violation"):
     """A peer sent what no peer may send. `topic`: of the conversation."""
 
     peer: str
@@ -227,9 +227,9 @@ Event = (
     | Traffic
     | Budget
     | Noticed
-    | Refused
+    | RefusedMicrobatch
     | Lost
-    | Violation
+    | PeerViolation
     | CatchUp
     | Finished
 )

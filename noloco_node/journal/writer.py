@@ -10,7 +10,7 @@ from typing import Self
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import _ENCODER, MAX_BYTES, Event
 
 
@@ -18,14 +18,14 @@ class Journal:
     """The writing end; one process, one journal."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, now: Callable[[], float] = time.time) -> None:
-        """Open `path` for appending; raise `Trouble` where it cannot be opened at all."""
+        """Open `path` for appending; raise `UserError` where it cannot be opened at all."""
         self._path, self._max_bytes, self._now = path, max_bytes, now
         self._events = self._dropped = self._rotations = self._bytes = 0
         self._closed = False
         try:
             self._file = _open(path)
         except OSError as error:
-            raise Trouble(
+            raise UserError(
                 f"cannot open the journal {path}",
                 why=error.strerror or str(error),
                 attempt="free some space, or give another directory with --home",

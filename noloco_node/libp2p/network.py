@@ -31,10 +31,10 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import relays
-from noloco_node.libp2p.daemon.arguments import Posture
-from noloco_node.libp2p.daemon.hivemind_parts import Parts, enter_shell
+from noloco_node.libp2p.daemon.arguments import DaemonConfig
+from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts, enter_shell
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.daemon.restart_backoff import MOST_DEATHS, pause_s
 from noloco_node.libp2p.daemon.socket_dir import private_directory
@@ -43,12 +43,12 @@ from noloco_node.libp2p.dht.relay_records import KEY, listed
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen, with_ports_chosen
 from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
 from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.known_peers import Acquaintances
-from noloco_node.libp2p.endpoint.settings import Settings
-from noloco_node.libp2p.preflight import mission, scouted
-from noloco_node.libp2p.session import Ground, Session, daemon_trouble
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.preflight import preflight, preflight_goal
+from noloco_node.libp2p.session import LinkContext, Session, daemon_trouble
 from noloco_node.libp2p.streams import dialback
-from noloco_node.libp2p.streams.dialer import Exchange
+from noloco_node.libp2p.streams.dialer import StreamContext
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.network.interface import Handler
@@ -59,10 +59,10 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 3
 
 
-class Libp2p:
-    """Implements `port.Network`; made by `Libp2p.open`."""
+class Libp2pNetwork:
+    """Implements `port.Network`; made by `Libp2pNetwork.open`."""
 
-    def __init__(self, settings: Settings, ground: Ground, tell: Callable[[str], None]) -> None:
+    def __init__(self, settings: NetworkSettings, ground: LinkContext, tell: Callable[[str], None]) -> None:
         self._settings, self._ground, self._tell = settings, ground, tell
         self._switchboard = ground.exchange.switchboard
         self._doors = [bootstrap_address(text) for text in settings.bootstrap]
@@ -80,10 +80,10 @@ class Libp2p:
     @asynccontextmanager
     async def open(
         cls,
-        settings: Settings,
+        settings: NetworkSettings,
         tell: Callable[[str], None] = logger.warning,
-        met: Acquaintances | None = None,
-    ) -> AsyncIterator[Libp2p]:
+        met: KnownPeers | None = None,
+    ) -> AsyncIterator[Libp2pNetwork]:
         """Join the network for as long as the context; Trouble, with what to try, when that cannot be.
 
         `tell` is called with a sentence when something happens that a person should know. Whom we meet is noted in
@@ -95,8 +95,8 @@ class Libp2p:
         overlook_orphans(asyncio.get_running_loop())
         switchboard = Switchboard(settings.patience, settings.capacity)
         with private_directory() as directory:
-            exchange = Exchange(switchboard, met or Acquaintances(), settings.prefix, settings.patience)
-            network = cls(settings, Ground(parts, directory, exchange, settings.reach), tell)
+            exchange = StreamContext(switchboard, met or KnownPeers(), settings.prefix, settings.patience)
+            network = cls(settings, LinkContext(parts, directory, exchange, settings.reach), tell)
             try:
                 await network._begin(settings.identity or directory / "identity.key")
                 yield network
@@ -187,9 +187,9 @@ class Libp2p:
     @asynccontextmanager
     async def relaying(self, identities: Sequence[Path]) -> AsyncIterator[tuple[str, ...]]:
         """Run a relay for each identity, at the ports after our own, and tell the swarm of them; see `relays`."""
-        chosen = relays.postures(self._settings, identities)
+        chosen = relays.relay_configs(self._settings, identities)
         start_s = self._settings.patience.start_s
-        yard = relays.Yard(self._ground.parts, self._ground.directory, start_s, self._tell, self._granted)
+        yard = relays.RelayPool(self._ground.parts, self._ground.directory, start_s, self._tell, self._granted)
         async with relays.relaying(yard, chosen) as places, asyncio.TaskGroup() as group:
             key = self._settings.prefix + KEY
             telling = group.create_task(
@@ -213,15 +213,15 @@ class Libp2p:
     async def _begin(self, identity: Path) -> None:
         """Start the service, and return when the first session is there; Trouble when it cannot be."""
         settings = self._settings
-        goal = mission(settings, identity_is_old=ensure_identity(identity))
-        posture = Posture(
+        goal = preflight_goal(settings, identity_is_old=ensure_identity(identity))
+        posture = DaemonConfig(
             identity=identity,
             listen=with_ports_chosen(settings.listen),
             announce=settings.announce,
             lends_line=settings.lends_line,
         )
         if any(goal):
-            posture = await scouted(self._ground, settings, posture, goal, self._tell)
+            posture = await preflight(self._ground, settings, posture, goal, self._tell)
         self._dialable = posture.dialable
         loop = asyncio.get_running_loop()
         self._service = loop.create_task(self._serve(posture), name="network")
@@ -233,14 +233,14 @@ class Libp2p:
         if self._service.done():
             self._service.result()
 
-    async def _serve(self, posture: Posture) -> None:
+    async def _serve(self, posture: DaemonConfig) -> None:
         """Answer streams and keep a session, until either fails."""
         started = asyncio.Event()
         loop = asyncio.get_running_loop()
         tasks = {loop.create_task(self._switchboard.run(started), name="switchboard")}
         try:
             await started.wait()
-            self._switchboard.serve(dialback.TOPIC, dialback.SCHEMA, dialback.Dialling(self._relays).answer)
+            self._switchboard.serve(dialback.TOPIC, dialback.SCHEMA, dialback.DialBackService(self._relays).answer)
             tasks.add(loop.create_task(self._keep(posture), name="sessions"))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -250,13 +250,13 @@ class Libp2p:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _keep(self, posture: Posture) -> NoReturn:
+    async def _keep(self, posture: DaemonConfig) -> NoReturn:
         """Run one session after another; Trouble when the first does not begin, or daemons die again and again."""
         loop, settings, attempts = asyncio.get_running_loop(), self._settings, 1
         while True:
             try:
                 why = await self._live(posture)
-            except Trouble as trouble:
+            except UserError as trouble:
                 if not self._peer_id:
                     # A port that we chose may have been taken since.
                     if trouble.code is not Exit.PORT_TAKEN or attempts == _ATTEMPTS:
@@ -269,7 +269,7 @@ class Libp2p:
             self._deaths.append(loop.time())
             wait_s = pause_s(self._deaths, loop.time())
             if wait_s is None:
-                raise Trouble(
+                raise UserError(
                     "The libp2p daemon died, again and again.",
                     why=f"its last words: {why}",
                     attempt="look for a lack of memory in the system's log, and start the node again",
@@ -278,7 +278,7 @@ class Libp2p:
             self._tell(f"our libp2p daemon died ({why}); starting it again")
             await asyncio.sleep(wait_s)
 
-    async def _live(self, posture: Posture) -> str:
+    async def _live(self, posture: DaemonConfig) -> str:
         """Run one session until its daemon dies, and return the daemon's last words."""
         again = bool(self._peer_id)
         met = self._ground.exchange.acquaintances
@@ -345,7 +345,7 @@ class Libp2p:
 
 
 @functools.cache
-def _load_hivemind() -> Parts:
+def _load_hivemind() -> HivemindParts:
     """Import the parts in use, quietly, and without torch (see the module's docstring)."""
     spec = importlib.util.find_spec("hivemind")
     if spec is None or spec.origin is None:
@@ -372,4 +372,4 @@ def _load_hivemind() -> Parts:
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
-    return Parts(P2P, PeerID, OwnMultiaddr, DHTNode, p2pd_pb2, f"{root}/hivemind_cli/p2pd")
+    return HivemindParts(P2P, PeerID, OwnMultiaddr, DHTNode, p2pd_pb2, f"{root}/hivemind_cli/p2pd")

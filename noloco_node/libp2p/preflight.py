@@ -18,19 +18,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
-from noloco_node.libp2p.daemon.arguments import Posture
+from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p.daemon.arguments import DaemonConfig
 from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.hivemind_parts import Parts
+from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import start_daemon
-from noloco_node.libp2p.dht.relay_records import told
+from noloco_node.libp2p.dht.relay_records import checked_relays
 from noloco_node.libp2p.endpoint.addresses import beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
 from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
-from noloco_node.libp2p.endpoint.settings import Reach, Settings
-from noloco_node.libp2p.session import Ground, attached, connect, daemon_trouble, knocked, places
-from noloco_node.libp2p.streams.dialback import ASK_S, SCHEMA, TOPIC, Dialled, DialMe, Verdict, judge
-from noloco_node.libp2p.streams.dialer import Calls
+from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
+from noloco_node.libp2p.session import LinkContext, attached, connect, daemon_trouble, dialled, places
+from noloco_node.libp2p.streams.dialback import ASK_S, SCHEMA, TOPIC, DialBackReply, DialMe, ReachVerdict, judge
+from noloco_node.libp2p.streams.dialer import StreamDialer
 
 _FIND_S = 4.0
 _LOOKS = 10
@@ -38,19 +38,21 @@ _LOOK_S = 0.2
 _MOST_ASKED = 3
 
 
-class Mission(NamedTuple):
+class PreflightGoal(NamedTuple):
     """What is to be found out: whether the identity is in use, and how others reach us."""
 
     identity: bool
     reach: bool
 
 
-def mission(settings: Settings, *, identity_is_old: bool) -> Mission:
+def preflight_goal(settings: NetworkSettings, *, identity_is_old: bool) -> PreflightGoal:
     """Decide what a scout must find out."""
     if not settings.bootstrap:
-        return Mission(False, False)
+        return PreflightGoal(False, False)
     unsure = not settings.announce and bool(dialled_ports(settings.listen))
-    return Mission(identity_is_old, settings.reach is Reach.RELAYED or (settings.reach is Reach.AUTO and unsure))
+    return PreflightGoal(
+        identity_is_old, settings.reach is Reachability.RELAYED or (settings.reach is Reachability.AUTO and unsure)
+    )
 
 
 def dialled_ports(listen: Sequence[str]) -> tuple[int, ...]:
@@ -58,9 +60,13 @@ def dialled_ports(listen: Sequence[str]) -> tuple[int, ...]:
     return tuple(port_of(text) for text in beyond_this_machine(listen) if "/tcp/" in text)
 
 
-async def scouted(
-    ground: Ground, settings: Settings, posture: Posture, goal: Mission, tell: Callable[[str], None]
-) -> Posture:
+async def preflight(
+    ground: LinkContext,
+    settings: NetworkSettings,
+    posture: DaemonConfig,
+    goal: PreflightGoal,
+    tell: Callable[[str], None],
+) -> DaemonConfig:
     """Return the posture as it should be; Trouble if our identity is in use, or there is no relay and must be.
 
     Whom we join by may be out of reach: then nothing is found out here, and the session says why.
@@ -74,7 +80,7 @@ async def scouted(
         control = Control(daemon, parts.messages)
         async with attached(parts, control, daemon, patience.start_s):
             try:
-                causes = await knocked(
+                causes = await dialled(
                     {asyncio.ensure_future(connect(control, parts, door, patience.reach_s)): door for door in doors}
                 )
                 reached = [door for door, cause in causes.items() if cause is None]
@@ -82,16 +88,16 @@ async def scouted(
                     await _check_identity(parts, control, posture.identity)
                 if not reached or not goal.reach:
                     return posture
-                calls = Calls(parts, control, daemon, ground.exchange)
-                ports = dialled_ports(posture.listen) if settings.reach is Reach.AUTO else ()
+                calls = StreamDialer(parts, control, daemon, ground.exchange)
+                ports = dialled_ports(posture.listen) if settings.reach is Reachability.AUTO else ()
                 found = await asyncio.gather(*(_ask(calls, door.peer, ports) for door in reached[:_MOST_ASKED]))
                 own = await places(parts, control, patience.dht_s)
             except ConnectionError as error:
                 raise daemon_trouble(str(error)) from None
-    return decide(settings, posture, own, judge([each for each in found if each is not None]), tell)
+    return choose_daemon_config(settings, posture, own, judge([each for each in found if each is not None]), tell)
 
 
-async def _check_identity(parts: Parts, control: Control, identity: Path) -> None:
+async def _check_identity(parts: HivemindParts, control: Control, identity: Path) -> None:
     """Raise Trouble if a peer with this identity answers in the swarm. One that is cut off is not found."""
     ours = peer_bytes(identity)
     if ours is None:
@@ -109,7 +115,7 @@ async def _check_identity(parts: Parts, control: Control, identity: Path) -> Non
             await asyncio.sleep(_LOOK_S)
     else:
         return
-    raise Trouble(
+    raise UserError(
         "Another node with the identity of this one is running.",
         why=f"the peer {parts.peer_text(ours)} answers in the swarm, and {identity} holds its key",
         attempt="stop the other one; if this home is a copy of its home, delete that file here to become a new peer",
@@ -117,7 +123,7 @@ async def _check_identity(parts: Parts, control: Control, identity: Path) -> Non
     )
 
 
-async def _ask(calls: Calls, peer: str, ports: tuple[int, ...]) -> Dialled | None:
+async def _ask(calls: StreamDialer, peer: str, ports: tuple[int, ...]) -> DialBackReply | None:
     """Ask one peer; None when it does not answer, or is of a version that does not know the question."""
     with contextlib.suppress(ConnectionError, TimeoutError):
         async with asyncio.timeout(ASK_S):
@@ -127,16 +133,20 @@ async def _ask(calls: Calls, peer: str, ports: tuple[int, ...]) -> Dialled | Non
                 answer = await stream.receive()
             finally:
                 stream.leave()
-            return answer if isinstance(answer, Dialled) else None
+            return answer if isinstance(answer, DialBackReply) else None
     return None
 
 
-def decide(
-    settings: Settings, posture: Posture, own: Sequence[str], verdict: Verdict, tell: Callable[[str], None]
-) -> Posture:
+def choose_daemon_config(
+    settings: NetworkSettings,
+    posture: DaemonConfig,
+    own: Sequence[str],
+    verdict: ReachVerdict,
+    tell: Callable[[str], None],
+) -> DaemonConfig:
     """Return how to start our daemon after what others said; `own`: the addresses that it knows itself."""
-    relays = told([*settings.relays, *verdict.relays])
-    if settings.reach is Reach.AUTO and verdict.dialled is not False:
+    relays = checked_relays([*settings.relays, *verdict.relays])
+    if settings.reach is Reachability.AUTO and verdict.dialled is not False:
         new = [place for place in verdict.places if place not in own]
         if not new:
             return posture
@@ -144,11 +154,13 @@ def decide(
         return msgspec.structs.replace(posture, announce=(*beyond_this_machine(own), *new))
     if relays:
         count = len({parse_peer_address(text).peer for text in relays})
-        reason = "as you asked" if settings.reach is Reach.RELAYED else "nobody can dial us, a router is in between"
+        reason = (
+            "as you asked" if settings.reach is Reachability.RELAYED else "nobody can dial us, a router is in between"
+        )
         tell(f"being reached through {count} relay{'s' if count > 1 else ''}: {reason}")
         return msgspec.structs.replace(posture, relays=relays)
-    if settings.reach is Reach.RELAYED:
-        raise Trouble(
+    if settings.reach is Reachability.RELAYED:
+        raise UserError(
             "This swarm has no relay to be reached through.",
             why="no peer of the invite knows of any",
             attempt="ask whoever hosts the bootstrap peer to start it with --relays 4, or join without --relayed "

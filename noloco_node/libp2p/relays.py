@@ -24,10 +24,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from noloco_node.errors import Trouble
-from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, Posture, relay_arguments
+from noloco_node.errors import UserError
+from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, relay_arguments
 from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.hivemind_parts import Parts
+from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import start_daemon
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.daemon.restart_backoff import MOST_DEATHS, pause_s
@@ -43,7 +43,7 @@ from noloco_node.libp2p.endpoint.addresses import (
     with_ports_chosen,
 )
 from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.libp2p.endpoint.settings import Settings
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.session import attached, daemon_trouble, places
 
 logger = logging.getLogger(__name__)
@@ -57,42 +57,42 @@ _LOOKS = 3
 _LOOK_S = 0.2
 
 
-class Yard(NamedTuple):
+class RelayPool(NamedTuple):
     """What relays stand on: hivemind's parts, a directory for sockets, how long a daemon may take, a voice.
 
     `ask`: what the relay at one of these addresses grants; ConnectionError where it cannot be asked.
     """
 
-    parts: Parts
+    parts: HivemindParts
     directory: Path
     start_s: float
     tell: Callable[[str], None]
     ask: Callable[[Sequence[PeerAddress]], Awaitable[Grant]]
 
 
-def postures(settings: Settings, identities: Sequence[Path]) -> tuple[Posture, ...]:
+def relay_configs(settings: NetworkSettings, identities: Sequence[Path]) -> tuple[DaemonConfig, ...]:
     """Return how each relay is started: at the addresses of the settings, with its number added to every port.
 
     None where only this machine can reach us: it needs no relay. Trouble when an address is wrong or a port taken.
     """
     if not beyond_this_machine(settings.listen):
         return ()
-    made: list[Posture] = []
+    made: list[DaemonConfig] = []
     for number, identity in enumerate(identities, 1):
         listen = _shifted(settings.listen, number)
         announce = _shifted(settings.announce, number)
         try:
             check_listen(listen)
             check_announce(announce)
-        except Trouble as trouble:
+        except UserError as trouble:
             raise _no_place(trouble, number, len(identities)) from None
-        made.append(Posture(identity=identity, listen=with_ports_chosen(listen), announce=announce))
+        made.append(DaemonConfig(identity=identity, listen=with_ports_chosen(listen), announce=announce))
     return tuple(made)
 
 
-def _no_place(trouble: Trouble, number: int, count: int) -> Trouble:
+def _no_place(trouble: UserError, number: int, count: int) -> UserError:
     """Return in the words of relays why one cannot listen: its addresses are none that anybody has typed."""
-    return Trouble(
+    return UserError(
         f"Relay {number} of {count} has no place to listen.",
         why=f"relays take the ports after the peer's own. {trouble.what} {trouble.why[:1].upper()}{trouble.why[1:]}",
         attempt=f"choose a port with {count} free ones after it (--listen, --announce), or have fewer with --relays",
@@ -105,7 +105,7 @@ def _shifted(addresses: Sequence[str], number: int) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def relaying(yard: Yard, chosen: Sequence[Posture]) -> AsyncIterator[tuple[str, ...]]:
+async def relaying(yard: RelayPool, chosen: Sequence[DaemonConfig]) -> AsyncIterator[tuple[str, ...]]:
     """Run relays as long as the context, and start again those that die; yield their addresses."""
     ready: list[asyncio.Future[tuple[str, ...]]] = []
     tasks: list[asyncio.Task[NoReturn]] = []
@@ -124,7 +124,7 @@ async def relaying(yard: Yard, chosen: Sequence[Posture]) -> AsyncIterator[tuple
         await asyncio.gather(*tasks, *ready, return_exceptions=True)
 
 
-async def _keep(yard: Yard, posture: Posture, ready: asyncio.Future[tuple[str, ...]]) -> NoReturn:
+async def _keep(yard: RelayPool, posture: DaemonConfig, ready: asyncio.Future[tuple[str, ...]]) -> NoReturn:
     """Run one relay, and start it again when it dies, or grants less than it should."""
     loop, deaths, starts = asyncio.get_running_loop(), deque[float](maxlen=MOST_DEATHS + 1), 0
     while True:
@@ -145,9 +145,9 @@ async def _keep(yard: Yard, posture: Posture, ready: asyncio.Future[tuple[str, .
                     if not ready.done():
                         ready.set_result(found)
                     why = await daemon.wait()
-        except (Trouble, ConnectionError) as error:
+        except (UserError, ConnectionError) as error:
             if not ready.done():
-                ready.set_exception(error if isinstance(error, Trouble) else daemon_trouble(str(error)))
+                ready.set_exception(error if isinstance(error, UserError) else daemon_trouble(str(error)))
                 raise
             why = str(error)
         except Exception as error:
@@ -160,14 +160,14 @@ async def _keep(yard: Yard, posture: Posture, ready: asyncio.Future[tuple[str, .
         await asyncio.sleep(30.0 if wait_s is None else wait_s)
 
 
-async def _grants_enough(yard: Yard, posture: Posture, peer: str) -> bool:
+async def _grants_enough(yard: RelayPool, posture: DaemonConfig, peer: str) -> bool:
     """Say whether a relay grants what it was told to; also yes where that cannot be found out."""
     # Not at the announced address: whether we reach ourselves there is up to our router.
     doors = [PeerAddress(place, peer) for place in from_this_machine(posture.listen)]
     for _ in range(_LOOKS):
         try:
             return (await yard.ask(doors)).covers(_WANTED)
-        except (ConnectionError, Trouble) as error:
+        except (ConnectionError, UserError) as error:
             # Our daemon may not have noticed yet that this relay's predecessor is gone.
             logger.warning(
                 "The relay on port %d cannot be asked what it grants: %s", port_of(doors[0].transport), error
@@ -176,7 +176,7 @@ async def _grants_enough(yard: Yard, posture: Posture, peer: str) -> bool:
     return True
 
 
-async def _addresses(parts: Parts, control: Control, peer: str) -> tuple[str, ...]:
+async def _addresses(parts: HivemindParts, control: Control, peer: str) -> tuple[str, ...]:
     found = await places(parts, control, _ASK_S)
     if not found:
         raise daemon_trouble("a relay listens on none of the addresses asked for")

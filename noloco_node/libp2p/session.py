@@ -1,7 +1,7 @@
 """One daemon at work for a peer: started, asked, connected to others, a node of the DHT. It ends with the daemon.
 
-What outlives it is handed in (`Exchange`: topics and streams, of which those by way of this daemon break with it), so
-that another session can follow under the same identity and addresses.
+What outlives it is handed in (`StreamContext`: topics and streams, of which those by way of this daemon break with it),
+so that another session can follow under the same identity and addresses.
 
 The daemon is told of no bootstrap peers; we connect it to each ourselves. Its own way ends in one message for a closed
 port, an unknown host and a wrong peer id; asked about one address, it says exactly which it was.
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from multiaddr import Multiaddr
 
-from noloco_node.errors import Exit, Trouble
-from noloco_node.libp2p.daemon.arguments import Posture, arguments
+from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p.daemon.arguments import DaemonConfig, arguments
 from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.hivemind_parts import Parts
+from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import Daemon, start_daemon
 from noloco_node.libp2p.daemon.relay_grant import Grant, granted
-from noloco_node.libp2p.dht.records import Records
+from noloco_node.libp2p.dht.records import DhtRecords
 from noloco_node.libp2p.endpoint.addresses import (
     PeerAddress,
     beyond_this_machine,
@@ -34,9 +34,9 @@ from noloco_node.libp2p.endpoint.addresses import (
     port_of,
 )
 from noloco_node.libp2p.endpoint.dial_errors import plain_cause, unreachable
-from noloco_node.libp2p.endpoint.known_peers import Acquaintances
-from noloco_node.libp2p.endpoint.settings import Patience, Reach
-from noloco_node.libp2p.streams.dialer import Calls, Exchange
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.settings import Reachability, TimeoutSettings
+from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 
 logger = logging.getLogger(__name__)
 
@@ -52,26 +52,26 @@ _MOST_CIRCUITS = 2
 _CIRCUIT = "/p2p-circuit"
 
 
-class Ground(NamedTuple):
+class LinkContext(NamedTuple):
     """What every session of a peer stands on: hivemind's parts, a directory for sockets, what outlives daemons."""
 
-    parts: Parts
+    parts: HivemindParts
     directory: Path
-    exchange: Exchange
-    reach: Reach
+    exchange: StreamContext
+    reach: Reachability
 
 
 class Session:
     """Made by `Session.open`; `died` of its daemon ends it."""
 
-    def __init__(self, ground: Ground, posture: Posture, daemon: Daemon, p2p: Any) -> None:
+    def __init__(self, ground: LinkContext, posture: DaemonConfig, daemon: Daemon, p2p: Any) -> None:
         self.daemon, self.peer_id = daemon, str(p2p.peer_id.to_base58())
         self.rejoined = 0
         self._parts, self._posture, self._p2p = ground.parts, posture, p2p
-        self._patience: Patience = ground.exchange.patience
+        self._patience: TimeoutSettings = ground.exchange.patience
         self._control = Control(daemon, ground.parts.messages)
-        self.calls = Calls(ground.parts, self._control, daemon, ground.exchange)
-        self.records = Records(self._control, self._patience.dht_s, posture.identity)
+        self.calls = StreamDialer(ground.parts, self._control, daemon, ground.exchange)
+        self.records = DhtRecords(self._control, self._patience.dht_s, posture.identity)
 
     def __repr__(self) -> str:
         return f"Session({self.peer_id}, {self.daemon!r})"
@@ -79,7 +79,7 @@ class Session:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, ground: Ground, posture: Posture, doors: Sequence[PeerAddress], *, alone: bool
+        cls, ground: LinkContext, posture: DaemonConfig, doors: Sequence[PeerAddress], *, alone: bool
     ) -> AsyncIterator[Session]:
         """Join by whichever of `doors` open, for as long as the context; `alone`: also if none does.
 
@@ -131,12 +131,12 @@ class Session:
         known = [(place.removesuffix(f"/p2p/{peer}"), peer) for place, peer in found if place and peer not in relays]
         return [PeerAddress(place, peer) for place, peer in known]
 
-    async def stay_joined(self, doors: Sequence[PeerAddress], met: Acquaintances) -> NoReturn:
+    async def stay_joined(self, doors: Sequence[PeerAddress], met: KnownPeers) -> NoReturn:
         """Note whom we are connected with in `met`; when it is nobody, as after a night in sleep mode, knock at `doors`
         and at whom we met.
         """
         while True:
-            with contextlib.suppress(ConnectionError, Trouble):
+            with contextlib.suppress(ConnectionError, UserError):
                 present = await self.neighbours()
                 if present:
                     met.note(present)
@@ -150,7 +150,7 @@ class Session:
         """Connect to peers and return those that answered; Trouble when there are some and none did. The failures of
         others are logged.
         """
-        causes = await knocked({asyncio.ensure_future(self.connect(address)): address for address in doors})
+        causes = await dialled({asyncio.ensure_future(self.connect(address)): address for address in doors})
         failed = {str(address): cause for address, cause in causes.items() if cause is not None}
         if failed and len(failed) == len(doors):
             raise unreachable(failed)
@@ -179,7 +179,7 @@ class Session:
             await self.calls.listen()
             try:
                 reached = await self.knock(doors, logging.DEBUG if alone else logging.WARNING)
-            except Trouble:
+            except UserError:
                 if not alone:
                     raise
             await self.records.join(self._parts.DHTNode, self._p2p, reached, self._patience.start_s)
@@ -194,7 +194,7 @@ class Session:
         ports = {port_of(place) for place in found}
         deaf = [] if self._posture.announce else [text for text in self._posture.listen if port_of(text) not in ports]
         if deaf or not found:
-            raise Trouble(
+            raise UserError(
                 f"The libp2p daemon does not listen on {' and '.join(deaf) or 'any address'}.",
                 why="another program took the port in that moment, or this machine has no such address",
                 attempt="start again, or choose another port with --listen",
@@ -203,7 +203,7 @@ class Session:
 
 
 @asynccontextmanager
-async def attached(parts: Parts, control: Control, daemon: Daemon, wait_s: float) -> AsyncIterator[Any]:
+async def attached(parts: HivemindParts, control: Control, daemon: Daemon, wait_s: float) -> AsyncIterator[Any]:
     """Hold hivemind's P2P on a daemon of ours; Trouble when it does not answer. Without it the daemon would end."""
     try:
         place = parts.Multiaddr(f"/unix{daemon.control_path}")
@@ -220,13 +220,13 @@ async def attached(parts: Parts, control: Control, daemon: Daemon, wait_s: float
             reader.exception()
 
 
-async def places(parts: Parts, control: Control, wait_s: float) -> list[str]:
+async def places(parts: HivemindParts, control: Control, wait_s: float) -> list[str]:
     """Return the addresses that a daemon knows of itself, without its peer id."""
     answer = await control.ask(parts.messages.Request(type=parts.messages.Request.IDENTIFY), wait_s)
     return [place for place in map(place_text, answer.identify.addrs) if place]
 
 
-async def connect(control: Control, parts: Parts, address: PeerAddress, wait_s: float) -> str | None:
+async def connect(control: Control, parts: HivemindParts, address: PeerAddress, wait_s: float) -> str | None:
     """Connect a daemon to one address; return None, or in plain words the cause of the failure."""
     pb = parts.messages
     wanted = pb.ConnectRequest(peer=parts.peer_bytes(address.peer), addrs=[Multiaddr(address.transport).to_bytes()])
@@ -239,7 +239,7 @@ async def connect(control: Control, parts: Parts, address: PeerAddress, wait_s: 
     return None
 
 
-async def knocked(knocks: Mapping[asyncio.Future[str | None], PeerAddress]) -> dict[PeerAddress, str | None]:
+async def dialled(knocks: Mapping[asyncio.Future[str | None], PeerAddress]) -> dict[PeerAddress, str | None]:
     """Return for each address None or the cause of its failure, as `connect` does.
 
     Once one has answered, the others have a moment left: the dead do not hold us up.
@@ -261,9 +261,9 @@ async def knocked(knocks: Mapping[asyncio.Future[str | None], PeerAddress]) -> d
         await asyncio.gather(*knocks, return_exceptions=True)
 
 
-def daemon_trouble(why: str) -> Trouble:
+def daemon_trouble(why: str) -> UserError:
     """Return the error of a daemon that runs and does not do what it should."""
-    return Trouble(
+    return UserError(
         "The libp2p daemon did not work.",
         why=why,
         attempt="start again; if it happens again, reinstall hivemind, whose package holds the daemon",

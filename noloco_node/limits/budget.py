@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.units import _POWERS, _amount
 
 LEAST_RATE = 16_000.0
@@ -57,7 +57,7 @@ class Hours(msgspec.Struct, frozen=True, kw_only=True):
         return "-".join(f"{minutes // 60:02}:{minutes % 60:02}" for minutes in (self.begin_min, self.end_min))
 
 
-class Allowance(msgspec.Struct, frozen=True, kw_only=True):
+class OwnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What the owner of a peer allows; None where nothing was said."""
 
     upload_bytes_per_s: float | None = None
@@ -72,9 +72,10 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
         return (self.upload_bytes_per_s, self.download_bytes_per_s, self.monthly_cap_bytes) != (None, None, None)
 
 
-def read_allowance(upload: str | None, download: str | None, cap: str | None, hours: str | None) -> Allowance:
-    """Return what the options --max-upload, --max-download, --monthly-cap and --hours say; `Trouble` (USAGE) if not."""
-    return Allowance(
+def read_owner_limits(upload: str | None, download: str | None, cap: str | None, hours: str | None) -> OwnerLimits:
+    """Return what the options --max-upload, --max-download, --monthly-cap and --hours say; `UserError` (USAGE) if
+    not."""
+    return OwnerLimits(
         upload_bytes_per_s=None if upload is None else read_rate(upload, "--max-upload"),
         download_bytes_per_s=None if download is None else read_rate(download, "--max-download"),
         monthly_cap_bytes=None if cap is None else read_size(cap, "--monthly-cap"),
@@ -83,7 +84,7 @@ def read_allowance(upload: str | None, download: str | None, cap: str | None, ho
 
 
 def read_rate(text: str, option: str) -> float:
-    """Return bytes a second; `Trouble` (USAGE) names `option` where `text` is no rate, or one that is too low."""
+    """Return bytes a second; `UserError` (USAGE) names `option` where `text` is no rate, or one that is too low."""
     bits, octets = _BITS.fullmatch(text), _BYTES_A_SECOND.fullmatch(text)
     if bits is not None:
         rate = float(bits["number"]) * 1000.0 ** _POWERS[bits["prefix"].lower()] / 8
@@ -100,7 +101,7 @@ def read_rate(text: str, option: str) -> float:
 
 
 def read_size(text: str, option: str) -> int:
-    """Return bytes; `Trouble` (USAGE) names `option` where `text` is no size."""
+    """Return bytes; `UserError` (USAGE) names `option` where `text` is no size."""
     size = _SIZE.fullmatch(text)
     if size is None:
         raise _unreadable(option, text, "it is not a size with its unit", "300GB or 500GiB")
@@ -110,7 +111,7 @@ def read_size(text: str, option: str) -> int:
 
 
 def read_hours(text: str) -> Hours:
-    """Return the hours that `text` names, such as 22-08 or 22:30-6; `Trouble` (USAGE) if it names none."""
+    """Return the hours that `text` names, such as 22-08 or 22:30-6; `UserError` (USAGE) if it names none."""
     found = _HOURS.fullmatch(text)
     if found is None:
         raise _unreadable("--hours", text, "it is not two times of day", "22-08 or 22:30-06:00")
@@ -122,8 +123,8 @@ def read_hours(text: str) -> Hours:
     return Hours(begin_min=begin_min, end_min=end_min)
 
 
-def _unreadable(option: str, text: str, why: str, example: str) -> Trouble:
-    return Trouble(f"{option} {text!r} cannot be used.", why=why, attempt=f"{option} {example}", code=Exit.USAGE)
+def _unreadable(option: str, text: str, why: str, example: str) -> UserError:
+    return UserError(f"{option} {text!r} cannot be used.", why=why, attempt=f"{option} {example}", code=Exit.USAGE)
 
 
 # The token bucket.
@@ -203,7 +204,7 @@ def _instant(day: date, minutes: int, like: datetime) -> float:
 # The calendar month.
 
 
-class Spent(msgspec.Struct, frozen=True, kw_only=True):
+class MonthUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one calendar month, such as 2026-11."""
 
     month: str
@@ -221,16 +222,16 @@ def month_of(now: datetime) -> str:
     return f"{now.year:04}-{now.month:02}"
 
 
-def spend(spent: Spent, now: datetime, sent_bytes: int, received_bytes: int) -> Spent:
+def spend(spent: MonthUsage, now: datetime, sent_bytes: int, received_bytes: int) -> MonthUsage:
     """Add to what was spent; another month begins with nothing."""
     if month_of(now) != spent.month:
-        return Spent(month=month_of(now), sent_bytes=sent_bytes, received_bytes=received_bytes)
+        return MonthUsage(month=month_of(now), sent_bytes=sent_bytes, received_bytes=received_bytes)
     return msgspec.structs.replace(
         spent, sent_bytes=spent.sent_bytes + sent_bytes, received_bytes=spent.received_bytes + received_bytes
     )
 
 
-def is_spent(spent: Spent, cap_bytes: int | None, now: datetime) -> bool:
+def is_spent(spent: MonthUsage, cap_bytes: int | None, now: datetime) -> bool:
     """Say whether the cap of this month is used up, but for what leaving takes."""
     return cap_bytes is not None and month_of(now) == spent.month and spent.total_bytes >= SPENT_AT * cap_bytes
 

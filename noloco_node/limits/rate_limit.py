@@ -1,8 +1,8 @@
-"""A network that keeps to a budget: `port.Network` over another one, over libp2p or in memory alike.
+"""A network that keeps to a budget: `port.PeerNetwork` over another one, over libp2p or in memory alike.
 
-Each direction has one `Valve` for all conversations. **Upload** is paced within a message: the stream asks for each
-piece of it, a slice of the rate, so that over any stretch of t seconds no more leaves than rate * t + burst. Where the
-network below takes messages whole only (in memory), a message leaves when the last of its bytes has been granted.
+Each direction has one `FairLimiter` for all conversations. **Upload** is paced within a message: the stream asks for
+each piece of it, a slice of the rate, so that over any stretch of t seconds no more leaves than rate * t + burst. Where
+the network below takes messages whole only (in memory), a message leaves when the last of its bytes has been granted.
 **Download** is held back by reading: a message that has come is handed out when its bytes are granted, and as every
 conversation here is questions and answers, nobody is sent the next before the last was taken. So what was ever handed
 out is never more than rate * t + burst; single messages come as fast as they are sent.
@@ -23,9 +23,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from noloco_node.limits.budget import SMALL_BYTES, Allowance, full_bucket, give_back, take
-from noloco_node.network.interface import Conversation, Handler, Network
-from noloco_node.network.wrapper import Around
+from noloco_node.limits.budget import SMALL_BYTES, OwnerLimits, full_bucket, give_back, take
+from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.network.wrapper import NetworkWrapper
 from noloco_node.units import rate_words, size_words
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Wanted:
         self.size, self.granted, self.ready = size, 0, ready
 
 
-class Valve:
+class FairLimiter:
     """One direction of the line; `bytes_per_s` None only counts."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
@@ -138,14 +138,14 @@ class Valve:
         return self._used_per_s * math.exp((self._used_at_s - now_s) / MEMORY_S)
 
 
-class MeteredNetwork(Around):
-    """Implements `port.Network` over another network, within an allowance."""
+class RateLimitedNetwork(NetworkWrapper):
+    """Implements `port.PeerNetwork` over another network, within an allowance."""
 
-    def __init__(self, network: Network, allowance: Allowance) -> None:
+    def __init__(self, network: PeerNetwork, allowance: OwnerLimits) -> None:
         super().__init__(network)
         self.allowance = allowance
-        self.up = Valve(allowance.upload_bytes_per_s)
-        self.down = Valve(allowance.download_bytes_per_s)
+        self.up = FairLimiter(allowance.upload_bytes_per_s)
+        self.down = FairLimiter(allowance.download_bytes_per_s)
         self.month_bytes = 0
         """Bytes of this calendar month, as the ledger has them."""
 
@@ -153,19 +153,19 @@ class MeteredNetwork(Around):
         return f"MeteredNetwork({self.up!r}, {self.down!r}, {self._network!r})"
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """Open a conversation; see `port.Network.talk`."""
+        """Open a conversation; see `port.PeerNetwork.talk`."""
         return self._talk(peer, topic, schema)
 
     @asynccontextmanager
     async def _talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
         async with self._network.talk(peer, topic, schema) as conversation:
-            yield MeteredConversation(conversation, schema, self.up, self.down)
+            yield RateLimitedConversation(conversation, schema, self.up, self.down)
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer conversations about `topic`; see `port.Network.serve`."""
+        """Answer conversations about `topic`; see `port.PeerNetwork.serve`."""
 
         async def metered(conversation: Conversation) -> None:
-            await handler(MeteredConversation(conversation, schema, self.up, self.down))
+            await handler(RateLimitedConversation(conversation, schema, self.up, self.down))
 
         await self._network.serve(topic, schema, metered)
 
@@ -183,10 +183,10 @@ class MeteredNetwork(Around):
         return counts
 
 
-class MeteredConversation:
+class RateLimitedConversation:
     """Implements `port.Conversation`: another one whose messages wait for their bytes."""
 
-    def __init__(self, conversation: Conversation, schema: Schema, up: Valve, down: Valve) -> None:
+    def __init__(self, conversation: Conversation, schema: Schema, up: FairLimiter, down: FairLimiter) -> None:
         self._conversation, self._schema, self._up, self._down = conversation, schema, up, down
         self._come: deque[Any] = deque()
 

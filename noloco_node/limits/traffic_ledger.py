@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
-from noloco_node.limits.budget import Spent, month_of, spend
+from noloco_node.errors import Exit, UserError
+from noloco_node.limits.budget import MonthUsage, month_of, spend
 from noloco_node.storage import atomic_file
 
 
-class Ledger:
+class TrafficLedger:
     """The count of one home. `now`: the time of day here, as the calendar has it."""
 
     def __init__(self, path: Path, now: Callable[[], datetime], say: Callable[[str], None]) -> None:
@@ -30,7 +30,7 @@ class Ledger:
         return f"Ledger({self._path}, {self._spent})"
 
     @property
-    def spent(self) -> Spent:
+    def spent(self) -> MonthUsage:
         """What was spent this month."""
         return spend(self._spent, self._now(), 0, 0)
 
@@ -53,14 +53,14 @@ class Ledger:
         else:
             self._written, self._refused = self._spent, False
 
-    def _read(self) -> Spent:
-        nothing = Spent(month=month_of(self._now()))
+    def _read(self) -> MonthUsage:
+        nothing = MonthUsage(month=month_of(self._now()))
         try:
-            found = msgspec.json.decode(self._path.read_bytes(), type=Spent)
+            found = msgspec.json.decode(self._path.read_bytes(), type=MonthUsage)
         except FileNotFoundError:
             return nothing
         except OSError as error:
-            raise Trouble(
+            raise UserError(
                 f"cannot read {self._path}",
                 why=error.strerror or str(error),
                 attempt="repair its permissions, or give another directory with --home",

@@ -13,7 +13,7 @@ import time
 from enum import StrEnum
 from typing import NamedTuple
 
-from noloco_node.units import spelt
+from noloco_node.units import duration_words
 
 LEAST_S = 5.0
 """Of a sleep, or of a change of the clock: what is shorter matters to nobody."""
@@ -21,7 +21,7 @@ STILL_S = 10.0
 """By which the event loop may be late: a busy machine is not a stopped one."""
 
 
-class Kind(StrEnum):
+class JumpKind(StrEnum):
     """What happened."""
 
     SLEPT = "slept"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
     CLOCK_SET = "clock set"
 
 
-class Glance(NamedTuple):
+class ClockSample(NamedTuple):
     """The clocks at one moment: the event loop's, the time of day, and the seconds slept since the machine started."""
 
     loop_s: float
@@ -37,34 +37,34 @@ class Glance(NamedTuple):
     asleep_s: float
 
 
-class Happening(NamedTuple):
+class ClockJump(NamedTuple):
     """What happened between two glances, and how many seconds of it: negative for a clock that was set back."""
 
-    kind: Kind
+    kind: JumpKind
     seconds: float
 
 
-def between(before: Glance, after: Glance, expected_s: float) -> tuple[Happening, ...]:
+def compare(before: ClockSample, after: ClockSample, expected_s: float) -> tuple[ClockJump, ...]:
     """Return what happened between two glances that were to be `expected_s` apart."""
     ran_s, slept_s = after.loop_s - before.loop_s, after.asleep_s - before.asleep_s
     set_s = after.unix_s - before.unix_s - ran_s - slept_s
     still_s = ran_s - expected_s
     found = []
     if slept_s >= LEAST_S:
-        found.append(Happening(Kind.SLEPT, slept_s))
+        found.append(ClockJump(JumpKind.SLEPT, slept_s))
     if still_s >= STILL_S:
-        found.append(Happening(Kind.STOOD_STILL, still_s))
+        found.append(ClockJump(JumpKind.STOOD_STILL, still_s))
     if abs(set_s) >= LEAST_S:
-        found.append(Happening(Kind.CLOCK_SET, set_s))
+        found.append(ClockJump(JumpKind.CLOCK_SET, set_s))
     return tuple(found)
 
 
-def sentence(happening: Happening) -> str:
+def sentence(happening: ClockJump) -> str:
     """Say what happened, and what follows."""
-    how_long = spelt(abs(happening.seconds))
-    if happening.kind is Kind.SLEPT:
+    how_long = duration_words(abs(happening.seconds))
+    if happening.kind is JumpKind.SLEPT:
         return f"this machine slept for {how_long}: looking who is there, and going on"
-    if happening.kind is Kind.STOOD_STILL:
+    if happening.kind is JumpKind.STOOD_STILL:
         return f"this process stood still for {how_long} (stopped, or starved): looking who is there, and going on"
     if happening.seconds > 0.0:
         return f"the clock went forward by {how_long} (it was set, or the machine slept): saying anew that we are here"

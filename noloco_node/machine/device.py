@@ -28,13 +28,13 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import MOST_SLOWDOWN
 
 T = TypeVar("T")
 
 
-class Wall(NamedTuple):
+class WallClock(NamedTuple):
     """The time that passes in the device's thread, in seconds. `core`: of it, that for which the thread had a core."""
 
     clock: Callable[[], float] = time.perf_counter
@@ -42,31 +42,31 @@ class Wall(NamedTuple):
     sleep: Callable[[float], None] = time.sleep
 
 
-WALL = Wall()
+WALL = WallClock()
 
 
 def choose_device(wish: str) -> torch.device:
-    """Return the torch device for `auto`, `cpu`, `cuda` or `cuda:N`; raise `Trouble` if it is not there."""
+    """Return the torch device for `auto`, `cpu`, `cuda` or `cuda:N`; raise `UserError` if it is not there."""
     if wish == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(wish)
     except RuntimeError as error:
-        raise Trouble(
+        raise UserError(
             f"There is no device called {wish!r}.",
             why=str(error),
             attempt="--device auto, cpu or cuda",
             code=Exit.DEVICE,
         ) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Trouble(
+        raise UserError(
             f"The device {wish!r} is not there.",
             why=f"torch sees {torch.cuda.device_count()} CUDA devices",
             attempt="--device auto, or a torch build for your GPU",
             code=Exit.DEVICE,
         )
     if device.type not in ("cpu", "cuda"):
-        raise Trouble(
+        raise UserError(
             f"The device {wish!r} cannot train here.",
             why="only cpu and cuda are supported",
             attempt="--device cpu",
@@ -85,12 +85,12 @@ def autocast_dtype(device: torch.device, precision: str) -> torch.dtype | None:
 class Device:
     """One thread for tensor work; counts the seconds it works.
 
-    `slowdown`: how many times longer than it really does each job takes, from 1 to 1000; `Trouble` if it is not.
+    `slowdown`: how many times longer than it really does each job takes, from 1 to 1000; `UserError` if it is not.
     """
 
-    def __init__(self, device: torch.device, slowdown: float = 1.0, wall: Wall = WALL) -> None:
+    def __init__(self, device: torch.device, slowdown: float = 1.0, wall: WallClock = WALL) -> None:
         if not 1.0 <= slowdown <= MOST_SLOWDOWN:
-            raise Trouble(
+            raise UserError(
                 f"A device cannot be slowed down {slowdown:g} times.",
                 why="a slowdown lets time pass after each job; it can neither take time back nor stand still",
                 attempt=f"--slowdown from 1 to {MOST_SLOWDOWN:g}",

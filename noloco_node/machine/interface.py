@@ -17,7 +17,7 @@ from pipeline import worker
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gossip.transfer.assembly import Keep
+    from gossip.transfer.assembly import ChunkStore
     from pipeline.stage import OptimiserState, StepReport
 
 T = TypeVar("T")
@@ -40,8 +40,9 @@ class Runner(Protocol):
         """Run `job(*args)`, arithmetic in main memory that touches no weights, without holding the device up."""
 
 
-class Stage(worker.Stage, Protocol):
-    """The slice of the model that a replica holds, and its inner optimiser. `pipeline.stage.Stage` is the real one.
+class StageModel(worker.WorkerStage, Protocol):
+    """The slice of the model that a replica holds, and its inner optimiser. `pipeline.stage.WorkerStage` is the real
+    one.
 
     Weights are float32 on the CPU, one tensor a parameter, in the order of `shapes`. Everything but `shapes` and
     `statistics` is a job of the device's thread.
@@ -134,7 +135,7 @@ class SnapshotStore(Protocol):
         """Return the last snapshot of a stage, or None."""
 
 
-class FormerStages(Protocol):
+class ArchivedStages(Protocol):
     """Where checkpoints of stages lie that were served before. `noloco_node.storage.checkpoint_store.OwnCheckpoints` is
     the real one."""
 
@@ -157,7 +158,7 @@ def nothing_besides(_: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class Host:
     """What this machine gives.
 
     `device`: the thread for tensor work. `build`: makes a stage, on that thread. `open_text`: the training text. `load`
@@ -173,19 +174,19 @@ class Machine:
     """
 
     device: Runner
-    build: Callable[[int], Stage]
+    build: Callable[[int], StageModel]
     open_text: Callable[[], Awaitable[Text]]
     load: Callable[[int], Awaitable[Checkpoint | None]]
     save: Callable[[Checkpoint], Awaitable[str]]
     unix_time: Callable[[], float]
     served: Callable[[], Awaitable[int | None]] = nothing_served
-    former: FormerStages | None = None
+    former: ArchivedStages | None = None
     asleep_s: Callable[[], float] = awake
     line_s: Callable[[int], float] = unlimited
     needs_bytes: list[int] = field(default_factory=list)
     in_flight_bytes: list[int] = field(default_factory=list)
     free_bytes: Callable[[], int | None] = unknown
-    keep: Callable[[int, int], Keep] | None = None
+    keep: Callable[[int, int], ChunkStore] | None = None
     copies: Callable[[int], None] = nothing_besides
     snapshots: SnapshotStore | None = None
 
@@ -196,7 +197,7 @@ def nowhere_to_draw(_: float, __: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Voice:
+class Reporter:
     """How a node tells what it does: `record` to the journal, `say` to a person, a line each.
 
     `draw`: a bar, full to a share from 0 to 1 and with a text behind it, gone at 1; False where none can be drawn.

@@ -39,7 +39,7 @@ class Conversation(Protocol):
 Handler = Callable[[Conversation], Awaitable[None]]
 
 
-class Network(Protocol):
+class PeerNetwork(Protocol):
     """What a peer needs of the world."""
 
     @property

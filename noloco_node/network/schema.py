@@ -56,7 +56,7 @@ Layout: TypeAlias = TensorSpec | tuple[TensorSpec, ...] | None
 """What one tensor field holds: one tensor, a tuple of tensors (perhaps empty), or None."""
 
 
-class Either(NamedTuple):
+class OneOf(NamedTuple):
     """A field that may come in one of several layouts, such as slow weights in full or not at all."""
 
     layouts: tuple[Layout, ...]
@@ -72,7 +72,7 @@ class MessageSpec(NamedTuple):
     """
 
     name: str
-    tensors: Mapping[str, Layout | Either] = {}
+    tensors: Mapping[str, Layout | OneOf] = {}
     header_bytes: int = HEADER_BYTES
 
 
@@ -118,7 +118,7 @@ class Schema:
             raise ValueError(f"header of {rule.name}: {len(header)} bytes, {rule.header_bytes} allowed")
         return header, body
 
-    def plan(self, header: bytes | bytearray, body_bytes: int) -> Plan:
+    def plan(self, header: bytes | bytearray, body_bytes: int) -> ReceivePlan:
         """Return what `header` announces; Violation unless the schema admits just that, with `body_bytes` of body."""
         try:
             decoded = self._decoder.decode(header)
@@ -142,10 +142,10 @@ class Schema:
         expected = sum(spec.size_bytes for layout in chosen.values() for spec in _specs(layout))
         if body_bytes != expected:
             raise Violation(f"body of {rule.name}: {body_bytes} bytes, {expected} expected")
-        return Plan(rule.name, rule.kind, decoded.fields, chosen)
+        return ReceivePlan(rule.name, rule.kind, decoded.fields, chosen)
 
 
-class Plan(NamedTuple):
+class ReceivePlan(NamedTuple):
     """An admitted header: the message's name and type, its scalar fields, and the layout of each tensor field."""
 
     name: str
@@ -214,7 +214,7 @@ def _rule(kind: type, spec: MessageSpec) -> _Rule:
     layouts: dict[str, tuple[Layout, ...]] = {}
     for name in parts.tensors:
         layout = spec.tensors[name]
-        layouts[name] = layout.layouts if isinstance(layout, Either) else (layout,)
+        layouts[name] = layout.layouts if isinstance(layout, OneOf) else (layout,)
     return _Rule(spec.name, kind, parts.scalars, parts.header, layouts, spec.header_bytes)
 
 

@@ -17,12 +17,12 @@ import asyncio
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
-from noloco_node.network.wrapper import Around
+from noloco_node.network.wrapper import NetworkWrapper
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from noloco_node.network.interface import Conversation, Network
+    from noloco_node.network.interface import Conversation, PeerNetwork
     from noloco_node.network.wire import Schema
 
 MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
@@ -32,14 +32,14 @@ GROWTH = 1.5
 MOST_GROWTHS = 12
 
 
-class Estimate(NamedTuple):
+class RttEstimate(NamedTuple):
     """What a wait usually takes: smoothed mean and mean deviation, in seconds."""
 
     mean_s: float
     deviation_s: float
 
 
-class Bounds(NamedTuple):
+class TimeoutBounds(NamedTuple):
     """Of a deadline, in seconds: the shortest, the longest, and the one where nothing was observed."""
 
     least_s: float
@@ -47,43 +47,43 @@ class Bounds(NamedTuple):
     unknown_s: float
 
 
-DIALS = Bounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
-ANSWERS = Bounds(least_s=4.0, most_s=120.0, unknown_s=12.0)
+DIALS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
+ANSWERS = TimeoutBounds(least_s=4.0, most_s=120.0, unknown_s=12.0)
 """Of an offer, its dial included."""
 
 
-def observed(before: Estimate | None, took_s: float) -> Estimate:
+def observed(before: RttEstimate | None, took_s: float) -> RttEstimate:
     """Return the estimate with one more observation."""
     if before is None:
-        return Estimate(took_s, took_s / 2)
+        return RttEstimate(took_s, took_s / 2)
     deviation_s = before.deviation_s + DEVIATION_WEIGHT * (abs(took_s - before.mean_s) - before.deviation_s)
-    return Estimate(before.mean_s + MEAN_WEIGHT * (took_s - before.mean_s), deviation_s)
+    return RttEstimate(before.mean_s + MEAN_WEIGHT * (took_s - before.mean_s), deviation_s)
 
 
-def deadline_s(known: Estimate | None, in_vain: int, bounds: Bounds) -> float:
-    """Return how long to wait after `in_vain` waits in a row that came to nothing."""
+def deadline_s(known: RttEstimate | None, record_timeout: int, bounds: TimeoutBounds) -> float:
+    """Return how long to wait after `record_timeout` waits in a row that came to nothing."""
     usual_s = bounds.unknown_s
     if known is not None:
         # Times that were equal for long have no deviation left, and are no promise.
         usual_s = known.mean_s + max(DEVIATIONS * known.deviation_s, known.mean_s)
-    return float(min(bounds.most_s, max(bounds.least_s, usual_s) * GROWTH ** min(in_vain, MOST_GROWTHS)))
+    return float(min(bounds.most_s, max(bounds.least_s, usual_s) * GROWTH ** min(record_timeout, MOST_GROWTHS)))
 
 
 class _Known(NamedTuple):
     """Of one peer: what was observed, how often in a row nothing was, and when that was last (loop seconds)."""
 
-    estimate: Estimate | None = None
-    in_vain: int = 0
+    estimate: RttEstimate | None = None
+    record_timeout: int = 0
     failed_s: float = float("-inf")
 
 
-class Timing:
+class AdaptiveTimeout:
     """What one kind of wait took, peer by peer."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: TimeoutBounds) -> None:
         self._bounds = bounds
         self._peers: dict[str, _Known] = {}
-        self._first: Estimate | None = None
+        self._first: RttEstimate | None = None
         """Of first contacts, with anybody."""
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ class Timing:
     def deadline_s(self, peer: str) -> float:
         """Return how long to wait for a peer."""
         known = self._peers.get(peer, _Known())
-        return deadline_s(known.estimate or self._first, known.in_vain, self._bounds)
+        return deadline_s(known.estimate or self._first, known.record_timeout, self._bounds)
 
     def took(self, peer: str, seconds: float) -> None:
         """Note what a wait took that was answered."""
@@ -101,11 +101,11 @@ class Timing:
             self._first = observed(self._first, seconds)
         self._remember(peer, _Known(observed(before, seconds)))
 
-    def in_vain(self, peer: str, begun_s: float, now_s: float) -> None:
+    def record_timeout(self, peer: str, begun_s: float, now_s: float) -> None:
         """Note a wait that ended at its deadline; of several that were under way together only the first counts."""
         known = self._peers.get(peer, _Known())
         if begun_s >= known.failed_s:
-            self._remember(peer, known._replace(in_vain=known.in_vain + 1, failed_s=now_s))
+            self._remember(peer, known._replace(record_timeout=known.record_timeout + 1, failed_s=now_s))
 
     def _remember(self, peer: str, known: _Known) -> None:
         self._peers.pop(peer, None)
@@ -114,19 +114,19 @@ class Timing:
             del self._peers[next(iter(self._peers))]
 
 
-class PatientNetwork(Around):
+class AdaptiveTimeoutNetwork(NetworkWrapper):
     """A network whose dials are given up when they take much longer than usual; all else is that of `network`."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: PeerNetwork) -> None:
         super().__init__(network)
-        self._timing = Timing(DIALS)
+        self._timing = AdaptiveTimeout(DIALS)
         self._given_up = 0
 
     def __repr__(self) -> str:
         return f"PatientNetwork({self._network!r}, {self._given_up} dials given up)"
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """Open a conversation; see `port.Network.talk`. ConnectionRefusedError too when the peer takes too long."""
+        """Open a conversation; see `port.PeerNetwork.talk`. ConnectionRefusedError too when the peer takes too long."""
         return _Dial(self, peer, self._network.talk(peer, topic, schema))
 
     def statistics(self) -> dict[str, int | float]:
@@ -143,7 +143,7 @@ class PatientNetwork(Around):
         except TimeoutError:
             if not limit.expired():
                 raise
-            self._timing.in_vain(peer, begun_s, loop.time())
+            self._timing.record_timeout(peer, begun_s, loop.time())
             self._given_up += 1
             raise ConnectionRefusedError(f"{peer} did not take a call within {limit_s:.1f} s") from None
         self._timing.took(peer, loop.time() - begun_s)
@@ -151,11 +151,13 @@ class PatientNetwork(Around):
 
 
 class _Dial:
-    """The context of a conversation that is opened by `PatientNetwork.dial`."""
+    """The context of a conversation that is opened by `AdaptiveTimeoutNetwork.dial`."""
 
     __slots__ = ("_network", "_opening", "_peer")
 
-    def __init__(self, network: PatientNetwork, peer: str, opening: AbstractAsyncContextManager[Conversation]) -> None:
+    def __init__(
+        self, network: AdaptiveTimeoutNetwork, peer: str, opening: AbstractAsyncContextManager[Conversation]
+    ) -> None:
         self._network, self._peer, self._opening = network, peer, opening
 
     async def __aenter__(self) -> Conversation:

@@ -15,8 +15,8 @@ final form, and filled straight from the stream. Nothing is unpickled. Non-finit
 spread from peer to peer and leave nobody's weights usable. Whatever a stranger sends becomes either a message of the
 schema or one `Violation`.
 
-The decoder does no I/O (the way of h11 and aioquic): `Intake.wants()` says where the next bytes belong, `Intake.got(n)`
-takes note of them, so that a socket receives into a tensor with no copy in between.
+The decoder does no I/O (the way of h11 and aioquic): `FrameDecoder.wants()` says where the next bytes belong,
+`FrameDecoder.got(n)` takes note of them, so that a socket receives into a tensor with no copy in between.
 
 Nothing here loads torch before a tensor is really handled: a bootstrap peer never does.
 """
@@ -32,9 +32,9 @@ from noloco_node.network.schema import (
     HEADER_BYTES,
     LONG_HEADER_BYTES,
     Buffer,
-    Either,
     MessageSpec,
-    Plan,
+    OneOf,
+    ReceivePlan,
     Schema,
     TensorSpec,
     Violation,
@@ -50,11 +50,11 @@ __all__ = [
     "HEADER_BYTES",
     "LONG_HEADER_BYTES",
     "WIRE_VERSION",
-    "Either",
     "Frame",
-    "Intake",
-    "Kind",
+    "FrameDecoder",
+    "FrameKind",
     "MessageSpec",
+    "OneOf",
     "Schema",
     "TensorSpec",
     "Violation",
@@ -75,7 +75,7 @@ _PART_BYTES = 16 * 1024
 """Of a header, for which memory is taken at once."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     MESSAGE = 1
@@ -87,11 +87,11 @@ class Kind(IntEnum):
 class Frame(NamedTuple):
     """One complete frame: `content` is the message of a MESSAGE, the sentence of an ERROR, and None otherwise."""
 
-    kind: Kind
+    kind: FrameKind
     content: Any = None
 
 
-class Intake:
+class FrameDecoder:
     """Bytes in, frames out: fill (part of) `wants()`, then say how much with `got`.
 
     Holds at most one header and one body, both within the schema's limits. After an END, an ERROR or a Violation
@@ -104,8 +104,8 @@ class Intake:
         self._start()
 
     def _start(self) -> None:
-        self._kind: Kind | None = None
-        self._plan: Plan | None = None
+        self._kind: FrameKind | None = None
+        self._plan: ReceivePlan | None = None
         self._body_bytes = 0
         self._slots: list[tuple[str, TensorSpec]] = []
         self._tensors: list[Tensor] = []
@@ -126,7 +126,7 @@ class Intake:
     @property
     def in_message(self) -> bool:
         """Whether a message is under way, beyond its prefix."""
-        return self._kind is Kind.MESSAGE
+        return self._kind is FrameKind.MESSAGE
 
     def got(self, count: int) -> Frame | None:
         """Note that the first `count` bytes of `wants()` were filled; return the frame that they complete, if any.
@@ -150,7 +150,7 @@ class Intake:
         if self._kind is None:
             self._kind, self._header_bytes = self._read_prefix()
             if not self._header_bytes:
-                return self._finish(Frame(self._kind, "" if self._kind is Kind.ERROR else None))
+                return self._finish(Frame(self._kind, "" if self._kind is FrameKind.ERROR else None))
             self._next_part()
             return None
         if len(self._header) < self._header_bytes:
@@ -158,8 +158,8 @@ class Intake:
             if len(self._header) < self._header_bytes:
                 self._next_part()
                 return None
-        if self._kind is Kind.ERROR:
-            return self._finish(Frame(Kind.ERROR, self._header.decode("utf-8", "replace")))
+        if self._kind is FrameKind.ERROR:
+            return self._finish(Frame(FrameKind.ERROR, self._header.decode("utf-8", "replace")))
         if self._plan is None:
             self._plan = self._schema.plan(self._header, self._body_bytes)
             self._slots = list(self._plan.slots())
@@ -167,19 +167,19 @@ class Intake:
             self._check_last()
         return self._next_tensor(self._plan)
 
-    def _read_prefix(self) -> tuple[Kind, int]:
+    def _read_prefix(self) -> tuple[FrameKind, int]:
         """Check the prefix; return the kind of the frame and the length of its header."""
         number, header_bytes, self._body_bytes = _PREFIX.unpack(self._head)
         try:
-            kind = Kind(number)
+            kind = FrameKind(number)
         except ValueError:
             raise Violation(f"no frame is of kind {number}") from None
-        cap = {Kind.MESSAGE: self._schema.header_bytes, Kind.ERROR: ERROR_BYTES}.get(kind, 0)
+        cap = {FrameKind.MESSAGE: self._schema.header_bytes, FrameKind.ERROR: ERROR_BYTES}.get(kind, 0)
         if header_bytes > cap:
             raise Violation(f"header of a {kind.name} frame: {header_bytes} bytes, {cap} allowed")
-        if kind is Kind.MESSAGE and not header_bytes:
+        if kind is FrameKind.MESSAGE and not header_bytes:
             raise Violation("a MESSAGE frame without a header")
-        if kind is not Kind.MESSAGE and self._body_bytes:
+        if kind is not FrameKind.MESSAGE and self._body_bytes:
             raise Violation(f"body of a {kind.name} frame: {self._body_bytes} bytes, none allowed")
         return kind, header_bytes
 
@@ -188,7 +188,7 @@ class Intake:
         self._head = bytearray(min(_PART_BYTES, self._header_bytes - len(self._header)))
         self._view = memoryview(self._head)
 
-    def _next_tensor(self, plan: Plan) -> Frame | None:
+    def _next_tensor(self, plan: ReceivePlan) -> Frame | None:
         """Make room for the next tensor that has bytes, or finish the message."""
         while len(self._tensors) < len(self._slots):
             tensor, view = room(self._slots[len(self._tensors)][1])
@@ -196,7 +196,7 @@ class Intake:
             if len(view):
                 self._view = view
                 return None
-        return self._finish(Frame(Kind.MESSAGE, plan.build(self._tensors)))
+        return self._finish(Frame(FrameKind.MESSAGE, plan.build(self._tensors)))
 
     def _check_last(self) -> None:
         name, spec = self._slots[len(self._tensors) - 1]
@@ -204,7 +204,7 @@ class Intake:
             raise Violation(f"{name} is not finite")
 
     def _finish(self, frame: Frame) -> Frame:
-        self._over = frame.kind in (Kind.ERROR, Kind.END)
+        self._over = frame.kind in (FrameKind.ERROR, FrameKind.END)
         self._start()
         return frame
 
@@ -212,20 +212,20 @@ class Intake:
 def encode(message: Any, schema: Schema) -> list[Buffer]:
     """Return the MESSAGE frame of `message` as buffers to write in order; see `Schema.pack`."""
     header, body = schema.pack(message)
-    return [_PREFIX.pack(Kind.MESSAGE, len(header), sum(map(len, body))) + header, *body]
+    return [_PREFIX.pack(FrameKind.MESSAGE, len(header), sum(map(len, body))) + header, *body]
 
 
 def beat() -> bytes:
     """Return a BEAT frame."""
-    return _PREFIX.pack(Kind.BEAT, 0, 0)
+    return _PREFIX.pack(FrameKind.BEAT, 0, 0)
 
 
 def end() -> bytes:
     """Return an END frame."""
-    return _PREFIX.pack(Kind.END, 0, 0)
+    return _PREFIX.pack(FrameKind.END, 0, 0)
 
 
 def error(sentence: str) -> bytes:
     """Return an ERROR frame; a sentence that is too long is cut."""
     text = sentence.encode()[:ERROR_BYTES]
-    return _PREFIX.pack(Kind.ERROR, len(text), 0) + text
+    return _PREFIX.pack(FrameKind.ERROR, len(text), 0) + text

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
-from noloco_node.network.interface import Conversation, Handler, Network
+from noloco_node.network.interface import Conversation, Handler, PeerNetwork
 
 if TYPE_CHECKING:
     from noloco_node.network.wire import Schema
 
 
-class Around:
-    """Implements `port.Network` by that of `network`, method by method."""
+class NetworkWrapper:
+    """Implements `port.PeerNetwork` by that of `network`, method by method."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: PeerNetwork) -> None:
         self._network = network
 
     def __repr__(self) -> str:
@@ -32,25 +32,25 @@ class Around:
         return self._network.dialable
 
     async def addresses(self) -> tuple[str, ...]:
-        """See `port.Network.addresses`."""
+        """See `port.PeerNetwork.addresses`."""
         return await self._network.addresses()
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """See `port.Network.talk`."""
+        """See `port.PeerNetwork.talk`."""
         return self._network.talk(peer, topic, schema)
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """See `port.Network.serve`."""
+        """See `port.PeerNetwork.serve`."""
         await self._network.serve(topic, schema, handler)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """See `port.Network.publish`."""
+        """See `port.PeerNetwork.publish`."""
         return await self._network.publish(key, subkey, value, lifetime_s)
 
     async def read_all(self, keys: Sequence[str]) -> Sequence[Mapping[str, bytes] | None]:
-        """See `port.Network.read_all`."""
+        """See `port.PeerNetwork.read_all`."""
         return await self._network.read_all(keys)
 
     def statistics(self) -> dict[str, int | float]:
-        """See `port.Network.statistics`."""
+        """See `port.PeerNetwork.statistics`."""
         return self._network.statistics()

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 from noloco_node.journal import events
-from noloco_node.machine.clocks import Glance, Kind, between, sentence
-from noloco_node.machine.interface import Voice
-from noloco_node.run.peer_state import State
-from noloco_node.swarm.membership import Presence
+from noloco_node.machine.clocks import ClockSample, JumpKind, compare, sentence
+from noloco_node.machine.interface import Reporter
+from noloco_node.run.peer_state import PeerState
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S
 from noloco_node.swarm.roster import Derived, Roster
-from noloco_node.units import spelt
+from noloco_node.units import duration_words
 from pipeline.schedule import run_over
 
 TICK_S = 5.0
@@ -31,7 +31,7 @@ NEVER_SERVED_S = 60.0
 """For which a stage that nobody has served yet is no news: swarms take their time to begin."""
 SKEW_S = 60.0
 """By which our clock may differ before it is worth a word; it is measured to some ten seconds."""
-AT_WORK = (State.TRAINING, State.FINISHED)
+AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
 GRACE_S = 15.0
 """For which nobody is suspected after we were away."""
 
@@ -59,7 +59,7 @@ class Spoken(NamedTuple):
     over: bool
 
 
-def due(
+def warnings_due(
     said: Mapping[str, Said], conditions: Mapping[str, Condition], now_s: float
 ) -> tuple[tuple[Spoken, ...], dict[str, Said]]:
     """Return what is to be said now, and what will have been said then."""
@@ -76,7 +76,7 @@ def due(
 
 def deserted(number: int, seconds: float, joining: int) -> Condition:
     """Describe a stage that has had no replica at work for so long. `joining`: peers on their way to it."""
-    since = f"stage {number} has had no replica for {spelt(seconds)}"
+    since = f"stage {number} has had no replica for {duration_words(seconds)}"
     if joining:
         return Condition(
             f"{since}, {joining} joining",
@@ -93,7 +93,7 @@ def deserted(number: int, seconds: float, joining: int) -> Condition:
 
 def old_roster(seconds: float) -> Condition:
     """Describe a roster of which nothing new was heard for so long."""
-    since = f"nothing was heard of the swarm for {spelt(seconds)}"
+    since = f"nothing was heard of the swarm for {duration_words(seconds)}"
     return Condition(
         since,
         f"{since}: the DHT does not answer, or nobody else publishes. Going on with the peers known then; "
@@ -104,7 +104,8 @@ def old_roster(seconds: float) -> Condition:
 
 def wrong_clock(skew_s: float) -> Condition:
     """Describe our clock, which is ahead by so much or, where negative, behind."""
-    wrong = f"this machine's clock is {spelt(abs(skew_s))} {'ahead of' if skew_s > 0.0 else 'behind'} the other peers'"
+    side = "ahead of" if skew_s > 0.0 else "behind"
+    wrong = f"this machine's clock is {duration_words(abs(skew_s))} {side} the other peers'"
     grave = "; beyond five minutes peers cannot see each other's records" if abs(skew_s) > CLOCK_ERROR_S / 2 else ""
     return Condition(
         wrong, f"{wrong}{grave}. Set it: `timedatectl set-ntp true` on Linux", "this machine's clock is right again"
@@ -116,21 +117,21 @@ def _served(roster: Roster) -> tuple[bool, ...]:
     return tuple(any(record.state in AT_WORK for record in records) for records in roster.stages)
 
 
-class Watch:
+class HealthMonitor:
     """Looks around every few seconds while it runs. `forgive(seconds)`: suspect nobody for so long."""
 
     def __init__(
         self,
-        presence: Presence,
-        voice: Voice,
+        membership: Membership,
+        reporter: Reporter,
         unix_time: Callable[[], float],
         asleep_s: Callable[[], float],
         forgive: Callable[[float], None],
     ) -> None:
-        self._presence, self._voice, self._forgive = presence, voice, forgive
+        self._presence, self._voice, self._forgive = membership, reporter, forgive
         self._unix_time, self._asleep_s = unix_time, asleep_s
         self._glance = self._look_at_clocks()
-        self._served_now = Derived(lambda: presence.roster, _served)
+        self._served_now = Derived(lambda: membership.roster, _served)
         self._empty_since: dict[int, float] = {}
         self._served: set[int] = set()
         self._said: dict[str, Said] = {}
@@ -153,13 +154,13 @@ class Watch:
     def look(self, expected_s: float) -> None:
         """Look at clocks and roster, `expected_s` after the last time, and say what is to be said."""
         before, self._glance = self._glance, self._look_at_clocks()
-        happened = between(before, self._glance, expected_s)
+        happened = compare(before, self._glance, expected_s)
         for happening in happened:
             self._voice.say(sentence(happening))
             self._voice.record(events.Noticed(what=str(happening.kind), text=sentence(happening)))
         if happened:
-            self._presence.hurry()
-        if any(happening.kind is not Kind.CLOCK_SET or happening.seconds > 0.0 for happening in happened):
+            self._presence.publish_now()
+        if any(happening.kind is not JumpKind.CLOCK_SET or happening.seconds > 0.0 for happening in happened):
             self._forgive(GRACE_S)
         self._conditions = self._look_around(self._presence.roster)
         if not self._conditions and not self._said:
@@ -168,14 +169,14 @@ class Watch:
         blind = "roster" in self._conditions
         kept = {what: known for what, known in self._said.items() if blind and what not in self._conditions}
         known = {what: known for what, known in self._said.items() if what not in kept}
-        spoken, said = due(known, self._conditions, self._glance.loop_s)
+        spoken, said = warnings_due(known, self._conditions, self._glance.loop_s)
         self._said = said | kept
         for what, text, over in spoken:
             self._voice.say(text)
             self._voice.record(events.Noticed(what=what, text=text, over=over))
 
-    def _look_at_clocks(self) -> Glance:
-        return Glance(asyncio.get_running_loop().time(), self._unix_time(), self._asleep_s())
+    def _look_at_clocks(self) -> ClockSample:
+        return ClockSample(asyncio.get_running_loop().time(), self._unix_time(), self._asleep_s())
 
     def _look_around(self, roster: Roster) -> dict[str, Condition]:
         now_s, found = self._glance.loop_s, {}

@@ -28,7 +28,7 @@ class Process(Protocol):
     def __call__(self, microbatch: Microbatch, sender: str) -> Awaitable[Reply]: ...
 
 
-class Source:
+class MicrobatchSource:
     """Draws, sends, counts."""
 
     def __init__(

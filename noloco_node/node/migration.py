@@ -22,17 +22,17 @@ from noloco_node.machine.interface import Dimensions
 from noloco_node.node.joining.newcomer import Claimant
 from noloco_node.node.joining.stage_claim import claims_of, servable
 from noloco_node.run.config import RunConfig
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.swarm.roster import PeerRecord
-from pipeline.migration import Mind, Move, Myself, Pace, decide, may_move
-from pipeline.placement import fitting
+from pipeline.migration import MigrationState, Move, OwnPlacement, StagePace, decide, may_move
+from pipeline.placement import stages_that_fit
 
 if TYPE_CHECKING:
-    from noloco_node.network.interface import Conversation, Network
+    from noloco_node.network.interface import Conversation, PeerNetwork
 
 
-class Moving:
+class MigrationWatcher:
     """One replica's watch over the balance of the swarm; `run` beside the training.
 
     `may_serve`, `moves_to`: what our record is to say. `moves`: that this peer has made so far. `device_s`: of a
@@ -54,9 +54,9 @@ class Moving:
         self.moves = moves
         self.device_s = 0.0
         self._claimant, self._stage, self._progress, self._unfit = claimant, stage, progress, unfit
-        self._pace = Pace.of(refresh_s)
-        self._me = Myself(claimant.me, claimant.run.seed, _now(), moves)
-        self._mind = Mind()
+        self._pace = StagePace.of(refresh_s)
+        self._me = OwnPlacement(claimant.me, claimant.run.seed, _now(), moves)
+        self._mind = MigrationState()
 
     def __repr__(self) -> str:
         return f"Moving({self._me.peer} at stage {self._stage}, {self.moves} moves, {self._mind})"
@@ -69,7 +69,7 @@ class Moving:
         while True:
             await asyncio.sleep(self._pace.look_s * rng.uniform(0.9, 1.1))
             if not may_move(self._me, self._pace, _now(), self._progress()):
-                self.may_serve, self.moves_to, self._mind = (), None, Mind()
+                self.may_serve, self.moves_to, self._mind = (), None, MigrationState()
                 continue
             self.may_serve = self._elsewhere()
             move = await self._look()
@@ -88,34 +88,34 @@ class Moving:
         `device_s`: of a microbatch here.
         """
         claimant = self._claimant
-        work, line_s = claimant.plan.work, claimant.machine.line_s(move.target)
+        work, line_s = claimant.plan.work, claimant.host.line_s(move.target)
         self.device_s = max(device_s * work[move.target] / work[move.origin], line_s)
-        claimant.presence.focus(range(claimant.run.pipeline.stages))
+        claimant.membership.focus(range(claimant.run.pipeline.stages))
         record = PeerRecord(
             peer=claimant.me,
             stage=move.target,
-            state=State.CATCHING_UP,
-            claimed_at=claimant.machine.unix_time(),
+            state=PeerState.CATCHING_UP,
+            claimed_at=claimant.host.unix_time(),
             device_s=self.device_s,
             version=__version__,
         )
-        await claimant.presence.claim(record)
+        await claimant.membership.claim(record)
 
     def _elsewhere(self) -> tuple[int, ...]:
         """Return the other stages that would fit once ours is given back."""
-        machine = self._claimant.machine
-        free = machine.free_bytes()
-        if free is not None and machine.needs_bytes:
-            free += machine.needs_bytes[self._stage]
-        fits = fitting(machine.needs_bytes, free, self._claimant.run.pipeline.stages)
+        host = self._claimant.host
+        free = host.free_bytes()
+        if free is not None and host.needs_bytes:
+            free += host.needs_bytes[self._stage]
+        fits = stages_that_fit(host.needs_bytes, free, self._claimant.run.pipeline.stages)
         within = servable(self._claimant)
         return tuple(stage for stage in fits if stage in within and stage != self._stage and stage not in self._unfit)
 
     async def _look(self) -> Move | None:
         """Read all stages once and judge; return the move for which it is time."""
-        presence, say = self._claimant.presence, self._claimant.voice.say
-        roster = await presence.peek(range(self._claimant.run.pipeline.stages))
-        if not presence.complete or roster.old_since_s is not None:
+        membership, say = self._claimant.membership, self._claimant.reporter.say
+        roster = await membership.peek(range(self._claimant.run.pipeline.stages))
+        if not membership.complete or roster.old_since_s is not None:
             return None
         claims = [
             claim._replace(may_serve=self.may_serve, moves_to=self.moves_to) if claim.peer == self._me.peer else claim
@@ -134,7 +134,7 @@ class Moving:
         return None
 
 
-async def close_doors(network: Network, run: RunConfig, plan: Dimensions, stage: int) -> None:
+async def close_doors(network: PeerNetwork, run: RunConfig, plan: Dimensions, stage: int) -> None:
     """Serve a stage no more: who still asks for it is told so, and no handler keeps its weights in memory."""
     shapes = tuple(plan.shapes[stage].values())
     doors = {GOSSIP: gossip_schema(run, shapes), STATE: state_schema(shapes)}

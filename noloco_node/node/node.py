@@ -18,42 +18,42 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from gossip.transfer.chunks import cut
-from gossip.transfer.donor import Donor, Terms
+from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import piece_s
 from noloco_node import __version__
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
-from noloco_node.machine.interface import Dimensions, Machine, Voice
-from noloco_node.network.timeouts import PatientNetwork
+from noloco_node.machine.interface import Dimensions, Host, Reporter
+from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
 from noloco_node.network.wire import Violation
-from noloco_node.node.health import Watch
+from noloco_node.node.health import HealthMonitor
 from noloco_node.node.joining.join import Start, join
 from noloco_node.node.joining.newcomer import Newcomer
-from noloco_node.node.migration import Moving, close_doors
+from noloco_node.node.migration import MigrationWatcher, close_doors
 from noloco_node.node.replica import Replica
-from noloco_node.node.replica_context import Post, World
-from noloco_node.node.reporting import Telling
-from noloco_node.node.training import Duty, Training
+from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
+from noloco_node.node.reporting import ProgressReporter
+from noloco_node.node.training import StageWork, Training
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.state_sync.deadlines import copying_s
-from noloco_node.state_sync.snapshot_keeper import Keeper, Keeping
-from noloco_node.state_sync.snapshot_server import Lending
+from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig
+from noloco_node.state_sync.snapshot_server import SnapshotServer
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.storage.checkpoint_writer import Saving
+from noloco_node.storage.checkpoint_writer import CheckpointWriter
 from noloco_node.swarm import speed_test
-from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
-from noloco_node.swarm.run_distribution import Recipe
-from noloco_node.tasks import running, unless
+from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.tasks import background, until_event
 from pipeline.migration import Move
 
 if TYPE_CHECKING:
-    from noloco_node.network.interface import Conversation, Handler, Network
+    from noloco_node.network.interface import Conversation, Handler, PeerNetwork
 
 LIFETIME_S = 30.0
 """For which our record is believed at least; for others' too, since all of a run refresh alike as a rule."""
@@ -66,7 +66,7 @@ LONGEST_WAITING = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class NodeOptions:
     """What the owner of this peer asked for. `deadlines`: False waits for ever on exchanges, which only tests want.
 
     `slowest_bytes_per_s`: of a line that weights may travel on; deadlines follow from it. `moves`: goes to another
@@ -87,31 +87,37 @@ class Node:
     """One peer of one run."""
 
     def __init__(
-        self, recipe: Recipe, plan: Dimensions, network: Network, machine: Machine, wishes: Wishes, voice: Voice
+        self,
+        recipe: RunFileText,
+        plan: Dimensions,
+        network: PeerNetwork,
+        host: Host,
+        wishes: NodeOptions,
+        reporter: Reporter,
     ) -> None:
         self._recipe, self._plan = recipe, plan
-        self._network: Network = PatientNetwork(network)
-        self._machine, self._wishes, self._voice = machine, wishes, voice
+        self._network: PeerNetwork = AdaptiveTimeoutNetwork(network)
+        self._machine, self._wishes, self._voice = host, wishes, reporter
         self._run = recipe.run
         self._me = network.peer_id
         self._addresses: tuple[str, ...] = ()
-        self._presence = Presence(
+        self._presence = Membership(
             network,
             recipe.digest,
             self._run.pipeline.stages,
             lifetime_s=max(LIFETIME_S, REFRESHES * wishes.refresh_s),
             refresh_s=wishes.refresh_s,
-            unix_time=machine.unix_time,
+            unix_time=host.unix_time,
         )
         self._replica: Replica | None = None
-        self._duty = Duty(self._run, self._me, self._presence, machine.open_text, voice)
-        self._saving = Saving(machine.save, voice.say, wishes.save_every_s)
-        self._watch = Watch(self._presence, voice, machine.unix_time, machine.asleep_s, self._forgive)
+        self._duty = StageWork(self._run, self._me, self._presence, host.open_text, reporter)
+        self._saving = CheckpointWriter(host.save, reporter.say, wishes.save_every_s)
+        self._watch = HealthMonitor(self._presence, reporter, host.unix_time, host.asleep_s, self._forgive)
         self._training: Training | None = None
         self._unfit: set[int] = set()
         """Stages that we could not build."""
-        self._lending = Lending(
-            machine,
+        self._lending = SnapshotServer(
+            host,
             self._network,
             tuple(tuple(shapes.values()) for shapes in plan.shapes),
             None if self._keeps_snapshots else lambda size: copying_s(size, wishes.slowest_bytes_per_s),
@@ -131,33 +137,37 @@ class Node:
         """Join the run, train until it ends or `leave` is set, serve the weights for a while, and withdraw."""
         self._addresses = (await self._network.addresses())[:MOST_ADDRESSES]
         unsaved = False
-        async with running(self._presence.run()), running(self._watch.run()):
+        async with background(self._presence.run()), background(self._watch.run()):
             await self._network.serve(RUN_TOPIC, RUN_SCHEMA, self._recipe.serve)
             await self._network.serve(
-                speed_test.TOPIC, speed_test.SCHEMA, self._watched(speed_test.TOPIC, speed_test.Desk().answer)
+                speed_test.TOPIC,
+                speed_test.SCHEMA,
+                self._watched(speed_test.TOPIC, speed_test.SpeedTestService().answer),
             )
-            self._voice.record(events.StateChanged(state=State.JOINING))
+            self._voice.record(events.StateChanged(state=PeerState.JOINING))
             newcomer = Newcomer(
                 recipe=self._recipe,
                 plan=self._plan,
                 network=self._network,
-                presence=self._presence,
-                machine=self._machine,
-                voice=self._voice,
+                membership=self._presence,
+                host=self._machine,
+                reporter=self._voice,
                 wish=self._wishes.stage,
                 slowest_bytes_per_s=self._wishes.slowest_bytes_per_s,
                 deadlines=self._wishes.deadlines,
             )
-            start = await unless(leave, join(newcomer))
+            start = await until_event(leave, join(newcomer))
             while start is not None:
                 await self._lending.begin(start.number)
                 replica = self._replica = self._become_replica(start)
                 start = None  # it holds copies of the weights that the replica will have replaced
                 training = self._training = self._begin_training(newcomer, replica.post.stage)
                 donor = await self._open_doors(replica)
-                telling = Telling(replica, self._network, self._voice, self._wishes.refresh_s, self._announce_training)
-                async with running(self._saving.run()), running(self._keep_snapshots(replica.post.stage)):
-                    async with running(telling.run()):
+                telling = ProgressReporter(
+                    replica, self._network, self._voice, self._wishes.refresh_s, self._announce_training
+                )
+                async with background(self._saving.run()), background(self._keep_snapshots(replica.post.stage)):
+                    async with background(telling.run()):
                         try:
                             over = await self._train(replica, leave, telling)
                         except ExceptionGroup:
@@ -181,7 +191,7 @@ class Node:
                     unsaved = not saved
             await self._presence.withdraw()
         if unsaved:
-            raise Trouble(
+            raise UserError(
                 "The weights of this replica could not be saved.",
                 why="the disk refused; the lines above say how",
                 attempt="free some space; the checkpoints before it are kept, and the swarm does not wait for this one",
@@ -198,7 +208,7 @@ class Node:
         def progress() -> float:
             return self._replica_or_fail().progress.value
 
-        moving = Moving(newcomer.claimant, stage, moves, self._wishes.refresh_s, progress, self._unfit)
+        moving = MigrationWatcher(newcomer.claimant, stage, moves, self._wishes.refresh_s, progress, self._unfit)
 
         async def depart(move: Move, device_s: float) -> None:
             await moving.take_place(move, device_s)
@@ -213,13 +223,13 @@ class Node:
         await self._lending.begin(move.target)
         try:
             there = replace(newcomer, wish=move.target, device_s=training.moving.device_s)
-            return await unless(leave, join(there))
-        except Trouble as trouble:
+            return await until_event(leave, join(there))
+        except UserError as trouble:
             why = f"{trouble.what} {trouble.why}"
         gc.collect()  # what was built of it
         self._unfit.add(move.target)
         training.turn_back(why)
-        return await unless(leave, join(replace(newcomer, wish=move.origin)))
+        return await until_event(leave, join(replace(newcomer, wish=move.origin)))
 
     # Work at a stage.
 
@@ -227,7 +237,7 @@ class Node:
         self._duty.begin(start.beginning.progress, start.counted)
         stages = range(self._run.pipeline.stages)
         self._presence.focus(stages if self._keeps_snapshots else (start.number, start.number + 1))
-        post = Post(
+        post = ReplicaConfig(
             run=self._run,
             run_id=self._recipe.digest,
             stage=start.number,
@@ -236,7 +246,7 @@ class Node:
             slowest_bytes_per_s=self._wishes.slowest_bytes_per_s,
             line_s=self._machine.line_s(start.number),
         )
-        world = World(
+        world = ReplicaContext(
             network=self._network,
             roster=lambda: self._presence.roster,
             record=self._voice.record,
@@ -268,16 +278,18 @@ class Node:
         gossip = self._watched(GOSSIP, replica.rounds.serve)
         await self._network.serve(topic(GOSSIP, number), gossip_schema(self._run, shapes), gossip)
         # A copy outlives its newcomer's patience, so that one that comes back finds it.
-        terms = Terms(deadline_s=8 * patience_s, piece_s=piece_s(patience_s, len(cut([4 * prod(s) for s in shapes]))))
+        terms = DonorLimits(
+            deadline_s=8 * patience_s, piece_s=piece_s(patience_s, len(cut([4 * prod(s) for s in shapes])))
+        )
         donor = Donor(replica.state, self._machine.device.beside, shapes, terms)
         await self._network.serve(topic(STATE, number), state_schema(shapes), self._watched(STATE, donor.serve))
-        self._announce(State.TRAINING)
-        self._voice.record(events.StateChanged(state=State.TRAINING))
+        self._announce(PeerState.TRAINING)
+        self._voice.record(events.StateChanged(state=PeerState.TRAINING))
         return donor
 
     # Training.
 
-    async def _train(self, replica: Replica, leave: asyncio.Event, telling: Telling) -> bool:
+    async def _train(self, replica: Replica, leave: asyncio.Event, telling: ProgressReporter) -> bool:
         """Train until the run is over (True), or we are asked to leave or move to another stage (False)."""
         assert self._training is not None
         ending = await self._training.run(replica, leave, self._in_pause, moves=self._wishes.moves)
@@ -289,7 +301,7 @@ class Node:
         store = self._machine.snapshots
         if store is None or not self._keeps_snapshots:
             return
-        keeping = Keeping(
+        snapshot_keeper_config = SnapshotKeeperConfig(
             run_id=self._recipe.digest,
             seed=self._run.seed,
             shapes=tuple(tuple(shapes.values()) for shapes in self._plan.shapes),
@@ -298,7 +310,9 @@ class Node:
             deadline_s=lambda weight_bytes: copying_s(weight_bytes, self._wishes.slowest_bytes_per_s),
         )
         roster = self._presence
-        await Keeper(keeping, self._network, lambda: roster.roster, store, self._machine.device, self._voice).run()
+        await SnapshotKeeper(
+            snapshot_keeper_config, self._network, lambda: roster.roster, store, self._machine.device, self._voice
+        ).run()
 
     @property
     def _keeps_snapshots(self) -> bool:
@@ -311,17 +325,17 @@ class Node:
             try:
                 await handler(conversation)
             except Violation as violation:
-                self._voice.record(events.Violation(peer=conversation.peer, topic=topic, why=str(violation)))
+                self._voice.record(events.PeerViolation(peer=conversation.peer, topic=topic, why=str(violation)))
                 raise
 
         return watched
 
-    def _announce_training(self) -> State:
+    def _announce_training(self) -> PeerState:
         assert self._training is not None
         self._announce(self._training.state)
         return self._training.state
 
-    def _announce(self, state: State) -> None:
+    def _announce(self, state: PeerState) -> None:
         assert self._training is not None
         if self._training.move is not None:
             return  # our record is at the other stage already
@@ -363,8 +377,8 @@ class Node:
     async def _linger(self, leave: asyncio.Event, over: bool) -> None:
         """Go on serving the weights after the end of a run."""
         if over and not leave.is_set():
-            self._announce(State.FINISHED)
-            self._voice.record(events.StateChanged(state=State.FINISHED))
+            self._announce(PeerState.FINISHED)
+            self._voice.record(events.StateChanged(state=PeerState.FINISHED))
             self._voice.say(f"finished; serving the weights for {self._wishes.linger_s:.0f} s, Ctrl-C leaves now")
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._wishes.linger_s):

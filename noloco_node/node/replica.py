@@ -16,28 +16,28 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from gossip.exchange.messages import Parts, ReplicaState
-from gossip.interface import Candidate, Deferred, Event, Going, Lost, OuterStep, Surroundings, TooStale
+from gossip.interface import Candidate, Deferred, Event, Lost, OuterStep, RoundContext, RoundProgress, TooStale
 from gossip.rounds.outer_optimiser import to_the_end
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Tensors
 from noloco_node import __version__
 from noloco_node.journal import events
-from noloco_node.machine.interface import Runner, Stage
-from noloco_node.network.timeouts import ANSWERS, Bounds, Timing
+from noloco_node.machine.interface import Runner, StageModel
+from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout, TimeoutBounds
 from noloco_node.network.wire import Violation
-from noloco_node.node.replica_context import Post, World, round_settings
-from noloco_node.run.peer_state import State
+from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, round_settings
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, topic
-from noloco_node.state_sync.starting_state import Beginning
+from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
-from pipeline.admission import Gate, Outcome
+from pipeline.admission import AdmissionWindow, WindowOutcome
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
-from pipeline.next_stage import Downstream, Limits, Ways
+from pipeline.next_stage import Limits, NextStage, NextStageClient
 from pipeline.routing import Hop
 from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
 from pipeline.stage import OptimiserState
-from pipeline.worker import Compute, Worker
+from pipeline.worker import Worker, WorkerCompute
 
 if TYPE_CHECKING:
     from noloco_node.network.interface import Conversation
@@ -46,19 +46,21 @@ DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
 IDLE_S = 5.0
 """Shorter waits are not worth a word."""
-REPLIES = Bounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
+REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
 """Of a reply to a microbatch, where one stage is below us."""
 
 
 class Replica:
     """The weights of one stage on this machine, and everything that moves them."""
 
-    def __init__(self, post: Post, stage: Stage, device: Runner, world: World, beginning: Beginning) -> None:
+    def __init__(
+        self, post: ReplicaConfig, stage: StageModel, device: Runner, world: ReplicaContext, beginning: StartingState
+    ) -> None:
         run = post.run
         window, windows = run.pipeline.microbatches_per_step, run.pipeline.windows_in_flight
         # The last stage waits for nobody: a second window would gain it nothing, and its gradients are always fresh.
         # It queues what it would have had in flight.
-        self.post, self.gate = post, Gate(window, (1 + windows) * window, 1 if post.last else windows)
+        self.post, self.gate = post, AdmissionWindow(window, (1 + windows) * window, 1 if post.last else windows)
         self.inner_steps = beginning.origin.inner_steps
         self.progress: Progress = begin(beginning.progress, _now())
         self._stage, self._device, self._world = stage, device, world
@@ -69,25 +71,25 @@ class Replica:
             final_fraction=run.inner.final_fraction,
         )
         rng = Random(f"{run.seed}|routing|{post.peer}")
-        ways = Ways(hops=Derived(world.roster, self._hops), call=self._call)
-        self.downstream = None if post.last else Downstream(ways, Limits(), rng)
+        ways = NextStageClient(hops=Derived(world.roster, self._hops), call=self._call)
+        self.downstream = None if post.last else NextStage(ways, Limits(), rng)
         self.worker = Worker(
-            stage, self.gate, Compute(run=device.run, clock=device.clock), self.downstream, run.pipeline.budget_s
+            stage, self.gate, WorkerCompute(run=device.run, clock=device.clock), self.downstream, run.pipeline.budget_s
         )
         self.rounds = Rounds(
             post.peer,
             round_settings(post, sum(tensor.nbytes for tensor in beginning.origin.state.slow)),
             beginning.origin,
             self,
-            Surroundings(
+            RoundContext(
                 compute=device.beside,
                 partners=Derived(world.roster, self._partners),
                 converse=self._converse,
                 record=self._journal,
-                answers=Timing(ANSWERS) if post.deadlines else None,
+                answers=AdaptiveTimeout(ANSWERS) if post.deadlines else None,
             ),
         )
-        self._replies = Timing(REPLIES)
+        self._replies = AdaptiveTimeout(REPLIES)
         self._loss: float | None = None
         self._gap: float | None = None
         self._partner: str | None = None
@@ -103,17 +105,17 @@ class Replica:
             # What the optimiser has taken must be counted, and known to the rounds, whenever we are cancelled.
             await to_the_end(self._step(outcomes, in_pause))
 
-    async def _step(self, outcomes: tuple[Outcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
+    async def _step(self, outcomes: tuple[WindowOutcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
         self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], _now())
         rate = learning_rate(self.progress.value, self._schedule)
         report = await self._device.run(self._stage.step, rate, len(outcomes))
         self._note_step(outcomes, rate, report.applied)
-        going = Going(self.progress.value, speed(self._microbatch_s))
+        going = RoundProgress(self.progress.value, speed(self._microbatch_s))
         await self.rounds.between_steps(self.inner_steps, self._seconds_per_step, going)
         await in_pause()
         self.gate.next_window()
 
-    def _note_step(self, outcomes: tuple[Outcome, ...], rate: float, applied: bool) -> None:
+    def _note_step(self, outcomes: tuple[WindowOutcome, ...], rate: float, applied: bool) -> None:
         self.inner_steps += 1
         now_s, tokens = _now(), sum(outcome.tokens for outcome in outcomes)
         losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
@@ -178,7 +180,7 @@ class Replica:
                 self.worker.reply_lost()
             raise
         if isinstance(reply, Refused):
-            self._world.record(events.Refused(peer=conversation.peer, reason=str(reply.reason), here=True))
+            self._world.record(events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True))
 
     async def state(self, parts: Parts) -> ReplicaState:
         """Return a copy of our state for a newcomer, or its slow weights for an export."""
@@ -215,7 +217,7 @@ class Replica:
 
     def _partners(self, roster: Roster) -> tuple[Candidate, ...]:
         others = [record for record in roster.stage(self.post.stage) if record.peer != self.post.peer]
-        return tuple([Candidate(r.peer, r.round, r.speed) for r in others if r.state is State.TRAINING])
+        return tuple([Candidate(r.peer, r.round, r.speed) for r in others if r.state is PeerState.TRAINING])
 
     def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
         return self._world.network.talk(peer, topic(GOSSIP, self.post.stage), self._world.gossip_schema)
@@ -226,19 +228,19 @@ class Replica:
         if self.post.last:
             return ()
         records = roster.stage(self.post.stage + 1)
-        return tuple([Hop(record.peer, record.device_s) for record in records if record.state is State.TRAINING])
+        return tuple([Hop(record.peer, record.device_s) for record in records if record.state is PeerState.TRAINING])
 
     async def _call(self, peer: str, microbatch: Microbatch) -> Reply:
         try:
             reply = await self._reply(peer, microbatch)
         except Violation as violation:
-            self._world.record(events.Violation(peer=peer, topic=MICROBATCH, why=str(violation)))
+            self._world.record(events.PeerViolation(peer=peer, topic=MICROBATCH, why=str(violation)))
             raise
         except ConnectionError as loss:
             self._world.record(events.Lost(peer=peer, what="microbatch", why=str(loss) or type(loss).__name__))
             raise
         if isinstance(reply, Refused):
-            self._world.record(events.Refused(peer=peer, reason=str(reply.reason)))
+            self._world.record(events.RefusedMicrobatch(peer=peer, reason=str(reply.reason)))
         return reply
 
     async def _reply(self, peer: str, microbatch: Microbatch) -> Reply:
@@ -298,7 +300,7 @@ class Replica:
             case Deferred():
                 self._world.record(events.Deferred(round=event.round, in_a_row=event.in_a_row))
             case Lost(implausible=True):
-                self._world.record(events.Violation(peer=event.partner, topic=GOSSIP, why=event.why))
+                self._world.record(events.PeerViolation(peer=event.partner, topic=GOSSIP, why=event.why))
             case Lost():
                 self._world.record(events.Lost(peer=event.partner, what="exchange", why=event.why))
 
@@ -307,7 +309,7 @@ class Replica:
         """Seconds a microbatch, of the device or of the line, whichever limits us; 0 until known."""
         return max(self.worker.device_s, self.post.line_s)
 
-    def describe(self, state: State) -> PeerRecord:
+    def describe(self, state: PeerState) -> PeerRecord:
         """Return our record for the roster."""
         return PeerRecord(
             peer=self.post.peer,

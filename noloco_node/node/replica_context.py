@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gossip.exchange.formats import Format
-from gossip.interface import Patience, Settings
+from gossip.interface import RoundSettings, RoundTimeouts
 from gossip.rule.delayed_momentum import Delay
 from gossip.rule.outer_step import Outer
 from noloco_node.journal import events
@@ -18,7 +18,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.swarm.roster import Roster
 
 if TYPE_CHECKING:
-    from noloco_node.network.interface import Network
+    from noloco_node.network.interface import PeerNetwork
     from noloco_node.network.wire import Schema
 
 HEARING_S = 30.0
@@ -27,7 +27,7 @@ take follows from what it took before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
+class ReplicaConfig:
     """A replica's place in the run. `stage`: number of its stage. `run_id`: the run's digest.
 
     `deadlines`: False bounds neither a meeting nor its answer in time, so that a wait that never ends is seen.
@@ -50,10 +50,10 @@ class Post:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class World:
+class ReplicaContext:
     """What a replica sees of the swarm. `record` takes journal events. `vocabulary`: of the model, in tokens."""
 
-    network: Network
+    network: PeerNetwork
     roster: Callable[[], Roster]
     record: Callable[[events.Event], None]
     microbatch_schema: Schema
@@ -61,11 +61,13 @@ class World:
     vocabulary: int
 
 
-def round_settings(post: Post, weight_bytes: int) -> Settings:
+def round_settings(post: ReplicaConfig, weight_bytes: int) -> RoundSettings:
     """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves at most."""
     run, outer = post.run, post.run.outer
-    patience = Patience(answer_s=HEARING_S, exchange_s=60.0 + 2 * sets(outer) * weight_bytes / post.slowest_bytes_per_s)
-    return Settings(
+    patience = RoundTimeouts(
+        answer_s=HEARING_S, exchange_s=60.0 + 2 * sets(outer) * weight_bytes / post.slowest_bytes_per_s
+    )
+    return RoundSettings(
         seed=run.seed,
         outer=Outer(outer.alpha, outer.beta, outer.gamma),
         delay=Delay(outer.momentum_period, outer.momentum_spread),
@@ -77,5 +79,5 @@ def round_settings(post: Post, weight_bytes: int) -> Settings:
         overlap_steps=outer.overlap_steps,
         deferrals_before_solo=outer.deferrals_before_solo,
         blocking=outer.blocking,
-        patience=patience if post.deadlines else Patience(answer_s=math.inf, exchange_s=math.inf),
+        patience=patience if post.deadlines else RoundTimeouts(answer_s=math.inf, exchange_s=math.inf),
     )

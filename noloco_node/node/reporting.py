@@ -8,27 +8,32 @@ from typing import TYPE_CHECKING, NoReturn
 
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
-from noloco_node.machine.interface import Voice
-from noloco_node.run.peer_state import State
+from noloco_node.machine.interface import Reporter
+from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord
 
 if TYPE_CHECKING:
-    from noloco_node.network.interface import Network
+    from noloco_node.network.interface import PeerNetwork
     from noloco_node.node.replica import Replica
 
 LINE_EVERY_S = 10.0
 
 
-class Telling:
+class ProgressReporter:
     """Keeps everybody up to date about one replica; `run` beside the training.
 
     `announce`: renews our record, and returns the state that it says.
     """
 
     def __init__(
-        self, replica: Replica, network: Network, voice: Voice, refresh_s: float, announce: Callable[[], State]
+        self,
+        replica: Replica,
+        network: PeerNetwork,
+        reporter: Reporter,
+        refresh_s: float,
+        announce: Callable[[], PeerState],
     ) -> None:
-        self._replica, self._network, self._voice = replica, network, voice
+        self._replica, self._network, self._voice = replica, network, reporter
         self._refresh_s, self._announce = refresh_s, announce
 
     def __repr__(self) -> str:
@@ -52,7 +57,7 @@ class Telling:
             if now_s - said_at >= LINE_EVERY_S:
                 said_at = now_s
                 budget = spending(self._network.statistics())
-                line = progress_line(self._replica.describe(State.TRAINING))
+                line = progress_line(self._replica.describe(PeerState.TRAINING))
                 self._voice.say(line + (f"; {budget}" if budget else ""))
 
     def record_totals(self) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TypeAlias
 
-from noloco_node.errors import Exit, Trouble, causes, trouble_of
+from noloco_node.errors import Exit, UserError, causes, user_error_of
 from noloco_node.machine.signals import Departure
-from noloco_node.network.interface import Network
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.shifts import Shifts
-from noloco_node.tasks import unless
-from noloco_node.units import spelt
+from noloco_node.tasks import until_event
+from noloco_node.units import duration_words
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 _MOST_GROWTHS = 10
@@ -28,13 +28,13 @@ _PASSING = frozenset({Exit.UNREACHABLE, Exit.PORT_TAKEN, Exit.DAEMON, Exit.CONFI
 """The config among them: an earlier shift began with it, so what is wrong now is around it, as where an address to
 listen at is away with the router, or a data set with its disk."""
 
-Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[Network]]
-TakePart: TypeAlias = Callable[[Network, asyncio.Event], Awaitable[None]]
+Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[PeerNetwork]]
+TakePart: TypeAlias = Callable[[PeerNetwork, asyncio.Event], Awaitable[None]]
 
 
 def heals(error: BaseException) -> bool:
     """Say whether time may heal what ended a shift; of several causes all must be such."""
-    return all(isinstance(each, Trouble) and each.code in _PASSING for each in causes(error))
+    return all(isinstance(each, UserError) and each.code in _PASSING for each in causes(error))
 
 
 def pause_s(failures: int) -> float:
@@ -47,7 +47,7 @@ def failures_with(before: int, lasted_s: float) -> int:
     return 1 if lasted_s >= STEADY_S else before + 1
 
 
-def cause(trouble: Trouble) -> str:
+def cause(trouble: UserError) -> str:
     """Say in one clause what happened, and the first of its reasons: there may be one for each address."""
     first, *others = trouble.why.splitlines() or [""]
     more = f"; and {len(others)} more" if others else ""
@@ -57,7 +57,7 @@ def cause(trouble: Trouble) -> str:
 def outlook(wait_s: float, lasts_s: float) -> str:
     """Say what follows on a failure: another attempt after `wait_s`, if the node may work for longer than that."""
     if wait_s < lasts_s:
-        return f"trying again in {spelt(wait_s)}, Ctrl-C leaves now"
+        return f"trying again in {duration_words(wait_s)}, Ctrl-C leaves now"
     return "no time is left to try again in this shift"
 
 
@@ -72,14 +72,14 @@ async def shift_by_shift(
     loop, asked = asyncio.get_running_loop(), leaving.asked
     returns, failures = False, 0
     while True:
-        await unless(asked, shifts.begin())
+        await until_event(asked, shifts.begin())
         if asked.is_set():
             return
         begun_s = loop.time()
         try:
             await _shift(shifts, asked, opened, take_part)
         except Exception as error:
-            trouble = trouble_of(error)
+            trouble = user_error_of(error)
             if trouble is None or not returns or asked.is_set() or not heals(error):
                 raise
             what = cause(trouble)
@@ -92,7 +92,7 @@ async def shift_by_shift(
         failures = failures_with(failures, loop.time() - begun_s)
         wait_s = pause_s(failures)
         say(f"{what}: {outlook(wait_s, shifts.lasts_s())}")
-        await unless(asked, shifts.pause(wait_s))
+        await until_event(asked, shifts.pause(wait_s))
         if not shifts.lasts_s():
             failures = 0
 

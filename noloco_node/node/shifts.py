@@ -15,34 +15,34 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import NamedTuple
 
-from noloco_node.limits.budget import Allowance, Spent, in_hours, is_spent, next_month_s
-from noloco_node.limits.rate_limit import MeteredNetwork
-from noloco_node.limits.traffic_ledger import Ledger
-from noloco_node.network.interface import Network
+from noloco_node.limits.budget import MonthUsage, OwnerLimits, in_hours, is_spent, next_month_s
+from noloco_node.limits.rate_limit import RateLimitedNetwork
+from noloco_node.limits.traffic_ledger import TrafficLedger
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.units import size_words
 
 LOOK_EVERY_S = 60.0
 COUNT_EVERY_S = 2.0
 
 
-class Rest(NamedTuple):
+class OffReason(NamedTuple):
     """Why a node does not work now, and for how many seconds at least."""
 
     why: str
     for_s: float
 
 
-def rest(allowance: Allowance, spent: Spent, now: datetime) -> Rest | None:
+def off_reason(allowance: OwnerLimits, spent: MonthUsage, now: datetime) -> OffReason | None:
     """Return why a node may not work now; None if it may. Of two reasons the one that lasts longer."""
-    reasons: list[Rest] = []
+    reasons: list[OffReason] = []
     if allowance.hours is not None:
         inside, for_s = in_hours(allowance.hours, now)
         if not inside:
-            reasons.append(Rest(f"it is outside the hours {allowance.hours}", for_s))
+            reasons.append(OffReason(f"it is outside the hours {allowance.hours}", for_s))
     cap = allowance.monthly_cap_bytes
     if cap is not None and is_spent(spent, cap, now):
         used = f"{size_words(spent.total_bytes)} of this month's {size_words(cap)} are used up"
-        reasons.append(Rest(used, next_month_s(now)))
+        reasons.append(OffReason(used, next_month_s(now)))
     return max(reasons, key=lambda reason: reason.for_s, default=None)
 
 
@@ -50,10 +50,10 @@ class Shifts:
     """The shifts of one node. `now`: the time of day here."""
 
     def __init__(
-        self, allowance: Allowance, ledger: Ledger, now: Callable[[], datetime], say: Callable[[str], None]
+        self, allowance: OwnerLimits, ledger: TrafficLedger, now: Callable[[], datetime], say: Callable[[str], None]
     ) -> None:
         self._allowance, self._ledger, self._now, self._say = allowance, ledger, now, say
-        self._ended_for: Rest | None = None
+        self._ended_for: OffReason | None = None
 
     def __repr__(self) -> str:
         return f"Shifts({self._allowance}, {self._ledger!r})"
@@ -61,7 +61,7 @@ class Shifts:
     async def begin(self) -> None:
         """Wait until the node may work; say why it waits, and until when."""
         said = ""
-        while (reason := rest(self._allowance, self._ledger.spent, self._now())) is not None:
+        while (reason := off_reason(self._allowance, self._ledger.spent, self._now())) is not None:
             if reason.why != said:
                 said = reason.why
                 now = self._now()
@@ -72,7 +72,7 @@ class Shifts:
     def lasts_s(self) -> float:
         """Return for how many seconds the node may work as far as the hours say (infinity: always); 0 if not now."""
         now = self._now()
-        if rest(self._allowance, self._ledger.spent, now) is not None:
+        if off_reason(self._allowance, self._ledger.spent, now) is not None:
             return 0.0
         return math.inf if self._allowance.hours is None else in_hours(self._allowance.hours, now)[1]
 
@@ -87,17 +87,19 @@ class Shifts:
             await asyncio.sleep(min(max(left_s, 0.01), LOOK_EVERY_S))
 
     @asynccontextmanager
-    async def shift(self, network: Network, asked: asyncio.Event) -> AsyncIterator[tuple[Network, asyncio.Event]]:
+    async def shift(
+        self, network: PeerNetwork, asked: asyncio.Event
+    ) -> AsyncIterator[tuple[PeerNetwork, asyncio.Event]]:
         """Enter one shift: yields the network within the budget, and the event that ends the shift.
 
         The event follows `asked`, and the end of the hours or of the cap; `goes_on` then says which it was.
         """
         self._ended_for = None
         over = asyncio.Event()
-        if self._allowance == Allowance():
+        if self._allowance == OwnerLimits():
             yield network, asked
             return
-        metered = MeteredNetwork(network, self._allowance) if self._allowance.is_limited else None
+        metered = RateLimitedNetwork(network, self._allowance) if self._allowance.is_limited else None
         async with asyncio.TaskGroup() as group:
             watching = [
                 group.create_task(self._close(asked, over), name="end of the shift"),
@@ -115,7 +117,7 @@ class Shifts:
 
     async def _close(self, asked: asyncio.Event, over: asyncio.Event) -> None:
         while not asked.is_set():
-            reason = rest(self._allowance, self._ledger.spent, self._now())
+            reason = off_reason(self._allowance, self._ledger.spent, self._now())
             if reason is not None:
                 self._ended_for = reason
                 self._say(f"{reason.why}: leaving politely")
@@ -130,7 +132,7 @@ class Shifts:
                 continue
         over.set()
 
-    async def _count(self, network: MeteredNetwork | None) -> None:
+    async def _count(self, network: RateLimitedNetwork | None) -> None:
         """Note what passes in the ledger, and in the network what the ledger says."""
         if network is None:
             return
@@ -148,7 +150,7 @@ class Shifts:
             self._note(network, sent, received)
             self._ledger.keep()
 
-    def _note(self, network: MeteredNetwork, sent: int, received: int) -> tuple[int, int]:
+    def _note(self, network: RateLimitedNetwork, sent: int, received: int) -> tuple[int, int]:
         """Add to the ledger what the network counted beyond `sent` and `received`; return its counts."""
         counts = network.statistics()
         now_sent = int(sum(count for name, count in counts.items() if name.startswith("bytes.sent.")))

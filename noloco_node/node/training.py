@@ -13,18 +13,18 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from noloco_node.journal import events
-from noloco_node.node.microbatch_source import Source
-from noloco_node.run.peer_state import State
-from noloco_node.tasks import unless
+from noloco_node.node.microbatch_source import MicrobatchSource
+from noloco_node.run.peer_state import PeerState
+from noloco_node.tasks import until_event
 from pipeline.schedule import run_over
 
 if TYPE_CHECKING:
-    from noloco_node.machine.interface import Text, Voice
-    from noloco_node.node.migration import Moving
+    from noloco_node.machine.interface import Reporter, Text
+    from noloco_node.node.migration import MigrationWatcher
     from noloco_node.node.replica import Replica
     from noloco_node.run.config import RunConfig
     from noloco_node.storage.checkpoint import Counters
-    from noloco_node.swarm.membership import Presence
+    from noloco_node.swarm.membership import Membership
     from pipeline.migration import Move
 
 ASKED = "asked to leave"
@@ -33,7 +33,7 @@ DRAIN_S, LONGEST_DRAIN_S = 10.0, 60.0
 """How long a leaving node waits for the microbatches in its hands: twice what a window took, within these bounds."""
 
 
-class Duty:
+class StageWork:
     """This peer's part of the run, whatever stage it serves.
 
     `text`: what it trains on as a source; it stays open where the peer moves away from stage 0, and is gone on with.
@@ -44,16 +44,21 @@ class Duty:
     """
 
     def __init__(
-        self, run: RunConfig, me: str, presence: Presence, open_text: Callable[[], Awaitable[Text]], voice: Voice
+        self,
+        run: RunConfig,
+        me: str,
+        membership: Membership,
+        open_text: Callable[[], Awaitable[Text]],
+        reporter: Reporter,
     ) -> None:
         self.text: Text | None = None
-        self._run, self._me, self._presence = run, me, presence
-        self._open_text, self._voice = open_text, voice
-        self._source: Source | None = None
+        self._run, self._me, self._presence = run, me, membership
+        self._open_text, self._voice = open_text, reporter
+        self._source: MicrobatchSource | None = None
         self._resumed: Counters | None = None
         self._reached = 0
         """Samples of the whole run when we began at this stage, as far as was known."""
-        self._begun = presence.roster
+        self._begun = membership.roster
         """The roster of that moment."""
         self._unlisted = 0
 
@@ -93,7 +98,7 @@ class Duty:
         while not run_over(self._presence.roster.sources, self._presence.roster.sources_finished):
             await self._presence.changed()
 
-    async def _make_source(self, replica: Replica) -> Source:
+    async def _make_source(self, replica: Replica) -> MicrobatchSource:
         opened, resumed = self.text is None, self._resumed
         text = self.text or await self._open_text()
         # A source that comes back to its stage goes on where it was.
@@ -101,7 +106,7 @@ class Duty:
         if position is not None and not await text.restore(position):
             self._voice.say("the text is another one than before: reading it from its beginning")
         self.text = text
-        self._source = Source(
+        self._source = MicrobatchSource(
             text.draw,
             replica.worker.process,
             self._progress,
@@ -139,11 +144,15 @@ class Training:
     """
 
     def __init__(
-        self, moving: Moving, duty: Duty, depart: Callable[[Move, float], Awaitable[None]], voice: Voice
+        self,
+        moving: MigrationWatcher,
+        duty: StageWork,
+        depart: Callable[[Move, float], Awaitable[None]],
+        reporter: Reporter,
     ) -> None:
-        self.moving, self.state = moving, State.TRAINING
+        self.moving, self.state = moving, PeerState.TRAINING
         self.move: Move | None = None
-        self._duty, self._depart, self._voice = duty, depart, voice
+        self._duty, self._depart, self._voice = duty, depart, reporter
 
     def __repr__(self) -> str:
         return f"Training({self.state}, {self._duty!r}, {self.moving!r})"
@@ -166,10 +175,10 @@ class Training:
             over = work.done()
             self.move = moving.result() if moving.done() and not over and not asked.done() else None
             moving.cancel()
-            self.state = State.TRAINING if over else State.LEAVING
+            self.state = PeerState.TRAINING if over else PeerState.LEAVING
             replica.gate.close()
             if self.move is not None:
-                self._voice.record(events.StateChanged(state=State.LEAVING))
+                self._voice.record(events.StateChanged(state=PeerState.LEAVING))
                 await self._depart(self.move, replica.worker.device_s)
             await self._drain(replica, steps)
             for task in (work, asked, steps):
@@ -178,7 +187,7 @@ class Training:
             discarded = await replica.discard()
             if over:
                 self._voice.say("the run is over; one last round")
-                await unless(leave, replica.rounds.last_round(LAST_ROUND_S))
+                await until_event(leave, replica.rounds.last_round(LAST_ROUND_S))
             await replica.rounds.leave()
             gossip.cancel()
         return Ending(over, discarded)
@@ -198,7 +207,7 @@ class Training:
             origin, target, why = self.move.origin, self.move.target, str(self.move)
             self._voice.say(f"moving from stage {origin} to stage {target}: {why}")
             self._voice.record(events.Moved(origin=origin, target=target, why=why, discarded=ending.discarded))
-            self._voice.record(events.StateChanged(state=State.JOINING))
+            self._voice.record(events.StateChanged(state=PeerState.JOINING))
             return
         why = "the run is over" if ending.over else ASKED
         self._voice.record(_finished(replica, why, ending.discarded))
@@ -213,7 +222,7 @@ class Training:
         origin, target = self.move.origin, self.move.target
         self._voice.say(f"we cannot serve stage {target}: {why} Going back to stage {origin}")
         self._voice.record(events.Moved(origin=target, target=origin, why=why))
-        self._voice.record(events.StateChanged(state=State.JOINING))
+        self._voice.record(events.StateChanged(state=PeerState.JOINING))
 
 
 def _finished(replica: Replica, why: str, discarded: int) -> events.Finished:

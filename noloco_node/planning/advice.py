@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from noloco_node.planning.pipeline_model import WINDOW, Shape, efficiency, spread, stand_in
+from noloco_node.planning.pipeline_model import WINDOW, PipelineShape, efficiency, spread_speeds, stand_in
 from noloco_node.run.config import PipelineConfig
 
 MESSAGES = (0.0, 1.0, 3.0)
@@ -22,7 +22,7 @@ _EFFORT = 13_000
 """Hops of the model for the run as it is; half as many for each remedy."""
 
 
-class Remedy(msgspec.Struct, frozen=True, kw_only=True):
+class WindowSuggestion(msgspec.Struct, frozen=True, kw_only=True):
     """Another window and, where the batch is to stay the same, another microbatch."""
 
     microbatches_per_step: int
@@ -32,7 +32,7 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     efficiency: tuple[float, ...]
 
 
-def predict(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[float, ...]:
+def predict_efficiency(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[float, ...]:
     """Return the share of its time for which the slowest stage works, for each of `MESSAGES`.
 
     `work`: of a microbatch at each stage, in any unit.
@@ -40,7 +40,7 @@ def predict(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[float, .
     return _predict(pipeline, work, pipeline.microbatches_per_step, 1.0, _EFFORT)
 
 
-def remedies(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[Remedy, ...]:
+def suggest_windows(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[WindowSuggestion, ...]:
     """Return what other windows would give: a longer one, and one twice as long as that."""
     window, replicas = pipeline.microbatches_per_step, pipeline.replicas
     least = 2 * window if window % replicas == 0 else window
@@ -54,7 +54,7 @@ def remedies(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[Remedy,
         factor, rest = divmod(longer, window)
         shrinks = rest == 0 and pipeline.microbatch_size % factor == 0
         found.append(
-            Remedy(
+            WindowSuggestion(
                 microbatches_per_step=longer,
                 microbatch_size=pipeline.microbatch_size // (factor if shrinks else 1),
                 batch=1.0 if shrinks else longer / window,
@@ -68,10 +68,10 @@ def _predict(
     pipeline: PipelineConfig, work: tuple[float, ...], window: int, message: float, hops: int
 ) -> tuple[float, ...]:
     replicas = stand_in(pipeline.replicas, window, len(work), hops)
-    passes = spread([each / max(work) for each in work], (1.0,) * replicas)
+    passes = spread_speeds([each / max(work) for each in work], (1.0,) * replicas)
     return tuple(
         efficiency(
-            Shape(
+            PipelineShape(
                 passes=passes,
                 window=window,
                 latency=latency * message,
@@ -83,7 +83,7 @@ def _predict(
     )
 
 
-def in_words(now: tuple[float, ...], others: tuple[Remedy, ...], replicas: int) -> list[str]:
+def in_words(now: tuple[float, ...], others: tuple[WindowSuggestion, ...], replicas: int) -> list[str]:
     """Say a prediction and its remedies in lines of plain text."""
     nothing, one, three = now
     lines = [

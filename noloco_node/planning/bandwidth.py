@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from noloco_node.limits.budget import Allowance
+from noloco_node.limits.budget import OwnerLimits
 from noloco_node.planning.message_sizes import round_bytes
 from noloco_node.run.config import RunConfig
 from noloco_node.units import rate_words, size_words
@@ -27,7 +27,7 @@ NARROW_S = 2.0
 """A microbatch that takes so long on the line is cause for a word: few devices take as long for theirs."""
 
 
-class Freight(NamedTuple):
+class MicrobatchBytes(NamedTuple):
     """Bytes of one microbatch at one stage, its share of a round included; `whole_round`: of a round, each way."""
 
     up: float
@@ -35,7 +35,7 @@ class Freight(NamedTuple):
     whole_round: float = 0.0
 
 
-def freight(run: RunConfig, plan: Dimensions, stage: int) -> Freight:
+def microbatch_bytes(run: RunConfig, plan: Dimensions, stage: int) -> MicrobatchBytes:
     """Return what a microbatch moves at a stage."""
     pipeline = run.pipeline
     tokens = pipeline.microbatch_size * pipeline.sequence_length
@@ -44,16 +44,16 @@ def freight(run: RunConfig, plan: Dimensions, stage: int) -> Freight:
     sends, takes = stage < pipeline.stages - 1, stage > 0
     weights = round_bytes(run.outer, tuple(plan.shapes[stage].values())) if pipeline.replicas > 1 else 0
     rounds = weights / (run.outer.inner_steps_per_round * pipeline.microbatches_per_step)
-    return Freight(sends * forth + takes * back + rounds, takes * forth + sends * back + rounds, weights)
+    return MicrobatchBytes(sends * forth + takes * back + rounds, takes * forth + sends * back + rounds, weights)
 
 
-def line_s(moved: Freight, allowance: Allowance) -> float:
+def bandwidth_seconds(moved: MicrobatchBytes, allowance: OwnerLimits) -> float:
     """Return the seconds that the budget's line needs for a microbatch, the slower direction's; 0 without a limit."""
     ways = ((moved.up, allowance.upload_bytes_per_s), (moved.down, allowance.download_bytes_per_s))
     return max((count / rate for count, rate in ways if rate is not None), default=0.0)
 
 
-def slowest_bytes_per_s(allowance: Allowance, otherwise: float) -> float:
+def slowest_bytes_per_s(allowance: OwnerLimits, otherwise: float) -> float:
     """Return the rate by which our own deadlines count: half of the budget's, where that is below `otherwise`.
 
     Half, because a copy shares the line with microbatches.
@@ -62,12 +62,12 @@ def slowest_bytes_per_s(allowance: Allowance, otherwise: float) -> float:
     return min([otherwise, *rates])
 
 
-def carried(run: RunConfig, stages: Sequence[Freight], allowance: Allowance) -> list[str]:
+def bandwidth_table(run: RunConfig, stages: Sequence[MicrobatchBytes], allowance: OwnerLimits) -> list[str]:
     """Say in lines of plain text what a budget carries at each stage, and warn where that is too little."""
     tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
     lines, warnings = ["With this budget:"], list[str]()
     for number, moved in enumerate(stages):
-        each_s = line_s(moved, allowance)
+        each_s = bandwidth_seconds(moved, allowance)
         words = f"  stage {number}: {size_words(moved.up)} up and {size_words(moved.down)} down a microbatch"
         if each_s:
             words += f"; the line carries one in {each_s:.2g} s, {tokens / each_s:,.0f} tokens/s"
@@ -83,11 +83,11 @@ def carried(run: RunConfig, stages: Sequence[Freight], allowance: Allowance) -> 
     return lines + [f"Warning: {warning}" for warning in warnings]
 
 
-def _warnings(run: RunConfig, moved: Freight, allowance: Allowance) -> Iterator[str]:
+def _warnings(run: RunConfig, moved: MicrobatchBytes, allowance: OwnerLimits) -> Iterator[str]:
     """Yield what is wrong with a budget at one stage."""
     pass
 
-    each_s, travel_s = line_s(moved, allowance), run.pipeline.budget_s
+    each_s, travel_s = bandwidth_seconds(moved, allowance), run.pipeline.budget_s
     window = run.pipeline.microbatches_per_step * run.pipeline.windows_in_flight
     if each_s * window > travel_s:
         needed = max(moved.up, moved.down) * window / travel_s
@@ -101,7 +101,7 @@ def _warnings(run: RunConfig, moved: Freight, allowance: Allowance) -> Iterator[
             "the line, not the device, would be the limit: others will send such a peer a microbatch every "
             f"{each_s:.1f} s at most."
         )
-    round_s = line_s(Freight(moved.whole_round, moved.whole_round), allowance)
+    round_s = bandwidth_seconds(MicrobatchBytes(moved.whole_round, moved.whole_round), allowance)
     # Partners reckon with the whole weights in float32; what travels is that or less.
     if round_s > ROUND_S + 2 * moved.whole_round / SLOWEST_BYTES_PER_S:
         yield (
@@ -110,7 +110,7 @@ def _warnings(run: RunConfig, moved: Freight, allowance: Allowance) -> Iterator[
         )
 
 
-def _hours(moved: Freight, each_s: float, allowance: Allowance) -> str:
+def _hours(moved: MicrobatchBytes, each_s: float, allowance: OwnerLimits) -> str:
     """Say how long a month's cap lasts at the full rate, where both are known."""
     cap = allowance.monthly_cap_bytes
     if cap is None or not each_s or not moved.up + moved.down:
@@ -118,14 +118,16 @@ def _hours(moved: Freight, each_s: float, allowance: Allowance) -> str:
     return f"; {size_words(cap)} last {cap / (moved.up + moved.down) * each_s / 3600:,.0f} h at that rate"
 
 
-def report(path: Path, allowance: Allowance) -> list[str]:
+def report(path: Path, allowance: OwnerLimits) -> list[str]:
     """Return what a budget makes of the run file at `path`; `Trouble` where that is wrong."""
-    from noloco_node.planning.model_layout import blueprint
+    from noloco_node.planning.model_layout import model_layout
     from noloco_node.run.runfile import load_run
 
     run = load_run(path)
-    plan = blueprint(run)
-    return carried(run, [freight(run, plan, number) for number in range(run.pipeline.stages)], allowance)
+    plan = model_layout(run)
+    return bandwidth_table(
+        run, [microbatch_bytes(run, plan, number) for number in range(run.pipeline.stages)], allowance
+    )
 
 
 SLOWEST_BYTES_PER_S = 2**20

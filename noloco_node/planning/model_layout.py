@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import ModelConfig, RunConfig
 from pipeline.partition import Prepared, cut, family_config, forward_flops, parameter_shapes, prepare, verify_family
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
 
 
-class Blueprint(NamedTuple):
+class ModelLayout(NamedTuple):
     """A model as a run cuts it. `shapes`: name and shape of every parameter of every stage, in the stage's order.
 
     `work`: floating-point operations a token of each stage, forward.
@@ -43,8 +43,8 @@ class Blueprint(NamedTuple):
         return int(self.prepared.config.vocab_size)
 
 
-def blueprint(run: RunConfig) -> Blueprint:
-    """Work out config, cuts and shapes of a run; raise `Trouble` naming what in the run file does not fit."""
+def model_layout(run: RunConfig) -> ModelLayout:
+    """Work out config, cuts and shapes of a run; raise `UserError` naming what in the run file does not fit."""
     try:
         prepared = prepare(_config(run.model), run.model.dropout)
         verify_family(prepared.config)
@@ -54,16 +54,16 @@ def blueprint(run: RunConfig) -> Blueprint:
         shapes = tuple(parameter_shapes(prepared.config, part) for part in cuts)
         work = forward_flops(prepared.config, cuts, run.pipeline.sequence_length)
     except ValueError as error:
-        raise Trouble(
+        raise UserError(
             "The run file describes a model that cannot be built.",
             why=str(error),
             attempt="correct [model] or [pipeline] in the run file; noloco-node check says what they mean",
             code=Exit.CONFIG,
         ) from error
-    return Blueprint(prepared, cuts, shapes, work)
+    return ModelLayout(prepared, cuts, shapes, work)
 
 
-def build_stage(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -> Slice:
+def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.device) -> Slice:
     """Build stage `number` with the weights that the run starts from: the seed's, or those of a checkpoint."""
     from pipeline.partition import build, load
 
@@ -74,7 +74,7 @@ def build_stage(run: RunConfig, plan: Blueprint, number: int, device: torch.devi
             try:
                 load(part, _reader(directory, files))
             except (ValueError, OSError) as error:
-                raise Trouble(
+                raise UserError(
                     f"The model in {directory} cannot be loaded.",
                     why=str(error),
                     attempt="give a Hugging Face directory with safetensors files of the same architecture",
@@ -83,8 +83,8 @@ def build_stage(run: RunConfig, plan: Blueprint, number: int, device: torch.devi
     return part
 
 
-def make_stage(run: RunConfig, plan: Blueprint, number: int, device: torch.device) -> Stage:
-    """Return stage `number` with its inner optimiser; raise `Trouble` as `build_stage` does."""
+def make_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.device) -> Stage:
+    """Return stage `number` with its inner optimiser; raise `UserError` as `build_stage` does."""
     from noloco_node.machine.device import autocast_dtype
     from pipeline.stage import Inner, Stage
 

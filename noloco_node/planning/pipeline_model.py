@@ -48,7 +48,7 @@ _WARM_UP = 24
 _FEWEST_UNEVEN = 5
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class PipelineShape(msgspec.Struct, frozen=True, kw_only=True):
     """A pipeline.
 
     `passes`: for each stage the time of a forward pass at each of its replicas. `window`: microbatches of an inner
@@ -67,7 +67,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return min(math.fsum(1.0 / (3.0 * time) for time in replicas) for replicas in self.passes)
 
 
-def spread(work: Sequence[float], speeds: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+def spread_speeds(work: Sequence[float], speeds: Sequence[float]) -> tuple[tuple[float, ...], ...]:
     """Return the `passes` of stages with so much work each, whose replicas have these speeds, relative to their mean.
 
     Replicas are set up to a hundredth apart: where clocks are equal to the last bit, much hangs on who is served first
@@ -178,7 +178,7 @@ Action = Callable[[int, _Microbatch], None]
 class _Model:
     """The events of one run: at a time, something happens to a microbatch at a stage."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: PipelineShape) -> None:
         self.shape = shape
         self.now, self.done, self.passes, self._counter = 0.0, 0, 0, 0
         self._events: list[tuple[float, int, Action, int, _Microbatch]] = []
@@ -305,7 +305,7 @@ class _Model:
             self._admit(stage, replica.next_queued())
 
 
-def efficiency(shape: Shape, hops: int = HOPS) -> float:
+def efficiency(shape: PipelineShape, hops: int = HOPS) -> float:
     """Return the work done over what the weakest stage could do if it never waited, 0 to 1, once the pipeline is full.
 
     Deterministic. `hops`: microbatches times stages to spend on it, about; fewer are faster and less sure. Raises

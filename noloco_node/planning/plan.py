@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from noloco_node.planning.advice import BUSY, Remedy, predict, remedies
+from noloco_node.planning.advice import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.planning.message_sizes import Shapes, gossip_memory, round_bytes
 from noloco_node.run.config import OuterConfig, RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
 
 if TYPE_CHECKING:
-    from noloco_node.planning.model_layout import Blueprint
+    from noloco_node.planning.model_layout import ModelLayout
 
 _LAYER_FLOATS_PER_WIDTH = 11
 _LAYER_FLOATS_PER_FEED_FORWARD = 4
@@ -81,7 +81,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer sends its partner in a round, and receives from it."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run."""
 
     name: str
@@ -102,17 +102,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """That a replica opens, when as many peers come as planned."""
     efficiency: tuple[float, ...]
     """Share of its time for which the slowest stage works, for each of `outlook.MESSAGES`."""
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[WindowSuggestion, ...]
     """Other windows that would make it busier."""
     warnings: tuple[str, ...]
 
 
-def plan(run: RunConfig) -> Plan:
+def plan(run: RunConfig) -> RunPlan:
     """Work out what a run means; raise `Trouble` (Exit.CONFIG) where model, cut or tokenizer do not fit together."""
     from noloco_node.data.encoding import check_vocabulary
-    from noloco_node.planning.model_layout import blueprint
+    from noloco_node.planning.model_layout import model_layout
 
-    drawn = blueprint(run)
+    drawn = model_layout(run)
     check_vocabulary(run.data, drawn.vocabulary)
     stage_shapes = [tuple(named.values()) for named in drawn.shapes]
     stages = tuple(
@@ -128,8 +128,8 @@ def plan(run: RunConfig) -> Plan:
     )
     hop, targets = _hop_bytes(run, drawn.width)
     shares = tuple(stage.work for stage in stages)
-    efficiency = predict(run.pipeline, shares)
-    return Plan(
+    efficiency = predict_efficiency(run.pipeline, shares)
+    return RunPlan(
         name=run.name,
         run_id=run_digest(run, content_hashes(run)),
         parameters=sum(stage.parameters for stage in stages),
@@ -141,12 +141,12 @@ def plan(run: RunConfig) -> Plan:
         tokens_per_step=run.samples_per_step * run.pipeline.sequence_length,
         rounds=_rounds(run),
         efficiency=efficiency,
-        remedies=remedies(run.pipeline, shares) if efficiency[1] < BUSY else (),
+        remedies=suggest_windows(run.pipeline, shares) if efficiency[1] < BUSY else (),
         warnings=tuple(_warnings(run, stages, efficiency[1])),
     )
 
 
-def memories(run: RunConfig, drawn: Blueprint) -> tuple[Memory, ...]:
+def memories(run: RunConfig, drawn: ModelLayout) -> tuple[Memory, ...]:
     """Return what a peer of each stage needs."""
     config = drawn.prepared.config
     return tuple(

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 
 from noloco_node.planning.advice import in_words
-from noloco_node.planning.plan import Memory, Plan, plan
+from noloco_node.planning.plan import Memory, RunPlan, plan
 from noloco_node.run.runfile import load_run
 from noloco_node.units import _bytes, _count
 
 
-def describe(plan: Plan) -> list[str]:
+def describe(plan: RunPlan) -> list[str]:
     """Say a plan in lines of plain text."""
     lines = [
         f"{plan.name}: {_count(plan.parameters)} parameters in {len(plan.stages)} stages, run id {plan.run_id[:16]}",
@@ -33,7 +33,7 @@ def describe(plan: Plan) -> list[str]:
     return lines + [f"Warning: {warning}" for warning in plan.warnings]
 
 
-def _stage_table(plan: Plan) -> list[str]:
+def _stage_table(plan: RunPlan) -> list[str]:
     rows = [
         [
             str(number),
@@ -51,7 +51,7 @@ def _stage_table(plan: Plan) -> list[str]:
     )
 
 
-def _memory_table(plan: Plan) -> list[str]:
+def _memory_table(plan: RunPlan) -> list[str]:
     # A column of nothing but zeros is not worth its place.
     names = [name for name in Memory.__struct_fields__ if any(getattr(stage.memory, name) for stage in plan.stages)]
     rows = [

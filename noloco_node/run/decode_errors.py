@@ -14,11 +14,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 
 
-def misfit(complaint: str, file: type[msgspec.Struct], origin: str) -> Trouble:
-    """Turn msgspec's complaint about a file of the type `file`, which came from `origin`, into a `Trouble`."""
+def misfit(complaint: str, file: type[msgspec.Struct], origin: str) -> UserError:
+    """Turn msgspec's complaint about a file of the type `file`, which came from `origin`, into a `UserError`."""
     why, _, where = complaint.partition(" - at ")
     path = [part for part in re.split(r"[.\[\]`$]+", where) if part]
     if missing := re.search(r"missing required field `(\w+)`", why):
@@ -92,5 +92,5 @@ def _in_words(annotation: Any) -> str:
     return simple.get(annotation, "a table such as {hidden_size = 128, num_hidden_layers = 4}")
 
 
-def _trouble(what: str, why: str, attempt: str) -> Trouble:
-    return Trouble(what, why=why, attempt=attempt, code=Exit.CONFIG)
+def _trouble(what: str, why: str, attempt: str) -> UserError:
+    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)

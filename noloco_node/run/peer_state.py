@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class State(StrEnum):
+class PeerState(StrEnum):
     """What a peer is doing, in one word."""
 
     JOINING = "joining"

@@ -13,10 +13,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 
 
-class Numbers(NamedTuple):
+class PresetNumbers(NamedTuple):
     """What differs from preset to preset."""
 
     about: str
@@ -40,8 +40,8 @@ class Numbers(NamedTuple):
     overlap: int
 
 
-_PRESETS: dict[str, Numbers] = {
-    "tiny": Numbers(
+_PRESETS: dict[str, PresetNumbers] = {
+    "tiny": PresetNumbers(
         about="0.75 million parameters: for a laptop, a few minutes",
         hidden=128,
         layers=4,
@@ -62,7 +62,7 @@ _PRESETS: dict[str, Numbers] = {
         late_per_round=16,
         overlap=3,
     ),
-    "125m": Numbers(
+    "125m": PresetNumbers(
         about='113 million parameters beside the vocabulary: "small" in the paper',
         hidden=768,
         layers=12,
@@ -83,7 +83,7 @@ _PRESETS: dict[str, Numbers] = {
         late_per_round=50,
         overlap=8,
     ),
-    "1b": Numbers(
+    "1b": PresetNumbers(
         about='1.6 billion parameters beside the vocabulary: "medium" in the paper',
         hidden=2048,
         layers=24,
@@ -104,7 +104,7 @@ _PRESETS: dict[str, Numbers] = {
         late_per_round=50,
         overlap=8,
     ),
-    "7b": Numbers(
+    "7b": PresetNumbers(
         about='8.6 billion parameters beside the vocabulary: "large" in the paper',
         hidden=4096,
         layers=32,
@@ -132,14 +132,14 @@ PRESETS = tuple(_PRESETS)
 
 
 def run_text(preset: str, *, name: str | None = None, seed: int = 0) -> str:
-    """Return the text of a run file, every field of it explained by a comment; raise `Trouble` for another preset."""
+    """Return the text of a run file, every field of it explained by a comment; raise `UserError` for another preset."""
     return written(numbers_of(preset), name or preset, seed)
 
 
-def numbers_of(preset: str) -> Numbers:
-    """Return what a preset is made of; raise `Trouble` for another one."""
+def numbers_of(preset: str) -> PresetNumbers:
+    """Return what a preset is made of; raise `UserError` for another one."""
     if preset not in _PRESETS:
-        raise Trouble(
+        raise UserError(
             f"There is no preset {preset!r}.",
             why="a preset is the size of a model",
             attempt=f"one of {', '.join(PRESETS)}",
@@ -149,24 +149,24 @@ def numbers_of(preset: str) -> Numbers:
 
 
 def write_run_file(path: Path, preset: str, *, overwrite: bool) -> None:
-    """Write a preset's run file to `path`; raise `Trouble` if there is no such preset or a file is in the way."""
+    """Write a preset's run file to `path`; raise `UserError` if there is no such preset or a file is in the way."""
     write_text(path, run_text(preset), overwrite=overwrite)
 
 
 def write_text(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write a run file's text to `path`; raise `Trouble` if a file is in the way."""
+    """Write a run file's text to `path`; raise `UserError` if a file is in the way."""
     try:
         with path.open("w" if overwrite else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise Trouble(
+        raise UserError(
             f"{path} is there already.",
             why="a run file may be all that is left of a run, so it is not overwritten unasked",
             attempt="another path, or --force",
             code=Exit.USAGE,
         ) from error
     except OSError as error:
-        raise Trouble(
+        raise UserError(
             f"{path} cannot be written.",
             why=error.strerror or str(error),
             attempt="a path in a directory that exists and is yours",
@@ -195,14 +195,14 @@ def demo_run_text(*, stages: int, replicas: int, steps: int, seed: int) -> str:
     return written(numbers, "demo", seed)
 
 
-def written(n: Numbers, name: str, seed: int, *, model: str | None = None, tokenizer: str = '"byt5"') -> str:
+def written(n: PresetNumbers, name: str, seed: int, *, model: str | None = None, tokenizer: str = '"byt5"') -> str:
     """Return the text of a run file. `model`: another section [model]; `tokenizer`: another one, quoted."""
     data = _DATA.replace('tokenizer = "byt5"', f"tokenizer = {tokenizer}", 1)
     parts = [_title(n, name, seed), _model(n) if model is None else model]
     return "\n".join([*parts, _pipeline(n), data, _inner(n), _outer(n)])
 
 
-def _title(n: Numbers, name: str, seed: int) -> str:
+def _title(n: PresetNumbers, name: str, seed: int) -> str:
     return f'''\
 # A run of noloco-node: {n.about}.
 #
@@ -219,7 +219,7 @@ precision = "auto"
 '''
 
 
-def _model(n: Numbers) -> str:
+def _model(n: PresetNumbers) -> str:
     return f"""\
 [model]
 # A decoder of transformers, by its model type ("llama", "gpt2", "qwen2", ...), trained from scratch. To continue from a
@@ -249,7 +249,7 @@ tie_word_embeddings = false
 """
 
 
-def _pipeline(n: Numbers) -> str:
+def _pipeline(n: PresetNumbers) -> str:
     return f'''\
 [pipeline]
 # The layers are cut into this many stages; a peer holds one of them.
@@ -302,7 +302,7 @@ shuffle = true
 """
 
 
-def _inner(n: Numbers) -> str:
+def _inner(n: PresetNumbers) -> str:
     return f"""\
 [inner]
 # The optimiser inside a peer between two meetings: AdamW.
@@ -323,7 +323,7 @@ clip_norm = 1.0
 """
 
 
-def _outer(n: Numbers) -> str:
+def _outer(n: PresetNumbers) -> str:
     return f"""\
 [outer]
 # Gossip: after this many inner steps a peer meets one random peer of its own stage, and both move towards their mean.

@@ -11,7 +11,6 @@ from math import prod
 from gossip.exchange.formats import Format, absolute, wire_specs
 from gossip.exchange.messages import (
     Accepted,
-    Ahead,
     Busy,
     Declined,
     Gone,
@@ -19,6 +18,7 @@ from gossip.exchange.messages import (
     Offer,
     Piece,
     PieceRequest,
+    PrefetchOffer,
     Probe,
     Received,
     Section,
@@ -27,7 +27,7 @@ from gossip.exchange.messages import (
 )
 from gossip.exchange.swap import PROBE
 from gossip.transfer.chunks import DIGEST_BYTES, cut
-from noloco_node.network.wire import Either, MessageSpec, Schema, TensorSpec
+from noloco_node.network.wire import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.run.config import RunConfig
 from pipeline.messages import Gradient, Microbatch, Refused
 
@@ -68,22 +68,22 @@ def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
     coded = tuple(tuple(TensorSpec(spec.shape, spec.dtype) for spec in wire_specs(form, shapes)) for form in forms)
     probe = TensorSpec((min(PROBE, sum(map(prod, shapes))),), "float32")
     # Ahead of a round no snapshot is there to be probed.
-    fast_probe = Either((probe, None)) if codec is Format.INT4 else None
+    fast_probe = OneOf((probe, None)) if codec is Format.INT4 else None
     messages = {
         Offer: MessageSpec("Offer"),
         Accepted: MessageSpec("Accepted"),
         Declined: MessageSpec("Declined"),
         Probe: MessageSpec("Probe", {"slow": probe, "fast": fast_probe}),
-        Weights: MessageSpec("Weights", {"fast": Either((*coded, ())), "slow": Either((*coded, ())) if both else ()}),
+        Weights: MessageSpec("Weights", {"fast": OneOf((*coded, ())), "slow": OneOf((*coded, ())) if both else ()}),
         Received: MessageSpec("Received"),
     }
-    return Schema(messages | {Ahead: MessageSpec("Ahead")} if both else messages)
+    return Schema(messages | {PrefetchOffer: MessageSpec("Ahead")} if both else messages)
 
 
 def state_schema(shapes: Shapes) -> Schema:
     """Return what a newcomer, or somebody who exports, and a replica of this stage say to each other."""
     spans = cut([4 * prod(shape) for shape in shapes])
-    hashes = Either((TensorSpec((len(spans), DIGEST_BYTES), "uint8"), None))
+    hashes = OneOf((TensorSpec((len(spans), DIGEST_BYTES), "uint8"), None))
     sizes = dict.fromkeys(span.size_bytes for span in spans)
     return Schema(
         {
@@ -91,7 +91,7 @@ def state_schema(shapes: Shapes) -> Schema:
             Busy: MessageSpec("Busy"),
             Manifest: MessageSpec("Manifest", {str(section): hashes for section in Section}),
             PieceRequest: MessageSpec("PieceRequest"),
-            Piece: MessageSpec("Piece", {"data": Either(tuple(TensorSpec((size,), "uint8") for size in sizes))}),
+            Piece: MessageSpec("Piece", {"data": OneOf(tuple(TensorSpec((size,), "uint8") for size in sizes))}),
             Gone: MessageSpec("Gone"),
         }
     )

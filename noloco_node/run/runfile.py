@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.decode_errors import misfit, short
@@ -32,12 +32,13 @@ RUN_TEXT_BYTES = 256 * 1024
 
 
 def load_run(path: str | Path) -> RunConfig:
-    """Read, decode and validate the run file at `path`; raise `Trouble` (Exit.CONFIG) if anything is wrong with it."""
+    """Read, decode and validate the run file at `path`; raise `UserError` (Exit.CONFIG) if anything is wrong with
+    it."""
     return decode_run(read_run_text(path), str(path))
 
 
 def read_run_text(path: str | Path) -> str:
-    """Return the text of a run file, the form in which peers serve it; raise `Trouble` if it cannot be read."""
+    """Return the text of a run file, the form in which peers serve it; raise `UserError` if it cannot be read."""
     try:
         with open(path, "rb") as file:
             raw = file.read(RUN_TEXT_BYTES + 1)
@@ -55,7 +56,7 @@ def read_run_text(path: str | Path) -> str:
 def decode_run(text: str, origin: str) -> RunConfig:
     """Decode and validate the text of a run file.
 
-    `origin` says in messages where it came from. Raises `Trouble` (Exit.CONFIG) that names the line or the field at
+    `origin` says in messages where it came from. Raises `UserError` (Exit.CONFIG) that names the line or the field at
     fault, what is wrong with it and what would be right. Safe for text that a stranger sent.
     """
     if len(text.encode(errors="replace")) > RUN_TEXT_BYTES:
@@ -81,7 +82,7 @@ def _too_long(origin: str) -> NoReturn:
 
 
 def validate(run: RunConfig, origin: str = "the run") -> None:
-    """Check every rule that a type cannot state; raise `Trouble` (Exit.CONFIG) about the first that is broken."""
+    """Check every rule that a type cannot state; raise `UserError` (Exit.CONFIG) about the first that is broken."""
     found = list(problems(run))
     if not found:
         return
@@ -95,7 +96,7 @@ def with_source(data: DataConfig, source: str) -> DataConfig:
     """Return `data` reading from another source, the tokenizer unchanged.
 
     `source` is a path (json or parquet by its suffix, else text), or `stdlib`, or says its kind: `text:PATH`,
-    `json:PATH`, `parquet:PATH`, `hub:OWNER/NAME@COMMIT`. Raises `Trouble` (Exit.CONFIG).
+    `json:PATH`, `parquet:PATH`, `hub:OWNER/NAME@COMMIT`. Raises `UserError` (Exit.CONFIG).
     """
     kind, colon, rest = source.partition(":")
     if source == "stdlib":
@@ -145,7 +146,7 @@ def content_hashes(run: RunConfig) -> dict[str, str]:
     """Return what pins the content of the model and the tokenizer that the run names, by field.
 
     A local directory is read whole (a minute for a model of many gigabytes); what lies on the hub is pinned by its
-    commit. Raises `Trouble` if a directory is not there.
+    commit. Raises `UserError` if a directory is not there.
     """
     hashes = {}
     if run.model.path is not None:
@@ -180,5 +181,5 @@ def _hash_of_directory(directory: str, field: str) -> str:
     return total.hexdigest()
 
 
-def _trouble(what: str, why: str, attempt: str) -> Trouble:
-    return Trouble(what, why=why, attempt=attempt, code=Exit.CONFIG)
+def _trouble(what: str, why: str, attempt: str) -> UserError:
+    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)

@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from noloco_node.sim.hardware.device import Stutter
-from noloco_node.sim.network.hub import Hub, Tampering
-from noloco_node.sim.network.link_model import Access, Weather
+from noloco_node.sim.network.hub import Corruption, SimNetwork
+from noloco_node.sim.network.link_model import Access, NetworkConditions
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 
 
-class Conditions:
+class FaultInjector:
     """The conditions of one world. `weather`: when no storm rages."""
 
-    def __init__(self, hub: Hub, peers: Mapping[str, SimulatedPeer], weather: Weather) -> None:
+    def __init__(self, hub: SimNetwork, peers: Mapping[str, SimulatedPeer], weather: NetworkConditions) -> None:
         self._hub, self._peers, self._weather = hub, peers, weather
         self._lasting: list[Fault] = []
 
@@ -39,14 +39,14 @@ class Conditions:
         match fault:
             case faults.Slow() if peer is not None:
                 peer.slow_down(fault.factor)
-            case faults.Stutter() if peer is not None:
+            case faults.StutterFault() if peer is not None:
                 peer.begin_stutter(Stutter(fault.share, fault.pause_s))
-            case faults.Line() if peer is not None:
+            case faults.LinkFault() if peer is not None:
                 peer.access = _access(fault)
                 if peer.running:
                     self._hub.set_access(peer.name, peer.access)
             case faults.Tamper() if peer is not None and peer.running:
-                self._hub.tamper(peer.name, Tampering(fault.how), fault.count)
+                self._hub.tamper(peer.name, Corruption(fault.how), fault.count)
             case faults.Silence():
                 self._hub.silence(fault.peer)
             case faults.Partition():
@@ -85,7 +85,7 @@ class Conditions:
     def _storms(self) -> tuple[faults.Storm, ...]:
         return tuple(fault for fault in self._lasting if isinstance(fault, faults.Storm))
 
-    def _stormy(self, storms: tuple[faults.Storm, ...]) -> Weather:
+    def _stormy(self, storms: tuple[faults.Storm, ...]) -> NetworkConditions:
         """Return the weather with all these storms: of each share the worst."""
         usual = self._weather
         return replace(
@@ -96,7 +96,7 @@ class Conditions:
         )
 
 
-def _access(fault: faults.Line) -> Access:
+def _access(fault: faults.LinkFault) -> Access:
     return Access(
         up_bytes_per_s=fault.up_bytes_per_s or math.inf,
         down_bytes_per_s=fault.down_bytes_per_s or math.inf,

@@ -14,15 +14,15 @@ from typing import Protocol
 import torch
 
 from noloco_node.journal import events
-from noloco_node.machine.interface import Machine, Text, Voice
-from noloco_node.node.node import Node, Wishes
+from noloco_node.machine.interface import Host, Reporter, Text
+from noloco_node.node.node import Node, NodeOptions
 from noloco_node.sim.hardware.device import Stutter, VirtualDevice
-from noloco_node.sim.hardware.memory_store import MemoryShelf
+from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage
-from noloco_node.sim.hardware.quadratic_model import VOCABULARY, Numbers
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.hardware.quadratic_model import VOCABULARY, RandomBatches
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
-from noloco_node.sim.scenario.setup import Setting
+from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.storage.checkpoint import Checkpoint
 
 KEPT_LINES = 50
@@ -36,7 +36,7 @@ class Observer(Protocol):
         """Take note of an event of a peer's journal."""
 
 
-class Life:
+class PeerLife:
     """One run of a peer's process. `wrong`: promises that its stage saw broken. `crashed`: it was not asked."""
 
     def __init__(self, number: int) -> None:
@@ -61,15 +61,17 @@ class Life:
 class SimulatedPeer:
     """A peer of a world. `asked_stage`: the one that its owner wants; None lets it choose."""
 
-    def __init__(self, name: str, asked_stage: int | None, setting: Setting, hub: Hub, observe: Observer) -> None:
+    def __init__(
+        self, name: str, asked_stage: int | None, setting: SimSetup, hub: SimNetwork, observe: Observer
+    ) -> None:
         self.name, self.asked_stage = name, asked_stage
         self.access: Access = setting.access()
         self.first_slowness = self.slowness = 1.0
         self.stutter = Stutter()
         self.disk: Checkpoint | None = None
-        self.shelf = MemoryShelf(lambda: self.disk)
+        self.shelf = MemoryStore(lambda: self.disk)
         self.disk_refuses = False
-        self.lives: list[Life] = []
+        self.lives: list[PeerLife] = []
         self.devices: list[VirtualDevice] = []
         self._setting, self._hub, self._observe = setting, hub, observe
 
@@ -78,7 +80,7 @@ class SimulatedPeer:
         return f"SimulatedPeer({self.name}, life {len(self.lives)}, {state})"
 
     @property
-    def life(self) -> Life:
+    def life(self) -> PeerLife:
         """The present life, or the last."""
         return self.lives[-1]
 
@@ -110,7 +112,7 @@ class SimulatedPeer:
         if self.running:
             raise RuntimeError(f"{self.name} is running already")
         setting, swarm = self._setting, self._setting.scenario.swarm
-        life = Life(len(self.lives))
+        life = PeerLife(len(self.lives))
         device = VirtualDevice(seed=f"{setting.run.seed}|{self.name}|{life.number}")
         device.slow_down(self.slowness)
         device.stutter(self.stutter)
@@ -121,7 +123,7 @@ class SimulatedPeer:
             setting.dimensions,
             self._hub.network(self.name, self.access),
             self._machine(life, device),
-            Wishes(
+            NodeOptions(
                 stage=self.asked_stage,
                 linger_s=3 * swarm.refresh_s,
                 refresh_s=swarm.refresh_s,
@@ -130,7 +132,7 @@ class SimulatedPeer:
                 deadlines=swarm.impatient,
                 slowest_bytes_per_s=setting.slowest_bytes_per_s,
             ),
-            Voice(record=self._recorder(life), say=self._speaker(life)),
+            Reporter(record=self._recorder(life), say=self._speaker(life)),
         )
         life.task = asyncio.create_task(node.live(life.leave), name=f"{self.name} life {life.number}")
         life.task.add_done_callback(lambda _: self._over(life))
@@ -168,7 +170,7 @@ class SimulatedPeer:
             total.update(f"{node.replica.rounds.finished} {node.replica.inner_steps}".encode())
         return total.digest()
 
-    def _machine(self, life: Life, device: VirtualDevice) -> Machine:
+    def _machine(self, life: PeerLife, device: VirtualDevice) -> Host:
         def build(number: int) -> PricedStage:
             setting = self._setting
             windows = setting.run.pipeline.windows_in_flight
@@ -183,7 +185,7 @@ class SimulatedPeer:
             self.disk = checkpoint
             return "the simulated disk"
 
-        return Machine(
+        return Host(
             device=device,
             build=build,
             open_text=self._open_text,
@@ -202,23 +204,23 @@ class SimulatedPeer:
             return BlockText(run, self.name, self._setting.dimensions.vocabulary)
         shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length)
         digest = hashlib.sha256(f"{run.seed}|{self.name}".encode()).digest()
-        return Numbers(shape, int.from_bytes(digest[:3], "big") % VOCABULARY)
+        return RandomBatches(shape, int.from_bytes(digest[:3], "big") % VOCABULARY)
 
-    def _recorder(self, life: Life) -> Callable[[events.Event], None]:
+    def _recorder(self, life: PeerLife) -> Callable[[events.Event], None]:
         def record(event: events.Event) -> None:
             if not life.crashed:
                 self._observe(self, event)
 
         return record
 
-    def _speaker(self, life: Life) -> Callable[[str], None]:
+    def _speaker(self, life: PeerLife) -> Callable[[str], None]:
         def say(line: str) -> None:
             if len(life.said) < KEPT_LINES:
                 life.said.append(line)
 
         return say
 
-    def _over(self, life: Life) -> None:
+    def _over(self, life: PeerLife) -> None:
         """Take the network of a process that ended by itself off the hub."""
         if not life.crashed:
             self._hub.kill(self.name)

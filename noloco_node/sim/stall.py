@@ -14,7 +14,7 @@ from gossip.exchange.messages import ReplicaState
 from noloco_node.run.protocols import MICROBATCH, STATE
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import faults
-from noloco_node.sim.scenario.setup import Setting
+from noloco_node.sim.scenario.setup import SimSetup
 from pipeline.messages import Gradient, Microbatch
 
 LEAST_S = 1800.0
@@ -26,7 +26,7 @@ TRIPS = 4
 MOST_NAMES = 20
 
 
-def patience_s(setting: Setting) -> float:
+def patience_s(setting: SimSetup) -> float:
     """Return after how many virtual seconds without an inner step nobody will ever take one."""
     scenario, pipeline = setting.scenario, setting.run.pipeline
     devices, line = scenario.devices, setting.access()
@@ -37,9 +37,9 @@ def patience_s(setting: Setting) -> float:
         match fault:
             case faults.Slow():
                 slowest = max(slowest, fault.factor)
-            case faults.Stutter():
+            case faults.StutterFault():
                 slowest_pause_s = max(slowest_pause_s, fault.pause_s)
-            case faults.Line():
+            case faults.LinkFault():
                 rates = [rate for rate in (fault.up_bytes_per_s, fault.down_bytes_per_s) if rate is not None]
                 bytes_per_s = min([bytes_per_s, *rates])
     job_s = max(prices.forward_s for prices in setting.prices) * slowness * slowest

@@ -19,17 +19,17 @@ from contextlib import suppress
 from random import Random
 from typing import Protocol, TypeVar
 
-from noloco_node.errors import trouble_of
+from noloco_node.errors import user_error_of
 from noloco_node.journal import events
 from noloco_node.sim import clock, stall
-from noloco_node.sim.fault_injection import Conditions
+from noloco_node.sim.fault_injection import FaultInjector
 from noloco_node.sim.hardware.device import Stutter
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.scenario.setup import Setting
+from noloco_node.sim.scenario.setup import SimSetup
 
 T = TypeVar("T")
 
@@ -57,9 +57,9 @@ class Watcher(Protocol):
 class World:
     """One simulation; make it inside a running virtual loop."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SimSetup) -> None:
         self.setting = setting
-        self.hub = Hub(setting.weather, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
+        self.hub = SimNetwork(setting.weather, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
         self.peers: dict[str, SimulatedPeer] = {}
         self.watchers: list[Watcher] = []
         self.ended_s = 0.0
@@ -71,7 +71,7 @@ class World:
         self._sent_home = False
         self._ended: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._conditions = Conditions(self.hub, self.peers, setting.weather)
+        self._conditions = FaultInjector(self.hub, self.peers, setting.weather)
         slowness = setting.scenario.devices.slowness
         devices = setting.scenario.devices
         for number, name in enumerate(setting.peers):
@@ -155,7 +155,7 @@ class World:
         ended, self._ended = self._ended, []
         for task in ended:
             # A node that ends with a message to its owner is a process that ended.
-            if not task.cancelled() and trouble_of(task.exception()) is None:
+            if not task.cancelled() and user_error_of(task.exception()) is None:
                 task.result()
 
     def _begin(self, peer: SimulatedPeer) -> None:
@@ -266,7 +266,7 @@ class World:
             self._begin(peer)
 
 
-def simulate(setting: Setting, watch: Callable[[World], Sequence[Watcher]], finish: Callable[[World], T]) -> T:
+def simulate(setting: SimSetup, watch: Callable[[World], Sequence[Watcher]], finish: Callable[[World], T]) -> T:
     """Run a setting to its end in virtual time, seen by the watchers that `watch` makes; return what `finish` says."""
 
     async def main() -> T:

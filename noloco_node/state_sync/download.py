@@ -19,18 +19,18 @@ from torch import Tensor
 
 from gossip.exchange.messages import Manifest, Parts, ReplicaState, Section, StateRequest
 from gossip.transfer import download
-from gossip.transfer.assembly import Arrived, Followed, Holding, Keep, Left, News
-from gossip.transfer.donor_switch import Voices, objection
+from gossip.transfer.assembly import ChunkArrived, ChunkStore, DonorLost, DonorSelected, News, StateAssembly
+from gossip.transfer.donor_switch import NormVotes, objection
 from noloco_node.journal import events
-from noloco_node.machine.interface import Runner, Voice
+from noloco_node.machine.interface import Reporter, Runner
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.units import MIB, _size, duration
 
 if TYPE_CHECKING:
-    from noloco_node.machine.interface import Stage
-    from noloco_node.network.interface import Network
+    from noloco_node.machine.interface import StageModel
+    from noloco_node.network.interface import PeerNetwork
 
 COPY_AGAIN_S = 10.0
 """Before all donors are asked again, when none gave its state; half as long again each time."""
@@ -41,10 +41,10 @@ VOICE_S = 10.0
 """For another replica to say its norm."""
 
 
-class Line(NamedTuple):
+class DownloadLink(NamedTuple):
     """How the weights come to us. `deadline_s`: for all that one donor gives."""
 
-    network: Network
+    network: PeerNetwork
     device: Runner
     deadline_s: float
 
@@ -68,17 +68,23 @@ def own_sections(checkpoint: Checkpoint) -> dict[Section, tuple[Tensor, ...]]:
     }
 
 
-class Copying:
+class StateDownload:
     """The copy of one stage's state, over as many attempts as it takes; what has come stays between them."""
 
     def __init__(
-        self, number: int, stage: Stage, line: Line, voice: Voice, keep: Keep | None, own: Checkpoint | None = None
+        self,
+        number: int,
+        stage: StageModel,
+        line: DownloadLink,
+        reporter: Reporter,
+        keep: ChunkStore | None,
+        own: Checkpoint | None = None,
     ) -> None:
         self._number, self._line, self._own, self._keep = number, line, own, keep
         self._schema = state_schema(stage.shapes)
         self._like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
-        self._account = Account(number, voice, asyncio.get_running_loop().time)
-        self._holding = Holding(self._like, keep, self._account.note)
+        self._account = DownloadAccount(number, reporter, asyncio.get_running_loop().time)
+        self._holding = StateAssembly(self._like, keep, self._account.note)
         self.attempts = 0
 
     def __repr__(self) -> str:
@@ -99,16 +105,18 @@ class Copying:
             asked = [peer for peer in donors if peer != donor][:VOICES]
             await asyncio.gather(*[self._ask_norm(peer, norms) for peer in asked if peer not in norms])
             records = living()  # the donor before this one may have taken an hour
-            voices = Voices(
+            voices = NormVotes(
                 rounds=[record.round for record in records],
                 progress=[record.progress for record in records],
                 norms=[norms[peer] for peer in asked if peer in norms],
             )
             return objection(manifest, voices)
 
-        wanted = download.Wanted(parts=Parts.ALL, like=self._like, deadline_s=self._line.deadline_s, objection=refuse)
+        wanted = download.StateWanted(
+            parts=Parts.ALL, like=self._like, deadline_s=self._line.deadline_s, objection=refuse
+        )
         try:
-            state = await download.catch_up(donors, self._converse, wanted, self._line.device.run, self._holding)
+            state = await download.download_state(donors, self._converse, wanted, self._line.device.run, self._holding)
         except ConnectionError as error:
             return str(error)
         finally:
@@ -139,11 +147,11 @@ class Copying:
         return self._line.network.talk(peer, topic(STATE, self._number), self._schema)
 
 
-class Account:
+class DownloadAccount:
     """What a person reads of a copy, and its journal."""
 
-    def __init__(self, stage: int, voice: Voice, now: Callable[[], float]) -> None:
-        self._stage, self._voice, self._now = stage, voice, now
+    def __init__(self, stage: int, reporter: Reporter, now: Callable[[], float]) -> None:
+        self._stage, self._voice, self._now = stage, reporter, now
         self._begun_s: float | None = None
         self._donor: str | None = None
         self._round = self._total_bytes = self._held_bytes = self._fetched_bytes = 0
@@ -155,13 +163,13 @@ class Account:
         if self._begun_s is None:
             self._begun_s = self._now()
         match news:
-            case Followed():
+            case DonorSelected():
                 self._follow(news)
-            case Arrived():
+            case ChunkArrived():
                 self._fetched_bytes += news.size_bytes
                 self._held_bytes += news.size_bytes
                 self._tell()
-            case Left():
+            case DonorLost():
                 self._record("refused" if news.refused else "lost", news.donor, news.why)
                 if news.refused:
                     self._voice.say(f"refused the copy of {news.donor}: {news.why}")
@@ -182,7 +190,7 @@ class Account:
         )
         self._record("done", self._donor)
 
-    def _follow(self, news: Followed) -> None:
+    def _follow(self, news: DonorSelected) -> None:
         self._donor, self._round = news.donor, news.round
         self._total_bytes, self._held_bytes = news.total_bytes, news.held_bytes
         self._since_s = self._said_s = self._now()

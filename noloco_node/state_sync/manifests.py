@@ -15,12 +15,12 @@ import torch
 
 from gossip.exchange.messages import Manifest, Parts, StateRequest
 from gossip.transfer.chunks import cut
-from gossip.transfer.download import Converse, Wanted, manifest_of
+from gossip.transfer.download import Converse, StateWanted, manifest_of
 from noloco_node.run.protocols import state_schema, topic
-from noloco_node.state_sync.replica_mean import Standing
+from noloco_node.state_sync.replica_mean import ReplicaSummary
 
 if TYPE_CHECKING:
-    from noloco_node.network.interface import Network
+    from noloco_node.network.interface import PeerNetwork
     from noloco_node.network.wire import Schema
 
 SNAPSHOT = "snapshot"
@@ -29,7 +29,7 @@ PATIENCE_S = 10.0
 ASKED_AT_ONCE = 8
 
 
-class Subject(NamedTuple):
+class WeightsOf(NamedTuple):
     """A stage whose weights are asked for. `kind`: STATE of its replicas, SNAPSHOT of peers that keep one."""
 
     number: int
@@ -46,24 +46,24 @@ class Subject(NamedTuple):
         """What is said about them."""
         return state_schema(self.shapes)
 
-    def converse(self, network: Network) -> Converse:
+    def converse(self, network: PeerNetwork) -> Converse:
         """Return how to talk about them with a peer."""
         return lambda peer: network.talk(peer, topic(self.kind, self.number), self.schema)
 
-    def wanted(self, deadline_s: float) -> Wanted:
+    def wanted(self, deadline_s: float) -> StateWanted:
         """Return what to ask for: the slow weights alone."""
         like = tuple(torch.empty(shape, device="meta") for shape in self.shapes)
-        return Wanted(parts=Parts.SLOW, like=like, deadline_s=deadline_s)
+        return StateWanted(parts=Parts.SLOW, like=like, deadline_s=deadline_s)
 
 
-class Told(NamedTuple):
+class ManifestReplies(NamedTuple):
     """What was said: by those who answered, and by how many that they are busy with others just now."""
 
     manifests: dict[str, Manifest]
     busy: int
 
 
-async def outlines(network: Network, peers: Iterable[str], subject: Subject) -> Told:
+async def ask_manifests(network: PeerNetwork, peers: Iterable[str], subject: WeightsOf) -> ManifestReplies:
     """Return what each peer says of its weights, round and norm, as far as they answer soon."""
     turns, pieces = asyncio.Semaphore(ASKED_AT_ONCE), len(cut([4 * prod(shape) for shape in subject.shapes]))
     converse, told, busy = subject.converse(network), dict[str, Manifest](), list[str]()
@@ -83,12 +83,14 @@ async def outlines(network: Network, peers: Iterable[str], subject: Subject) -> 
     async with asyncio.TaskGroup() as group:
         for peer in peers:
             group.create_task(ask(peer))
-    return Told({peer: told[peer] for peer in sorted(told)}, len(busy))
+    return ManifestReplies({peer: told[peer] for peer in sorted(told)}, len(busy))
 
 
-def standings(told: Mapping[str, Manifest]) -> list[Standing]:
+def standings(told: Mapping[str, Manifest]) -> list[ReplicaSummary]:
     """Return what peers said, for a comparison."""
     return [
-        Standing(peer=peer, round=each.round, inner_steps=each.inner_steps, progress=each.progress, norm=each.norm)
+        ReplicaSummary(
+            peer=peer, round=each.round, inner_steps=each.inner_steps, progress=each.progress, norm=each.norm
+        )
         for peer, each in told.items()
     ]

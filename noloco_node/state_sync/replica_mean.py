@@ -30,7 +30,7 @@ FACTOR = 2.0
 """By which a norm may differ from the median."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One replica: whose it is, where it stood, and the norm of its slow weights."""
 
     peer: str
@@ -47,7 +47,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-def sift(standings: Sequence[Standing], rounds_behind: int) -> tuple[list[int], list[LeftOut]]:
+def drop_outliers(standings: Sequence[ReplicaSummary], rounds_behind: int) -> tuple[list[int], list[LeftOut]]:
     """Return the places of those that belong in the mean, at least one where any is finite, and who is left out."""
     left_out = [
         LeftOut(peer=each.peer, why="its weights are not finite") for each in standings if not math.isfinite(each.norm)

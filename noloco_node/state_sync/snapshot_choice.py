@@ -10,8 +10,8 @@ from typing import NamedTuple
 from gossip.exchange.messages import Manifest
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor_switch import OUTLYING_PROGRESS
-from noloco_node.run.peer_state import State
-from noloco_node.state_sync.replica_mean import Standing
+from noloco_node.run.peer_state import PeerState
+from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.swarm.roster import Roster
 
 MOST_ASKED = 256
@@ -26,22 +26,22 @@ NORM_FACTOR = 4.0
 VOICES = 3
 MOST_TIMES = 64
 """As many rounds as the furthest of the other stages may a stage have made: it had the fewer replicas."""
-_AT_WORK = (State.TRAINING, State.FINISHED)
+_AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
 
 
-class Reached(NamedTuple):
+class RunReach(NamedTuple):
     """How far the run is, by its stages at work."""
 
     round: int
     progress: float
 
-    def allows(self, of: Standing | Manifest) -> bool:
+    def allows(self, of: ReplicaSummary | Manifest) -> bool:
         """Say whether a snapshot of another stage may be so far."""
         most = MOST_TIMES * (self.round + ROUND_BOUND)
         return 0 <= of.round <= most and of.progress <= self.progress + OUTLYING_PROGRESS
 
 
-def donors(own_round: int | None, offers: Sequence[Standing], run: Reached) -> tuple[str, ...]:
+def donors(own_round: int | None, offers: Sequence[ReplicaSummary], run: RunReach) -> tuple[str, ...]:
     """Return the peers whose snapshot to ask for, the newest first; none where our own checkpoint is as good.
 
     `own_round`: of our checkpoint of the stage, None without one.
@@ -55,7 +55,9 @@ def donors(own_round: int | None, offers: Sequence[Standing], run: Reached) -> t
     return tuple(offer.peer for offer in sorted(believed, key=lambda offer: -offer.round))
 
 
-def kept_word(offers: Sequence[Standing], run: Reached) -> Callable[[str, Manifest], Awaitable[str | None]]:
+def verify_snapshot(
+    offers: Sequence[ReplicaSummary], run: RunReach
+) -> Callable[[str, Manifest], Awaitable[str | None]]:
     """Return what refuses whoever gives another snapshot than the one for which `donors` chose it."""
     norms = {offer.peer: offer.norm for offer in offers}
 
@@ -69,14 +71,14 @@ def kept_word(offers: Sequence[Standing], run: Reached) -> Callable[[str, Manife
     return objection
 
 
-def reached(roster: Roster) -> Reached:
+def reached(roster: Roster) -> RunReach:
     """Return how far the stage is that is furthest, by the medians of its replicas at work.
 
     Newcomers say round 0, and there may be many of them: they count where nobody else is left.
     """
     at_work = [[record for record in records if record.state in _AT_WORK] for records in roster.stages]
     stages = [records for records in (at_work if any(at_work) else roster.stages) if records]
-    return Reached(
+    return RunReach(
         max((median_high([record.round for record in records]) for records in stages), default=0),
         max((median_high([record.progress for record in records]) for records in stages), default=0.0),
     )
@@ -85,7 +87,7 @@ def reached(roster: Roster) -> Reached:
 def asked_of(roster: Roster, me: str, rng: Random) -> list[str]:
     """Return the peers that are asked for a snapshot: whoever works, or has left a stage and not yet arrived."""
     found: list[str] = []
-    for states, most in ((_AT_WORK, MOST_ASKED), ((State.CATCHING_UP,), MOST_ASKED // 4)):
+    for states, most in ((_AT_WORK, MOST_ASKED), ((PeerState.CATCHING_UP,), MOST_ASKED // 4)):
         records = [record for records in roster.stages for record in records if record.state in states]
         peers = sorted({record.peer for record in records} - {me, *found})
         found += rng.sample(peers, min(most, len(peers)))

@@ -27,20 +27,20 @@ from typing import TYPE_CHECKING
 from gossip.exchange.messages import Manifest, Parts, ReplicaState
 from gossip.exchange.swap import norm
 from gossip.transfer.chunks import cut
-from gossip.transfer.donor import Donor, Terms
+from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.donor_switch import OUTLYING_ROUNDS
-from gossip.transfer.download import catch_up, piece_s
-from noloco_node.machine.interface import Runner, SnapshotStore, Voice
-from noloco_node.run.peer_state import State
+from gossip.transfer.download import download_state, piece_s
+from noloco_node.machine.interface import Reporter, Runner, SnapshotStore
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, topic
-from noloco_node.state_sync.manifests import SNAPSHOT, Subject, outlines, standings
-from noloco_node.state_sync.replica_mean import Standing, sift
+from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, standings
+from noloco_node.state_sync.replica_mean import ReplicaSummary, drop_outliers
 from noloco_node.state_sync.snapshot_server import state_of, turn_away
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 if TYPE_CHECKING:
-    from noloco_node.network.interface import Conversation, Network
+    from noloco_node.network.interface import Conversation, PeerNetwork
 
 LOOK_S = 10.0
 """Between two looks at how far the stages are."""
@@ -64,7 +64,7 @@ def next_stage(rounds: Sequence[Sequence[int]], kept: Mapping[int, int], every: 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Keeping:
+class SnapshotKeeperConfig:
     """What is kept. `shapes`: of each stage's parameters. `own`: the stage that we serve. `every`: in rounds.
 
     `deadline_s`: for the fetching of so many bytes.
@@ -77,26 +77,26 @@ class Keeping:
     every: int
     deadline_s: Callable[[int], float]
 
-    def subject(self, number: int, kind: str) -> Subject:
+    def subject(self, number: int, kind: str) -> WeightsOf:
         """Return a stage as it is asked for."""
-        return Subject(number, self.shapes[number], kind)
+        return WeightsOf(number, self.shapes[number], kind)
 
 
-class Keeper:
+class SnapshotKeeper:
     """Takes snapshots and serves them; `run` is to be awaited as long as we take part."""
 
     def __init__(
         self,
-        keeping: Keeping,
-        network: Network,
+        snapshot_keeper_config: SnapshotKeeperConfig,
+        network: PeerNetwork,
         roster: Callable[[], Roster],
         store: SnapshotStore,
         device: Runner,
-        voice: Voice,
+        reporter: Reporter,
     ) -> None:
-        self._keeping, self._network, self._roster = keeping, network, roster
-        self._store, self._device, self._voice = store, device, voice
-        self._rng = Random(f"{keeping.seed}|snapshots|{network.peer_id}")
+        self._keeping, self._network, self._roster = snapshot_keeper_config, network, roster
+        self._store, self._device, self._voice = store, device, reporter
+        self._rng = Random(f"{snapshot_keeper_config.seed}|snapshots|{network.peer_id}")
         self._rounds: dict[int, int] = {}
         self._not_before_s: dict[int, float] = {}
         self._donors: dict[int, Donor] = {}
@@ -147,14 +147,14 @@ class Keeper:
         """Return the slow weights of one replica of a stage; raise `OSError` where nobody gives them."""
         subject = self._keeping.subject(number, STATE)
         peers = [record.peer for record in _at_work(self._roster().stage(number))]
-        told = await outlines(self._network, self._rng.sample(peers, min(VOICES, len(peers))), subject)
+        told = await ask_manifests(self._network, self._rng.sample(peers, min(VOICES, len(peers))), subject)
         found = possible(standings(told.manifests), self._keeping.every)
-        kept, _ = sift(found, self._keeping.every)
+        kept, _ = drop_outliers(found, self._keeping.every)
         if not kept:
             raise ConnectionRefusedError("none of its replicas answered")
         chosen = found[self._rng.choice(kept)]
         wanted = subject.wanted(self._keeping.deadline_s(subject.weight_bytes))
-        state = await catch_up(
+        state = await download_state(
             [chosen.peer],
             subject.converse(self._network),
             replace(wanted, objection=self._objection(chosen)),
@@ -163,7 +163,7 @@ class Keeper:
         )
         return snapshot_of(state, chosen.peer, number, self._keeping.run_id)
 
-    def _objection(self, chosen: Standing) -> Callable[[str, Manifest], Awaitable[str | None]]:
+    def _objection(self, chosen: ReplicaSummary) -> Callable[[str, Manifest], Awaitable[str | None]]:
         async def objection(_: str, manifest: Manifest) -> str | None:
             if manifest.round > chosen.round + max(self._keeping.every, OUTLYING_ROUNDS):
                 return f"it is in round {manifest.round}, and was in round {chosen.round} a moment ago"
@@ -186,7 +186,7 @@ class Keeper:
         subject = self._keeping.subject(number, SNAPSHOT)
         deadline_s = self._keeping.deadline_s(subject.weight_bytes)
         pieces = len(cut([4 * prod(shape) for shape in subject.shapes]))
-        terms = Terms(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, pieces))
+        terms = DonorLimits(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, pieces))
 
         async def provide(parts: Parts) -> ReplicaState:
             if parts is Parts.OUTLINE:
@@ -239,11 +239,11 @@ def snapshot_of(state: ReplicaState, peer: str, stage: int, run_id: str) -> Chec
     return Checkpoint(counters, {"slow": state.slow})
 
 
-def possible(found: Sequence[Standing], every: int) -> list[Standing]:
+def possible(found: Sequence[ReplicaSummary], every: int) -> list[ReplicaSummary]:
     """Return the replicas that are not far ahead of the others: a snapshot of such a round would never be replaced."""
     furthest = median_low([each.round for each in found]) + max(every, OUTLYING_ROUNDS) if found else 0
     return [each for each in found if each.round <= furthest]
 
 
 def _at_work(records: Sequence[PeerRecord]) -> list[PeerRecord]:
-    return [record for record in records if record.state is State.TRAINING]
+    return [record for record in records if record.state is PeerState.TRAINING]

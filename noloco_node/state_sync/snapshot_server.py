@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 from gossip.exchange.messages import Busy, Parts, ReplicaState
 from gossip.exchange.swap import norm
 from gossip.transfer.chunks import cut
-from gossip.transfer.donor import Donor, Terms
+from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import piece_s
-from noloco_node.network.interface import Conversation, Network
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.run.protocols import topic
-from noloco_node.state_sync.manifests import SNAPSHOT, Subject
+from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
 from noloco_node.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from noloco_node.machine.interface import Machine
-    from noloco_node.network.interface import Conversation, Network
+    from noloco_node.machine.interface import Host
+    from noloco_node.network.interface import Conversation, PeerNetwork
 
 
-class Lending:
+class SnapshotServer:
     """What one peer gives of stages that it served before.
 
     `shapes`: of each stage's parameters. `deadline_s`: for so many bytes to be fetched; None where nothing is given,
@@ -39,12 +39,12 @@ class Lending:
 
     def __init__(
         self,
-        machine: Machine,
-        network: Network,
+        host: Host,
+        network: PeerNetwork,
         shapes: Sequence[tuple[tuple[int, ...], ...]],
         deadline_s: Callable[[int], float] | None,
     ) -> None:
-        self._machine, self._network, self._shapes, self._deadline_s = machine, network, shapes, deadline_s
+        self._machine, self._network, self._shapes, self._deadline_s = host, network, shapes, deadline_s
         self._donors: dict[int, Donor] = {}
         self._said: dict[int, ReplicaState] = {}
         self._talking: Counter[int] = Counter()
@@ -69,10 +69,10 @@ class Lending:
 
     async def _serve(self, number: int) -> None:
         assert self._deadline_s is not None
-        subject = Subject(number, self._shapes[number], SNAPSHOT)
+        subject = WeightsOf(number, self._shapes[number], SNAPSHOT)
         deadline_s = self._deadline_s(subject.weight_bytes)
         pieces = len(cut([4 * prod(shape) for shape in subject.shapes]))
-        terms = Terms(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, pieces))
+        terms = DonorLimits(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, pieces))
 
         async def provide(parts: Parts) -> ReplicaState:
             return await self._provide(number, parts)

@@ -17,31 +17,31 @@ from gossip.interface import Origin
 from gossip.rule.outer_step import OuterState
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor_switch import round_to_start_in
-from noloco_node.machine.interface import Stage
+from noloco_node.machine.interface import StageModel
 from noloco_node.storage.checkpoint import Checkpoint
 from pipeline.stage import OptimiserState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beginning:
+class StartingState:
     """Where a replica starts, its stage being there already: the outer state, its counters, the run's progress."""
 
     origin: Origin
     progress: float = 0.0
 
 
-def fresh(stage: Stage) -> Beginning:
+def from_seed(stage: StageModel) -> StartingState:
     """Return the beginning of a replica that starts from the run's initial weights."""
     slow = stage.weights()
-    return Beginning(origin=Origin(OuterState(slow, tuple(tensor.new_zeros(tensor.shape) for tensor in slow))))
+    return StartingState(origin=Origin(OuterState(slow, tuple(tensor.new_zeros(tensor.shape) for tensor in slow))))
 
 
-def copied(stage: Stage, state: ReplicaState) -> Beginning:
+def from_donor(stage: StageModel, state: ReplicaState) -> StartingState:
     """Put a donor's state into the stage and return the beginning that follows from it."""
     stage.set_weights(state.slow)
     if state.optimiser:
         stage.load_optimiser_state(OptimiserState(state.optimiser_steps, state.optimiser))
-    return Beginning(
+    return StartingState(
         # As far in its momentum period as the donor is: with the same weights it takes the same steps.
         origin=Origin(
             OuterState(state.slow, state.momentum, state.gathered, state.meetings),
@@ -53,7 +53,7 @@ def copied(stage: Stage, state: ReplicaState) -> Beginning:
     )
 
 
-def goes_on(own_round: int, rounds: Sequence[int], staleness_at_most: int) -> bool:
+def is_recent_enough(own_round: int, rounds: Sequence[int], staleness_at_most: int) -> bool:
     """Say whether a checkpoint of `own_round` will do in a stage whose living replicas are in `rounds`.
 
     It may be as far behind as numbers of rounds heal at once, and as weights may be and still count in a meeting.
@@ -61,7 +61,7 @@ def goes_on(own_round: int, rounds: Sequence[int], staleness_at_most: int) -> bo
     return own_round >= median_low(rounds) - min(ROUND_BOUND, staleness_at_most)
 
 
-def started(beginning: Beginning, rounds: Sequence[int], progress: float) -> Beginning:
+def started(beginning: StartingState, rounds: Sequence[int], progress: float) -> StartingState:
     """Return the beginning of a newcomer that is as far as its stage: `rounds` of its replicas, median `progress`."""
     origin = beginning.origin
     round = round_to_start_in(origin.rounds, rounds)
@@ -69,13 +69,13 @@ def started(beginning: Beginning, rounds: Sequence[int], progress: float) -> Beg
     return replace(beginning, origin=origin, progress=progress)
 
 
-def restored(stage: Stage, checkpoint: Checkpoint) -> Beginning:
+def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
     """Put a checkpoint into the stage and return the beginning that follows from it."""
     counters, tensors = checkpoint
     fast, slow = tensors["fast"], tensors["slow"]
     stage.set_weights(fast)
     stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
-    return Beginning(
+    return StartingState(
         origin=Origin(
             OuterState(slow, tensors["momentum"], tensors.get("gathered", ()), counters.meetings),
             rounds=counters.round,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.storage import atomic_file
 
 
@@ -47,11 +47,11 @@ def flush(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file aside and rename it: nobody ever sees half of it. Raises `Trouble` where the disk will not."""
+    """Write a file aside and rename it: nobody ever sees half of it. Raises `UserError` where the disk will not."""
     try:
         atomic_file.write(path, content)
     except OSError as error:
-        raise Trouble(
+        raise UserError(
             f"cannot write {path}",
             why=error.strerror or str(error),
             attempt="free some space, or give another directory with --home",

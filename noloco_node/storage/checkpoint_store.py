@@ -21,7 +21,7 @@ KEPT = 2
 """Files of a stage that is served no more."""
 
 
-class OwnCheckpoints:
+class CheckpointStore:
     """The checkpoints of one node and run; implements `machine.FormerStages`.
 
     `present`: where those of the stage that is served are written. `former`: below it a directory for each other stage.

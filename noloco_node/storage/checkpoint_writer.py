@@ -4,8 +4,8 @@ Every finished round is saved, and without rounds every few minutes; but writing
 that a large replica on a slow disk saves less often instead of doing nothing else. The copy is taken between two inner
 steps, where weights, momentum and optimiser belong together; it is written beside the training, one at a time.
 
-A disk that refuses is said once, with the cause; it is a state (`Saving.trouble`) that the roster shows, and it is over
-with the first checkpoint that is written again.
+A disk that refuses is said once, with the cause; it is a state (`CheckpointWriter.trouble`) that the roster shows, and
+it is over with the first checkpoint that is written again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from noloco_node.errors import refusal
+from noloco_node.errors import reason_of
 from noloco_node.storage.checkpoint import Checkpoint
 
 SHARE = 0.05
@@ -23,7 +23,7 @@ SAY_EVERY_S = 300.0
 """A checkpoint that was written like the one before it is worth a line this often."""
 
 
-class Last(NamedTuple):
+class LastCheckpoint(NamedTuple):
     """The last attempt: the round that it held, when it ended (loop seconds), and how long it took."""
 
     round: int
@@ -31,13 +31,13 @@ class Last(NamedTuple):
     took_s: float
 
 
-def due(now_s: float, round: int, last: Last, every_s: float) -> bool:
+def checkpoint_due(now_s: float, round: int, last: LastCheckpoint, every_s: float) -> bool:
     """Say whether to save now: a round has been finished since, or `every_s` went by, and the share allows it."""
     since_s = now_s - last.ended_s
     return since_s >= last.took_s * (1.0 - SHARE) / SHARE and (round != last.round or since_s >= every_s)
 
 
-class Saving:
+class CheckpointWriter:
     """Writes the checkpoints of one replica; `run` is to be awaited as long as it trains."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Saving:
         self._waiting: Checkpoint | None = None
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._last = Last(0, _now(), 0.0)
+        self._last = LastCheckpoint(0, _now(), 0.0)
         self._saved_s = self._said_s = _now()
         self._said_once = False
         self._trouble: str | None = None
@@ -62,7 +62,11 @@ class Saving:
 
     def due(self, round: int) -> bool:
         """Say whether a checkpoint is due, `round` rounds being finished; never while one is being written."""
-        return self._waiting is None and not self._turn.locked() and due(_now(), round, self._last, self._every_s)
+        return (
+            self._waiting is None
+            and not self._turn.locked()
+            and checkpoint_due(_now(), round, self._last, self._every_s)
+        )
 
     def begin(self, checkpoint: Checkpoint) -> None:
         """Have `run` write a checkpoint."""
@@ -89,8 +93,8 @@ class Saving:
             try:
                 where = await self._save(checkpoint)
             except OSError as error:
-                cause = " ".join(refusal(error).split())
-            self._last = Last(checkpoint.counters.round, _now(), _now() - began_s)
+                cause = " ".join(reason_of(error).split())
+            self._last = LastCheckpoint(checkpoint.counters.round, _now(), _now() - began_s)
         self._counts["failed" if cause else "saved"] += 1
         if cause is not None:
             if last or self._trouble is None:

@@ -20,11 +20,11 @@ from typing import Self
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble, refusal
+from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.storage import atomic_file
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
+class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds a home. `since`: unix seconds."""
 
     pid: int
@@ -43,7 +43,7 @@ class Home:
     def open(cls, path: Path) -> Self:
         """Create the directory where it is missing (mode 0700) and lock it.
 
-        Raises `Trouble`: HOME_IN_USE where another node holds it, STORAGE where it cannot be written.
+        Raises `UserError`: HOME_IN_USE where another node holds it, STORAGE where it cannot be written.
         """
         path = path.expanduser().absolute()
         lock = -1
@@ -85,7 +85,8 @@ class Home:
         return self.path / "run.toml"
 
     def keep_run_file(self, text: str) -> None:
-        """Have the run file as it was fetched; raise `Trouble` (STORAGE) where it is not there and the disk refuses."""
+        """Have the run file as it was fetched; raise `UserError` (STORAGE) where it is not there and the disk
+        refuses."""
         content = text.encode()
         try:
             if not (self.run_file.is_file() and self.run_file.read_bytes() == content):
@@ -109,10 +110,10 @@ class Home:
         return f"Home({self.path}, {'held' if self._lock >= 0 else 'free'})"
 
 
-def holder(path: Path) -> Holder | None:
+def holder(path: Path) -> LockHolder | None:
     """Return who signed the lock of a home last, running or not; None where nobody legible did."""
     try:
-        return msgspec.json.decode((path / "lock").read_bytes(), type=Holder)
+        return msgspec.json.decode((path / "lock").read_bytes(), type=LockHolder)
     except (OSError, msgspec.DecodeError):
         return None
 
@@ -120,19 +121,19 @@ def holder(path: Path) -> Holder | None:
 def _sign(lock: int) -> None:
     command = shlex.join(sys.argv)[:1000]
     os.ftruncate(lock, 0)
-    os.pwrite(lock, msgspec.json.encode(Holder(pid=os.getpid(), since=time.time(), command=command)), 0)
+    os.pwrite(lock, msgspec.json.encode(LockHolder(pid=os.getpid(), since=time.time(), command=command)), 0)
     os.fsync(lock)  # a disk that is full says so here, before anything depends on it
 
 
-def _in_use(path: Path, lock: int) -> Trouble:
+def _in_use(path: Path, lock: int) -> UserError:
     try:
-        found = msgspec.json.decode(os.pread(lock, 4096, 0), type=Holder)
+        found = msgspec.json.decode(os.pread(lock, 4096, 0), type=LockHolder)
     except msgspec.DecodeError:  # the holder is just about to sign
         who = "a process that has not signed yet"
     else:
         since = datetime.fromtimestamp(found.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         who = f"process {found.pid}, since {since}: {found.command}"
-    return Trouble(
+    return UserError(
         f"the home {path} belongs to a running node",
         why=f"its lock is held by {who}",
         attempt="stop that node, or give this one a directory of its own with --home",
@@ -140,10 +141,10 @@ def _in_use(path: Path, lock: int) -> Trouble:
     )
 
 
-def _unusable(path: Path, error: OSError) -> Trouble:
-    return Trouble(
+def _unusable(path: Path, error: OSError) -> UserError:
+    return UserError(
         f"cannot use the home {path}",
-        why=refusal(error),
+        why=reason_of(error),
         attempt="free some space, repair its permissions, or give another directory with --home",
         code=Exit.STORAGE,
     )

@@ -27,7 +27,7 @@ from torch import Tensor
 from gossip.exchange.messages import Manifest, Section
 from gossip.transfer.assembly import Key
 from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, present, raw
-from noloco_node.errors import refusal
+from noloco_node.errors import reason_of
 from noloco_node.storage.atomic_file import SPARE_BYTES, lacking
 
 _PREFIX = struct.Struct(">I")
@@ -67,7 +67,7 @@ _Record = _Follow | _Nobody | _Noted
 _DECODER: msgspec.msgpack.Decoder[_Record] = msgspec.msgpack.Decoder(_Record)
 
 
-class Partial:
+class PartialDownloadFile:
     """Implements `gossip.holding.Keep` in one file."""
 
     def __init__(
@@ -185,7 +185,7 @@ class Partial:
             self._refused = True
             self.rest()
             self._complain(
-                f"pieces of the copy cannot be kept on the disk ({refusal(error)}): killed, we would begin again"
+                f"pieces of the copy cannot be kept on the disk ({reason_of(error)}): killed, we would begin again"
             )
 
     def _open(self) -> None:

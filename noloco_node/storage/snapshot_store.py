@@ -15,7 +15,7 @@ ROOM = 4
 """Times its own size that a snapshot must find free: the checkpoints of this node come first."""
 
 
-class DirectoryStore:
+class SnapshotDirectory:
     """Snapshots in a directory, one below it for each stage; implements `machine.SnapshotStore`."""
 
     def __init__(self, directory: Path, run_id: str) -> None:

@@ -12,16 +12,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
-from noloco_node.libp2p.endpoint.known_peers import Acquaintances
-from noloco_node.libp2p.endpoint.settings import Settings
-from noloco_node.libp2p.network import Libp2p
-from noloco_node.network.interface import Network
-from noloco_node.network.timeouts import PatientNetwork
+from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.run_distribution import Recipe, fetch
+from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.terminal import say
 
 
@@ -31,8 +31,8 @@ def prefix(digest: str) -> str:
 
 
 @asynccontextmanager
-async def connected(settings: Settings, met: Acquaintances | None = None) -> AsyncIterator[Libp2p]:
-    """Open the network, and end the body with `Trouble` should our libp2p daemon die again and again.
+async def connected(settings: NetworkSettings, met: KnownPeers | None = None) -> AsyncIterator[Libp2pNetwork]:
+    """Open the network, and end the body with `UserError` should our libp2p daemon die again and again.
 
     `met`: whom earlier networks of this peer met; whom this one meets is added.
     """
@@ -45,40 +45,40 @@ async def connected(settings: Settings, met: Acquaintances | None = None) -> Asy
 
 
 @asynccontextmanager
-async def _entered(settings: Settings, met: Acquaintances | None) -> AsyncIterator[Libp2p]:
+async def _entered(settings: NetworkSettings, met: KnownPeers | None) -> AsyncIterator[Libp2pNetwork]:
     """Open the network by the bootstrap peers; if nobody opens, by those or anybody that we met."""
     async with AsyncExitStack() as stack:
         try:
-            network = await stack.enter_async_context(Libp2p.open(settings, say, met))
-        except Trouble as trouble:
-            wider = settings if met is None else with_doors(settings, met.doors())
+            network = await stack.enter_async_context(Libp2pNetwork.open(settings, say, met))
+        except UserError as trouble:
+            wider = settings if met is None else with_bootstrap_addresses(settings, met.doors())
             if trouble.code is not Exit.UNREACHABLE or wider == settings:
                 raise
-            network = await stack.enter_async_context(Libp2p.open(wider, say, met))
+            network = await stack.enter_async_context(Libp2pNetwork.open(wider, say, met))
             say("no bootstrap peer opened; back by way of peers that we met before")
         yield network
 
 
-def with_doors(settings: Settings, doors: tuple[str, ...]) -> Settings:
+def with_bootstrap_addresses(settings: NetworkSettings, doors: tuple[str, ...]) -> NetworkSettings:
     """Return settings with further peers to join by, each address once."""
     return msgspec.structs.replace(settings, bootstrap=tuple(dict.fromkeys((*settings.bootstrap, *doors))))
 
 
 @asynccontextmanager
-async def visited(invite: str) -> AsyncIterator[tuple[Network, Recipe, Presence]]:
+async def visited(invite: str) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
     """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
 
     A peer that does not take calls holds the visitor up no longer than it would a node (`patience`).
     """
     parsed = invites.parse(invite)
-    settings = Settings(
+    settings = NetworkSettings(
         prefix=prefix(parsed.digest),
         listen=("/ip4/127.0.0.1/tcp/0",),
         bootstrap=tuple(map(str, parsed.addresses)),
     )
     async with connected(settings) as whole:
-        network = PatientNetwork(whole)
+        network = AdaptiveTimeoutNetwork(whole)
         recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
-        presence = Presence(network, parsed.digest, recipe.run.pipeline.stages)
-        await presence.peek()
-        yield network, recipe, presence
+        membership = Membership(network, parsed.digest, recipe.run.pipeline.stages)
+        await membership.peek()
+        yield network, recipe, membership

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
 
 _SCHEME = "noloco1:"
@@ -64,8 +64,8 @@ def parse(text: str) -> Invite:
     return Invite(digest=digest, addresses=tuple(addresses))
 
 
-def _malformed(why: str) -> Trouble:
-    return Trouble(
+def _malformed(why: str) -> UserError:
+    return UserError(
         "This is not a valid invite.",
         why=why,
         attempt="paste the whole line that `noloco-node bootstrap` printed, in quotes",

@@ -41,16 +41,16 @@ from typing import NoReturn
 
 import msgspec
 
-from noloco_node.network.interface import Network
-from noloco_node.run.peer_state import State
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.peer_records import (
     CLOCK_ERROR_S,
     MOST_RECORDS,
     RECORD_BYTES,
     SOURCE_LIFETIME_S,
+    DhtRead,
+    PeerTable,
     Published,
-    Reading,
-    Sightings,
     SourceCount,
     SourceRecord,
     at_most,
@@ -73,12 +73,12 @@ CLOCKS_ASKED = 64
 """Of other peers, to learn how right our own is."""
 
 
-class Presence:
+class Membership:
     """Keeps our record in the DHT and the roster up to date; `run` is to be awaited as long as we take part."""
 
     def __init__(
         self,
-        network: Network,
+        network: PeerNetwork,
         run_id: str,
         stages: int,
         *,
@@ -93,7 +93,7 @@ class Presence:
         self._skew_s: float | None = None
         self._behind_s = 0.0
         """By how much our clock has been behind the others'."""
-        self._seen = tuple(Sightings(lifetime_s) for _ in range(stages))
+        self._seen = tuple(PeerTable(lifetime_s) for _ in range(stages))
         self._watched = tuple(range(stages))
         self._read: set[int] = set()
         """Stages of which the roster says something: they were read since we began to watch them."""
@@ -132,7 +132,7 @@ class Presence:
         """The stages that are read, and of which the roster says something by now."""
         return tuple(number for number in self._watched if number in self._read)
 
-    def hurry(self) -> None:
+    def publish_now(self) -> None:
         """Publish and read at once."""
         self._hurry.set()
 
@@ -150,16 +150,16 @@ class Presence:
         """Replace our record; it is published in the usual rhythm, or soon if its state is another one."""
         if self._own is None or record.stage != self._own.stage:
             raise ValueError("a stage is taken with claim(), not with update()")
-        hurry = record.state is not self._own.state
+        publish_now = record.state is not self._own.state
         self._own = record
-        if hurry:
+        if publish_now:
             self._hurry.set()
 
     async def claim(self, record: PeerRecord) -> Roster:
         """Publish that we serve `record.stage` from now on, and return the roster as read right after."""
         before, self._own = self._own, record
         if before is not None and before.stage != record.stage:
-            await self._publish(msgspec.structs.replace(before, state=State.LEAVING))
+            await self._publish(msgspec.structs.replace(before, state=PeerState.LEAVING))
         await self._publish(record)
         return await self.peek()
 
@@ -168,7 +168,7 @@ class Presence:
         last, self._own = self._own, None
         if last is not None:
             self._note_own(last)
-            await self._publish(msgspec.structs.replace(last, state=State.LEAVING))
+            await self._publish(msgspec.structs.replace(last, state=PeerState.LEAVING))
 
     async def peek(self, stages: Collection[int] | None = None) -> Roster:
         """Read all records that we watch now, or of these stages for once, and return the new roster."""
@@ -212,7 +212,7 @@ class Presence:
         after = None if self._own is None else self._own.stage + 1
         if after is None or after not in self.watched:
             return False
-        return any(record.state is State.CATCHING_UP for record in self._roster.stages[after])
+        return any(record.state is PeerState.CATCHING_UP for record in self._roster.stages[after])
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start, and the sizes of the roster."""
@@ -245,7 +245,7 @@ class Presence:
     def _note_own(self, record: PeerRecord) -> None:
         """Remember our own samples, if we are or were a source, and whether we finished."""
         if record.stage == 0 and record.samples:
-            self._note_source(record.peer, SourceRecord(record.samples, record.state is State.FINISHED))
+            self._note_source(record.peer, SourceRecord(record.samples, record.state is PeerState.FINISHED))
 
     def _note_source(self, peer: str, said: SourceRecord) -> None:
         self._sources[peer] = counted(self._sources.get(peer), said, asyncio.get_running_loop().time())
@@ -271,7 +271,7 @@ class Presence:
         youngest = youngest_at(each for records in news.values() for peer, each in records.items() if peer != me)
         self._youngest_at = max(self._youngest_at, youngest)
         sighted = self._sighted_s == now_s or (given_up and bool(read))
-        reading = Reading(now_s, self._unix_time(), self._youngest_at, sighted)
+        reading = DhtRead(now_s, self._unix_time(), self._youngest_at, sighted)
         for stage, records in news.items():
             self._seen[stage].take(records, read[stage], reading)
 
@@ -300,14 +300,14 @@ class Presence:
             (number, peer)
             for number in self._watched
             for peer, record in self._seen[number].believed.items()
-            if peer != me and record.state is not State.LEAVING
+            if peer != me and record.state is not PeerState.LEAVING
         ]
         return not known or (len(known) == 1 and known[0][1] in read.get(known[0][0], ()))
 
     def _take_sources(self, found: Mapping[str, bytes] | None) -> None:
         if found is None:
             return
-        working = (State.TRAINING, State.FINISHED)
+        working = (PeerState.TRAINING, PeerState.FINISHED)
         seen = (peer for peer, record in self._seen[0].believed.items() if record.state in working)
         self._worked.update(list(islice(seen, max(0, MOST_WORKED - len(self._worked)))))
         if not self._looked:
@@ -335,11 +335,11 @@ class Presence:
             records = [record for peer, record in seen.believed.items() if peer != me]
             if own is not None and own.stage == number:
                 records.append(own)
-            present = [record for record in records if record.state is not State.LEAVING]
+            present = [record for record in records if record.state is not PeerState.LEAVING]
             stages.append(tuple(sorted(present, key=attrgetter("peer"))))
         self._compare_clocks()
         finished = {peer for peer, source in self._sources.items() if source.said.finished}
-        at_work = {record.peer for record in stages[0] if record.state is State.TRAINING} - finished
+        at_work = {record.peer for record in stages[0] if record.state is PeerState.TRAINING} - finished
         before = self._roster
         self._roster = Roster(
             stages=tuple(stages),

@@ -68,8 +68,8 @@ class SourceRecord(msgspec.Struct, frozen=True, array_like=True):
     finished: bool
 
 
-class Sighting(msgspec.Struct, frozen=True):
-    """A peer's last record, its bytes, and when they were new to us, on the clock of `Sightings`.
+class PeerEntry(msgspec.Struct, frozen=True):
+    """A peer's last record, its bytes, and when they were new to us, on the clock of `PeerTable`.
 
     `believed`: whether the peer counts as there. `offset_s`: our clock minus its own, its record's age included; None
     until it is known from a record that was fresh.
@@ -82,7 +82,7 @@ class Sighting(msgspec.Struct, frozen=True):
     offset_s: float | None = None
 
 
-class Reading(NamedTuple):
+class DhtRead(NamedTuple):
     """The circumstances of one reading. `now_s`: loop seconds; `unix_s`: by our clock. `youngest_at`: when the
     youngest record so far was written.
 
@@ -95,14 +95,14 @@ class Reading(NamedTuple):
     sighted: bool
 
 
-class Sightings:
+class PeerTable:
     """The peers of one stage as they were last seen. One of which nothing is new for `lifetime_s`, or as long as its
     last record asked for, is gone.
     """
 
     def __init__(self, lifetime_s: float) -> None:
         self._lifetime_s = lifetime_s
-        self._seen: dict[str, Sighting] = {}
+        self._seen: dict[str, PeerEntry] = {}
         self._clock_s = 0.0
         self._sighted_s: float | None = None
         self._believed: dict[str, PeerRecord] | None = {}
@@ -119,7 +119,7 @@ class Sightings:
         return self._believed
 
     @property
-    def known(self) -> Mapping[str, Sighting]:
+    def known(self) -> Mapping[str, PeerEntry]:
         """All that is in the books."""
         return self._seen
 
@@ -128,7 +128,7 @@ class Sightings:
         self._seen.clear()
         self._sighted_s = self._believed = None
 
-    def take(self, news: Mapping[str, Published], raws: Mapping[str, bytes], reading: Reading) -> None:
+    def take(self, news: Mapping[str, Published], raws: Mapping[str, bytes], reading: DhtRead) -> None:
         """Note the later records that a reading found, checked, and let the others age. `raws`: all that was found."""
         if reading.sighted:
             if self._sighted_s is not None:
@@ -140,7 +140,7 @@ class Sightings:
                 believed = not is_doubtful(published.at, reading, self._life_s(published))
             elif published.at:
                 offset_s = reading.unix_s - published.at
-            self._seen[peer] = Sighting(published, raws[peer], self._clock_s, believed, offset_s)
+            self._seen[peer] = PeerEntry(published, raws[peer], self._clock_s, believed, offset_s)
         aged = [
             peer
             for peer, sighting in self._seen.items()
@@ -160,7 +160,7 @@ class Sightings:
         return max(self._lifetime_s, min(published.lifetime_s, LONGEST_LIFETIME_S))
 
 
-def is_doubtful(at: float, reading: Reading, lifetime_s: float) -> bool:
+def is_doubtful(at: float, reading: DhtRead, lifetime_s: float) -> bool:
     """Say whether a record that is seen for the first time is likely left over: old by our clock and by the others'."""
     return bool(at) and min(reading.unix_s, reading.youngest_at) - at > lifetime_s + CLOCK_S
 

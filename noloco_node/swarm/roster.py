@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     peer: str
     stage: int
-    state: State
+    state: PeerState
     claimed_at: float = 0.0
     """Unix time of the claim of this stage."""
     round: int = 0

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from noloco_node.errors import Exit, Trouble
-from noloco_node.network.interface import Conversation, Network
+from noloco_node.errors import Exit, UserError
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.wire import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import content_hashes, decode_run, run_digest
@@ -29,7 +29,7 @@ class RunRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunFile:
+class RunFileReply:
     """The run file as its author wrote it (TOML, comments included), and the sender's time of day (Unix seconds)."""
 
     text: str
@@ -37,21 +37,21 @@ class RunFile:
 
 
 SCHEMA = Schema(
-    {RunRequest: MessageSpec("RunRequest"), RunFile: MessageSpec("RunFile", header_bytes=LONG_HEADER_BYTES)}
+    {RunRequest: MessageSpec("RunRequest"), RunFileReply: MessageSpec("RunFile", header_bytes=LONG_HEADER_BYTES)}
 )
 
 
-class Recipe:
+class RunFileText:
     """A run file and what it says: `text` as written, `run` decoded, `digest` the run's id."""
 
     def __init__(self, text: str, origin: str) -> None:
-        """Decode `text`; raise `Trouble` naming the field at fault. `origin` is where it came from, for messages."""
+        """Decode `text`; raise `UserError` naming the field at fault. `origin` is where it came from, for messages."""
         self.text = text
         self.run: RunConfig = decode_run(text, origin)
         self.digest = run_digest(self.run, content_hashes(self.run))
 
     @classmethod
-    def made(cls, run: RunConfig) -> Recipe:
+    def made(cls, run: RunConfig) -> RunFileText:
         """Return the recipe of a run that was never a file: nobody can fetch it."""
         recipe = cls.__new__(cls)
         recipe.text, recipe.run = "", run
@@ -63,7 +63,7 @@ class Recipe:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await conversation.receive()
-                await conversation.send(RunFile(text=self.text, unix_time=time.time()))
+                await conversation.send(RunFileReply(text=self.text, unix_time=time.time()))
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
 
@@ -72,9 +72,9 @@ class Recipe:
 
 
 def check_clock(ahead_s: float, peer: str) -> None:
-    """Raise `Trouble` if our clock is so far from a peer's that records would expire too early or too late."""
+    """Raise `UserError` if our clock is so far from a peer's that records would expire too early or too late."""
     if abs(ahead_s) > CLOCK_ERROR_S:
-        raise Trouble(
+        raise UserError(
             f"This machine's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} a peer's.",
             why=f"{peer} says so, and records of who is there expire by the time of day",
             attempt="set the clock (timedatectl set-ntp true); if it is right, ask that peer's owner to set theirs",
@@ -82,29 +82,31 @@ def check_clock(ahead_s: float, peer: str) -> None:
         )
 
 
-async def fetch(network: Network, peers: Sequence[str], digest: str) -> Recipe:
-    """Return the recipe with this digest from the first of `peers` that has it; raise `Trouble` if none does."""
+async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str) -> RunFileText:
+    """Return the recipe with this digest from the first of `peers` that has it; raise `UserError` if none does."""
     answers: list[str] = []
     for peer in peers:
         try:
             async with asyncio.timeout(PATIENCE_S), network.talk(peer, TOPIC, SCHEMA) as conversation:
                 await conversation.send(RunRequest())
                 reply = await conversation.receive()
-                if not isinstance(reply, RunFile):
+                if not isinstance(reply, RunFileReply):
                     raise ConnectionAbortedError(f"expected a run file, got {type(reply).__name__}")
         except (ConnectionError, TimeoutError) as error:
             answers.append(f"{peer}: {error or type(error).__name__}")
             continue
         try:
-            recipe = Recipe(reply.text, f"the run file from {peer}")
-        except Trouble as trouble:  # that peer's text, or a directory that this machine has not: the next may do better
+            recipe = RunFileText(reply.text, f"the run file from {peer}")
+        except (
+            UserError
+        ) as trouble:  # that peer's text, or a directory that this machine has not: the next may do better
             answers.append(f"{peer}: {trouble.what} {trouble.why}")
             continue
         if recipe.digest == digest:
             check_clock(time.time() - reply.unix_time, peer)
             return recipe
         answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
-    raise Trouble(
+    raise UserError(
         f"No peer of the invite serves the run {digest[:12]}.",
         why="; ".join(answers),
         attempt="ask whoever sent the invite for a fresh one; if the model or the tokenizer is a local directory, "

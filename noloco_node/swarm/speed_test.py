@@ -43,7 +43,7 @@ class Go:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class SpeedTestPayload:
     """Load, of no meaning."""
 
     content: bytes
@@ -69,14 +69,14 @@ SCHEMA = Schema(
         SendMe: MessageSpec("SendMe"),
         TakeFromMe: MessageSpec("TakeFromMe"),
         Go: MessageSpec("Go"),
-        Piece: MessageSpec("Piece", header_bytes=LONG_HEADER_BYTES),
+        SpeedTestPayload: MessageSpec("Piece", header_bytes=LONG_HEADER_BYTES),
         Took: MessageSpec("Took"),
         NotNow: MessageSpec("NotNow"),
     }
 )
 
 
-class Desk:
+class SpeedTestService:
     """Answers the topic."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Desk:
 
 
 async def send(conversation: Conversation, pieces: int) -> None:
-    load = Piece(content=os.urandom(PIECE_BYTES))  # which no line can compress
+    load = SpeedTestPayload(content=os.urandom(PIECE_BYTES))  # which no line can compress
     for _ in range(pieces):
         await conversation.send(load)
 
@@ -143,6 +143,6 @@ async def count(conversation: Conversation, pieces: int, first: object) -> Took:
     for number in range(pieces):
         if number:
             piece = await conversation.receive()
-        if not isinstance(piece, Piece) or len(piece.content) != PIECE_BYTES:
+        if not isinstance(piece, SpeedTestPayload) or len(piece.content) != PIECE_BYTES:
             raise Violation(f"expected a piece of {PIECE_BYTES} bytes, got {type(piece).__name__}")
     return Took(count=(pieces - 1) * PIECE_BYTES, seconds=max(1e-6, loop.time() - begun_s))

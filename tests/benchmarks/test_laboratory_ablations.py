@@ -31,9 +31,9 @@ from benchmarks.laboratory.methods.weighted_meetings import check, moved
 from benchmarks.laboratory.running import trial
 from gossip.exchange.codec import MARGIN, common_steps
 from gossip.exchange.formats import Format, absolute, wire_bytes
-from gossip.interface import Settings
+from gossip.interface import RoundSettings
 from gossip.rule.outer_step import Outer, OuterState, outer_step
-from noloco_node.planning.model_layout import blueprint
+from noloco_node.planning.model_layout import model_layout
 from noloco_node.sim import clock
 
 seeds = st.integers(0, 2**20)
@@ -129,7 +129,7 @@ class TestLaws:
 
     def test_a_last_merge_is_of_the_models_weights(self) -> None:
         run = run_of(replace(OURS, steps=1))
-        shapes = open_stages(run, blueprint(run))[0].shapes
+        shapes = open_stages(run, model_layout(run))[0].shapes
         assert sum(map(math.prod, shapes)) == PARAMETERS
         for form in Format:
             exact = wire_bytes(absolute(form), shapes)
@@ -250,12 +250,12 @@ def test_after_a_common_start_all_are_the_same() -> None:
 @pytest.mark.parametrize("form", Format)
 def test_a_last_meeting_moves_both_to_their_mean(form: Format) -> None:
     run = run_of(ours())
-    sides = [open_stages(run, blueprint(run))[0] for _ in range(2)]
+    sides = [open_stages(run, model_layout(run))[0] for _ in range(2)]
     for number, stage in enumerate(sides):
         source = torch.Generator().manual_seed(number)
         stage.set_weights([w + 0.01 * torch.randn(w.shape, generator=source) for w in stage.weights()])
     before = [stage.weights() for stage in sides]
-    still = Settings(seed=0, outer=PLAIN_MEAN, codec=form)
+    still = RoundSettings(seed=0, outer=PLAIN_MEAN, codec=form)
     sent = clock.run(meet(*(Still(stage).optimiser(still, Device().compute) for stage in sides)))
     assert sent >= wire_bytes(form, sides[0].shapes)
     for mine, theirs, one, other in zip(*(stage.weights() for stage in sides), *before, strict=True):

@@ -27,7 +27,7 @@ from benchmarks.theory.stable_range import RUN
 from benchmarks.theory.swarm import Swarm, growth, partners
 from gossip.rule.outer_step import Outer, OuterState, step_alone, step_pair
 from gossip.rule.stability import stability_bound
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.runfile import decode_run
 
 MATCHINGS = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))
@@ -170,7 +170,7 @@ def test_partners_are_pairs(replicas: int) -> None:
 
 
 def test_the_diverging_run_file_is_refused() -> None:
-    with pytest.raises(Trouble, match=r"outer\.gamma = 0\.7") as caught:
+    with pytest.raises(UserError, match=r"outer\.gamma = 0\.7") as caught:
         decode_run(RUN, "diverges.toml")
     assert caught.value.code == Exit.CONFIG
     decode_run(RUN.replace("alpha = 0.9", "alpha = 0.5"), "converges.toml")

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.cli.node_config import NodeConfig
-from noloco_node.data.background_open import Opening
-from noloco_node.data.shuffled_blocks import MixedBlocks
+from noloco_node.data.background_open import BackgroundOpen
+from noloco_node.data.shuffled_blocks import ShuffledBlocks
 from noloco_node.data.text_source import TextSource
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
@@ -60,7 +60,7 @@ def test_it_is_opened_once_as_soon_as_anybody_wants_it_and_closed_once(
             made.append(Text())
             return made[-1]
 
-        loop, opening = asyncio.get_running_loop(), Opening(make)
+        loop, opening = asyncio.get_running_loop(), BackgroundOpen(make)
         wanted_s = min((at for at in (*begins, *asks) if at < closes_s), default=None)
 
         async def ask(at_s: float) -> None:
@@ -93,7 +93,7 @@ def test_more_is_done_only_where_it_is_opened_ahead(begun: bool) -> None:
     more: list[Text] = []
 
     async def main() -> None:
-        opening = Opening(Text, more.append)
+        opening = BackgroundOpen(Text, more.append)
         if begun:
             opening.begin()
         text = await opening.opened()
@@ -113,7 +113,7 @@ def test_what_fails_ahead_is_closed_and_said() -> None:
         raise ValueError("nothing in it")
 
     async def main() -> None:
-        opening = Opening(make, fails)
+        opening = BackgroundOpen(make, fails)
         opening.begin()
         with pytest.raises(ValueError, match="nothing in it"):
             await opening.opened()
@@ -154,13 +154,13 @@ def test_what_cannot_be_opened_says_so_to_everybody_who_asks_and_to_nobody_else(
         raise FileNotFoundError("no such text")
 
     async def main() -> None:
-        opening = Opening(make)
+        opening = BackgroundOpen(make)
         opening.begin()
         for _ in range(2):
             with pytest.raises(FileNotFoundError):
                 await opening.opened()
         opening.close()
-        unwanted = Opening(make)
+        unwanted = BackgroundOpen(make)
         unwanted.begin()
         unwanted.close()
         await asyncio.sleep(2 * OPENS_S)
@@ -177,9 +177,9 @@ def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(
     threads: set[int] = set()
     inside: list[int] = []
     most = 0
-    read = MixedBlocks.next_batch
+    read = ShuffledBlocks.next_batch
 
-    def noted(blocks: MixedBlocks, size: int) -> torch.Tensor:
+    def noted(blocks: ShuffledBlocks, size: int) -> torch.Tensor:
         nonlocal most
         threads.add(threading.get_ident())
         inside.append(size)
@@ -189,7 +189,7 @@ def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(
         finally:
             inside.pop()
 
-    monkeypatch.setattr(MixedBlocks, "next_batch", noted)
+    monkeypatch.setattr(ShuffledBlocks, "next_batch", noted)
 
     async def main() -> None:
         for _ in range(5):

@@ -28,15 +28,15 @@ from noloco_node.data.dataset_documents import RowDocuments, load_rows
 from noloco_node.data.encoding import check_vocabulary, encode_bytes, open_encoder, vocab_size
 from noloco_node.data.file_documents import (
     FileDocuments,
-    Order,
     Part,
-    Piece,
+    ReadingOrder,
+    TextRange,
     _text_of,
     held_out,
     pieces_of,
     stdlib_files,
 )
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.config import DataConfig
 
 END = 1
@@ -244,7 +244,7 @@ def test_pieces_end_at_line_ends(tmp_path: Path) -> None:
     assert len(texts) == 2
     assert all(text.startswith("line") and text.endswith("\n") for text in texts)
     assert "".join(texts) == file.read_text()
-    assert _text_of(Piece(tmp_path / "gone", "gone", 0, 5, 5)) == ""
+    assert _text_of(TextRange(tmp_path / "gone", "gone", 0, 5, 5)) == ""
 
 
 def test_one_long_file_gives_training_and_validation(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_one_long_file_gives_training_and_validation(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_whole_modules_without_tests_or_packages() -> None:
-    documents = FileDocuments(pieces_of(stdlib_files(), 2**30), Order("train", 0, "p", True), 0.0)
+    documents = FileDocuments(pieces_of(stdlib_files(), 2**30), ReadingOrder("train", 0, "p", True), 0.0)
     texts = [found[1] for found in (documents.next() for _ in range(300)) if found]
     root = Path(sysconfig.get_paths()["stdlib"])
     known = {(root / name).read_text() for name in ("abc.py", "json/decoder.py", "asyncio/tasks.py")}
@@ -272,7 +272,7 @@ def test_the_standard_library_is_whole_modules_without_tests_or_packages() -> No
     for foreign in ("test/test_json/test_decode.py", "unittest/test/test_case.py"):
         if (root / foreign).exists():
             assert (root / foreign).read_text() not in everything
-    with pytest.raises(Trouble, match="no text out"):
+    with pytest.raises(UserError, match="no text out"):
         open_blocks(DataConfig(validation_percent=0.0), 128, 0, "", "validation")
 
 
@@ -311,7 +311,7 @@ def test_a_local_tokenizer_and_its_end_token(corpus: Path, tmp_path: Path) -> No
     assert encoder.end == 0
     assert (open_blocks(data, 16, 0, "p").next_batch(20) == 0).sum() > 3
     check_vocabulary(data, vocab_size(data))
-    with pytest.raises(Trouble, match=r"vocabulary of 100 .*") as caught:
+    with pytest.raises(UserError, match=r"vocabulary of 100 .*") as caught:
         check_vocabulary(data, 100)
     assert str(vocab_size(data)) in str(caught.value)
 
@@ -327,7 +327,7 @@ def test_a_local_tokenizer_and_its_end_token(corpus: Path, tmp_path: Path) -> No
     ],
 )
 def test_what_is_not_there_is_one_clear_message(corpus: Path, change: dict[str, Any], says: str) -> None:
-    with pytest.raises(Trouble, match=says) as caught:
+    with pytest.raises(UserError, match=says) as caught:
         open_blocks(config(corpus, **change), 16, 0, "p").next_batch(1)
     assert caught.value.code == Exit.CONFIG
 
@@ -346,7 +346,7 @@ def test_data_without_text_is_one_clear_message(tmp_path: Path, name: str, conte
     (tmp_path / name).write_bytes(content)
     source = {"jsonl": "json", "parquet": "parquet", "txt": "text"}[name.split(".")[1]]
     data = DataConfig(source=source, path=str(tmp_path / name), validation_percent=0.0)  # type: ignore[arg-type]
-    with pytest.raises(Trouble, match=says):
+    with pytest.raises(UserError, match=says):
         open_blocks(data, 16, 0, "p").next_batch(1)
 
 
@@ -354,7 +354,7 @@ def test_too_little_validation_text(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text("short")
     data = DataConfig(source="text", path=str(tmp_path), validation_percent=50.0)
-    with pytest.raises(Trouble, match="too little text for validation"):
+    with pytest.raises(UserError, match="too little text for validation"):
         open_blocks(data, 1000, 0, "", "validation").next_batch(1)
 
 
@@ -388,7 +388,7 @@ def texts_of(documents: RowDocuments, count: int) -> list[str]:
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(broken=st.sets(st.integers(0, 150), max_size=5))
 def test_a_network_that_fails_loses_and_repeats_nothing(corpus: Path, broken: set[int]) -> None:
-    data, order = config(corpus, "json"), Order("train", 0, "p", True)
+    data, order = config(corpus, "json"), ReadingOrder("train", 0, "p", True)
     pauses = dataset_documents.PAUSES_S
     dataset_documents.PAUSES_S = (0.0,) * 6
     try:
@@ -412,8 +412,8 @@ def failing(calls: list[int]) -> Callable[[], Any]:
 def test_a_network_that_stays_away_is_given_up_in_the_end(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_documents, "PAUSES_S", (0.0, 0.0))
     calls: list[int] = []
-    with pytest.raises(Trouble, match="TimeoutError: no answer"):
-        RowDocuments(config(corpus, "json"), Order("train", 0, "p", True), failing(calls))
+    with pytest.raises(UserError, match="TimeoutError: no answer"):
+        RowDocuments(config(corpus, "json"), ReadingOrder("train", 0, "p", True), failing(calls))
     assert len(calls) == 3
 
 
@@ -428,7 +428,7 @@ def test_closing_ends_a_pause(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> 
             raise TimeoutError("no answer")
 
     documents = RowDocuments(
-        data, Order("train", 0, "p", True), lambda: Stuck(load_rows(data), itertools.count(), set())
+        data, ReadingOrder("train", 0, "p", True), lambda: Stuck(load_rows(data), itertools.count(), set())
     )
 
     def read() -> None:
@@ -448,7 +448,7 @@ def test_orders_are_permutations() -> None:
     rng = random.Random(0)
     for _ in range(30):
         count, shuffle = rng.randrange(1, 50), rng.random() < 0.5
-        order = Order("train", rng.randrange(5), "p", shuffle).permutation(count, rng.randrange(3))
+        order = ReadingOrder("train", rng.randrange(5), "p", shuffle).permutation(count, rng.randrange(3))
         assert sorted(order) == list(range(count))
 
 
@@ -457,7 +457,7 @@ def test_a_source_that_is_not_here_is_refused_before_anything_begins(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Trouble) as trouble:
+    with pytest.raises(UserError) as trouble:
         check_source(source)
     assert trouble.value.code is Exit.CONFIG
 

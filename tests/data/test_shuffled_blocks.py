@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.data.blocks import open_blocks
-from noloco_node.data.shuffled_blocks import MixedBlocks
+from noloco_node.data.shuffled_blocks import ShuffledBlocks
 from noloco_node.run.config import DataConfig
 
 
@@ -22,8 +22,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     return DataConfig(source="text", path=str(directory), validation_percent=0.0)
 
 
-def opened(data: DataConfig, chunk: int = 10) -> MixedBlocks:
-    return MixedBlocks(open_blocks(data, 16, 3, "me"), chunk, lambda number: Random(f"order {number}"))
+def opened(data: DataConfig, chunk: int = 10) -> ShuffledBlocks:
+    return ShuffledBlocks(open_blocks(data, 16, 3, "me"), chunk, lambda number: Random(f"order {number}"))
 
 
 def test_a_chunk_is_dealt_whole_and_in_another_order(texts: DataConfig) -> None:
@@ -48,7 +48,7 @@ def test_resumption_is_exact_anywhere(texts: DataConfig, before: int, batch: int
 
 def test_a_position_of_another_order_begins_anew(texts: DataConfig) -> None:
     position = opened(texts).position()
-    other = MixedBlocks(open_blocks(texts, 16, 4, "me"), 10, lambda number: Random(number))
+    other = ShuffledBlocks(open_blocks(texts, 16, 4, "me"), 10, lambda number: Random(number))
     assert other.restore(position) is False
 
 

@@ -27,15 +27,15 @@ from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.braille_chart import Series, chart, smoothed
 from noloco_node.demo.calibrate import EFFICIENCY, Calibration, affordable_steps
-from noloco_node.demo.child_processes import Children, Patience, bound_sockets, leashed
-from noloco_node.demo.live_view import View
+from noloco_node.demo.child_processes import Children, KillPolicy, bound_sockets, leashed
+from noloco_node.demo.live_view import LiveView
 from noloco_node.demo.loss_plot import picture
 from noloco_node.demo.options import SLOWDOWN, DemoConfig, mark
-from noloco_node.demo.output_dir import claim
-from noloco_node.demo.peer_history import Curve, Point, Track, over_tokens
+from noloco_node.demo.output_dir import claim_output_dir
+from noloco_node.demo.peer_history import Curve, PeerHistory, Point, over_tokens
 from noloco_node.demo.run import demonstrate
-from noloco_node.demo.summary import Verdict, busy, lines, summarise
-from noloco_node.errors import Exit, Trouble
+from noloco_node.demo.summary import ModelScores, busy, lines, summarise
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import (
     Deferred,
     Event,
@@ -44,20 +44,20 @@ from noloco_node.journal.events import (
     InnerStep,
     Lost,
     OuterStep,
-    Refused,
+    PeerViolation,
+    RefusedMicrobatch,
     Started,
     StateChanged,
     Traffic,
-    Violation,
 )
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage.atomic_file import write_whole
 from noloco_node.terminal import Forecast
 from noloco_node.units import readable_bytes, readable_seconds
 
-VERDICT = Verdict(
+VERDICT = ModelScores(
     merged=2.0,
     routes={"0a/1a": 2.2, "0a/1b": 2.4},
     untrained=5.9,
@@ -99,14 +99,14 @@ def started(peer: str, stage: int) -> Started:
     return Started(at=100.0, peer=peer, stage=stage, run="r", version="0", parameters=5)
 
 
-def track(name: str, stage: int, events: list[Event]) -> Track:
-    folded = Track(name, stage)
+def track(name: str, stage: int, events: list[Event]) -> PeerHistory:
+    folded = PeerHistory(name, stage)
     for event in [started(f"Qm{name}", stage), *events]:
         folded.take(event)
     return folded
 
 
-def swarm() -> list[Track]:
+def swarm() -> list[PeerHistory]:
     """Two stages of two replicas; source 0a is the first to begin and 0b the last to end."""
     steps = [inner(number, 100.5 + 0.5 * number) for number in range(10)]
     return [
@@ -122,10 +122,10 @@ def swarm() -> list[Track]:
                 Hops(counts={"Qm1a": 5, "Qm1b": 5}),
                 Hops(counts={"Qm1a": 30, "Qm1b": 10}),
                 Traffic(sent={"microbatch": 1000, "gossip": 20}, received={"microbatch": 900}),
-                Refused(peer="Qm1a", reason="full", count=3),
-                Refused(peer="Qm9", reason="full", here=True),
+                RefusedMicrobatch(peer="Qm1a", reason="full", count=3),
+                RefusedMicrobatch(peer="Qm9", reason="full", here=True),
                 Lost(peer="Qm1b", what="microbatch", why="silent"),
-                Violation(peer="Qm1b", topic="gossip", why="NaN"),
+                PeerViolation(peer="Qm1b", topic="gossip", why="NaN"),
             ],
         ),
         track("0b", 0, [*steps[1:6], inner(6, 110.0), Hops(counts={"Qm1b": 7, "Qmgone": 3})]),
@@ -192,8 +192,8 @@ def test_busy_is_the_share_of_the_time_between_steps_for_which_the_device_worked
 
 
 def test_the_summary_tells_slow_and_fast_replicas_apart() -> None:
-    def at_work(name: str, device_s: float, slowdown: float) -> Track:
-        folded = Track(name, 1, slowdown)
+    def at_work(name: str, device_s: float, slowdown: float) -> PeerHistory:
+        folded = PeerHistory(name, 1, slowdown)
         for step in range(3):
             folded.take(inner(step, 100.0 + step, device_s=device_s))
         return folded
@@ -285,8 +285,8 @@ def test_the_picture_is_drawn_for_full_and_for_empty_journals() -> None:
 
 def test_a_plain_line_says_everything_and_comes_every_few_seconds() -> None:
     console = Console(file=io.StringIO(), width=80)
-    tracks = [*swarm()[:3], track("1b", 1, [StateChanged(at=110.0, state=State.CATCHING_UP, waiting="a donor")])]
-    with View(console, "heading", tracks, 20 * 4096, started_at=90.0) as view:
+    tracks = [*swarm()[:3], track("1b", 1, [StateChanged(at=110.0, state=PeerState.CATCHING_UP, waiting="a donor")])]
+    with LiveView(console, "heading", tracks, 20 * 4096, started_at=90.0) as view:
         for now in (112.0, 113.0, 116.0, 118.0):
             view.show(now)
     assert isinstance(console.file, io.StringIO)
@@ -299,8 +299,8 @@ def test_a_plain_line_says_everything_and_comes_every_few_seconds() -> None:
 
 def test_the_live_picture_names_peers_partners_and_what_they_wait_for() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
-    tracks = [*swarm()[:3], track("1b", 1, [StateChanged(at=110.0, state=State.CATCHING_UP, waiting="a donor")])]
-    view = View(console, "a heading", tracks, 20 * 4096, started_at=90.0)
+    tracks = [*swarm()[:3], track("1b", 1, [StateChanged(at=110.0, state=PeerState.CATCHING_UP, waiting="a donor")])]
+    view = LiveView(console, "a heading", tracks, 20 * 4096, started_at=90.0)
     with console.capture() as capture:
         console.print(view.picture(112.0))
     text = capture.get()
@@ -315,7 +315,7 @@ def test_a_peer_that_died_is_shown_as_gone() -> None:
     console = Console(file=io.StringIO(), width=120)
     peer = track("0a", 0, [inner(1, 101.0)])
     peer.gone = "killed by SIGKILL"
-    view = View(console, "heading", [peer], 20 * 4096, started_at=90.0)
+    view = LiveView(console, "heading", [peer], 20 * 4096, started_at=90.0)
     assert "0a killed by SIGKILL" in view.line(102.0)
     assert "| 0 tokens/s |" in view.line(102.0)
     with console.capture() as capture:
@@ -325,7 +325,7 @@ def test_a_peer_that_died_is_shown_as_gone() -> None:
 
 def test_the_live_view_gives_the_terminal_back() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
-    interrupted = View(console, "a heading", swarm(), 20 * 4096, started_at=90.0)
+    interrupted = LiveView(console, "a heading", swarm(), 20 * 4096, started_at=90.0)
     with contextlib.suppress(KeyboardInterrupt), interrupted as view:
         view.show(112.0)
         raise KeyboardInterrupt
@@ -347,10 +347,10 @@ def test_a_forecast_follows_the_recent_rate() -> None:
 
 def test_routes_are_all_of_them_or_hold_every_replica() -> None:
     from noloco_node.demo.judge_model import MOST_ROUTES, routes
-    from noloco_node.export.replica_fetch import Copy
+    from noloco_node.export.replica_fetch import FetchedReplica
 
-    def copies(stage: int, count: int) -> list[Copy]:
-        return [Copy(f"{stage}.{number}", 1, 10, 1.0, {}) for number in range(count)]
+    def copies(stage: int, count: int) -> list[FetchedReplica]:
+        return [FetchedReplica(f"{stage}.{number}", 1, 10, 1.0, {}) for number in range(count)]
 
     few = {"/".join(copy.peer for copy in route) for route in routes([copies(0, 2), copies(1, 3)])}
     assert len(few) == 6
@@ -374,8 +374,8 @@ def test_the_step_budget_fits_the_time() -> None:
 def test_a_demo_never_writes_over_files(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(Trouble) as caught:
-        claim(tmp_path / "mine", b"{}")
+    with pytest.raises(UserError) as caught:
+        claim_output_dir(tmp_path / "mine", b"{}")
     assert caught.value.code is Exit.USAGE
     assert "thesis.tex" in caught.value.why
     assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
@@ -386,29 +386,29 @@ def test_each_demo_gets_a_directory_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "noloco-demo-3" / "thesis.tex").touch()
     names = []
     for _ in range(3):
-        with claim(tmp_path / "noloco-demo", b"{}") as home:
+        with claim_output_dir(tmp_path / "noloco-demo", b"{}") as home:
             names.append(home.path.name)
     assert names == ["noloco-demo", "noloco-demo-2", "noloco-demo-4"]
 
 
 def test_a_demo_that_is_a_moment_ahead_keeps_its_directory(tmp_path: Path) -> None:
-    with claim(tmp_path / "demo", b"{}") as first:
+    with claim_output_dir(tmp_path / "demo", b"{}") as first:
         (first.path / "demo.json").unlink()
-        with claim(tmp_path / "demo", b"{}") as second:
+        with claim_output_dir(tmp_path / "demo", b"{}") as second:
             assert second.path.name == "demo-2"
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     (tmp_path / "directory" / "entry").touch()
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         write_whole(tmp_path / "directory", b"x")
     assert caught.value.code is Exit.STORAGE
     assert [entry.name for entry in tmp_path.iterdir()] == ["directory"]
 
 
 def test_too_many_peers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         asyncio.run(demonstrate(DemoConfig(stages=9, replicas=9, home=tmp_path / "demo")))
     assert caught.value.code is Exit.USAGE
     assert not (tmp_path / "demo").exists()
@@ -427,7 +427,7 @@ def test_the_slow_replica_is_the_last_of_the_last_stage(stages: int, replicas: i
 def test_one_replica_a_stage_cannot_be_uneven(tmp_path: Path) -> None:
     arguments = ["demo", "--heterogeneous", "--replicas", "1", "--home", str(tmp_path / "demo")]
     result = CliRunner().invoke(app, arguments)
-    assert isinstance(result.exception, Trouble)
+    assert isinstance(result.exception, UserError)
     assert result.exception.code is Exit.USAGE
     assert "--replicas 2" in result.exception.attempt
     assert not (tmp_path / "demo").exists()
@@ -435,7 +435,7 @@ def test_one_replica_a_stage_cannot_be_uneven(tmp_path: Path) -> None:
 
 # Real processes. They are waited for by their output or by a pipe that they hold, never by a pause.
 
-HURRY = Patience(interrupt_s=0.1, terminate_s=0.1, kill_s=LAST_RESORT_S)
+HURRY = KillPolicy(interrupt_s=0.1, terminate_s=0.1, kill_s=LAST_RESORT_S)
 STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)]\n"
 READY = "print('ready', flush=True)\n"
 WAIT = "import signal; signal.pause()\n"
@@ -471,7 +471,7 @@ def lifeline(tmp_path: Path) -> Iterator[Lifeline]:
 
 def test_polite_children_leave_at_the_first_signal(tmp_path: Path) -> None:
     async def main() -> None:
-        children = Children(Patience(interrupt_s=LAST_RESORT_S))
+        children = Children(KillPolicy(interrupt_s=LAST_RESORT_S))
         code = "try:\n    print('ready', flush=True); input()\nexcept KeyboardInterrupt:\n    raise SystemExit(7)"
         both = [children.start(name, python(code), tmp_path / name) for name in ("one", "two")]
         for child in both:
@@ -517,7 +517,7 @@ def test_what_a_dead_child_leaves_running_is_swept(tmp_path: Path, lifeline: Lif
 
 def test_a_stop_that_is_cancelled_kills_at_once(tmp_path: Path) -> None:
     async def main() -> None:
-        children = Children(Patience(interrupt_s=3600.0))
+        children = Children(KillPolicy(interrupt_s=3600.0))
         child = children.start("stubborn", python(STUBBORN + READY + WAIT), tmp_path / "logs")
         await child.line("ready", LAST_RESORT_S)
         stopping = asyncio.create_task(children.stop())
@@ -551,12 +551,12 @@ def test_sockets_of_killed_children_are_removed(tmp_path: Path) -> None:
 def test_a_child_that_dies_early_is_quoted(tmp_path: Path) -> None:
     async def main() -> None:
         child = Children().start("node", python("import sys; sys.exit('no such invite') or 3"), tmp_path)
-        with pytest.raises(Trouble) as caught:
+        with pytest.raises(UserError) as caught:
             await child.line("noloco1:", LAST_RESORT_S)
         assert "node: it ended before it was ready" in caught.value.what
         assert caught.value.why == "no such invite"
         coded = Children().start("node", python("raise SystemExit(4)"), tmp_path)
-        with pytest.raises(Trouble) as caught:
+        with pytest.raises(UserError) as caught:
             await coded.line("noloco1:", LAST_RESORT_S)
         assert caught.value.code is Exit.UNREACHABLE
         assert caught.value.why == "(it said nothing)"
@@ -569,7 +569,7 @@ def test_of_a_child_that_says_why_it_ends_no_more_is_quoted(tmp_path: Path) -> N
         children = Children(HURRY)
         words = "17:00:00  copying\\nnoloco-node: The disk is full.\\n  why: it is small\\n  try: a larger one"
         child = children.start("full", python(f'import sys; sys.stderr.write("{words}"); sys.exit(9)'), tmp_path)
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(UserError) as trouble:
             await child.line("never", LAST_RESORT_S)
         assert trouble.value.why == "The disk is full.\n  why: it is small\n  try: a larger one"
         assert trouble.value.code is Exit.STORAGE
@@ -580,9 +580,9 @@ def test_of_a_child_that_says_why_it_ends_no_more_is_quoted(tmp_path: Path) -> N
 
 def test_a_child_that_never_speaks_is_given_up(tmp_path: Path) -> None:
     async def main() -> None:
-        children = Children(Patience(interrupt_s=LAST_RESORT_S))
+        children = Children(KillPolicy(interrupt_s=LAST_RESORT_S))
         child = children.start("mute", python("print('half a line', end='', flush=True); input()"), tmp_path)
-        with pytest.raises(Trouble, match="was not ready after 0 s"):
+        with pytest.raises(UserError, match="was not ready after 0 s"):
             await child.line("half", 0.2)
         await children.stop()
 

@@ -20,19 +20,19 @@ from noloco_node.doctor import command, machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, line, verdict
 from noloco_node.doctor.machine_checks import Need, Supply
 from noloco_node.errors import Exit
-from noloco_node.libp2p.endpoint.settings import Settings
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.streams import dialback
-from noloco_node.limits.budget import Allowance
-from noloco_node.limits.rate_limit import MeteredNetwork, weigh
+from noloco_node.limits.budget import OwnerLimits
+from noloco_node.limits.rate_limit import RateLimitedNetwork, weigh
 from noloco_node.network.interface import Conversation
-from noloco_node.planning.bandwidth import Freight
+from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub, MemoryNetwork
+from noloco_node.sim.network.hub import SimNetwork, SimPeerNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
-from noloco_node.swarm.run_distribution import RunFile
+from noloco_node.swarm.run_distribution import RunFileReply
 
 WORSE = [Grade.GOOD, Grade.DOUBTFUL, Grade.BAD]
 BYTES = st.integers(0, 10**13)
@@ -104,21 +104,21 @@ CIRCUIT = "/ip4/192.0.2.1/tcp/4001/p2p/A/p2p-circuit/p2p/B"
 @pytest.mark.parametrize(
     ("said", "addresses", "grades"),
     [
-        (dialback.Verdict(True, ("/ip4/192.0.2.9/tcp/1",), ()), (), [Grade.GOOD, Grade.GOOD]),
-        (dialback.Verdict(None, (), ()), (), [Grade.DOUBTFUL]),
-        (dialback.Verdict(False, (), ()), (CIRCUIT,), [Grade.DOUBTFUL, Grade.GOOD]),
-        (dialback.Verdict(False, (), ("relay",)), (), [Grade.DOUBTFUL, Grade.DOUBTFUL]),
-        (dialback.Verdict(False, (), ()), (), [Grade.BAD, Grade.BAD]),
+        (dialback.ReachVerdict(True, ("/ip4/192.0.2.9/tcp/1",), ()), (), [Grade.GOOD, Grade.GOOD]),
+        (dialback.ReachVerdict(None, (), ()), (), [Grade.DOUBTFUL]),
+        (dialback.ReachVerdict(False, (), ()), (CIRCUIT,), [Grade.DOUBTFUL, Grade.GOOD]),
+        (dialback.ReachVerdict(False, (), ("relay",)), (), [Grade.DOUBTFUL, Grade.DOUBTFUL]),
+        (dialback.ReachVerdict(False, (), ()), (), [Grade.BAD, Grade.BAD]),
     ],
 )
 def test_who_cannot_be_dialled_needs_a_relay(
-    said: dialback.Verdict, addresses: tuple[str, ...], grades: list[Grade]
+    said: dialback.ReachVerdict, addresses: tuple[str, ...], grades: list[Grade]
 ) -> None:
     assert [found.grade for found in swarm_checks.judge_reach(said, (4001,), addresses)] == grades
 
 
 def test_whoever_listens_over_quic_alone_is_told_that_nobody_tries_that() -> None:
-    nobody = dialback.Verdict(None, (), ())
+    nobody = dialback.ReachVerdict(None, (), ())
     (over_quic,), (over_tcp,) = (swarm_checks.judge_reach(nobody, ports, ()) for ports in ((), (4001,)))
     assert "over TCP alone" in over_quic.says
     assert "over TCP alone" not in over_tcp.says
@@ -126,7 +126,9 @@ def test_whoever_listens_over_quic_alone_is_told_that_nobody_tries_that() -> Non
 
 def test_the_best_line_counts_and_a_microbatch_that_takes_long_is_said() -> None:
     measured = [swarm_checks.Rates(1e5, 1e7), swarm_checks.Rates(2e5, None)]
-    up, down = swarm_checks.judge_rates(measured, (), [Freight(up=1e6, down=1e6), Freight(up=1e7, down=1e6)])
+    up, down = swarm_checks.judge_rates(
+        measured, (), [MicrobatchBytes(up=1e6, down=1e6), MicrobatchBytes(up=1e7, down=1e6)]
+    )
     assert up.grade is Grade.DOUBTFUL
     assert "5.0 s" in up.says
     assert "the best of 2" in up.says
@@ -162,8 +164,8 @@ def weighed(message: Any, topic: str) -> int:
     return weigh(message, speed_test.SCHEMA if topic == speed_test.TOPIC else dialback.SCHEMA)
 
 
-async def at_the_desk(hub: Hub, name: str = "peer") -> speed_test.Desk:
-    served = speed_test.Desk()
+async def at_the_desk(hub: SimNetwork, name: str = "peer") -> speed_test.SpeedTestService:
+    served = speed_test.SpeedTestService()
     await hub.network(name).serve(speed_test.TOPIC, speed_test.SCHEMA, served.answer)
     return served
 
@@ -172,7 +174,7 @@ async def at_the_desk(hub: Hub, name: str = "peer") -> speed_test.Desk:
 @given(st.floats(5e4, 1e8), st.floats(5e4, 1e8))
 def test_the_line_is_measured_both_ways(up: float, down: float) -> None:
     async def main() -> swarm_checks.Rates | str:
-        hub = Hub(size_bytes=weighed)
+        hub = SimNetwork(size_bytes=weighed)
         await at_the_desk(hub)
         return await swarm_checks.rates_with(
             hub.network("us", Access(up_bytes_per_s=up, down_bytes_per_s=down)), "peer"
@@ -189,9 +191,9 @@ def test_the_line_is_measured_both_ways(up: float, down: float) -> None:
 
 def test_a_peer_with_a_budget_is_measured_within_it() -> None:
     async def main() -> swarm_checks.Rates | str:
-        hub = Hub(size_bytes=weighed)
-        metered = MeteredNetwork(hub.network("peer"), Allowance(upload_bytes_per_s=5e5))
-        await metered.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.Desk().answer)
+        hub = SimNetwork(size_bytes=weighed)
+        metered = RateLimitedNetwork(hub.network("peer"), OwnerLimits(upload_bytes_per_s=5e5))
+        await metered.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
         return await swarm_checks.rates_with(hub.network("us"), "peer")
 
     found = run(main())
@@ -202,11 +204,11 @@ def test_a_peer_with_a_budget_is_measured_within_it() -> None:
 
 
 def test_all_who_ask_together_get_no_more_than_the_desk_gives() -> None:
-    async def main() -> tuple[float, speed_test.Desk]:
-        hub = Hub(size_bytes=weighed)
+    async def main() -> tuple[float, speed_test.SpeedTestService]:
+        hub = SimNetwork(size_bytes=weighed)
         served, given = await at_the_desk(hub), 0.0
 
-        async def greedy(network: MemoryNetwork) -> None:
+        async def greedy(network: SimPeerNetwork) -> None:
             nonlocal given
             while now() < 600:
                 found = await swarm_checks.rates_with(network, "peer")
@@ -230,7 +232,7 @@ def test_all_who_ask_together_get_no_more_than_the_desk_gives() -> None:
 )
 def test_who_asks_for_more_than_there_is_gets_nothing(question: Any) -> None:
     async def main() -> None:
-        hub = Hub(size_bytes=weighed)
+        hub = SimNetwork(size_bytes=weighed)
         served = await at_the_desk(hub)
         async with hub.network("us").talk("peer", speed_test.TOPIC, speed_test.SCHEMA) as conversation:
             await conversation.send(question)
@@ -243,7 +245,7 @@ def test_who_asks_for_more_than_there_is_gets_nothing(question: Any) -> None:
 
 
 def test_who_says_nothing_or_nonsense_does_not_keep_the_desk() -> None:
-    async def offend(network: MemoryNetwork, load: object) -> None:
+    async def offend(network: SimPeerNetwork, load: object) -> None:
         async with network.talk("peer", speed_test.TOPIC, speed_test.SCHEMA) as conversation:
             await conversation.send(speed_test.TakeFromMe(pieces=4))
             assert isinstance(await conversation.receive(), speed_test.Go)
@@ -252,10 +254,10 @@ def test_who_says_nothing_or_nonsense_does_not_keep_the_desk() -> None:
             await conversation.receive()
 
     async def main() -> None:
-        hub = Hub(size_bytes=weighed)
+        hub = SimNetwork(size_bytes=weighed)
         await at_the_desk(hub)
         network = hub.network("us")
-        for load in (None, speed_test.Piece(content=b"short"), speed_test.Go()):
+        for load in (None, speed_test.SpeedTestPayload(content=b"short"), speed_test.Go()):
             begun = now()
             with pytest.raises(ConnectionError):
                 await offend(network, load)
@@ -267,7 +269,7 @@ def test_who_says_nothing_or_nonsense_does_not_keep_the_desk() -> None:
 
 def test_a_peer_without_a_desk_and_one_that_is_gone_are_said() -> None:
     async def main() -> list[swarm_checks.Rates | str]:
-        hub = Hub()
+        hub = SimNetwork()
         hub.network("plain")
         network = hub.network("us")
         return [await swarm_checks.rates_with(network, peer) for peer in ("plain", "gone")]
@@ -282,11 +284,11 @@ def test_a_peer_without_a_desk_and_one_that_is_gone_are_said() -> None:
 @pytest.mark.parametrize("off_s", [0.0, 120.0, -7.0])
 def test_a_clock_is_compared_with_a_peers(off_s: float) -> None:
     async def main() -> float:
-        hub = Hub()
+        hub = SimNetwork()
 
         async def serve(conversation: Conversation) -> None:
             await conversation.receive()
-            await conversation.send(RunFile(text="", unix_time=1e9 + now() - off_s))
+            await conversation.send(RunFileReply(text="", unix_time=1e9 + now() - off_s))
 
         await hub.network("peer").serve(RUN_TOPIC, RUN_SCHEMA, serve)
         return await swarm_checks.clock_of(hub.network("us"), "peer", lambda: 1e9 + now())
@@ -296,13 +298,13 @@ def test_a_clock_is_compared_with_a_peers(off_s: float) -> None:
 
 def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     @asynccontextmanager
-    async def connected(_: Settings) -> AsyncIterator[MemoryNetwork]:
+    async def connected(_: NetworkSettings) -> AsyncIterator[SimPeerNetwork]:
         async with asyncio.TaskGroup():
-            yield Hub().network("doctor")
+            yield SimNetwork().network("doctor")
 
     async def main() -> None:
         monkeypatch.setattr(command, "connected", connected)
-        swarm = await command._swarm("0" * 64, (), command.Wish(home=Path("home")))
+        swarm = await command._swarm("0" * 64, (), command.DoctorRequest(home=Path("home")))
         assert [finding.grade for finding in swarm.findings] == [Grade.DOUBTFUL, Grade.BAD]
         assert "serves the run" in swarm.findings[1].says
 
@@ -310,13 +312,13 @@ def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.MonkeyP
 
 
 def test_peers_that_do_not_answer_say_nothing_about_our_reach() -> None:
-    async def main() -> dialback.Verdict:
-        hub = Hub()
+    async def main() -> dialback.ReachVerdict:
+        hub = SimNetwork()
 
         async def answer(conversation: Conversation) -> None:
             asked = await conversation.receive()
             place = f"/ip4/192.0.2.1/tcp/{asked.ports[0]}"
-            await conversation.send(dialback.Dialled(place=place, tried=True, relays=("r",)))
+            await conversation.send(dialback.DialBackReply(place=place, tried=True, relays=("r",)))
 
         async def silent(conversation: Conversation) -> None:
             await asyncio.sleep(1e6)
@@ -325,7 +327,7 @@ def test_peers_that_do_not_answer_say_nothing_about_our_reach() -> None:
         await hub.network("silent").serve(dialback.TOPIC, dialback.SCHEMA, silent)
         return await swarm_checks.dialled_back(hub.network("us"), ["silent", "gone", "good"], (4001,))
 
-    assert run(main()) == dialback.Verdict(True, ("/ip4/192.0.2.1/tcp/4001",), ("r",))
+    assert run(main()) == dialback.ReachVerdict(True, ("/ip4/192.0.2.1/tcp/4001",), ("r",))
 
 
 # The command.

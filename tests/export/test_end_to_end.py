@@ -28,31 +28,31 @@ from toy_gossip import at_once
 from typer.testing import CliRunner
 
 from gossip.exchange.messages import Busy, Parts, ReplicaState
-from gossip.transfer.donor import Donor, Terms
+from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.cli.continue_run import continuing_text
 from noloco_node.cli.main import app
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
-from noloco_node.export.exporter import Order, export, from_swarm, merged_homes, recipe_of
+from noloco_node.export.exporter import ExportRequest, export, from_swarm, merged_homes, recipe_of
 from noloco_node.export.parts import is_kept, parts_beside
-from noloco_node.export.provenance import read_notes
+from noloco_node.export.provenance import read_provenance
 from noloco_node.export.replica_files import in_home, newest
 from noloco_node.inference.evaluation import Question, evaluate
 from noloco_node.inference.generation import generate_sample
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
-from noloco_node.planning.model_layout import Blueprint, blueprint, build_stage
-from noloco_node.run.peer_state import State
+from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
-from noloco_node.state_sync.replica_mean import FACTOR, Standing, sift
+from noloco_node.state_sync.replica_mean import FACTOR, ReplicaSummary, drop_outliers
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.run_distribution import RunFileText
 
 TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
 """A run whose model has 0.75 million parameters."""
@@ -61,8 +61,8 @@ TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
 # Who belongs in the mean.
 
 
-def standing(norm: float, round: int = 100, peer: str = "a") -> Standing:
-    return Standing(peer=peer, round=round, inner_steps=10 * round, progress=0.5, norm=norm)
+def standing(norm: float, round: int = 100, peer: str = "a") -> ReplicaSummary:
+    return ReplicaSummary(peer=peer, round=round, inner_steps=10 * round, progress=0.5, norm=norm)
 
 
 @given(
@@ -88,7 +88,7 @@ def test_outliers_and_stragglers_stay_out_as_long_as_they_are_the_fewer(
     mixed = [*good, *(standing(lie, 10**9, f"lie {n}") for n, lie in enumerate(lies))]
     mixed += [standing(1.0, round, f"stale {n}") for n, round in enumerate(stale)]
     order.shuffle(mixed)
-    kept, left_out = sift(mixed, rounds_behind=16)
+    kept, left_out = drop_outliers(mixed, rounds_behind=16)
     assert sorted(mixed[place].peer for place in kept) == sorted(each.peer for each in good)
     assert sorted([each.peer for each in left_out] + [mixed[place].peer for place in kept]) == sorted(
         each.peer for each in mixed
@@ -97,7 +97,7 @@ def test_outliers_and_stragglers_stay_out_as_long_as_they_are_the_fewer(
 
 @given(norms=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=6), rounds=st.integers(0, 10**6))
 def test_somebody_is_kept_wherever_anybody_is_finite(norms: list[float], rounds: int) -> None:
-    kept, left_out = sift([standing(abs(norm), rounds) for norm in norms], 16)
+    kept, left_out = drop_outliers([standing(abs(norm), rounds) for norm in norms], 16)
     assert bool(kept) == any(map(math.isfinite, norms))
     assert len(kept) + len(left_out) == len(norms)
 
@@ -110,8 +110,8 @@ class Homes:
 
     def __init__(self, directory: Path, text: str = TEXT) -> None:
         self.directory, self.text = directory, text
-        self.recipe = Recipe(text, "the test's run file")
-        self.plan: Blueprint = blueprint(self.recipe.run)
+        self.recipe = RunFileText(text, "the test's run file")
+        self.plan: ModelLayout = model_layout(self.recipe.run)
 
     def weights(self, stage: int) -> tuple[Tensor, ...]:
         part = build_stage(self.recipe.run, self.plan, stage, torch.device("cpu"))
@@ -165,8 +165,8 @@ def test_homes_are_merged_without_the_outlier_and_the_straggler(tmp_path: Path) 
     made.make("b", 0, moved(first, 0.5, 4), round=7)
     save(tmp_path / "d" / "snapshots" / "0", made.checkpoint(0, "a", moved(first, 0.5, 5), round=12))
 
-    told = asyncio.run(export(Order(out=tmp_path / "model", homes=tuple(homes))))
-    notes = read_notes(tmp_path / "model")
+    told = asyncio.run(export(ExportRequest(out=tmp_path / "model", homes=tuple(homes))))
+    notes = read_provenance(tmp_path / "model")
     assert notes.replicas == (2, 1)
     assert notes.rounds == (42, 41)
     assert [[each.peer for each in stage] for stage in notes.taken] == [["a", "b"], ["d"]]
@@ -183,27 +183,27 @@ def test_homes_are_merged_without_the_outlier_and_the_straggler(tmp_path: Path) 
 def test_a_stage_is_found_in_a_snapshot_alone(tmp_path: Path) -> None:
     made = Homes(tmp_path)
     home = made.make("a", 0, made.weights(0))
-    with pytest.raises(Trouble, match="no usable weights of stage 1") as caught:
-        asyncio.run(export(Order(out=tmp_path / "model", homes=(home,))))
+    with pytest.raises(UserError, match="no usable weights of stage 1") as caught:
+        asyncio.run(export(ExportRequest(out=tmp_path / "model", homes=(home,))))
     assert caught.value.code is Exit.UNREACHABLE
     assert not (tmp_path / "model").exists()
     save(home / "snapshots" / "1", made.checkpoint(1, "gone", made.weights(1)))
-    asyncio.run(export(Order(out=tmp_path / "model", homes=(home,))))
-    assert read_notes(tmp_path / "model").taken[1][0].peer == "gone"
+    asyncio.run(export(ExportRequest(out=tmp_path / "model", homes=(home,))))
+    assert read_provenance(tmp_path / "model").taken[1][0].peer == "gone"
 
 
 def test_homes_of_two_runs_are_not_one_model(tmp_path: Path) -> None:
     home = Homes(tmp_path).make("a", 0, Homes(tmp_path).weights(0))
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "run.toml").write_text(demo_run_text(stages=2, replicas=2, steps=101, seed=0))
-    with pytest.raises(Trouble, match="another run") as caught:
+    with pytest.raises(UserError, match="another run") as caught:
         recipe_of([home, tmp_path / "b"])
     assert caught.value.code is Exit.OTHER_RUN
-    with pytest.raises(Trouble, match="not the home of a node") as caught:
+    with pytest.raises(UserError, match="not the home of a node") as caught:
         recipe_of([home, tmp_path / "nowhere"])
     assert caught.value.code is Exit.CONFIG
-    with pytest.raises(Trouble, match="nothing to export"):
-        asyncio.run(export(Order(out=tmp_path / "model")))
+    with pytest.raises(UserError, match="nothing to export"):
+        asyncio.run(export(ExportRequest(out=tmp_path / "model")))
 
 
 def test_a_damaged_file_in_a_home_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
     monkeypatch.setattr(replica_fetch, "fetch", counting)
 
     async def main() -> None:
-        hub, what = Hub(), recipe(replicas=2, steps=4000, per_round=3)
+        hub, what = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3)
         peers = [Peer(hub, what, f"peer-{stage}{number}", stage) for stage in (0, 1) for number in (0, 1)]
         await until(lambda: all(len(peer.of(events.OuterStep)) >= 2 for peer in peers))
         roster, plan, parts = peers[0].node.roster, peers[0].plan, parts_beside(tmp_path / "model")
@@ -240,7 +240,7 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
         visitor = hub.network("visitor")
         without = seen(msgspec.structs.replace(whole, stages=(whole.stages[0], ())))
         roster = seen(whole)
-        with pytest.raises(Trouble, match="Nobody serves stage 1, and nobody keeps a snapshot of it"):
+        with pytest.raises(UserError, match="Nobody serves stage 1, and nobody keeps a snapshot of it"):
             await from_swarm(visitor, what, without, plan, (parts, ()))
         assert asked == ["peer-00", "peer-01"]
         assert [path.name for path in parts.iterdir()] == ["stage-0.safetensors"], "replicas are removed once merged"
@@ -277,7 +277,7 @@ class Replicas:
     """Donors of a stage 1 of which some serve others for a while, and a roster that changes."""
 
     def __init__(self) -> None:
-        self.hub, self.listed, self.asked = Hub(), list[str](), list[str]()
+        self.hub, self.listed, self.asked = SimNetwork(), list[str](), list[str]()
         self.busy_until_s: dict[str, float] = {}
         self._visitor = self.hub.network("visitor")
 
@@ -285,7 +285,7 @@ class Replicas:
         async def provide(parts: Parts) -> ReplicaState:
             return of_parts(state(seed), parts)
 
-        donor = Donor(provide, at_once, SHAPES, Terms(deadline_s=6000.0, piece_s=600.0))
+        donor = Donor(provide, at_once, SHAPES, DonorLimits(deadline_s=6000.0, piece_s=600.0))
 
         async def serve(conversation: Conversation) -> None:
             if name not in self.asked[-1:]:
@@ -300,9 +300,9 @@ class Replicas:
         self.listed.append(name)
 
     async def look(self) -> Roster:
-        return Roster(stages=((), tuple(PeerRecord(peer=n, stage=1, state=State.TRAINING) for n in self.listed)))
+        return Roster(stages=((), tuple(PeerRecord(peer=n, stage=1, state=PeerState.TRAINING) for n in self.listed)))
 
-    def fetched(self) -> AsyncIterator[replica_fetch.Copy]:
+    def fetched(self) -> AsyncIterator[replica_fetch.FetchedReplica]:
         shapes = {f"weight {number}": shape for number, shape in enumerate(SHAPES)}
         return replica_fetch.fetched(self._visitor, self.look, 1, shapes)
 
@@ -427,7 +427,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Homes, list[Path], 
     made = Homes(tmp_path_factory.mktemp("taken"))
     homes = [made.make(f"{stage}{n}", stage, moved(made.weights(stage), 0.02, n)) for stage in (0, 1) for n in (0, 1)]
     out = made.directory / "model"
-    asyncio.run(export(Order(out=out, homes=tuple(homes))))
+    asyncio.run(export(ExportRequest(out=out, homes=tuple(homes))))
     return made, homes, out
 
 
@@ -479,7 +479,7 @@ def test_a_run_that_goes_on_from_an_export_begins_with_exactly_that_model(
     assert run_.model.path == str(out)
     assert (run_.pipeline.stages, run_.pipeline.sequence_length) == (2, 128)
     homes = [again.make(f"again-{stage}", stage, again.weights(stage)) for stage in (0, 1)]
-    asyncio.run(export(Order(out=tmp_path / "again", homes=tuple(homes))))
+    asyncio.run(export(ExportRequest(out=tmp_path / "again", homes=tuple(homes))))
     assert same(exported(out), exported(tmp_path / "again"))
 
 
@@ -493,7 +493,7 @@ def test_every_preset_can_go_on_from_a_checkpoint_of_any_depth(tmp_path: Path, p
     assert plan.data.tokenizer == str(tmp_path)
     assert plan.inner.learning_rate < decode_run(run_text(preset), "a preset").inner.learning_rate
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(Trouble, match="no model to go on from"):
+    with pytest.raises(UserError, match="no model to go on from"):
         continuing_text(tmp_path, preset)
 
 
@@ -521,7 +521,7 @@ def test_evaluation_of_homes_is_that_of_the_export_and_of_each_replica(
 
 def test_evaluation_wants_one_kind_of_model(tmp_path: Path) -> None:
     for question in (Question(), Question(directories=(tmp_path,), homes=(tmp_path,))):
-        with pytest.raises(Trouble) as caught:
+        with pytest.raises(UserError) as caught:
             evaluate(question, as_json=False)
         assert caught.value.code is Exit.USAGE
 
@@ -540,7 +540,7 @@ def test_a_checkpoint_of_anybody_is_evaluated_on_a_text_that_is_named(
     ours = json.loads(evaluate(replace(question, directories=(out,)), as_json=True))
     theirs = json.loads(evaluate(question, as_json=True))
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
-    with pytest.raises(Trouble, match="no checkpoint of a swarm"):
+    with pytest.raises(UserError, match="no checkpoint of a swarm"):
         evaluate(replace(question, data=None), as_json=True)
     # Bytes that are no text are marked by one, and passed over by the tokenizer of the other.
     one, other = (generate_sample(directory, "to be", 40).replace("\ufffd", "") for directory in (out, stranger))
@@ -574,6 +574,6 @@ def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], 
 def test_a_model_that_is_not_there_is_said_before_anything_is_printed(tmp_path: Path) -> None:
     for words in (["generate", str(tmp_path / "none"), "--prompt", "import"], ["evaluate", str(tmp_path / "none")]):
         done = CliRunner().invoke(app, words)
-        assert isinstance(done.exception, Trouble)
+        assert isinstance(done.exception, UserError)
         assert done.exception.why.endswith("noloco.json: No such file or directory")
         assert done.stdout == ""

@@ -24,31 +24,31 @@ from toy_gossip import at_once
 
 from gossip.exchange.messages import Busy, Parts, ReplicaState
 from gossip.rule.staleness import ROUND_BOUND
-from gossip.transfer.donor import Donor, Terms
-from gossip.transfer.download import Occupied
-from noloco_node.errors import Exit, Trouble
+from gossip.transfer.donor import Donor, DonorLimits
+from gossip.transfer.download import DonorBusy
+from noloco_node.errors import Exit, UserError
 from noloco_node.export import parts, replica_fetch, snapshot_fetch
-from noloco_node.export.exporter import Order, export, from_swarm
-from noloco_node.export.parts import Found, is_kept, parts_beside, path_of
-from noloco_node.export.provenance import noted, read_notes, told_of
-from noloco_node.export.replica_fetch import Copy
-from noloco_node.export.replica_files import Filed, Merged
-from noloco_node.network.interface import Conversation, Network
-from noloco_node.planning.model_layout import blueprint
-from noloco_node.run.peer_state import State
+from noloco_node.export.exporter import ExportRequest, export, from_swarm
+from noloco_node.export.parts import FoundStage, is_kept, parts_beside, path_of
+from noloco_node.export.provenance import noted, read_provenance, told_of
+from noloco_node.export.replica_fetch import FetchedReplica
+from noloco_node.export.replica_files import MergedReplicas, ReplicaFile
+from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
-from noloco_node.state_sync.manifests import SNAPSHOT, Subject
-from noloco_node.state_sync.replica_mean import Standing
+from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
+from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.state_sync.snapshot_choice import AGAIN_S, ATTEMPTS
 from noloco_node.storage import tensor_file
 from noloco_node.storage.checkpoint import Checkpoint, arrays_of, load
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.run_distribution import RunFileText
 
 RUN = recipe(replicas=2)
-PLAN = blueprint(RUN.run)
+PLAN = model_layout(RUN.run)
 BEHIND = RUN.run.outer.staleness_at_most
 
 
@@ -69,7 +69,7 @@ class Swarm:
     """
 
     def __init__(self, parts: Path) -> None:
-        self.hub, self.parts = Hub(), parts
+        self.hub, self.parts = SimNetwork(), parts
         self.records: dict[str, PeerRecord] = {}
         self.asked: list[tuple[str, str]] = []
         self.interrupted_at = math.inf
@@ -77,7 +77,7 @@ class Swarm:
         self.full_until_s: dict[tuple[str, str], float] = {}
         self.fails: set[tuple[str, str]] = set()
         self._states: dict[tuple[str, str], ReplicaState] = {}
-        self._networks: dict[str, Network] = {}
+        self._networks: dict[str, PeerNetwork] = {}
 
     async def replica(self, peer: str, stage: int, round: int = 40) -> None:
         """Let a peer train at a stage, and give its weights."""
@@ -89,7 +89,7 @@ class Swarm:
         await self._give(peer, stage, SNAPSHOT, round)
 
     def at_work(self, peer: str, stage: int, round: int) -> None:
-        self.records[peer] = PeerRecord(peer=peer, stage=stage, state=State.TRAINING, round=round, progress=0.5)
+        self.records[peer] = PeerRecord(peer=peer, stage=stage, state=PeerState.TRAINING, round=round, progress=0.5)
 
     def at_round(self, peer: str, round: int) -> None:
         """Let a replica go on to a round."""
@@ -108,7 +108,7 @@ class Swarm:
             return of_parts(self._states[peer, kind], parts)
 
         shapes = tuple(PLAN.shapes[stage].values())
-        donor = Donor(provide, at_once, shapes, Terms(deadline_s=600.0, piece_s=60.0))
+        donor = Donor(provide, at_once, shapes, DonorLimits(deadline_s=600.0, piece_s=60.0))
 
         async def serve(conversation: Conversation) -> None:
             if asyncio.get_running_loop().time() >= self.busy_until_s.get((peer, kind), 0.0):
@@ -119,7 +119,7 @@ class Swarm:
 
         await self._network(peer).serve(topic(kind, stage), state_schema(shapes), serve)
 
-    def _network(self, peer: str) -> Network:
+    def _network(self, peer: str) -> PeerNetwork:
         if peer not in self._networks:
             self._networks[peer] = self.hub.network(peer)
         return self._networks[peer]
@@ -132,11 +132,11 @@ class Swarm:
         return Roster(stages=tuple(tuple(r for r in self.records.values() if r.stage == stage) for stage in stages))
 
     @contextlib.asynccontextmanager
-    async def visited(self, _: str) -> AsyncIterator[tuple[Network, Recipe, Any]]:
+    async def visited(self, _: str) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Any]]:
         """Stand in for `swarm.visited`."""
         yield self._network("visitor"), RUN, SimpleNamespace(peek=self.look)
 
-    async def exported(self, *filed: Filed) -> list[Found]:
+    async def exported(self, *filed: ReplicaFile) -> list[FoundStage]:
         """Export, or go on with it; `asked` begins anew."""
         self.asked.clear()
         return await from_swarm(self._network("visitor"), RUN, self.look, PLAN, (self.parts, filed))
@@ -154,13 +154,13 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Swarm:
     made: list[Swarm] = []
     fetch_of = replica_fetch.fetch_of
 
-    async def watched(network: Any, peer: str, subject: Subject, *others: Any) -> Copy:
+    async def watched(network: Any, peer: str, subject: WeightsOf, *others: Any) -> FetchedReplica:
         (swarm,) = made
         if len(swarm.asked) >= swarm.interrupted_at:
             raise Interrupted
         swarm.asked.append((peer, subject.kind))
         if asyncio.get_running_loop().time() < swarm.full_until_s.get((peer, subject.kind), 0.0):
-            raise Occupied("it serves others", 5.0)
+            raise DonorBusy("it serves others", 5.0)
         return await fetch_of(network, peer, subject, *others)
 
     async def thread(job: Any, *args: Any) -> Any:
@@ -179,11 +179,11 @@ async def two_stages(swarm: Swarm) -> None:
     await swarm.replica("d", 1)
 
 
-def peers_of(found: Found) -> list[str]:
+def peers_of(found: FoundStage) -> list[str]:
     return [each.peer for each in found.stage.taken]
 
 
-def same_stage(one: Merged, other: Merged) -> bool:
+def same_stage(one: MergedReplicas, other: MergedReplicas) -> bool:
     return one.weights.keys() == other.weights.keys() and same_tensors(
         tuple(one.weights.values()), tuple(other.weights.values())
     )
@@ -280,8 +280,8 @@ def test_what_a_peer_gave_that_has_gone_since_still_counts(swarm: Swarm, capsys:
 def test_a_finished_part_is_kept_until_its_stage_is_far_or_lives_again(
     round: int, rounds: list[int], behind: int, of_snapshot: bool
 ) -> None:
-    standing = Standing(peer="a", round=round, inner_steps=0, progress=0.0, norm=1.0)
-    part = Found(Merged({}, (standing,), ()), "keeper" if of_snapshot else None)
+    standing = ReplicaSummary(peer="a", round=round, inner_steps=0, progress=0.0, norm=1.0)
+    part = FoundStage(MergedReplicas({}, (standing,), ()), "keeper" if of_snapshot else None)
     near = not rounds or round >= sorted(rounds)[(len(rounds) - 1) // 2] - behind
     assert is_kept(part, rounds, behind) == (near and not (of_snapshot and rounds))
 
@@ -307,13 +307,13 @@ def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
         assert {path.name for path in swarm.parts.iterdir()} == {"stage-0.safetensors", "stage-1.safetensors"}
         # Also where it is read from a part that an interrupted export has left.
         swarm.asked.clear()
-        told = await export(Order(out=out, invite="to the swarm"))
+        told = await export(ExportRequest(out=out, invite="to the swarm"))
         assert swarm.asked == []
         assert not swarm.parts.exists()
         return told
 
     told = run(main())
-    (note,) = read_notes(out).snapshots
+    (note,) = read_provenance(out).snapshots
     assert (note.stage, note.kept_by, note.round, note.others_round) == (1, "b", 12, 40)
     assert (note.progress, note.others_progress) == (0.25, 0.5)
     assert (
@@ -337,16 +337,16 @@ def test_a_keeper_that_gives_nothing_gives_way_to_the_next(swarm: Swarm) -> None
 
 
 def test_a_stage_that_nobody_serves_and_nobody_keeps_is_named_with_what_to_try(swarm: Swarm) -> None:
-    async def main() -> tuple[Trouble, Trouble, Trouble]:
+    async def main() -> tuple[UserError, UserError, UserError]:
         await swarm.replica("a", 0)
-        with pytest.raises(Trouble) as nothing:
+        with pytest.raises(UserError) as nothing:
             await swarm.exported()
         swarm.at_work("dead", 1, 20)
-        with pytest.raises(Trouble) as dead:
+        with pytest.raises(UserError) as dead:
             await swarm.exported()
         await swarm.keeper("a", 1, round=10)
         swarm.fails = {("a", SNAPSHOT)}
-        with pytest.raises(Trouble) as broken:
+        with pytest.raises(UserError) as broken:
             await swarm.exported()
         assert swarm.asked == [("dead", STATE), ("a", SNAPSHOT)], "it is not asked twice, and stage 0 is there"
         return nothing.value, dead.value, broken.value
@@ -371,7 +371,7 @@ def test_a_busy_keeper_is_waited_for_and_not_for_ever(swarm: Swarm, busy: str, b
         if comes:
             assert (await swarm.exported())[1].kept_by == "a"
         else:
-            with pytest.raises(Trouble, match="no snapshot of it could be fetched"):
+            with pytest.raises(UserError, match="no snapshot of it could be fetched"):
                 await swarm.exported()
         return asyncio.get_running_loop().time()
 
@@ -408,7 +408,7 @@ def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
         await swarm.replica("a", 0)
         await swarm.keeper("a", 1, round)
         weights = dict(zip(PLAN.shapes[1], drawn(1, seed=9), strict=True))
-        copy = Copy("of a home", 10, 30, 0.25, weights)
+        copy = FetchedReplica("of a home", 10, 30, 0.25, weights)
         filed = parts._file(tmp_path / "home.safetensors", RUN.digest, 1, copy)
         found = (await swarm.exported(filed))[1]
         assert peers_of(found) == taken
@@ -446,7 +446,7 @@ def test_what_is_noted_compares_with_stages_that_live_where_there_are_any(
 ) -> None:
     kept = data.draw(st.sets(st.sampled_from(range(len(rounds))), min_size=1))
     stages = [
-        (Standing(peer=f"peer {n}", round=round, inner_steps=0, progress=progress, norm=1.0),)
+        (ReplicaSummary(peer=f"peer {n}", round=round, inner_steps=0, progress=progress, norm=1.0),)
         for n, round in enumerate(rounds)
     ]
     notes = noted(stages, {number: f"peer {number}" for number in kept})
@@ -472,7 +472,7 @@ def test_a_stage_of_a_whole_swarm_that_died_is_taken_home(tmp_path: Path) -> Non
     """With nodes, one of which keeps snapshots as a volunteer does."""
 
     async def main() -> None:
-        hub, what, store = Hub(), recipe(replicas=2, steps=4000, per_round=3), Memory()
+        hub, what, store = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3), Memory()
         keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
         rest = [Peer(hub, what, name, stage, job_s=0.3) for name, stage in (("a0", 0), ("a1", 1), ("b1", 1))]
         await until(lambda: len(store.kept.get(1, [])) >= 2)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.export.huggingface import merge, write_checkpoint
-from noloco_node.export.provenance import Notes, read_notes
+from noloco_node.export.provenance import Provenance, read_provenance
 from noloco_node.inference.evaluation import Loss, evaluate_directory, open_model, unigram_entropy, validation_loss
 from noloco_node.inference.generation import generate_sample
 from noloco_node.run.presets import demo_run_text
@@ -47,7 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 128,
     },
 }
-NOTES = Notes(
+NOTES = Provenance(
     run_id="ab" * 32,
     rounds=(4, 3),
     replicas=(2, 1),
@@ -91,7 +91,7 @@ def test_plain_transformers_loads_the_same_model(family: str, tmp_path: Path) ->
     assert model.generation_config.eos_token_id == 1
     assert model.generation_config.pad_token_id == 0
     assert os.listdir(target.parent) == ["model"], "nothing left beside it"
-    assert read_notes(target) == NOTES
+    assert read_provenance(target) == NOTES
     assert json.loads((target / "noloco.json").read_text())["replicas"] == [2, 1]
 
 
@@ -153,7 +153,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "full" / "thesis.tex").write_text("years of work")
     (tmp_path / "file").write_text("")
     for name in ("full", "file"):
-        with pytest.raises(Trouble, match="not empty") as caught:
+        with pytest.raises(UserError, match="not empty") as caught:
             export(tmp_path / name)
         assert caught.value.code == Exit.USAGE
     assert sorted(os.listdir(tmp_path)) == ["file", "full"]
@@ -169,7 +169,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device")
 
     recipe, parts = slices("llama")
-    with pytest.raises(Trouble, match="No space left") as caught:
+    with pytest.raises(UserError, match="No space left") as caught:
         write_checkpoint(tmp_path / "model", recipe.config, [weights(part) for part in parts], FullDisk(), NOTES)
     assert caught.value.code == Exit.STORAGE
     assert os.listdir(tmp_path) == []
@@ -181,7 +181,7 @@ def test_what_a_killed_export_left_goes_and_one_at_work_is_left_alone(tmp_path: 
     (left / "model.safetensors").write_bytes(b"half")
     lock = os.open(left, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(Trouble, match="Another export") as caught:
+    with pytest.raises(UserError, match="Another export") as caught:
         export(tmp_path / "model")
     assert caught.value.code == Exit.USAGE
     assert os.listdir(tmp_path) == [left.name]
@@ -253,10 +253,10 @@ def test_evaluating_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_model_says_so(tmp_path: Path) -> None:
-    with pytest.raises(Trouble, match="no checkpoint of a swarm") as caught:
+    with pytest.raises(UserError, match="no checkpoint of a swarm") as caught:
         evaluate_directory(tmp_path, data=None, batches=1, as_json=False)
     assert caught.value.code == Exit.CONFIG
-    with pytest.raises(Trouble, match="no model"):
+    with pytest.raises(UserError, match="no model"):
         open_model(tmp_path)
 
 

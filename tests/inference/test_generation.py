@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from noloco_node.errors import Trouble
+from noloco_node.errors import UserError
 from noloco_node.inference.generation import ByteSpelling, Sampling, Spelling, continuation, draw
 
 
@@ -49,7 +49,7 @@ def test_a_model_that_computes_what_is_no_number_says_so(temperature: float) -> 
         return SimpleNamespace(logits=torch.full((1, ids.shape[1], 4), torch.nan), past_key_values=None)
 
     model.config = SimpleNamespace(max_position_embeddings=8)  # type: ignore[attr-defined]
-    with pytest.raises(Trouble, match="what is no number"):
+    with pytest.raises(UserError, match="what is no number"):
         next(continuation(model, [1, 2], Sampling(temperature=temperature), end=None))
 
 

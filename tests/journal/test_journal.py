@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import Deferred, Event, Hops, InnerStep, OuterStep, StateChanged
 from noloco_node.journal.reader import Tail, read
 from noloco_node.journal.writer import Journal, rotated
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 
 
 def step(number: int, loss: float | None = 2.5) -> InnerStep:
@@ -31,7 +31,7 @@ def test_a_line_is_one_flat_object_with_time_and_name(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     with Journal(path, now=lambda: 1234.5) as journal:
         journal.write(step(1))
-        journal.write(StateChanged(state=State.CATCHING_UP, waiting="a donor"))
+        journal.write(StateChanged(state=PeerState.CATCHING_UP, waiting="a donor"))
         journal.write(Hops(counts={"Qm1": 3}))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0] == {
@@ -160,7 +160,7 @@ def test_a_closed_journal_counts_what_comes_too_late(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         Journal(tmp_path / "absent" / "journal.jsonl")
     assert caught.value.code is Exit.STORAGE
 

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.dht import signing
-from noloco_node.libp2p.dht.records import Records, Signatures, chosen, keep_signed, next_expiry
+from noloco_node.libp2p.dht.records import DhtRecords, Signatures, chosen, keep_signed, next_expiry
 from noloco_node.libp2p.dht.signing import Signer, content_of, place_of, read_signer
-from noloco_node.libp2p.dht.storage_bounds import shorten, with_room
+from noloco_node.libp2p.dht.storage_bounds import bounded_store, shorten
 from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
-from noloco_node.libp2p.endpoint.settings import Settings
-from noloco_node.libp2p.network import Libp2p, _load_hivemind
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.network import Libp2pNetwork, _load_hivemind
 
 KEY = "run/stage/0"
 PLACE = place_of(KEY)
@@ -165,7 +165,7 @@ def test_no_more_is_kept_under_a_key_than_fits_into_an_answer() -> None:
     from hivemind.dht.storage import DHTLocalStorage
 
     storage, key, soon = DHTLocalStorage(), DHTID.generate(source=KEY), time.time() + RECORD_S
-    store = with_room(storage)
+    store = bounded_store(storage)
     taken = [store(key, str(number), bytes(2**20 // 2), soon) for number in range(6)]
     assert taken == [True] * 4 + [False] * 2
     assert store(key, "0", b"small", soon + 1.0), "who is in may speak again"
@@ -180,7 +180,7 @@ def test_nobody_drives_a_record_out_or_ends_its_life() -> None:
 
     storage, key, soon = DHTLocalStorage(), DHTID.generate(source=KEY), time.time() + RECORD_S
     assert storage.get(int.from_bytes(PLACE)) is None
-    store = with_room(storage)
+    store = bounded_store(storage)
     assert store(key, "one", b"last", soon)
     assert not store(key, "one", b"repeated", time.time() + 0.01)
     taken = [store(DHTID(number), "x", b"x", soon + 900.0) for number in range(5000)]
@@ -197,7 +197,7 @@ def test_all_that_is_kept_together_is_bounded() -> None:
     from hivemind.dht.storage import DHTLocalStorage
 
     storage, soon = DHTLocalStorage(), time.time() + RECORD_S
-    store, value = with_room(storage), bytes(2**19)
+    store, value = bounded_store(storage), bytes(2**19)
     taken = sum(store(DHTID(number // 3), str(number % 3), value, soon) for number in range(300))
     assert 2**27 - 2**21 < taken * len(value) <= 2**27
     assert store(DHTID(0), "0", value, soon + 1.0), "who is in may speak again"
@@ -218,8 +218,8 @@ def test_a_reading_leaves_no_more_than_there_is_room_for() -> None:
 
 def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
     (tmp_path / "identity").write_bytes(b"\x08\x00\x12" + bytes(300))
-    records = Records(None, 1.0, tmp_path / "identity")  # type: ignore[arg-type] # it is refused before it asks
-    with pytest.raises(Trouble, match="cannot be signed") as trouble:
+    records = DhtRecords(None, 1.0, tmp_path / "identity")  # type: ignore[arg-type] # it is refused before it asks
+    with pytest.raises(UserError, match="cannot be signed") as trouble:
         asyncio.run(records.publish(KEY, "me", b"x", 30.0))
     assert trouble.value.code is Exit.STORAGE
 
@@ -227,10 +227,10 @@ def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
 @pytest.mark.network
 def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
     async def main() -> None:
-        alone = Settings(prefix="/noloco/1/run/", listen=("/ip4/127.0.0.1/tcp/0",), patience=PATIENT)
-        async with Libp2p.open(alone) as one:
+        alone = NetworkSettings(prefix="/noloco/1/run/", listen=("/ip4/127.0.0.1/tcp/0",), patience=PATIENT)
+        async with Libp2pNetwork.open(alone) as one:
             joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
-            async with Libp2p.open(joining) as forger:
+            async with Libp2pNetwork.open(joining) as forger:
                 assert forger._session is not None
                 node = forger._session.records._node
                 assert await one.publish(KEY, one.peer_id, b"true", RECORD_S)

@@ -17,10 +17,10 @@ from limits import LAST_RESORT_S, PATIENT
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.framing import delimited, read_delimited
 from noloco_node.libp2p.endpoint.addresses import place_text
-from noloco_node.libp2p.endpoint.known_peers import Acquaintances
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import Capacity
 from noloco_node.libp2p.network import _load_hivemind
-from noloco_node.libp2p.streams.dialer import Calls, Exchange
+from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.network.wire import MessageSpec, Schema
@@ -68,8 +68,8 @@ def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]
         server = await asyncio.start_unix_server(daemon, place)
         board = Watched(patience, Capacity())
         likeness: Any = SimpleNamespace(control_path=place, stream_path=str(directory / "streams.sock"))
-        exchange = Exchange(board, Acquaintances(), "/prefix/", patience)
-        calls = Calls(parts, Control(likeness, pb), likeness, exchange)
+        exchange = StreamContext(board, KnownPeers(), "/prefix/", patience)
+        calls = StreamDialer(parts, Control(likeness, pb), likeness, exchange)
         dialling = asyncio.get_running_loop().create_task(calls.dial(SOMEBODY, "topic", SCHEMA))
         board.opened = lambda: opened(dialling)
         try:

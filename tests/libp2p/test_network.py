@@ -28,17 +28,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.daemon.restart_backoff import WITHIN_S, pause_s
 from noloco_node.libp2p.daemon.socket_dir import private_directory, remove_stale
 from noloco_node.libp2p.dht.records import RecordLimits, overlook_orphans
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
-from noloco_node.libp2p.endpoint.settings import Capacity, Patience, Reach, Settings
-from noloco_node.libp2p.network import Libp2p
+from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
+from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.streams import dialback
-from noloco_node.libp2p.streams.dialback import Dialled, DialMe
+from noloco_node.libp2p.streams.dialback import DialBackReply, DialMe
 from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import MessageSpec, Schema, TensorSpec
 
@@ -103,17 +103,19 @@ on_both_loops = pytest.mark.parametrize(
 @asynccontextmanager
 async def peer(
     *bootstrap: str, prefix: str = "/noloco/1/run/", tell: Callable[[str], None] = print, **settings: Any
-) -> AsyncIterator[tuple[Libp2p, int]]:
+) -> AsyncIterator[tuple[Libp2pNetwork, int]]:
     """A peer on this machine, and the process id of its daemon."""
     before = p2pds()
     chosen = {"listen": (LOCAL,), "patience": PATIENT, "bootstrap": bootstrap} | settings
-    async with Libp2p.open(Settings(prefix=prefix, **chosen), tell) as network:
+    async with Libp2pNetwork.open(NetworkSettings(prefix=prefix, **chosen), tell) as network:
         (daemon,) = p2pds() - before
         yield network, daemon
 
 
 @asynccontextmanager
-async def pair(patience: Patience = PATIENT, **settings: Any) -> AsyncIterator[tuple[Libp2p, int, Libp2p, int]]:
+async def pair(
+    patience: TimeoutSettings = PATIENT, **settings: Any
+) -> AsyncIterator[tuple[Libp2pNetwork, int, Libp2pNetwork, int]]:
     async with (
         peer(patience=patience) as (one, one_daemon),
         peer(*await one.addresses(), patience=patience, **settings) as (other, other_daemon),
@@ -363,7 +365,7 @@ def test_daemons_that_die_again_and_again_are_given_up() -> None:
             cast(Any, one)._deaths.extend([asyncio.get_running_loop().time()] * 10)
             (daemon,) = p2pds()
             os.kill(daemon, signal.SIGKILL)
-            with pytest.raises(Trouble, match="again and again") as trouble:
+            with pytest.raises(UserError, match="again and again") as trouble:
                 await one.wait_daemon()
             assert trouble.value.code is Exit.DAEMON
             # Nothing hangs.
@@ -431,14 +433,14 @@ def test_records_are_found_by_others_and_expire() -> None:
     run(main())
 
 
-def trouble_of(*bootstrap: str, **settings: Any) -> Trouble:
-    caught: list[Trouble] = []
+def trouble_of(*bootstrap: str, **settings: Any) -> UserError:
+    caught: list[UserError] = []
 
     async def main() -> None:
         try:
             async with peer(*bootstrap, **settings):
                 pytest.fail("it started")
-        except Trouble as trouble:
+        except UserError as trouble:
             caught.append(trouble)
 
     run(main())
@@ -467,7 +469,7 @@ def test_a_wrong_peer_id_is_named_and_one_good_address_is_enough() -> None:
         async with peer() as (one, _):
             (good,) = await one.addresses()
             wrong = good.replace(one.peer_id, NOBODY)
-            with pytest.raises(Trouble, match=f"another peer answers there: {one.peer_id}") as trouble:
+            with pytest.raises(UserError, match=f"another peer answers there: {one.peer_id}") as trouble:
                 async with peer(wrong):
                     pytest.fail("it started")
             assert trouble.value.code is Exit.UNREACHABLE
@@ -500,7 +502,7 @@ def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None:
             door = await boot.addresses()
             async with peer(*door, identity=identity) as (original, _):
                 copy.write_bytes(identity.read_bytes())
-                with pytest.raises(Trouble, match="identity of this one") as trouble:
+                with pytest.raises(UserError, match="identity of this one") as trouble:
                     async with peer(*door, identity=copy):
                         pytest.fail("it started")
                 assert trouble.value.code is Exit.HOME_IN_USE
@@ -515,14 +517,14 @@ def test_a_copied_identity_is_noticed_at_the_start(tmp_path: Path) -> None:
 def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None:
     anywhere = ("/ip4/0.0.0.0/tcp/0",)
 
-    async def ask(network: Libp2p, peer: str, *ports: int) -> Dialled:
+    async def ask(network: Libp2pNetwork, peer: str, *ports: int) -> DialBackReply:
         async with network.talk(peer, dialback.TOPIC, dialback.SCHEMA) as conversation:
             await conversation.send(DialMe(ports=ports))
-            return cast(Dialled, await conversation.receive())
+            return cast(DialBackReply, await conversation.receive())
 
     async def main() -> None:
         said: list[str] = []
-        async with peer(listen=anywhere, reach=Reach.OPEN, tell=said.append) as (boot, _):
+        async with peer(listen=anywhere, reach=Reachability.OPEN, tell=said.append) as (boot, _):
             before = p2pds()
             async with boot.relaying([tmp_path / "one.key", tmp_path / "two.key"]) as relays:
                 assert len({parse_peer_address(relay).peer for relay in relays}) == 2
@@ -532,7 +534,9 @@ def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None
                     answer = await ask(joiner, boot.peer_id, 1, port)
                     assert port_of(answer.place) == port
                     assert set(answer.relays) == set(relays)
-                    assert (await ask(joiner, boot.peer_id, 1)) == Dialled(place="", tried=True, relays=answer.relays)
+                    assert (await ask(joiner, boot.peer_id, 1)) == DialBackReply(
+                        place="", tried=True, relays=answer.relays
+                    )
                     assert not (await ask(joiner, boot.peer_id)).tried
 
                 # A relay that dies is started again.
@@ -549,11 +553,11 @@ def test_whoever_asks_is_dialled_back_and_told_of_relays(tmp_path: Path) -> None
 def test_every_relay_grants_what_it_was_told_to(tmp_path: Path) -> None:
     # p2pd gives every few of them limits that end a circuit after 128 KiB.
     async def main() -> None:
-        async with peer(listen=("/ip4/0.0.0.0/tcp/0",), reach=Reach.OPEN) as (boot, _):
+        async with peer(listen=("/ip4/0.0.0.0/tcp/0",), reach=Reachability.OPEN) as (boot, _):
             async with boot.relaying([tmp_path / f"{number}.key" for number in range(6)]) as relays:
                 for relay in relays:
                     assert await boot._granted([parse_peer_address(relay)]) == Grant(RELAY_TIME_S, RELAY_DATA_BYTES)
-                with pytest.raises(Trouble, match="reached"):
+                with pytest.raises(UserError, match="reached"):
                     await boot._granted([PeerAddress("/ip4/127.0.0.1/tcp/1", NOBODY)])
             async with peer(*await boot.addresses()) as (other, _):
                 own = [parse_peer_address(text) for text in await other.addresses()]

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.errors import Exit, Trouble
-from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, Posture, arguments, relay_arguments
+from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.daemon.relay_grant import Grant, grant_of
-from noloco_node.libp2p.dht.relay_records import listed, record_of, told
+from noloco_node.libp2p.dht.relay_records import checked_relays, listed, record_of
 from noloco_node.libp2p.endpoint.addresses import (
     PeerAddress,
     check_listen,
@@ -24,12 +24,12 @@ from noloco_node.libp2p.endpoint.addresses import (
     with_port,
     with_ports_chosen,
 )
-from noloco_node.libp2p.endpoint.known_peers import Acquaintances
-from noloco_node.libp2p.endpoint.settings import Reach, Settings
-from noloco_node.libp2p.preflight import Mission, decide, mission
-from noloco_node.libp2p.relays import postures
-from noloco_node.libp2p.session import knocked
-from noloco_node.libp2p.streams.dialback import Dialled, Verdict, host_of, judge
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
+from noloco_node.libp2p.preflight import PreflightGoal, choose_daemon_config, preflight_goal
+from noloco_node.libp2p.relays import relay_configs
+from noloco_node.libp2p.session import dialled
+from noloco_node.libp2p.streams.dialback import DialBackReply, ReachVerdict, host_of, judge
 from noloco_node.sim.clock import run
 
 PEERS = (
@@ -41,30 +41,34 @@ FOURTH = "12D3KooWE3wMkqsrvixbbWXGBbXDoALQq2VPtG1px39g2zQKkrQw"
 DOOR = f"/ip4/198.51.100.1/tcp/4001/p2p/{PEERS[0]}"
 RELAY = f"/ip4/198.51.100.1/tcp/4002/p2p/{PEERS[1]}"
 PUBLIC, LOCAL = "/ip4/0.0.0.0/tcp/4001", "/ip4/127.0.0.1/tcp/0"
-POSTURE = Posture(identity=Path("key"), listen=(PUBLIC,))
+POSTURE = DaemonConfig(identity=Path("key"), listen=(PUBLIC,))
 
 places = st.sampled_from(["", "/ip4/203.0.113.5/tcp/4001", "/ip4/203.0.113.6/tcp/4001"])
-answers = st.lists(st.builds(Dialled, place=places, tried=st.booleans(), relays=st.just((RELAY,))), max_size=4)
+answers = st.lists(st.builds(DialBackReply, place=places, tried=st.booleans(), relays=st.just((RELAY,))), max_size=4)
 own_places = st.lists(st.sampled_from(["/ip4/203.0.113.5/tcp/4001", "/ip4/10.0.0.2/tcp/4001"]), max_size=2)
 
 
-def wanted(**chosen: object) -> Settings:
-    return Settings(**{"prefix": "/noloco/1/run/", "listen": (PUBLIC,), "bootstrap": (DOOR,)} | chosen)  # type: ignore[arg-type]
+def wanted(**chosen: object) -> NetworkSettings:
+    return NetworkSettings(**{"prefix": "/noloco/1/run/", "listen": (PUBLIC,), "bootstrap": (DOOR,)} | chosen)  # type: ignore[arg-type]
 
 
 def test_a_scout_goes_only_where_there_is_something_to_find_out() -> None:
-    assert mission(wanted(bootstrap=()), identity_is_old=True) == Mission(False, False)
-    assert mission(wanted(), identity_is_old=False) == Mission(False, True)
-    assert mission(wanted(listen=(LOCAL,)), identity_is_old=False) == Mission(False, False)
-    assert mission(wanted(announce=(PUBLIC,)), identity_is_old=True) == Mission(True, False)
-    assert mission(wanted(listen=("/ip4/0.0.0.0/udp/4001/quic-v1",)), identity_is_old=False) == Mission(False, False)
-    assert mission(wanted(reach=Reach.OPEN), identity_is_old=False) == Mission(False, False)
-    assert mission(wanted(reach=Reach.RELAYED, listen=(LOCAL,)), identity_is_old=False) == Mission(False, True)
+    assert preflight_goal(wanted(bootstrap=()), identity_is_old=True) == PreflightGoal(False, False)
+    assert preflight_goal(wanted(), identity_is_old=False) == PreflightGoal(False, True)
+    assert preflight_goal(wanted(listen=(LOCAL,)), identity_is_old=False) == PreflightGoal(False, False)
+    assert preflight_goal(wanted(announce=(PUBLIC,)), identity_is_old=True) == PreflightGoal(True, False)
+    assert preflight_goal(wanted(listen=("/ip4/0.0.0.0/udp/4001/quic-v1",)), identity_is_old=False) == PreflightGoal(
+        False, False
+    )
+    assert preflight_goal(wanted(reach=Reachability.OPEN), identity_is_old=False) == PreflightGoal(False, False)
+    assert preflight_goal(wanted(reach=Reachability.RELAYED, listen=(LOCAL,)), identity_is_old=False) == PreflightGoal(
+        False, True
+    )
 
 
 @settings(deadline=None)
 @given(answers)
-def test_one_success_proves_more_than_any_failures(found: list[Dialled]) -> None:
+def test_one_success_proves_more_than_any_failures(found: list[DialBackReply]) -> None:
     verdict = judge(found)
     assert set(verdict.places) == {answer.place for answer in found if answer.place}
     if verdict.places:
@@ -81,27 +85,27 @@ def test_one_success_proves_more_than_any_failures(found: list[Dialled]) -> None
     st.text(max_size=60) | st.sampled_from(["/ip4/1.2.3.4/tcp/1,/ip4/1.2.3.5/tcp/1", "/ip4/1.2.3.4/tcp/1\x1b[2J", ""])
 )
 def test_a_place_that_is_none_is_neither_announced_nor_shown(text: str) -> None:
-    verdict = judge([Dialled(place=text, tried=True, relays=())])
+    verdict = judge([DialBackReply(place=text, tried=True, relays=())])
     assert verdict.places == ()
     assert verdict.dialled is False
 
 
 @settings(deadline=None)
-@given(answers, own_places, st.sampled_from([Reach.AUTO, Reach.RELAYED]))
+@given(answers, own_places, st.sampled_from([Reachability.AUTO, Reachability.RELAYED]))
 def test_relays_are_used_where_nobody_can_dial_us_and_never_without_a_word(
-    found: list[Dialled], own: list[str], reach: Reach
+    found: list[DialBackReply], own: list[str], reach: Reachability
 ) -> None:
     said: list[str] = []
     verdict = judge(found)
     chosen = wanted(reach=reach)
-    if reach is Reach.RELAYED and not verdict.relays:
-        with pytest.raises(Trouble, match="no relay") as trouble:
-            decide(chosen, POSTURE, own, verdict, said.append)
+    if reach is Reachability.RELAYED and not verdict.relays:
+        with pytest.raises(UserError, match="no relay") as trouble:
+            choose_daemon_config(chosen, POSTURE, own, verdict, said.append)
         assert trouble.value.code is Exit.UNREACHABLE
         return
-    better = decide(chosen, POSTURE, own, verdict, said.append)
+    better = choose_daemon_config(chosen, POSTURE, own, verdict, said.append)
     assert (better.identity, better.listen) == (POSTURE.identity, POSTURE.listen)
-    relayed = reach is Reach.RELAYED or verdict.dialled is False
+    relayed = reach is Reachability.RELAYED or verdict.dialled is False
     assert better.relays == (verdict.relays if relayed else ())
     if relayed:
         assert not better.announce
@@ -112,32 +116,34 @@ def test_relays_are_used_where_nobody_can_dial_us_and_never_without_a_word(
 
 def test_a_swarm_without_relays_is_said_to_whom_it_concerns() -> None:
     said: list[str] = []
-    alone = decide(wanted(), POSTURE, [], Verdict(False, (), ()), said.append)
+    alone = choose_daemon_config(wanted(), POSTURE, [], ReachVerdict(False, (), ()), said.append)
     assert alone == msgspec.structs.replace(POSTURE, dialable=False), "it takes the first stage, which dials the others"
     assert "the swarm has no relay" in said[0]
 
 
 def test_the_daemon_is_told_to_be_private_public_or_neither() -> None:
-    relayed = Posture(identity=Path("key"), listen=(PUBLIC,), relays=(RELAY,))
-    words = arguments(relayed, Reach.AUTO)
+    relayed = DaemonConfig(identity=Path("key"), listen=(PUBLIC,), relays=(RELAY,))
+    words = arguments(relayed, Reachability.AUTO)
     assert {"-autoRelay=1", "-forceReachabilityPrivate=1", f"-trustedRelays={RELAY}"} <= set(words)
     # With fewer than four it would take no place for three minutes, unless it is told that these are all.
     assert "-relayDiscovery=0" in words
     four = tuple(f"/ip4/198.51.100.1/tcp/{4000 + number}/p2p/{peer}" for number, peer in enumerate((*PEERS, FOURTH)))
-    assert "-relayDiscovery=0" not in arguments(msgspec.structs.replace(relayed, relays=four), Reach.AUTO)
-    assert "-relayDiscovery=0" in arguments(msgspec.structs.replace(relayed, relays=(*four[:3], four[0])), Reach.AUTO)
-    assert "-forceReachabilityPublic=1" in arguments(POSTURE, Reach.OPEN)
-    assert not any("force" in word for word in arguments(POSTURE, Reach.AUTO))
+    assert "-relayDiscovery=0" not in arguments(msgspec.structs.replace(relayed, relays=four), Reachability.AUTO)
+    assert "-relayDiscovery=0" in arguments(
+        msgspec.structs.replace(relayed, relays=(*four[:3], four[0])), Reachability.AUTO
+    )
+    assert "-forceReachabilityPublic=1" in arguments(POSTURE, Reachability.OPEN)
+    assert not any("force" in word for word in arguments(POSTURE, Reachability.AUTO))
     assert "-relayService=1" in relay_arguments(POSTURE)
 
 
 def test_whoever_keeps_to_a_budget_relays_for_nobody() -> None:
-    assert "-relayService=1" in arguments(POSTURE, Reach.AUTO)
+    assert "-relayService=1" in arguments(POSTURE, Reachability.AUTO)
     # By default 32 MiB a circuit, as many circuits as strangers like.
-    for words in (arguments(POSTURE, Reach.AUTO), relay_arguments(POSTURE)):
+    for words in (arguments(POSTURE, Reachability.AUTO), relay_arguments(POSTURE)):
         assert "-relayBufferSize=262144" in words
-    frugal = Posture(identity=Path("key"), listen=(PUBLIC,), lends_line=False)
-    assert "-relayService=0" in arguments(frugal, Reach.AUTO)
+    frugal = DaemonConfig(identity=Path("key"), listen=(PUBLIC,), lends_line=False)
+    assert "-relayService=0" in arguments(frugal, Reachability.AUTO)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +167,7 @@ def test_once_one_has_answered_the_dead_do_not_hold_us_up() -> None:
     async def main(*answers: tuple[float, str | None]) -> tuple[list[str | None], float]:
         loop = asyncio.get_running_loop()
         knocks = {asyncio.ensure_future(answer(*each)): PeerAddress(str(each), "a") for each in answers}
-        return list((await knocked(knocks)).values()), loop.time()
+        return list((await dialled(knocks)).values()), loop.time()
 
     causes, took_s = run(main((1.0, None), (2.5, None), (0.5, "closed"), (15.0, "silent")))
     assert causes[:3] == [None, None, "closed"]
@@ -174,9 +180,9 @@ def test_records_of_relays_are_read_with_care() -> None:
     assert listed({"a": record_of([RELAY, DOOR]), "b": record_of([RELAY])}) == (RELAY, DOOR)
     noise = {"a": b"\xc1", "b": b"\xa1\xff", "c": record_of(["/ip4/1.2.3.4", "x" * 10_000]), "d": b""}
     assert listed(noise | {"e": record_of([RELAY])}) == (RELAY,)
-    assert told([f"/dns4/a,b/tcp/1/p2p/{PEERS[0]}", f"{RELAY}/p2p-circuit/p2p/{PEERS[0]}"]) == ()
+    assert checked_relays([f"/dns4/a,b/tcp/1/p2p/{PEERS[0]}", f"{RELAY}/p2p-circuit/p2p/{PEERS[0]}"]) == ()
     many = [f"/ip4/198.51.100.{number}/tcp/4001/p2p/{PEERS[0]}" for number in range(9)]
-    assert len(told(many)) == 4
+    assert len(checked_relays(many)) == 4
 
 
 @settings(deadline=None)
@@ -191,22 +197,22 @@ def test_relays_listen_at_the_ports_after_the_peer_s_own() -> None:
         base = probe.getsockname()[1]
     keys = [Path(f"relay-{number}.key") for number in (1, 2)]
     chosen = wanted(listen=(f"/ip4/0.0.0.0/tcp/{base}",), announce=("/dns4/example.org/tcp/4001",))
-    one, two = postures(chosen, keys)
+    one, two = relay_configs(chosen, keys)
     assert (one.listen, two.listen) == ((f"/ip4/0.0.0.0/tcp/{base + 1}",), (f"/ip4/0.0.0.0/tcp/{base + 2}",))
     assert (one.announce, two.announce) == (("/dns4/example.org/tcp/4002",), ("/dns4/example.org/tcp/4003",))
     assert [one.identity, two.identity] == keys
-    assert postures(wanted(listen=(LOCAL,)), keys) == ()
+    assert relay_configs(wanted(listen=(LOCAL,)), keys) == ()
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(Trouble) as trouble:
-            postures(wanted(listen=(f"/ip4/0.0.0.0/tcp/{port - 1}",)), keys[:1])
+        with pytest.raises(UserError) as trouble:
+            relay_configs(wanted(listen=(f"/ip4/0.0.0.0/tcp/{port - 1}",)), keys[:1])
     assert trouble.value.code is Exit.PORT_TAKEN
     said = str(trouble.value)
     assert "Relay 1 of 1 has no place to listen" in said
     assert f"The port {port} is taken" in said
     assert "--relays" in said
-    with pytest.raises(Trouble, match="Relay 2 of 2") as trouble:
-        postures(wanted(listen=("/ip4/0.0.0.0/udp/65534/quic-v1",)), keys)
+    with pytest.raises(UserError, match="Relay 2 of 2") as trouble:
+        relay_configs(wanted(listen=("/ip4/0.0.0.0/udp/65534/quic-v1",)), keys)
     assert trouble.value.code is Exit.CONFIG
 
 
@@ -226,7 +232,7 @@ def test_open_ports_are_chosen_and_given_ones_kept() -> None:
 
 
 def test_over_udp_only_what_the_daemon_speaks() -> None:
-    with pytest.raises(Trouble, match="cannot be used") as trouble:
+    with pytest.raises(UserError, match="cannot be used") as trouble:
         check_listen(("/ip4/127.0.0.1/udp/0/quic",))
     assert "quic-v1" in trouble.value.why
 
@@ -234,7 +240,7 @@ def test_over_udp_only_what_the_daemon_speaks() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 3)), max_size=200))
 def test_the_latest_acquaintances_are_kept_each_once(met: list[tuple[int, int]]) -> None:
-    known, door = Acquaintances(), parse_peer_address(DOOR)
+    known, door = KnownPeers(), parse_peer_address(DOOR)
     for peer, port in met:
         known.note([PeerAddress(f"/ip4/192.0.2.1/tcp/{port}", str(peer))])
     known.note([PeerAddress(f"/ip4/192.0.2.1/tcp/1/p2p/{PEERS[1]}/p2p-circuit", "relayed")])

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
-from noloco_node.libp2p.endpoint.settings import Settings
-from noloco_node.libp2p.network import Libp2p
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.network import Libp2pNetwork
 
 pytestmark = pytest.mark.network
 
@@ -65,9 +65,9 @@ async def said(output: asyncio.StreamReader, pattern: str) -> str:
 
 
 @asynccontextmanager
-async def ours(*bootstrap: str) -> AsyncIterator[Libp2p]:
-    async with Libp2p.open(
-        Settings(prefix="/noloco/1/run/", listen=(LOCAL,), bootstrap=bootstrap, patience=PATIENT)
+async def ours(*bootstrap: str) -> AsyncIterator[Libp2pNetwork]:
+    async with Libp2pNetwork.open(
+        NetworkSettings(prefix="/noloco/1/run/", listen=(LOCAL,), bootstrap=bootstrap, patience=PATIENT)
     ) as network:
         yield network
 

@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.libp2p.endpoint.settings import Capacity, Patience
-from noloco_node.libp2p.streams.liveness import Pulse, Pulses
-from noloco_node.libp2p.streams.receive_bound import Room, Unread
+from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
+from noloco_node.libp2p.streams.liveness import LivenessTable, PeerLiveness
+from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.limits.budget import LEAST_RATE, full_bucket
-from noloco_node.limits.rate_limit import MeteredConversation, Valve
+from noloco_node.limits.rate_limit import FairLimiter, RateLimitedConversation
 from noloco_node.network import wire
 from noloco_node.network.interface import Conversation, Handler
 from noloco_node.network.timeouts import MOST_PEERS
 from noloco_node.network.wire import MessageSpec, Schema, TensorSpec, Violation
 from noloco_node.sim.clock import run
 
-PATIENCE = Patience()
+PATIENCE = TimeoutSettings()
 BIG = 250_000
 STEP_S = 0.1
 
@@ -352,8 +352,8 @@ MOMENTS = st.lists(st.floats(0.0, 100.0), max_size=60)
 @settings(deadline=None)
 @given(MOMENTS, st.sampled_from([0.1, 1.0, 5.0]))
 def test_a_peer_is_given_up_within_bounds_whatever_was_heard(gaps: list[float], beat_s: float) -> None:
-    patience = Patience(beat_s=beat_s)
-    pulse, at = Pulse(patience), 1e5
+    patience = TimeoutSettings(beat_s=beat_s)
+    pulse, at = PeerLiveness(patience), 1e5
     assert pulse.silence_s == max(patience.silence_s, 3 * beat_s)
     for gap_s in gaps:
         at += gap_s
@@ -368,7 +368,7 @@ def test_a_peer_is_given_up_within_bounds_whatever_was_heard(gaps: list[float], 
 @settings(deadline=None)
 @given(st.floats(0.5, 5.5), st.integers(1, 50))
 def test_bursts_and_our_own_absences_say_nothing_of_a_line(gap_s: float, count: int) -> None:
-    plain, busy = Pulse(PATIENCE), Pulse(PATIENCE)
+    plain, busy = PeerLiveness(PATIENCE), PeerLiveness(PATIENCE)
     at = since = 0.0
     for _ in range(count):
         at += gap_s
@@ -383,7 +383,7 @@ def test_bursts_and_our_own_absences_say_nothing_of_a_line(gap_s: float, count: 
 
 
 def test_the_lines_of_strangers_are_forgotten_but_never_those_in_use() -> None:
-    pulses = Pulses(PATIENCE)
+    pulses = LivenessTable(PATIENCE)
     kept = pulses.begin("kept")
     for number in range(2 * MOST_PEERS):
         pulses.begin(str(number))
@@ -718,8 +718,8 @@ def test_what_a_budget_holds_back_still_counts() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40), st.booleans()), max_size=60))
 def test_room_is_counted_to_the_byte(acts: list[tuple[int, int, bool]]) -> None:
-    unread, gone = Unread(100), set[int]()
-    rooms = [Room(unread, "abc"[number % 3], lambda number=number: gone.add(number)) for number in range(8)]
+    unread, gone = ReceiveBudget(100), set[int]()
+    rooms = [StreamBudget(unread, "abc"[number % 3], lambda number=number: gone.add(number)) for number in range(8)]
     for number, size, takes in acts:
         room = rooms[number]
         if takes:
@@ -745,12 +745,12 @@ def test_room_is_counted_to_the_byte(acts: list[tuple[int, int, bool]]) -> None:
 @given(st.floats(5 * LEAST_RATE, 2e6), st.integers(1, 4), st.floats(0.0, 3.0))
 def test_what_is_paced_never_leaves_faster_than_the_rate(rate: float, count: int, pause_s: float) -> None:
     async def play(line: Line) -> None:
-        valve = Valve(rate)
+        valve = FairLimiter(rate)
         streams = [line.call() for _ in range(count)]
         await asyncio.sleep(pause_s)
         begun = now()
         line.written.clear()
-        conversations = [MeteredConversation(stream, SCHEMA, valve, Valve(None)) for stream in streams]
+        conversations = [RateLimitedConversation(stream, SCHEMA, valve, FairLimiter(None)) for stream in streams]
         await asyncio.gather(*[each.send(Bulk(numbers=torch.zeros(BIG))) for each in conversations])
         bucket = full_bucket(rate, 0.0)
         total = sum(size for _, size in line.written)
@@ -779,7 +779,9 @@ def test_what_is_paced_never_leaves_faster_than_the_rate(rate: float, count: int
 def test_whoever_has_no_budget_writes_as_much_at_once_as_ever() -> None:
     async def play(line: Line) -> None:
         stream = line.call()
-        await MeteredConversation(stream, SCHEMA, Valve(None), Valve(None)).send(Bulk(numbers=torch.zeros(BIG)))
+        await RateLimitedConversation(stream, SCHEMA, FairLimiter(None), FairLimiter(None)).send(
+            Bulk(numbers=torch.zeros(BIG))
+        )
         assert [size for _, size in line.written if size > 1000] == [4 * BIG]
 
     scene(echo, play, rate=1e9)

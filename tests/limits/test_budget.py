@@ -24,21 +24,35 @@ from torch import Tensor
 
 from noloco_node import units
 from noloco_node.cli.status import picture
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.libp2p.endpoint.settings import Settings
-from noloco_node.libp2p.network import Libp2p
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.limits import budget
-from noloco_node.limits.budget import Allowance, Hours, Spent, read_allowance, read_hours, read_rate, read_size
-from noloco_node.limits.rate_limit import MeteredNetwork, Valve, spending, weigh
-from noloco_node.limits.traffic_ledger import Ledger
+from noloco_node.limits.budget import (
+    Hours,
+    MonthUsage,
+    OwnerLimits,
+    read_hours,
+    read_owner_limits,
+    read_rate,
+    read_size,
+)
+from noloco_node.limits.rate_limit import FairLimiter, RateLimitedNetwork, spending, weigh
+from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
 from noloco_node.node.shifts import Shifts
-from noloco_node.planning.bandwidth import Freight, carried, freight, line_s, slowest_bytes_per_s
-from noloco_node.run.peer_state import State
+from noloco_node.planning.bandwidth import (
+    MicrobatchBytes,
+    bandwidth_seconds,
+    bandwidth_table,
+    microbatch_bytes,
+    slowest_bytes_per_s,
+)
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.swarm.roster import PeerRecord, Roster
 
@@ -99,7 +113,7 @@ def test_rates(text: str, bytes_per_s: float) -> None:
     "text", ["", "20", "20m", "20MB", "20mb/s", "-1mbit", "1e9bit", "0mbit", "1kbit", "fast", "٣mbit"]
 )
 def test_what_is_no_rate_or_can_be_read_in_two_ways_is_refused(text: str) -> None:
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         read_rate(text, "--max-upload")
     assert caught.value.code is Exit.USAGE
     assert "--max-upload" in str(caught.value)
@@ -115,7 +129,7 @@ def test_sizes(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["300", "GB", "300gbit", "0GB", "300GB/s"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(Trouble):
+    with pytest.raises(UserError):
         read_size(text, "--monthly-cap")
 
 
@@ -131,18 +145,18 @@ def test_a_rate_in_words_is_read_again_as_about_itself(rate: float) -> None:
 
 @pytest.mark.parametrize("text", ["22", "25-08", "22:60-08", "22-24:01", "a-b", "22-08-09"])
 def test_what_are_no_hours_is_refused(text: str) -> None:
-    with pytest.raises(Trouble):
+    with pytest.raises(UserError):
         read_hours(text)
 
 
 def test_all_options_together() -> None:
-    read = read_allowance("8mbit", None, "1GB", "22:30-6")
-    assert read == Allowance(
+    read = read_owner_limits("8mbit", None, "1GB", "22:30-6")
+    assert read == OwnerLimits(
         upload_bytes_per_s=1e6, monthly_cap_bytes=10**9, hours=Hours(begin_min=22 * 60 + 30, end_min=6 * 60)
     )
     assert str(read.hours) == "22:30-06:00"
     assert read.is_limited
-    assert not read_allowance(None, None, None, "22-8").is_limited
+    assert not read_owner_limits(None, None, None, "22-8").is_limited
 
 
 # The hours.
@@ -214,7 +228,7 @@ def test_the_next_month_begins_when_it_was_said(moment: datetime) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 10**9), st.integers(0, 10**9)), max_size=20))
 def test_what_was_spent_is_that_of_this_month(steps: list[tuple[int, int, int]]) -> None:
-    moment, spent, expected = datetime(2026, 1, 30, tzinfo=UTC), Spent(month="2026-01"), 0
+    moment, spent, expected = datetime(2026, 1, 30, tzinfo=UTC), MonthUsage(month="2026-01"), 0
     for days, sent, received in steps:
         before = moment
         moment += timedelta(days=days)
@@ -228,7 +242,7 @@ def test_what_was_spent_is_that_of_this_month(steps: list[tuple[int, int, int]])
 # The bucket.
 
 
-async def passing(valve: Valve, sizes: list[int], delays: list[float]) -> list[tuple[float, int]]:
+async def passing(valve: FairLimiter, sizes: list[int], delays: list[float]) -> list[tuple[float, int]]:
     """Let messages wait, each from its time on; return when each passed, and its size."""
     passed: list[tuple[float, int]] = []
 
@@ -252,7 +266,7 @@ def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: float, r
     delays = [rng.uniform(0.0, 5.0) for _ in sizes]  # type: ignore[attr-defined]
 
     async def main() -> list[tuple[float, int]]:
-        return await passing(Valve(rate), sizes, delays)
+        return await passing(FairLimiter(rate), sizes, delays)
 
     passed = run(main())
     burst = budget.full_bucket(rate, 0.0).burst_bytes
@@ -273,7 +287,7 @@ def test_never_more_than_the_rate_and_one_burst(sizes: list[int], rate: float, r
 @given(SIZES, st.floats(budget.LEAST_RATE, 1e7))
 def test_who_is_busy_uses_the_whole_rate(sizes: list[int], rate: float) -> None:
     async def main() -> float:
-        await passing(Valve(rate), sizes, [0.0] * len(sizes))
+        await passing(FairLimiter(rate), sizes, [0.0] * len(sizes))
         return now()
 
     burst = budget.full_bucket(rate, 0.0).burst_bytes
@@ -284,7 +298,7 @@ def test_who_is_busy_uses_the_whole_rate(sizes: list[int], rate: float) -> None:
 @given(st.integers(1, budget.SMALL_BYTES), st.floats(budget.LEAST_RATE, 1e7), st.floats(0.0, 20.0))
 def test_a_small_message_does_not_starve_behind_a_large_copy(size: int, rate: float, delay: float) -> None:
     async def main() -> float:
-        valve = Valve(rate)
+        valve = FairLimiter(rate)
         copies = [asyncio.create_task(valve.admit(100_000_000)) for _ in range(3)]
         await asyncio.sleep(delay)
         asked = now()
@@ -301,7 +315,7 @@ def test_a_small_message_does_not_starve_behind_a_large_copy(size: int, rate: fl
 
 def test_large_messages_share_alike_whoever_came_first() -> None:
     async def main() -> list[float]:
-        valve, ends = Valve(RATE), []
+        valve, ends = FairLimiter(RATE), []
 
         async def one(size: int) -> None:
             await valve.admit(size)
@@ -318,7 +332,7 @@ def test_large_messages_share_alike_whoever_came_first() -> None:
 
 def test_who_is_cancelled_gives_back_what_was_granted() -> None:
     async def main() -> float:
-        valve = Valve(RATE)
+        valve = FairLimiter(RATE)
         await valve.admit(1_000_000)
         given_up = asyncio.create_task(valve.admit(10_000_000))
         await asyncio.sleep(0.9)
@@ -335,7 +349,7 @@ def test_who_is_cancelled_gives_back_what_was_granted() -> None:
 
 def test_the_rate_in_use_is_shown_and_forgotten() -> None:
     async def main() -> tuple[float, float]:
-        valve = Valve(RATE)
+        valve = FairLimiter(RATE)
         for _ in range(200):
             await valve.admit(1_000_000)
         busy = valve.used_bytes_per_s
@@ -357,13 +371,16 @@ async def take_all(conversation: Conversation) -> None:
 
 
 def conversing(
-    allowance: Allowance, work: Callable[[MeteredNetwork, MeteredNetwork], Awaitable[None]]
-) -> tuple[MeteredNetwork, MeteredNetwork]:
+    allowance: OwnerLimits, work: Callable[[RateLimitedNetwork, RateLimitedNetwork], Awaitable[None]]
+) -> tuple[RateLimitedNetwork, RateLimitedNetwork]:
     """Let a peer within an allowance work with one that has none; return both networks."""
 
-    async def main() -> tuple[MeteredNetwork, MeteredNetwork]:
-        hub = Hub()
-        ours, theirs = MeteredNetwork(hub.network("us"), allowance), MeteredNetwork(hub.network("them"), Allowance())
+    async def main() -> tuple[RateLimitedNetwork, RateLimitedNetwork]:
+        hub = SimNetwork()
+        ours, theirs = (
+            RateLimitedNetwork(hub.network("us"), allowance),
+            RateLimitedNetwork(hub.network("them"), OwnerLimits()),
+        )
         for network in (ours, theirs):
             await network.serve("load", SCHEMA, take_all)
         await work(ours, theirs)
@@ -376,7 +393,7 @@ def conversing(
 LOAD = Load(content=bytes(500_000))
 
 
-async def carry(network: MeteredNetwork, peer: str, count: int) -> None:
+async def carry(network: RateLimitedNetwork, peer: str, count: int) -> None:
     async with network.talk(peer, "load", SCHEMA) as conversation:
         for _ in range(count):
             await conversation.send(LOAD)
@@ -384,7 +401,7 @@ async def carry(network: MeteredNetwork, peer: str, count: int) -> None:
 
 
 def test_uploads_of_all_conversations_share_one_budget() -> None:
-    async def work(ours: MeteredNetwork, theirs: MeteredNetwork) -> None:
+    async def work(ours: RateLimitedNetwork, theirs: RateLimitedNetwork) -> None:
         await asyncio.gather(*[carry(ours, "them", 5) for _ in range(4)])
         assert now() == pytest.approx(20 * weigh(LOAD, SCHEMA) / RATE - 1.0, rel=0.03)
         # What they send is none of our upload's business.
@@ -392,22 +409,22 @@ def test_uploads_of_all_conversations_share_one_budget() -> None:
         await carry(theirs, "us", 5)
         assert now() - begun < 2.0
 
-    ours, _ = conversing(Allowance(upload_bytes_per_s=RATE), work)
+    ours, _ = conversing(OwnerLimits(upload_bytes_per_s=RATE), work)
     assert 20 * 500_000 < ours.up.passed_bytes < 20 * 500_000 + 30 * 200
 
 
 def test_what_others_send_waits_for_our_download_budget() -> None:
-    async def work(_: MeteredNetwork, theirs: MeteredNetwork) -> None:
+    async def work(_: RateLimitedNetwork, theirs: RateLimitedNetwork) -> None:
         await asyncio.gather(*[carry(theirs, "us", 5) for _ in range(4)])
         assert now() == pytest.approx(20 * weigh(LOAD, SCHEMA) / RATE - 1.0, rel=0.03)
 
-    conversing(Allowance(download_bytes_per_s=RATE), work)
+    conversing(OwnerLimits(download_bytes_per_s=RATE), work)
 
 
 def test_a_question_is_answered_while_a_copy_waits() -> None:
     small = Load(content=bytes(100))
 
-    async def work(ours: MeteredNetwork, _: MeteredNetwork) -> None:
+    async def work(ours: RateLimitedNetwork, _: RateLimitedNetwork) -> None:
         copies = [asyncio.create_task(carry(ours, "them", 40)) for _ in range(8)]
         await asyncio.sleep(5)
         for _ in range(20):
@@ -420,11 +437,11 @@ def test_a_question_is_answered_while_a_copy_waits() -> None:
             copy.cancel()
         await asyncio.wait(copies)
 
-    conversing(Allowance(upload_bytes_per_s=RATE, download_bytes_per_s=RATE), work)
+    conversing(OwnerLimits(upload_bytes_per_s=RATE, download_bytes_per_s=RATE), work)
 
 
 def test_a_message_whose_taker_was_interrupted_stays_for_the_next() -> None:
-    async def work(ours: MeteredNetwork, theirs: MeteredNetwork) -> None:
+    async def work(ours: RateLimitedNetwork, theirs: RateLimitedNetwork) -> None:
         got: list[int] = []
 
         async def impatient(conversation: Conversation) -> None:
@@ -444,16 +461,16 @@ def test_a_message_whose_taker_was_interrupted_stays_for_the_next() -> None:
             assert (await conversation.receive()).count == len(LOAD.content)
         assert len(got) == 1
 
-    conversing(Allowance(download_bytes_per_s=RATE), work)
+    conversing(OwnerLimits(download_bytes_per_s=RATE), work)
 
 
 def test_a_budget_is_said_in_words() -> None:
-    async def work(ours: MeteredNetwork, theirs: MeteredNetwork) -> None:
+    async def work(ours: RateLimitedNetwork, theirs: RateLimitedNetwork) -> None:
         await carry(ours, "them", 10)
         ours.month_bytes = 93 * 10**9
         assert spending(theirs.statistics()) is None
 
-    allowance = Allowance(upload_bytes_per_s=RATE, monthly_cap_bytes=300 * 10**9)
+    allowance = OwnerLimits(upload_bytes_per_s=RATE, monthly_cap_bytes=300 * 10**9)
     ours, _ = conversing(allowance, lambda ours, theirs: work(ours, theirs))
 
     async def words() -> str | None:
@@ -472,10 +489,10 @@ def test_a_budget_is_said_in_words() -> None:
 # Whole nodes.
 
 
-class Capped(Hub):
+class Capped(SimNetwork):
     """A world in which one peer keeps to a budget."""
 
-    def __init__(self, name: str, allowance: Allowance) -> None:
+    def __init__(self, name: str, allowance: OwnerLimits) -> None:
         super().__init__()
         self.name, self.allowance = name, allowance
 
@@ -483,21 +500,21 @@ class Capped(Hub):
         network = super().network(peer, access)
         if peer != self.name:
             return network
-        self.metered = MeteredNetwork(network, self.allowance)
+        self.metered = RateLimitedNetwork(network, self.allowance)
         return self.metered
 
 
 def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it_less() -> None:
     rate = 6_000.0
 
-    async def main() -> tuple[list[Peer], MeteredNetwork, float]:
-        hub = Capped("peer-11", Allowance(upload_bytes_per_s=rate, download_bytes_per_s=rate))
+    async def main() -> tuple[list[Peer], RateLimitedNetwork, float]:
+        hub = Capped("peer-11", OwnerLimits(upload_bytes_per_s=rate, download_bytes_per_s=rate))
         what = recipe(replicas=2, steps=24)
         peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
         # A few of the first microbatches use up what was saved.
         for valve in (hub.metered.up, hub.metered.down):
             await valve.admit(budget.LEAST_BURST_BYTES)
-        narrow_s = line_s(freight(what.run, peers[3].plan, 1), hub.allowance)
+        narrow_s = bandwidth_seconds(microbatch_bytes(what.run, peers[3].plan, 1), hub.allowance)
         assert narrow_s > 0.2
         # The test's device does not say how long a microbatch takes, so the others say it here.
         for peer, seconds in zip(peers, (0.1, 0.1, 0.1, narrow_s), strict=True):
@@ -517,7 +534,7 @@ def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it_less(
     for peer in peers:
         assert peer.of(events.Finished)[0].why == "the run is over"
         assert not peer.of(events.Lost)
-        assert not peer.of(events.Violation)
+        assert not peer.of(events.PeerViolation)
     counts: Counter[str] = Counter()
     for peer in peers[:2]:
         counts.update(peer.of(events.Hops)[-1].counts)
@@ -530,19 +547,19 @@ def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it_less(
 
 
 def test_line_time_is_that_of_the_slower_way() -> None:
-    moved = Freight(up=1e6, down=3e6)
-    assert line_s(moved, Allowance()) == 0.0
-    assert line_s(moved, Allowance(upload_bytes_per_s=1e6)) == 1.0
-    assert line_s(moved, Allowance(upload_bytes_per_s=1e6, download_bytes_per_s=1e6)) == 3.0
-    assert slowest_bytes_per_s(Allowance(), 5e5) == 5e5
-    assert slowest_bytes_per_s(Allowance(upload_bytes_per_s=1e5), 5e5) == 5e4
+    moved = MicrobatchBytes(up=1e6, down=3e6)
+    assert bandwidth_seconds(moved, OwnerLimits()) == 0.0
+    assert bandwidth_seconds(moved, OwnerLimits(upload_bytes_per_s=1e6)) == 1.0
+    assert bandwidth_seconds(moved, OwnerLimits(upload_bytes_per_s=1e6, download_bytes_per_s=1e6)) == 3.0
+    assert slowest_bytes_per_s(OwnerLimits(), 5e5) == 5e5
+    assert slowest_bytes_per_s(OwnerLimits(upload_bytes_per_s=1e5), 5e5) == 5e4
 
 
 def test_what_a_stage_moves_is_what_the_wire_moves() -> None:
     """The bytes that a node of each stage really sent, against the plan's."""
 
     async def main() -> list[tuple[float, float]]:
-        hub = Capped("peer-1", Allowance())
+        hub = Capped("peer-1", OwnerLimits())
         what = recipe(stages=3, steps=12, per_round=1000)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(3)]
         async with asyncio.timeout(600):
@@ -552,7 +569,7 @@ def test_what_a_stage_moves_is_what_the_wire_moves() -> None:
         rounds = what.run.pipeline.replicas > 1
         assert not rounds
         totals = [peer.of(events.Traffic)[-1] for peer in peers]
-        planned = [freight(what.run, peers[0].plan, stage) for stage in range(3)]
+        planned = [microbatch_bytes(what.run, peers[0].plan, stage) for stage in range(3)]
         return [(total.sent["microbatch"] / microbatches, plan.up) for total, plan in zip(totals, planned, strict=True)]
 
     for sent, planned in run(main()):
@@ -562,13 +579,15 @@ def test_what_a_stage_moves_is_what_the_wire_moves() -> None:
 
 def test_what_a_budget_carries_is_said_and_what_it_does_not() -> None:
     what = recipe(replicas=1).run
-    light = carried(what, [Freight(up=1000.0, down=1000.0)] * 2, Allowance(upload_bytes_per_s=1e6))
+    light = bandwidth_table(what, [MicrobatchBytes(up=1000.0, down=1000.0)] * 2, OwnerLimits(upload_bytes_per_s=1e6))
     assert len(light) == 3
     assert "tokens/s" in light[1]
-    heavy = carried(what, [Freight(up=1e9, down=1e9)] * 2, Allowance(upload_bytes_per_s=1e6, monthly_cap_bytes=10**9))
+    heavy = bandwidth_table(
+        what, [MicrobatchBytes(up=1e9, down=1e9)] * 2, OwnerLimits(upload_bytes_per_s=1e6, monthly_cap_bytes=10**9)
+    )
     assert sum("cannot carry" in line for line in heavy) == 2
     assert any("monthly cap" in line and line.startswith("Warning") for line in heavy)
-    apart = carried(what, [Freight(1.0, 1.0, 1e8)], Allowance(upload_bytes_per_s=1e5))
+    apart = bandwidth_table(what, [MicrobatchBytes(1.0, 1.0, 1e8)], OwnerLimits(upload_bytes_per_s=1e5))
     assert any("hardly ever meet" in line for line in apart)
 
 
@@ -589,12 +608,12 @@ def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
     async def main() -> tuple[list[tuple[str, datetime]], list[str]]:
         wall, said = Wall(datetime(2026, 3, 28, 12, 0, tzinfo=BERLIN)), list[str]()
         shifts = Shifts(
-            Allowance(hours=read_hours("22-08")),
-            Ledger(tmp_path / "traffic.json", wall, said.append),
+            OwnerLimits(hours=read_hours("22-08")),
+            TrafficLedger(tmp_path / "traffic.json", wall, said.append),
             wall,
             said.append,
         )
-        asked, network, seen = asyncio.Event(), Hub().network("us"), []
+        asked, network, seen = asyncio.Event(), SimNetwork().network("us"), []
         asyncio.get_running_loop().call_later(60 * 3600, asked.set)
         while not asked.is_set():
             await shifts.begin()
@@ -623,29 +642,29 @@ def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_path: 
     async def main() -> list[str]:
         wall, said = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC)), list[str]()
         path = tmp_path / "traffic.json"
-        allowance = Allowance(monthly_cap_bytes=20_000_000)
-        hub = Hub()
+        allowance = OwnerLimits(monthly_cap_bytes=20_000_000)
+        hub = SimNetwork()
         them = hub.network("them")
         await them.serve("heavy", HEAVY, lambda conversation: conversation.receive())
         plain = hub.network("us")
-        shifts = Shifts(allowance, Ledger(path, wall, said.append), wall, said.append)
+        shifts = Shifts(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
         await shifts.begin()
         assert now() == 0.0
         async with shifts.shift(plain, asyncio.Event()) as (network, leave):
-            assert isinstance(network, MeteredNetwork)
+            assert isinstance(network, RateLimitedNetwork)
             while not leave.is_set():
                 await network.publish("key", "us", b"", 10.0)
                 async with network.talk("them", "heavy", HEAVY) as conversation:
                     await conversation.send(Heavy(content=torch.zeros(1_000_000)))
                 await asyncio.sleep(5.0)
         assert shifts.goes_on()
-        spent = Ledger(path, wall, said.append).spent
+        spent = TrafficLedger(path, wall, said.append).spent
         assert 0.99 * 20_000_000 <= spent.total_bytes <= 36_000_000  # ten seconds between two looks
         # A restart remembers, and waits for the month to end.
-        again = Shifts(allowance, Ledger(path, wall, said.append), wall, said.append)
+        again = Shifts(allowance, TrafficLedger(path, wall, said.append), wall, said.append)
         await again.begin()
         assert f"{wall():%Y-%m-%d}" == "2026-12-01"
-        assert Ledger(path, wall, said.append).spent.total_bytes == 0
+        assert TrafficLedger(path, wall, said.append).spent.total_bytes == 0
         return said
 
     said = run(main())
@@ -659,16 +678,16 @@ def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_path: 
 def test_a_garbled_ledger_counts_as_nothing_spent(content: bytes, tmp_path: Path) -> None:
     path, said = tmp_path / "traffic.json", list[str]()
     path.write_bytes(content)
-    ledger = Ledger(path, lambda: datetime(2026, 11, 2), said.append)
-    assert ledger.spent == Spent(month="2026-11")
+    ledger = TrafficLedger(path, lambda: datetime(2026, 11, 2), said.append)
+    assert ledger.spent == MonthUsage(month="2026-11")
     ledger.add(1, 2)
     ledger.keep()
-    assert Ledger(path, lambda: datetime(2026, 11, 2), said.append).spent.total_bytes == 3
+    assert TrafficLedger(path, lambda: datetime(2026, 11, 2), said.append).spent.total_bytes == 3
 
 
 def test_a_disk_that_refuses_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
     said: list[str] = []
-    ledger = Ledger(tmp_path / "absent" / "traffic.json", lambda: datetime(2026, 11, 2), said.append)
+    ledger = TrafficLedger(tmp_path / "absent" / "traffic.json", lambda: datetime(2026, 11, 2), said.append)
     for _ in range(3):
         ledger.add(1, 1)
         ledger.keep()
@@ -692,12 +711,12 @@ def test_waiting_for_the_budget_is_not_silence() -> None:
     load = Load(content=bytes(round(1.25 * silence_s * rate)))
 
     async def main() -> dict[str, int | float]:
-        def chosen(*bootstrap: str) -> Settings:
+        def chosen(*bootstrap: str) -> NetworkSettings:
             listen = ("/ip4/127.0.0.1/tcp/0",)
-            return Settings(prefix="/noloco/1/run/", listen=listen, patience=patience, bootstrap=bootstrap)
+            return NetworkSettings(prefix="/noloco/1/run/", listen=listen, patience=patience, bootstrap=bootstrap)
 
-        async with Libp2p.open(chosen()) as there, Libp2p.open(chosen(*await there.addresses())) as here:
-            ours = MeteredNetwork(here, Allowance(upload_bytes_per_s=rate, download_bytes_per_s=rate))
+        async with Libp2pNetwork.open(chosen()) as there, Libp2pNetwork.open(chosen(*await there.addresses())) as here:
+            ours = RateLimitedNetwork(here, OwnerLimits(upload_bytes_per_s=rate, download_bytes_per_s=rate))
             await there.serve("load", SCHEMA, take_all)
             await ours.serve("load", SCHEMA, take_all)
             for network, peer in ((ours, there.peer_id), (there, here.peer_id)):
@@ -720,7 +739,7 @@ def test_waiting_for_the_budget_is_not_silence() -> None:
 def test_status_shows_budgets_and_no_markup_of_strangers() -> None:
     run_of_test = recipe()
     records = tuple(
-        PeerRecord(peer=f"peer-{name}", stage=0, state=State.TRAINING, budget=said, waiting=waiting)
+        PeerRecord(peer=f"peer-{name}", stage=0, state=PeerState.TRAINING, budget=said, waiting=waiting)
         for name, said, waiting in (
             ("a", "upload 10 Mbit/s of 20 Mbit/s", None),
             ("b", None, "[bold]nothing[/bold]\x1b[2J[/]"),
@@ -746,7 +765,7 @@ def test_budgets_leave_the_table_its_room(named: list[str], used: int) -> None:
         return PeerRecord(
             peer=peer,
             stage=0,
-            state=State.TRAINING,
+            state=PeerState.TRAINING,
             inner_steps=123_456,
             round=2_469,
             progress=0.5,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from limits import LAST_RESORT_S
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.machine.device import Device, autocast_dtype, choose_device
 
 
@@ -71,7 +71,7 @@ def test_a_job_s_error_reaches_its_caller() -> None:
 
 @pytest.mark.parametrize("wish", ["gpu", "cuda:99", "meta", ""])
 def test_a_device_that_is_not_there_is_named(wish: str) -> None:
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         choose_device(wish)
     assert caught.value.code is Exit.DEVICE
 

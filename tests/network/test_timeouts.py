@@ -16,18 +16,26 @@ from memory_swarms import Peer, recipe, until
 
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
-from noloco_node.network.timeouts import DIALS, MOST_PEERS, Bounds, PatientNetwork, Timing, deadline_s, observed
+from noloco_node.network.timeouts import (
+    DIALS,
+    MOST_PEERS,
+    AdaptiveTimeout,
+    AdaptiveTimeoutNetwork,
+    TimeoutBounds,
+    deadline_s,
+    observed,
+)
 from noloco_node.network.wire import MessageSpec, Schema
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.link_model import Latency, Weather
+from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.link_model import Latency, NetworkConditions
 
 TIMES = st.floats(0.0, 1e4)
-BOUNDS = Bounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
+BOUNDS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
 
 
 @given(st.lists(TIMES, min_size=1, max_size=50), st.integers(0, 100))
-def test_a_deadline_is_bounded_and_grows_with_what_was_in_vain(times: list[float], in_vain: int) -> None:
+def test_a_deadline_is_bounded_and_grows_with_what_was_in_vain(times: list[float], record_timeout: int) -> None:
     estimate = None
     for seconds in times:
         estimate = observed(estimate, seconds)
@@ -35,7 +43,7 @@ def test_a_deadline_is_bounded_and_grows_with_what_was_in_vain(times: list[float
     assert min(times) - 1e-9 <= estimate.mean_s <= max(times) + 1e-9
     assert 0.0 <= estimate.deviation_s <= max(times)
     for known in (None, estimate):
-        limits = [deadline_s(known, count, BOUNDS) for count in range(in_vain + 1)]
+        limits = [deadline_s(known, count, BOUNDS) for count in range(record_timeout + 1)]
         assert all(BOUNDS.least_s <= limit_s <= BOUNDS.most_s for limit_s in limits)
         assert all(later >= earlier for earlier, later in pairwise(limits))
 
@@ -52,23 +60,23 @@ def test_who_is_as_slow_as_ever_is_never_cut_off(mean_s: float, spread: float, s
 
 @given(st.floats(0.0, 1e3), st.floats(5.0, 60.0))
 def test_no_line_is_too_slow_for_ever(usual_s: float, now_takes_s: float) -> None:
-    timing = Timing(BOUNDS)
+    timing = AdaptiveTimeout(BOUNDS)
     timing.took("a", usual_s)
     for attempt in range(20):
         begun_s = 100.0 * attempt
         limit_s = timing.deadline_s("a")
         if limit_s >= now_takes_s:
             break
-        timing.in_vain("a", begun_s, begun_s + limit_s)
+        timing.record_timeout("a", begun_s, begun_s + limit_s)
     assert timing.deadline_s("a") >= now_takes_s
     timing.took("a", now_takes_s)
     assert timing.deadline_s("a") >= min(BOUNDS.most_s, now_takes_s)
 
 
 def test_several_waits_that_were_under_way_together_count_once_and_peers_are_bounded() -> None:
-    timing = Timing(BOUNDS)
+    timing = AdaptiveTimeout(BOUNDS)
     for _ in range(8):
-        timing.in_vain("a", 5.0, 15.0)
+        timing.record_timeout("a", 5.0, 15.0)
     assert timing.deadline_s("a") == 15.0
     for number in range(MOST_PEERS + 10):
         timing.took(f"p{number}", 1.0)
@@ -91,8 +99,8 @@ async def echo(conversation: Conversation) -> None:
 
 def test_a_dial_into_the_dark_costs_what_is_usual_and_not_what_the_transport_allows() -> None:
     async def main() -> None:
-        hub = Hub(Weather(latency=Latency(mean_s=0.05)))
-        network, other = PatientNetwork(hub.network("a")), hub.network("b")
+        hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=0.05)))
+        network, other = AdaptiveTimeoutNetwork(hub.network("a")), hub.network("b")
         await other.serve("echo", SCHEMA, echo)
         loop = asyncio.get_running_loop()
 
@@ -121,8 +129,8 @@ def test_a_dial_into_the_dark_costs_what_is_usual_and_not_what_the_transport_all
 
 def test_a_slow_line_is_learnt_and_its_peer_reached() -> None:
     async def main() -> None:
-        hub = Hub(Weather(latency=Latency(mean_s=6.0)))
-        network, other = PatientNetwork(hub.network("a")), hub.network("b")
+        hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=6.0)))
+        network, other = AdaptiveTimeoutNetwork(hub.network("a")), hub.network("b")
         await other.serve("echo", SCHEMA, echo)
         refused = 0
         for _ in range(10):
@@ -139,7 +147,7 @@ def test_a_slow_line_is_learnt_and_its_peer_reached() -> None:
 
 def test_one_silent_replica_holds_the_others_up_for_seconds() -> None:
     async def main() -> tuple[float, int]:
-        hub, what = Hub(), recipe(stages=2, replicas=2, steps=4000, window=4)
+        hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=4000, window=4)
         source = Peer(hub, what, "source", 0, 0.5)
         peers = [source, Peer(hub, what, "well", 1, 0.5), Peer(hub, what, "silent", 1, 0.5)]
         await until(lambda: len(source.of(events.InnerStep)) >= 4)
@@ -175,7 +183,7 @@ def test_our_own_cancellation_is_nobody_s_fault() -> None:
             yield  # type: ignore[misc] # it is never reached
 
     async def main() -> None:
-        network = PatientNetwork(Never())  # type: ignore[arg-type] # nothing else of it is used
+        network = AdaptiveTimeoutNetwork(Never())  # type: ignore[arg-type] # nothing else of it is used
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0), network.talk("b", "echo", SCHEMA):
                 pytest.fail("it opened")

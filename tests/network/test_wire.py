@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Probe, Weights
 from noloco_node.network import wire
-from noloco_node.network.wire import Either, Frame, Intake, Kind, MessageSpec, Schema, TensorSpec, Violation
+from noloco_node.network.wire import Frame, FrameDecoder, FrameKind, MessageSpec, OneOf, Schema, TensorSpec, Violation
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
 
 HIDDEN = TensorSpec((2, 3, 4), "float32")
@@ -34,14 +34,14 @@ class Text:
 
 SCHEMA = Schema(
     {
-        Microbatch: MessageSpec("Microbatch", {"hidden": Either((HIDDEN, IDS)), "targets": IDS}),
-        Gradient: MessageSpec("Gradient", {"hidden": Either((HIDDEN, None))}),
+        Microbatch: MessageSpec("Microbatch", {"hidden": OneOf((HIDDEN, IDS)), "targets": IDS}),
+        Gradient: MessageSpec("Gradient", {"hidden": OneOf((HIDDEN, None))}),
         Refused: MessageSpec("Refused"),
         Offer: MessageSpec("Offer"),
         Accepted: MessageSpec("Accepted"),
         Declined: MessageSpec("Declined"),
-        Probe: MessageSpec("Probe", {"slow": PROBE, "fast": Either((PROBE, None))}),
-        Weights: MessageSpec("Weights", {"fast": WEIGHTS, "slow": Either((WEIGHTS, ()))}),
+        Probe: MessageSpec("Probe", {"slow": PROBE, "fast": OneOf((PROBE, None))}),
+        Weights: MessageSpec("Weights", {"fast": WEIGHTS, "slow": OneOf((WEIGHTS, ()))}),
         Text: MessageSpec("Text", header_bytes=wire.LONG_HEADER_BYTES),
     }
 )
@@ -82,7 +82,7 @@ def to_bytes(message: Any, schema: Schema = SCHEMA) -> bytes:
 
 def feed(data: bytes, schema: Schema = SCHEMA, piece: int = 1 << 20) -> list[Frame]:
     """Feed bytes in pieces as a socket would; the frames that they complete."""
-    intake, frames, place = Intake(schema), [], 0
+    intake, frames, place = FrameDecoder(schema), [], 0
     while place < len(data):
         wanted = intake.wants()
         assert 0 < len(wanted) <= CAP_BYTES
@@ -104,7 +104,7 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def frame_of(header: Any, body: bytes = b"", *, kind: int = Kind.MESSAGE, body_bytes: int | None = None) -> bytes:
+def frame_of(header: Any, body: bytes = b"", *, kind: int = FrameKind.MESSAGE, body_bytes: int | None = None) -> bytes:
     raw = header if isinstance(header, bytes) else msgspec.msgpack.encode(header)
     length = len(body) if body_bytes is None else body_bytes
     return kind.to_bytes(1, "big") + len(raw).to_bytes(4, "big") + length.to_bytes(8, "big") + raw + body
@@ -114,7 +114,7 @@ def frame_of(header: Any, body: bytes = b"", *, kind: int = Kind.MESSAGE, body_b
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
 def test_every_message_survives_the_journey(message: Any, piece: int) -> None:
     (frame,) = feed(to_bytes(message), piece=piece)
-    assert frame.kind is Kind.MESSAGE
+    assert frame.kind is FrameKind.MESSAGE
     assert type(frame.content) is type(message)
     for field in fields(message):
         assert same(getattr(frame.content, field.name), getattr(message, field.name)), field.name
@@ -122,12 +122,17 @@ def test_every_message_survives_the_journey(message: Any, piece: int) -> None:
 
 def test_frames_follow_each_other() -> None:
     data = to_bytes(MESSAGES[0]) + wire.beat() + to_bytes(MESSAGES[4]) + wire.end()
-    assert [frame.kind for frame in feed(data, piece=5)] == [Kind.MESSAGE, Kind.BEAT, Kind.MESSAGE, Kind.END]
+    assert [frame.kind for frame in feed(data, piece=5)] == [
+        FrameKind.MESSAGE,
+        FrameKind.BEAT,
+        FrameKind.MESSAGE,
+        FrameKind.END,
+    ]
 
 
 def test_an_error_carries_a_sentence_and_is_cut() -> None:
-    assert feed(wire.error("busy: come back later")) == [Frame(Kind.ERROR, "busy: come back later")]
-    assert feed(wire.error("")) == [Frame(Kind.ERROR, "")]
+    assert feed(wire.error("busy: come back later")) == [Frame(FrameKind.ERROR, "busy: come back later")]
+    assert feed(wire.error("")) == [Frame(FrameKind.ERROR, "")]
     (frame,) = feed(wire.error("x" * 5000))
     assert frame.content == "x" * wire.ERROR_BYTES
 
@@ -173,7 +178,7 @@ def test_a_tensor_is_sent_without_a_copy_and_a_strided_one_correctly() -> None:
 
 def test_our_own_mistakes_are_named() -> None:
     with pytest.raises(TypeError, match="has no Frame"):
-        wire.encode(Frame(Kind.BEAT), SCHEMA)
+        wire.encode(Frame(FrameKind.BEAT), SCHEMA)
     with pytest.raises(ValueError, match=r"Gradient.hidden .* float32\[2, 3, 4\] or none"):
         wire.encode(Gradient(hidden=torch.zeros(2, 3), loss=0.0, tokens=1), SCHEMA)
     nothing: Any = None
@@ -211,10 +216,10 @@ TRAILING = {"fields": {"progress": 0.5, "budget_s": 1.0, "extra": 1}}
 VIOLATIONS: list[tuple[str, bytes]] = [
     ("no frame is of kind 0", frame_of(b"", kind=0)),
     ("no frame is of kind 255", frame_of(b"", kind=255)),
-    ("header of a BEAT frame: 1 bytes, 0 allowed", frame_of(b"x", kind=Kind.BEAT)),
-    ("body of a END frame: 9 bytes, none allowed", frame_of(b"", kind=Kind.END, body_bytes=9)),
-    ("header of a ERROR frame: 2000 bytes, 1024 allowed", frame_of(b"x" * 2000, kind=Kind.ERROR)),
-    ("body of a ERROR frame", frame_of(b"x", kind=Kind.ERROR, body_bytes=1)),
+    ("header of a BEAT frame: 1 bytes, 0 allowed", frame_of(b"x", kind=FrameKind.BEAT)),
+    ("body of a END frame: 9 bytes, none allowed", frame_of(b"", kind=FrameKind.END, body_bytes=9)),
+    ("header of a ERROR frame: 2000 bytes, 1024 allowed", frame_of(b"x" * 2000, kind=FrameKind.ERROR)),
+    ("body of a ERROR frame", frame_of(b"x", kind=FrameKind.ERROR, body_bytes=1)),
     ("header of a MESSAGE frame: 1048577 bytes, 1048576 allowed", frame_of(b"x" * 1048577)),
     ("MESSAGE frame without a header", frame_of(b"")),
     ("does not decode", frame_of(b"\xc1")),
@@ -261,7 +266,7 @@ def test_each_violation_is_named(words: str, data: bytes) -> None:
 
 def test_a_long_header_takes_its_memory_as_it_comes() -> None:
     text = "".join(f"{number} " for number in range(20_000))
-    intake, data = wire.Intake(SCHEMA), memoryview(b"".join(map(bytes, wire.encode(Text(text=text), SCHEMA))))
+    intake, data = wire.FrameDecoder(SCHEMA), memoryview(b"".join(map(bytes, wire.encode(Text(text=text), SCHEMA))))
     frame = None
     while len(data):
         wanted = intake.wants()
@@ -316,7 +321,7 @@ def test_a_message_with_one_byte_changed_is_refused_or_still_a_message(message: 
         frames = feed(bytes(raw), piece=data.draw(st.integers(1, 400)))
     except Violation:
         return
-    assert all(frame.kind in Kind for frame in frames)
+    assert all(frame.kind in FrameKind for frame in frames)
 
 
 @given(st.sampled_from(MESSAGES), st.data())

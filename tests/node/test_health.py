@@ -12,41 +12,41 @@ from hypothesis import strategies as st
 from memory_swarms import Peer, recipe, until
 
 from noloco_node.journal import events
-from noloco_node.machine.clocks import LEAST_S, STILL_S, Glance, Kind, asleep_s, between, sentence
-from noloco_node.machine.interface import Voice
-from noloco_node.node.health import REMIND_S, Condition, Said, Watch, due
-from noloco_node.run.peer_state import State
+from noloco_node.machine.clocks import LEAST_S, STILL_S, ClockSample, JumpKind, asleep_s, compare, sentence
+from noloco_node.machine.interface import Reporter
+from noloco_node.node.health import REMIND_S, Condition, HealthMonitor, Said, warnings_due
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import VirtualLoop, run
-from noloco_node.sim.network.hub import Hub, MemoryNetwork
-from noloco_node.swarm.membership import Presence
+from noloco_node.sim.network.hub import SimNetwork, SimPeerNetwork
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.units import spelt
+from noloco_node.units import duration_words
 
 SECONDS = st.floats(0.0, 1e6).map(lambda seconds: 0.0 if seconds < 1.0 else seconds)
 
 
 @given(SECONDS, SECONDS, st.floats(-1e6, 1e6), st.floats(0.0, 4.0))
 def test_each_clock_tells_its_own_story(slept_s: float, still_s: float, set_s: float, late_s: float) -> None:
-    before = Glance(loop_s=1e3, unix_s=1e9, asleep_s=50.0)
+    before = ClockSample(loop_s=1e3, unix_s=1e9, asleep_s=50.0)
     ran_s = 5.0 + late_s + still_s
-    after = Glance(1e3 + ran_s, 1e9 + ran_s + slept_s + set_s, 50.0 + slept_s)
-    found = {happening.kind: happening.seconds for happening in between(before, after, 5.0)}
-    assert found.get(Kind.SLEPT, 0.0) == pytest.approx(slept_s if slept_s >= LEAST_S else 0.0, abs=1e-3)
+    after = ClockSample(1e3 + ran_s, 1e9 + ran_s + slept_s + set_s, 50.0 + slept_s)
+    found = {happening.kind: happening.seconds for happening in compare(before, after, 5.0)}
+    assert found.get(JumpKind.SLEPT, 0.0) == pytest.approx(slept_s if slept_s >= LEAST_S else 0.0, abs=1e-3)
     late = late_s + still_s
-    assert found.get(Kind.STOOD_STILL, 0.0) == pytest.approx(late if late >= STILL_S else 0.0, abs=1e-3)
+    assert found.get(JumpKind.STOOD_STILL, 0.0) == pytest.approx(late if late >= STILL_S else 0.0, abs=1e-3)
     if abs(abs(set_s) - LEAST_S) > 1e-3:
-        assert found.get(Kind.CLOCK_SET, 0.0) == pytest.approx(set_s if abs(set_s) >= LEAST_S else 0.0, abs=1e-3)
-    for happening in between(before, after, 5.0):
-        assert spelt(abs(happening.seconds)) in sentence(happening)
+        assert found.get(JumpKind.CLOCK_SET, 0.0) == pytest.approx(set_s if abs(set_s) >= LEAST_S else 0.0, abs=1e-3)
+    for happening in compare(before, after, 5.0):
+        assert duration_words(abs(happening.seconds)) in sentence(happening)
 
 
 @given(st.floats(0.0, 1e9))
 def test_a_spelt_time_is_short_and_about_right(seconds: float) -> None:
     units = {"s": 1.0, "min": 60.0, "h": 3600.0, "days": 86_400.0}
-    words = spelt(seconds).replace(",", "").split()
+    words = duration_words(seconds).replace(",", "").split()
     amount = math.fsum(float(number) * units[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
     assert amount == pytest.approx(seconds, abs=max(0.51, 0.3 * seconds))
-    assert len(spelt(seconds)) <= 14
+    assert len(duration_words(seconds)) <= 14
 
 
 def test_this_machine_tells_its_sleep() -> None:
@@ -63,7 +63,7 @@ def test_what_lasts_is_said_once_and_again_and_at_its_end(story: list[tuple[set[
     for names, passed_s in story:
         now_s += passed_s
         conditions = {name: Condition("brief", f"{name} is bad", f"{name} is well") for name in sorted(names)}
-        spoken, said = due(said, conditions, now_s)
+        spoken, said = warnings_due(said, conditions, now_s)
         begun = {each.what for each in spoken if not each.over}
         assert {each.what for each in spoken if each.over} == lasting - names
         assert names - lasting <= begun
@@ -76,16 +76,18 @@ def test_what_lasts_is_said_once_and_again_and_at_its_end(story: list[tuple[set[
 class Scene:
     """A node's watch over a roster that a test makes, on a machine whose clocks it moves."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: SimNetwork) -> None:
         self.said: list[str] = []
         self.events: list[events.Event] = []
         self.forgiven: list[float] = []
         self.loop = asyncio.get_running_loop()
         self.set_s = self.slept_s = 0.0
         self.network = hub.network("a")
-        self.presence = Presence(self.network, "run", 3, unix_time=self.unix_time)
-        voice = Voice(record=self.events.append, say=self.said.append)
-        self.watch = Watch(self.presence, voice, self.unix_time, lambda: self.slept_s, self.forgiven.append)
+        self.membership = Membership(self.network, "run", 3, unix_time=self.unix_time)
+        reporter = Reporter(record=self.events.append, say=self.said.append)
+        self.watch = HealthMonitor(
+            self.membership, reporter, self.unix_time, lambda: self.slept_s, self.forgiven.append
+        )
 
     def unix_time(self) -> float:
         return 1e9 + self.loop.time() + self.set_s + self.slept_s
@@ -98,23 +100,23 @@ class Scene:
         return [line for line in self.said if words in line]
 
 
-def peer(hub: Hub, name: str, stage: int) -> tuple[MemoryNetwork, asyncio.Task[None]]:
+def peer(hub: SimNetwork, name: str, stage: int) -> tuple[SimPeerNetwork, asyncio.Task[None]]:
     network, loop = hub.network(name), asyncio.get_running_loop()
-    presence = Presence(network, "run", 3, unix_time=lambda: 1e9 + loop.time())
+    membership = Membership(network, "run", 3, unix_time=lambda: 1e9 + loop.time())
 
     async def live() -> None:
-        await presence.claim(PeerRecord(peer=name, stage=stage, state=State.TRAINING))
-        await presence.run()
+        await membership.claim(PeerRecord(peer=name, stage=stage, state=PeerState.TRAINING))
+        await membership.run()
 
     return network, asyncio.create_task(live())
 
 
 def test_a_stage_without_replicas_is_named_with_what_to_do_until_one_comes() -> None:
     async def main() -> None:
-        hub = Hub()
+        hub = SimNetwork()
         scene = Scene(hub)
-        await scene.presence.claim(PeerRecord(peer="a", stage=0, state=State.TRAINING))
-        tasks = [asyncio.create_task(scene.presence.run()), asyncio.create_task(scene.watch.run())]
+        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
+        tasks = [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
         dies, dying = peer(hub, "b", 1)
         tasks += [dying, peer(hub, "c", 2)[1], peer(hub, "d", 2)[1]]
         await asyncio.sleep(100)
@@ -143,17 +145,17 @@ def test_a_stage_without_replicas_is_named_with_what_to_do_until_one_comes() -> 
 
 def test_a_dht_out_of_reach_is_our_trouble_and_no_stage_is_called_empty() -> None:
     async def main() -> None:
-        hub = Hub()
+        hub = SimNetwork()
         scene = Scene(hub)
-        await scene.presence.claim(PeerRecord(peer="a", stage=0, state=State.TRAINING))
-        tasks = [asyncio.create_task(scene.presence.run()), asyncio.create_task(scene.watch.run())]
+        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
+        tasks = [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
         tasks += [peer(hub, name, 1 + number % 2)[1] for number, name in enumerate("bcde")]
         await asyncio.sleep(50)
         hub.silence("a")
         await asyncio.sleep(200)
         (line,) = scene.said
         assert "nothing was heard of the swarm for" in line
-        assert [len(stage) for stage in scene.presence.roster.stages] == [1, 2, 2]
+        assert [len(stage) for stage in scene.membership.roster.stages] == [1, 2, 2]
         hub.resume("a")
         await asyncio.sleep(20)
         assert scene.said[1:] == ["the swarm is heard again"]
@@ -165,10 +167,10 @@ def test_a_dht_out_of_reach_is_our_trouble_and_no_stage_is_called_empty() -> Non
 
 def test_what_cannot_be_seen_any_more_is_not_called_over() -> None:
     async def main() -> None:
-        hub = Hub()
+        hub = SimNetwork()
         scene = Scene(hub)
-        await scene.presence.claim(PeerRecord(peer="a", stage=0, state=State.TRAINING))
-        tasks = [asyncio.create_task(scene.presence.run()), asyncio.create_task(scene.watch.run())]
+        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
+        tasks = [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
         tasks += [peer(hub, name, 2)[1] for name in "bcd"]
         await asyncio.sleep(100)
         (line,) = scene.said
@@ -192,10 +194,10 @@ def test_what_cannot_be_seen_any_more_is_not_called_over() -> None:
 @settings(max_examples=15, deadline=None)
 def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, seconds: float, back: bool) -> None:
     async def main() -> None:
-        hub = Hub()
+        hub = SimNetwork()
         scene = Scene(hub)
-        await scene.presence.claim(PeerRecord(peer="a", stage=0, state=State.TRAINING))
-        tasks = [asyncio.create_task(scene.presence.run()), asyncio.create_task(scene.watch.run())]
+        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
+        tasks = [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
         tasks += [peer(hub, name, 1 + number % 2)[1] for number, name in enumerate("bc")]
         await asyncio.sleep(52)
         assert isinstance(scene.loop, VirtualLoop)
@@ -213,7 +215,7 @@ def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, se
         assert bool(scene.forgiven) == (how != "set" or not back)
         for _ in range(20):
             await asyncio.sleep(5)
-            assert [len(stage) for stage in scene.presence.roster.stages] == [1, 1, 1]
+            assert [len(stage) for stage in scene.membership.roster.stages] == [1, 1, 1]
         assert len(scene.said) == 1, scene.said
         for task in tasks:
             task.cancel()
@@ -224,11 +226,11 @@ def test_a_sleep_and_a_set_clock_are_said_and_cost_nobody_his_place(how: str, se
 @pytest.mark.parametrize("error_s", [-400.0, 100.0])
 def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(error_s: float) -> None:
     async def main() -> None:
-        hub = Hub()
+        hub = SimNetwork()
         scene = Scene(hub)
         scene.set_s = error_s
-        await scene.presence.claim(PeerRecord(peer="a", stage=0, state=State.TRAINING))
-        tasks = [asyncio.create_task(scene.presence.run()), asyncio.create_task(scene.watch.run())]
+        await scene.membership.claim(PeerRecord(peer="a", stage=0, state=PeerState.TRAINING))
+        tasks = [asyncio.create_task(scene.membership.run()), asyncio.create_task(scene.watch.run())]
         tasks += [peer(hub, name, number % 3)[1] for number, name in enumerate("bcdef")]
         await asyncio.sleep(100)
         (line,) = scene.about("this machine's clock is")
@@ -245,7 +247,7 @@ def test_a_wrong_clock_of_our_own_is_told_from_wrong_clocks_of_others(error_s: f
 
 def test_training_resumes_by_itself_when_a_deserted_stage_is_served_again() -> None:
     async def main() -> None:
-        hub, what = Hub(), recipe(stages=2, replicas=1, steps=4000, window=2)
+        hub, what = SimNetwork(), recipe(stages=2, replicas=1, steps=4000, window=2)
         peers = [Peer(hub, what, "source", 0, 0.5), Peer(hub, what, "sink", 1, 0.5)]
         source = peers[0]
         await until(lambda: len(source.of(events.InnerStep)) >= 5)

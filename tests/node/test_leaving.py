@@ -17,13 +17,13 @@ from process_swarm import host, join, look, run_file, steps
 from process_swarm import peer as peer_id
 from processes import Command, Commands
 
-from noloco_node.errors import Exit, trouble_of
+from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.machine.signals import departure
 from noloco_node.node.training import DRAIN_S
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.storage.checkpoint import Checkpoint
 from pipeline.messages import Microbatch, Reason, Refused
@@ -202,20 +202,20 @@ def test_it_is_out_of_the_roster_when_it_is_gone() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("state", [State.JOINING, State.CATCHING_UP])
-def test_who_has_no_weights_yet_goes_at_once(state: State) -> None:
+@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.CATCHING_UP])
+def test_who_has_no_weights_yet_goes_at_once(state: PeerState) -> None:
     async def main() -> None:
         cast = swarm(stages=1)
         await train(cast)
         cast.peers["s0r1"].crash()
         cast.peers["s0r1"].disk = None
         await asyncio.sleep(60.0)
-        if state is State.CATCHING_UP:
+        if state is PeerState.CATCHING_UP:
             cast.hub.set_access("s0r0", Access(up_bytes_per_s=1000.0))
         begun_s = asyncio.get_running_loop().time() - 1e-3
         cast.peers["s0r1"].start()
         await until(lambda: state in [event.state for event in cast.since("s0r1", events.StateChanged, begun_s)], 60.0)
-        if state is State.CATCHING_UP:
+        if state is PeerState.CATCHING_UP:
             await asyncio.sleep(5.0)
         assert await leave(cast, "s0r1", SOON_S) < 2.0
         assert not cast.since("s0r1", events.Finished)
@@ -275,7 +275,7 @@ def test_a_disk_that_refuses_is_said_and_keeps_nobody() -> None:
         cast.peers["s0r1"].ask_to_leave()
         async with asyncio.timeout(SOON_S):
             await asyncio.wait({task})
-        trouble = trouble_of(task.exception())
+        trouble = user_error_of(task.exception())
         assert trouble is not None
         assert trouble.code is Exit.STORAGE
         await asyncio.sleep(2.5)
@@ -293,7 +293,7 @@ def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     async def main() -> Peer:
-        peer = Full(Hub(), recipe(stages=1, steps=4), "peer-a", 0)
+        peer = Full(SimNetwork(), recipe(stages=1, steps=4), "peer-a", 0)
         await asyncio.wait({peer.task})
         return peer
 
@@ -301,7 +301,7 @@ def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() -> None:
     (finished,) = peer.of(events.Finished)
     assert finished.why == "the run is over"
     assert "finished; serving the weights" in " ".join(peer.said), "others may still take them home"
-    trouble = trouble_of(peer.task.exception())
+    trouble = user_error_of(peer.task.exception())
     assert trouble is not None
     assert trouble.code is Exit.STORAGE
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.node.microbatch_source import Source
+from noloco_node.node.microbatch_source import MicrobatchSource
 from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 
@@ -37,7 +37,7 @@ def test_every_sample_is_trained_on_in_the_end(refusals: list[bool], in_flight: 
             trained.append(int(microbatch.hidden[0, 0]))
             return Gradient(hidden=None, loss=1.0, tokens=8)
 
-        source = Source(draw, process, lambda samples: samples / 20, me="me", budget_s=9.0, rng=Random(1))
+        source = MicrobatchSource(draw, process, lambda samples: samples / 20, me="me", budget_s=9.0, rng=Random(1))
         await source.run(in_flight)
         # Those in flight when the budget was reached still come back.
         assert 20 <= source.samples == 2 * len(trained) < 20 + 2 * in_flight

@@ -18,21 +18,21 @@ from limits import LAST_RESORT_S
 from memory_swarms import until
 from real_nodes import RealNodes
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.machine.interface import Stage, Voice
+from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.node.joining.join import is_shortage
-from noloco_node.node.node import Wishes
-from noloco_node.run.peer_state import State
+from noloco_node.node.node import NodeOptions
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.hardware.memory_store import MemoryShelf
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.hardware.memory_store import MemoryStore
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.state_sync.snapshot_choice import MOST_ASKED, asked_of
 from noloco_node.storage.checkpoint import Checkpoint, Counters, files, save
-from noloco_node.storage.checkpoint_store import KEPT, OwnCheckpoints
+from noloco_node.storage.checkpoint_store import KEPT, CheckpointStore
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 T = TypeVar("T")
@@ -58,15 +58,15 @@ class Cast:
     """Peers of a simulated swarm that move where they are needed; the last letter of a name is the stage asked for."""
 
     def __init__(self) -> None:
-        self.setting = work_out(decode_scenario(SCENARIO, "the test's scenario"))
-        self.hub = Hub(self.setting.weather, size_bytes=self.setting.size_bytes)
+        self.setting = build_setup(decode_scenario(SCENARIO, "the test's scenario"))
+        self.hub = SimNetwork(self.setting.weather, size_bytes=self.setting.size_bytes)
         self.events: dict[str, list[events.Event]] = {}
         self.peers: list[SimulatedPeer] = []
 
     def start(self, *names: str, refuses: tuple[int, Exception] | None = None) -> list[SimulatedPeer]:
         """Start peers. `refuses`: a stage that they cannot build, and what is raised then."""
 
-        def build(number: int) -> Stage:
+        def build(number: int) -> StageModel:
             if refuses is not None and number == refuses[0]:
                 raise refuses[1]
             return self.setting.build(number)
@@ -183,7 +183,7 @@ def test_a_move_reads_no_checkpoint_of_the_stage_that_was_left() -> None:
     async def main() -> list[int]:
         cast, read = Cast(), dict[str, list[int]]()
 
-        class Noted(MemoryShelf):
+        class Noted(MemoryStore):
             def __init__(self, peer: SimulatedPeer) -> None:
                 super().__init__(lambda: peer.disk)
                 self._asked = read.setdefault(peer.name, [])
@@ -212,7 +212,7 @@ SHORTAGES = [
     MemoryError(),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     OSError(5, "Input/output error"),
-    Trouble("The model cannot be loaded.", why="it is not there", attempt="fetch it", code=Exit.CONFIG),
+    UserError("The model cannot be loaded.", why="it is not there", attempt="fetch it", code=Exit.CONFIG),
 ]
 
 
@@ -286,15 +286,15 @@ def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
 
     Who goes follows from the prices of the devices' work, which a busy machine does not change. It only takes longer.
     """
-    setting = work_out(decode_scenario(SCENARIO, "the test's scenario"))
+    setting = build_setup(decode_scenario(SCENARIO, "the test's scenario"))
 
     async def main() -> list[Heard]:
         heard, leave = list[Heard](), asyncio.Event()
         async with RealNodes(setting) as nodes:
             for number, (stage, forward_s) in enumerate(((0, 0.05), (1, 0.001), (1, 0.001))):
                 heard.append(Heard())
-                wishes = Wishes(stage=stage, moves=number == 1, refresh_s=0.15)
-                await nodes.start(wishes, Voice(record=heard[-1], say=print), leave, forward_s=forward_s)
+                wishes = NodeOptions(stage=stage, moves=number == 1, refresh_s=0.15)
+                await nodes.start(wishes, Reporter(record=heard[-1], say=print), leave, forward_s=forward_s)
             arrived = asyncio.create_task(heard[1].there.wait())
             async with asyncio.timeout(LAST_RESORT_S):
                 await asyncio.wait([arrived, *nodes.tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -312,7 +312,7 @@ def test_a_replica_moves_over_real_daemons_and_training_goes_on() -> None:
     assert mover.there.is_set()
     assert [event.what for event in mover.events if isinstance(event, events.CatchUp)][-1] == "done"
     for each in (slow, stays):
-        assert not any(isinstance(event, events.Moved | events.Violation) for event in each.events)
+        assert not any(isinstance(event, events.Moved | events.PeerViolation) for event in each.events)
         assert [event.why for event in each.events if isinstance(event, events.Finished)] == ["asked to leave"]
 
 
@@ -341,7 +341,7 @@ def test_the_last_checkpoint_of_every_stage_outlives_those_of_others(
 ) -> None:
     """Each save is that of a new life, or of a stay, at some stage."""
     home, said = tmp_path_factory.mktemp("home"), list[str]()
-    own = OwnCheckpoints(home / "checkpoint", home / "snapshots", "run", "me", said.append)
+    own = CheckpointStore(home / "checkpoint", home / "snapshots", "run", "me", said.append)
     last: dict[int, int] = {}
 
     async def main() -> None:
@@ -371,7 +371,7 @@ def test_the_last_checkpoint_of_every_stage_outlives_those_of_others(
 
 def test_a_damaged_file_costs_no_more_than_itself_and_others_weights_are_not_gone_on_from(tmp_path: Path) -> None:
     said: list[str] = []
-    own = OwnCheckpoints(tmp_path / "checkpoint", tmp_path / "snapshots", "run", "me", said.append)
+    own = CheckpointStore(tmp_path / "checkpoint", tmp_path / "snapshots", "run", "me", said.append)
 
     async def main() -> None:
         assert await own.served() is None
@@ -403,24 +403,28 @@ def test_a_damaged_file_costs_no_more_than_itself_and_others_weights_are_not_gon
 # Who is asked.
 
 records = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 400), st.sampled_from(State)), max_size=40, unique_by=lambda row: row[1]
+    st.tuples(st.integers(0, 2), st.integers(0, 400), st.sampled_from(PeerState)),
+    max_size=40,
+    unique_by=lambda row: row[1],
 )
 
 
 @given(records, st.integers(0, 5))
-def test_movers_are_asked_for_snapshots_and_newcomers_are_not(rows: list[tuple[int, int, State]], seed: int) -> None:
+def test_movers_are_asked_for_snapshots_and_newcomers_are_not(
+    rows: list[tuple[int, int, PeerState]], seed: int
+) -> None:
     found: list[list[PeerRecord]] = [[], [], []]
     for stage, number, state in rows:
         found[stage].append(PeerRecord(peer=f"p{number}", stage=stage, state=state))
     roster = Roster(stages=tuple(map(tuple, found)))
     asked = asked_of(roster, "p0", Random(seed))
-    wanted = (State.TRAINING, State.FINISHED, State.CATCHING_UP)
+    wanted = (PeerState.TRAINING, PeerState.FINISHED, PeerState.CATCHING_UP)
     assert sorted(asked) == sorted({f"p{number}" for _, number, state in rows if state in wanted} - {"p0"})
 
 
 def test_however_many_say_that_they_are_on_their_way_those_at_work_are_asked() -> None:
-    many = [PeerRecord(peer=f"c{n}", stage=0, state=State.CATCHING_UP) for n in range(2000)]
-    working = [PeerRecord(peer=f"w{n}", stage=0, state=State.TRAINING) for n in range(20)]
+    many = [PeerRecord(peer=f"c{n}", stage=0, state=PeerState.CATCHING_UP) for n in range(2000)]
+    working = [PeerRecord(peer=f"w{n}", stage=0, state=PeerState.TRAINING) for n in range(20)]
     asked = asked_of(Roster(stages=((*many, *working), ())), "me", Random(1))
     assert {record.peer for record in working} <= set(asked)
     assert len(asked) <= MOST_ASKED + MOST_ASKED // 4

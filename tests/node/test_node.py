@@ -13,20 +13,20 @@ from gossip.exchange.messages import Weights
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
 from noloco_node.node.training import LONGEST_DRAIN_S
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.corruption import Tampering
-from noloco_node.sim.network.hub import Hub, MemoryNetwork
+from noloco_node.sim.network.corruption import Corruption
+from noloco_node.sim.network.hub import SimNetwork, SimPeerNetwork
 from noloco_node.sim.network.link_model import Access
-from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.run_distribution import RunFileText
 
 
 def test_two_by_two_trains_gossips_and_ends() -> None:
     async def main() -> list[Peer]:
-        hub, what = Hub(), recipe(replicas=2, steps=20)
+        hub, what = SimNetwork(), recipe(replicas=2, steps=20)
         peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
         async with asyncio.timeout(600):
             await asyncio.gather(*[peer.task for peer in peers])
@@ -54,7 +54,7 @@ def test_without_gossip_and_with_one_replica_it_is_single_process_training(archi
     """The anchor: the swarm's losses and weights are those of one process that trains the whole model."""
 
     async def main() -> list[Peer]:
-        hub = Hub()
+        hub = SimNetwork()
         what = recipe(stages=stages, steps=20, window=1, per_round=1000, architecture=architecture)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(stages)]
         async with asyncio.timeout(600):
@@ -111,7 +111,7 @@ def _train_alone(
 
 def test_a_newcomer_copies_a_living_replica() -> None:
     async def main() -> tuple[Peer, Peer]:
-        hub, what = Hub(), recipe(replicas=2, steps=60, per_round=3)
+        hub, what = SimNetwork(), recipe(replicas=2, steps=60, per_round=3)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
         await until(lambda: len(peers[1].of(events.OuterStep)) >= 2)
         late = Peer(hub, what, "peer-late", 1)
@@ -129,7 +129,7 @@ def test_a_newcomer_copies_a_living_replica() -> None:
 
 def test_a_killed_replica_does_not_stop_the_others() -> None:
     async def main() -> list[Peer]:
-        hub, what = Hub(), recipe(replicas=2, steps=40)
+        hub, what = SimNetwork(), recipe(replicas=2, steps=40)
         peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1) for replica in (0, 1)]
         await until(lambda: len(peers[0].of(events.InnerStep)) >= 5)
         hub.kill("peer-11")
@@ -147,7 +147,7 @@ def test_a_killed_replica_does_not_stop_the_others() -> None:
 
 def test_leaving_is_polite_and_a_restart_goes_on_from_the_checkpoint() -> None:
     async def main() -> Peer:
-        hub, what = Hub(), recipe(stages=1, steps=60, per_round=4)
+        hub, what = SimNetwork(), recipe(stages=1, steps=60, per_round=4)
         peer = Peer(hub, what, "peer-first", None)
         await until(lambda: len(peer.of(events.InnerStep)) >= 10)
         peer.leave.set()
@@ -155,7 +155,7 @@ def test_leaving_is_polite_and_a_restart_goes_on_from_the_checkpoint() -> None:
             await peer.task
         assert peer.of(events.Finished)[0].why == "asked to leave"
         assert peer.saved is not None
-        again = Peer(Hub(), what, "peer-first", None)
+        again = Peer(SimNetwork(), what, "peer-first", None)
         again.saved = peer.saved
         await until(lambda: len(again.of(events.InnerStep)) >= 1)
         again.leave.set()
@@ -168,7 +168,7 @@ def test_leaving_is_polite_and_a_restart_goes_on_from_the_checkpoint() -> None:
 
 def test_newcomers_that_start_together_spread_over_the_stages() -> None:
     async def main() -> list[Peer]:
-        hub, what = Hub(), recipe(stages=3, replicas=2, steps=10)
+        hub, what = SimNetwork(), recipe(stages=3, replicas=2, steps=10)
         peers = [Peer(hub, what, f"peer-{number}", None) for number in range(6)]
         await until(lambda: all(peer.of(events.Started) for peer in peers))
         for peer in peers:
@@ -180,17 +180,17 @@ def test_newcomers_that_start_together_spread_over_the_stages() -> None:
     assert stages == [0, 0, 1, 1, 2, 2]
 
 
-async def list_as_replica(hub: Hub, what: Recipe, name: str, stage: int, round: int) -> MemoryNetwork:
+async def list_as_replica(hub: SimNetwork, what: RunFileText, name: str, stage: int, round: int) -> SimPeerNetwork:
     """Let a stranger claim to be a replica that trains."""
     network = hub.network(name)
-    record = PeerRecord(peer=name, stage=stage, state=State.TRAINING, round=round)
-    await Presence(network, what.digest, what.run.pipeline.stages, lifetime_s=600.0).claim(record)
+    record = PeerRecord(peer=name, stage=stage, state=PeerState.TRAINING, round=round)
+    await Membership(network, what.digest, what.run.pipeline.stages, lifetime_s=600.0).claim(record)
     return network
 
 
 def test_a_reply_of_the_wrong_kind_is_a_violation_and_ends_nobody() -> None:
     async def main() -> Peer:
-        hub, what = Hub(), recipe(steps=8)
+        hub, what = SimNetwork(), recipe(steps=8)
 
         async def echo(conversation: Conversation) -> None:
             await conversation.send(await conversation.receive())
@@ -204,14 +204,14 @@ def test_a_reply_of_the_wrong_kind_is_a_violation_and_ends_nobody() -> None:
 
     source = run(main())
     assert source.of(events.Finished)[0].why == "the run is over"
-    assert {event.peer for event in source.of(events.Violation)} == {"peer-liar"}
+    assert {event.peer for event in source.of(events.PeerViolation)} == {"peer-liar"}
 
 
 def test_a_newcomer_that_gets_no_copy_waits_and_does_not_begin_anew() -> None:
     async def main() -> None:
-        hub, what = Hub(), recipe()
-        busy = Presence(hub.network("peer-busy"), what.digest, what.run.pipeline.stages)
-        await busy.claim(PeerRecord(peer="peer-busy", stage=1, state=State.TRAINING, round=3))
+        hub, what = SimNetwork(), recipe()
+        busy = Membership(hub.network("peer-busy"), what.digest, what.run.pipeline.stages)
+        await busy.claim(PeerRecord(peer="peer-busy", stage=1, state=PeerState.TRAINING, round=3))
         listed = asyncio.create_task(busy.run())
         late = Peer(hub, what, "peer-late", 1)
         await asyncio.sleep(300)
@@ -227,7 +227,7 @@ def test_a_newcomer_that_gets_no_copy_waits_and_does_not_begin_anew() -> None:
 
 def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() -> None:
     async def main() -> tuple[Peer, Peer]:
-        hub, what = Hub(), recipe(stages=1, replicas=2, steps=400, per_round=3)
+        hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=400, per_round=3)
         peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
         await until(lambda: len(peers[1].of(events.InnerStep)) >= 12)
         peers[1].leave.set()
@@ -253,7 +253,7 @@ def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() -> Non
 
 def test_a_polite_leaver_leaves_no_round_half_done() -> None:
     async def main() -> list[Peer]:
-        hub, what = Hub(), recipe(stages=1, replicas=2, steps=400, per_round=3)
+        hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=400, per_round=3)
         peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
         await until(lambda: len(peers[1].of(events.OuterStep)) >= 3)
         peers[1].leave.set()
@@ -272,7 +272,7 @@ def test_a_polite_leaver_leaves_no_round_half_done() -> None:
 
 def test_text_that_fails_costs_the_node_but_not_its_weights() -> None:
     async def main() -> Peer:
-        hub, what = Hub(), recipe(stages=1, steps=400)
+        hub, what = SimNetwork(), recipe(stages=1, steps=400)
         peer = Peer(hub, what, "peer-a", 0)
         await until(lambda: len(peer.of(events.InnerStep)) >= 3)
         peer.text.failure = OSError("the text is gone")
@@ -295,7 +295,7 @@ class Hesitant(Text):
 
 def test_a_failure_in_the_midst_of_a_step_leaves_a_checkpoint_that_agrees_with_itself() -> None:
     async def main() -> Peer:
-        peer = Peer(Hub(), recipe(stages=1, steps=400, window=1), "peer-a", 0)
+        peer = Peer(SimNetwork(), recipe(stages=1, steps=400, window=1), "peer-a", 0)
         peer.text = Hesitant(recipe(stages=1, window=1).run, "peer-a")
         await until(lambda: len(peer.of(events.InnerStep)) >= 3)
         peer.text.failure = OSError("the text is gone")
@@ -311,7 +311,7 @@ def test_a_leave_does_not_cut_off_a_step_that_lasts_longer_than_it_waits(wait_s:
     """Each job of this device takes longer than anybody waits for microbatches."""
 
     async def main() -> Peer:
-        peer = Peer(Hub(), recipe(stages=1, steps=400, window=1), "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
+        peer = Peer(SimNetwork(), recipe(stages=1, steps=400, window=1), "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
         await until(lambda: len(peer.of(events.InnerStep)) >= 2, 10_000.0)
         await asyncio.sleep(wait_s)
         peer.leave.set()
@@ -324,7 +324,7 @@ def test_a_leave_does_not_cut_off_a_step_that_lasts_longer_than_it_waits(wait_s:
 def test_the_last_step_of_a_run_is_in_its_last_round_however_long_it_lasts() -> None:
     async def main() -> Peer:
         what = recipe(stages=1, steps=3, window=1, per_round=2)
-        peer = Peer(Hub(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
+        peer = Peer(SimNetwork(), what, "peer-a", 0, job_s=2 * LONGEST_DRAIN_S)
         await peer.task
         return peer
 
@@ -346,7 +346,7 @@ def assert_counted(peer: Peer) -> None:
 
 def test_a_replica_saves_every_few_minutes() -> None:
     async def main() -> Peer:
-        hub, what = Hub(), recipe(stages=1, steps=10_000, window=1)
+        hub, what = SimNetwork(), recipe(stages=1, steps=10_000, window=1)
         peer = Peer(hub, what, "peer-a", 0, job_s=2.0)
         await until(lambda: peer.saved is not None, 1000.0)
         assert peer.saved is not None
@@ -362,7 +362,7 @@ def test_a_polite_leave_is_heard_in_the_last_round() -> None:
     """The last round may wait for an exchange, and an exchange of large weights for hours."""
 
     async def main() -> float:
-        hub = Hub(size_bytes=lambda message, topic: 2**30 if isinstance(message, Weights) else 100)
+        hub = SimNetwork(size_bytes=lambda message, topic: 2**30 if isinstance(message, Weights) else 100)
         what = recipe(stages=1, replicas=2, steps=4, per_round=100)
         peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
         for peer in peers:
@@ -381,18 +381,18 @@ def test_a_polite_leave_is_heard_in_the_last_round() -> None:
 
 def test_weights_that_violate_the_protocol_are_journalled_by_whoever_gets_them() -> None:
     async def main() -> list[Peer]:
-        hub, what = Hub(), recipe(stages=1, replicas=2, steps=30, per_round=3)
+        hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=30, per_round=3)
         peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
         await until(lambda: len(peers[1].of(events.InnerStep)) >= 2)
         # Of the messages that a replica of the only stage sends, weights alone hold tensors.
-        hub.tamper("peer-a", Tampering.SHAPE, 4)
+        hub.tamper("peer-a", Corruption.SHAPE, 4)
         await asyncio.gather(*[peer.task for peer in peers])
         return peers
 
     one, other = run(main())
-    violations = [event for event in other.of(events.Violation) if event.peer == "peer-a"]
+    violations = [event for event in other.of(events.PeerViolation) if event.peer == "peer-a"]
     assert {event.topic for event in violations} == {"gossip"}
     assert len(violations) + len([e for e in other.of(events.Lost) if e.what == "exchange"]) >= 4
-    assert not one.of(events.Violation)
+    assert not one.of(events.PeerViolation)
     # The first to finish leaves the other one alone, perhaps with a round open.
     assert other.of(events.OuterStep)[0].partner == "peer-a"

@@ -15,13 +15,13 @@ from memory_swarms import Peer, recipe, until
 from torch import Tensor
 
 from noloco_node.journal import events
-from noloco_node.machine.interface import Voice
-from noloco_node.node.training import Duty
-from noloco_node.run.peer_state import State
+from noloco_node.machine.interface import Reporter
+from noloco_node.node.training import StageWork
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.storage.checkpoint import Counters
-from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S, LARGEST_COUNT, SOURCE_LIFETIME_S, SourceRecord, counted
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.messages import Gradient, Microbatch, Reply
@@ -55,16 +55,18 @@ class Words:
 class Life:
     """One life of a source: real presence and counting, and gradients that come after a while."""
 
-    def __init__(self, hub: Hub, name: str, progress: float, counters: Counters | None) -> None:
+    def __init__(self, hub: SimNetwork, name: str, progress: float, counters: Counters | None) -> None:
         clock = asyncio.get_running_loop().time
-        self._presence = Presence(
+        self._presence = Membership(
             hub.network(name), "run", 1, lifetime_s=3 * REFRESH_S, refresh_s=REFRESH_S, unix_time=clock
         )
         self._name, self._begun_with, self._counters = name, progress, counters
         self.done = 0
         """Samples of this life."""
         self.stamp = progress
-        self._duty = Duty(RUN, name, self._presence, self._open_text, Voice(record=lambda _: None, say=lambda _: None))
+        self._duty = StageWork(
+            RUN, name, self._presence, self._open_text, Reporter(record=lambda _: None, say=lambda _: None)
+        )
         self._task = asyncio.create_task(self._live(), name=name)
 
     async def _open_text(self) -> Words:
@@ -78,17 +80,17 @@ class Life:
         return Gradient(hidden=None, loss=1.0, tokens=8)
 
     async def _live(self) -> None:
-        await self._presence.claim(self._record(State.CATCHING_UP))
+        await self._presence.claim(self._record(PeerState.CATCHING_UP))
         self._duty.begin(self._begun_with, self._counters)
         replica: Any = SimpleNamespace(post=SimpleNamespace(stage=0), worker=SimpleNamespace(process=self._process))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._presence.run())
             group.create_task(self._duty.fulfil(replica))
             while True:
-                self._presence.update(self._record(State.TRAINING))
+                self._presence.update(self._record(PeerState.TRAINING))
                 await asyncio.sleep(REFRESH_S)
 
-    def _record(self, state: State) -> PeerRecord:
+    def _record(self, state: PeerState) -> PeerRecord:
         return PeerRecord(peer=self._name, stage=0, state=state, samples=self._duty.samples)
 
     async def end(self, *, politely: bool) -> Counters:
@@ -106,7 +108,7 @@ class Life:
         self._task.cancel()
         await asyncio.wait([self._task])
         if politely:
-            self._presence.update(self._record(State.LEAVING))
+            self._presence.update(self._record(PeerState.LEAVING))
             await self._presence.withdraw()
         return counters
 
@@ -115,7 +117,7 @@ class Run:
     """The sources of a run, and all that was ever done."""
 
     def __init__(self) -> None:
-        self.hub = Hub()
+        self.hub = SimNetwork()
         self.lives: dict[str, Life] = {}
         self.checkpoints: dict[str, Counters] = {}
         self.begun = 0
@@ -244,11 +246,11 @@ def test_a_liar_lowers_nothing_and_stays_within_what_one_source_may_say(said: li
 def test_a_source_that_comes_back_to_a_swarm_that_knows_nothing_does_what_is_left() -> None:
     async def main() -> tuple[Peer, Peer]:
         what = recipe(stages=1, steps=40, per_round=4)
-        first = Peer(Hub(), what, "peer-a", 0)
+        first = Peer(SimNetwork(), what, "peer-a", 0)
         await until(lambda: len(first.of(events.InnerStep)) >= 25)
         first.leave.set()
         await first.task
-        again = Peer(Hub(), what, "peer-a", 0, saved=first.saved)
+        again = Peer(SimNetwork(), what, "peer-a", 0, saved=first.saved)
         await again.task
         return first, again
 
@@ -262,13 +264,13 @@ def test_a_source_that_comes_back_to_a_swarm_that_knows_nothing_does_what_is_lef
 def test_two_sources_that_come_back_one_after_the_other_do_what_is_left() -> None:
     async def main() -> int:
         what = recipe(stages=1, replicas=2, steps=60, per_round=4)
-        hub = Hub()
+        hub = SimNetwork()
         first = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
         await until(lambda: len(first[0].of(events.InnerStep)) >= 25)
         for peer in first:
             peer.leave.set()
         await asyncio.gather(*[peer.task for peer in first])
-        hub = Hub()
+        hub = SimNetwork()
         again = [Peer(hub, what, first[0].name, 0, saved=first[0].saved)]
         await asyncio.sleep(1.0)
         again.append(Peer(hub, what, first[1].name, 0, saved=first[1].saved))
@@ -290,11 +292,11 @@ class Illiterate(Peer):
 def test_who_leaves_before_its_text_is_open_keeps_its_samples_and_its_place_in_the_text() -> None:
     async def main() -> tuple[Peer, Peer]:
         what = recipe(stages=1, steps=400, per_round=4)
-        first = Peer(Hub(), what, "peer-a", 0)
+        first = Peer(SimNetwork(), what, "peer-a", 0)
         await until(lambda: len(first.of(events.InnerStep)) >= 5)
         first.leave.set()
         await first.task
-        again = Illiterate(Hub(), what, "peer-a", 0, saved=first.saved)
+        again = Illiterate(SimNetwork(), what, "peer-a", 0, saved=first.saved)
         await until(lambda: bool(again.of(events.Started)))
         again.leave.set()
         await again.task

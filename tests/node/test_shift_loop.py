@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.errors import Exit, Trouble, trouble_of
+from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
-from noloco_node.libp2p.endpoint.known_peers import Acquaintances
-from noloco_node.libp2p.endpoint.settings import Settings
-from noloco_node.limits.budget import Allowance, read_hours
-from noloco_node.limits.traffic_ledger import Ledger
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.limits.budget import OwnerLimits, read_hours
+from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.machine.signals import Departure
-from noloco_node.network.interface import Network
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.node import shifts
 from noloco_node.node.shift_loop import (
     FIRST_PAUSE_S,
@@ -36,7 +36,7 @@ from noloco_node.node.shift_loop import (
 )
 from noloco_node.node.shifts import Shifts
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.swarm import connection
 
 HOUR_S = 3600.0
@@ -52,8 +52,8 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def trouble(code: Exit, why: str = "somewhere: connection refused") -> Trouble:
-    return Trouble(f"It is {code.name}.", why=why, attempt="wait", code=code)
+def trouble(code: Exit, why: str = "somewhere: connection refused") -> UserError:
+    return UserError(f"It is {code.name}.", why=why, attempt="wait", code=code)
 
 
 # What is tried again, and after how long.
@@ -99,10 +99,10 @@ def test_what_is_lost_with_our_own_daemon_is_no_cause_of_its_own(nest: Callable[
     for both in ([nest(dead), loss], [loss, nest(dead)], [nest(loss), dead]):
         group = ExceptionGroup("together", both)
         assert heals(group)
-        assert trouble_of(group) is dead
-        assert trouble_of(ExceptionGroup("and more", [group, bug])) is None
-    assert trouble_of(ExceptionGroup("lost", [loss])) is None
-    assert trouble_of(ExceptionGroup("elsewhere", [trouble(Exit.CONFIG), loss])) is None
+        assert user_error_of(group) is dead
+        assert user_error_of(ExceptionGroup("and more", [group, bug])) is None
+    assert user_error_of(ExceptionGroup("lost", [loss])) is None
+    assert user_error_of(ExceptionGroup("elsewhere", [trouble(Exit.CONFIG), loss])) is None
 
 
 def test_what_happened_is_one_sentence() -> None:
@@ -138,17 +138,17 @@ class Outside:
         self.breaks: dict[int, tuple[float, Exception]] = {}
         """By the number of the shift joined: after how many seconds it breaks, and by what."""
         self.wall: Callable[[], datetime] = lambda: datetime(2026, 3, 2, 22, tzinfo=UTC) + timedelta(seconds=now())
-        allowance = Allowance() if hours is None else Allowance(hours=read_hours(hours))
-        ledger = Ledger(directory / "traffic.json", self.wall, self.say)
+        allowance = OwnerLimits() if hours is None else OwnerLimits(hours=read_hours(hours))
+        ledger = TrafficLedger(directory / "traffic.json", self.wall, self.say)
         self.shifts = Shifts(allowance, ledger, self.wall, self.say)
-        self._network = Hub().network("us")
+        self._network = SimNetwork().network("us")
 
     def say(self, text: str) -> None:
         self.said.append(text)
         self.said_at.setdefault(text, now())
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[Network]:
+    async def opened(self) -> AsyncIterator[PeerNetwork]:
         self.attempts.append(now())
         self.open += 1
         try:
@@ -161,7 +161,7 @@ class Outside:
             self.open -= 1
             await asyncio.sleep(self.closing_s)
 
-    async def take_part(self, network: Network, leave: asyncio.Event) -> None:
+    async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
         assert network is self._network
         self.joined.append(now())
         self.leaving.polite = True
@@ -201,7 +201,7 @@ SECOND_S = 24 * HOUR_S
 def test_the_first_shift_fails_at_once(code: Exit, tmp_path: Path) -> None:
     async def main() -> None:
         outside = Outside(tmp_path, trouble(code))
-        with pytest.raises(Trouble) as caught:
+        with pytest.raises(UserError) as caught:
             await outside.live()
         assert caught.value.code is code
         assert (now(), outside.attempts, outside.said) == (0.0, [0.0], [])
@@ -302,7 +302,7 @@ def test_it_gives_way_when_the_hours_end_and_the_next_shift_begins_as_usual(code
 def test_other_trouble_ends_it(code: Exit, tmp_path: Path) -> None:
     async def main() -> None:
         outside = Outside(tmp_path, 0.0, trouble(Exit.UNREACHABLE), trouble(code))
-        with pytest.raises(Trouble) as caught:
+        with pytest.raises(UserError) as caught:
             await outside.live()
         assert caught.value.code is code
         assert outside.attempts == pytest.approx([0.0, SECOND_S, SECOND_S + pause_s(1)])
@@ -349,9 +349,9 @@ def test_a_pause_ends_with_the_hours_also_where_the_clock_was_set(tmp_path: Path
         def wall() -> datetime:
             return begun + timedelta(seconds=now() + (1800.0 if now() > 100.0 else 0.0))
 
-        allowance = Allowance(hours=read_hours("22-08"))
+        allowance = OwnerLimits(hours=read_hours("22-08"))
         kept = Shifts(
-            allowance, Ledger(tmp_path / "traffic.json", wall, outside.said.append), wall, outside.said.append
+            allowance, TrafficLedger(tmp_path / "traffic.json", wall, outside.said.append), wall, outside.said.append
         )
         assert kept.lasts_s() == 1800.0
         await kept.pause(40.0)
@@ -383,7 +383,7 @@ class Opens:
         self.tried: list[tuple[str, ...]] = []
 
     @asynccontextmanager
-    async def open(self, chosen: Settings, _say: object, met: Acquaintances | None) -> AsyncIterator[Any]:
+    async def open(self, chosen: NetworkSettings, _say: object, met: KnownPeers | None) -> AsyncIterator[Any]:
         self.tried.append(chosen.bootstrap)
         if not self.alive & set(chosen.bootstrap):
             raise trouble(self.code)
@@ -399,21 +399,21 @@ def place(number: int) -> str:
     return f"/ip4/192.0.2.{number + 1}/tcp/4001/p2p/{PEERS[number]}"
 
 
-INVITED = Settings(prefix="/noloco/1/run/", bootstrap=(place(0),))
+INVITED = NetworkSettings(prefix="/noloco/1/run/", bootstrap=(place(0),))
 
 
-def entered(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: Acquaintances | None) -> list[tuple[str, ...]]:
+def entered(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: KnownPeers | None) -> list[tuple[str, ...]]:
     async def main() -> None:
         async with connection.connected(INVITED, met):
             pass
 
-    monkeypatch.setattr(connection, "Libp2p", opens)
+    monkeypatch.setattr(connection, "Libp2pNetwork", opens)
     run(main())
     return opens.tried
 
 
-def met_before() -> Acquaintances:
-    met = Acquaintances()
+def met_before() -> KnownPeers:
+    met = KnownPeers()
     met.note([parse_peer_address(place(0)), parse_peer_address(place(1))])
     return met
 
@@ -435,13 +435,13 @@ def test_where_nobody_of_the_invite_opens_those_who_were_met_before_do(
     ("opens", "met", "tries"),
     [
         (Opens(set()), met_before(), 2),
-        (Opens(set()), Acquaintances(), 1),
+        (Opens(set()), KnownPeers(), 1),
         (Opens(set()), None, 1),
         (Opens(set(), Exit.DAEMON), met_before(), 1),
     ],
 )
-def test_in_vain(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: Acquaintances | None, tries: int) -> None:
-    with pytest.raises(Trouble) as caught:
+def test_in_vain(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: KnownPeers | None, tries: int) -> None:
+    with pytest.raises(UserError) as caught:
         entered(monkeypatch, opens, met)
     assert caught.value.code is opens.code
     assert len(opens.tried) == tries
@@ -450,7 +450,7 @@ def test_in_vain(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: Acquaintanc
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["/ip4/192.0.2.7/tcp/4001", "", "/nothing/known", "/ip4/192.0.2.8/udp/1/quic-v1"])))
 def test_doors_of_acquaintances_can_be_read_again(transports: list[str]) -> None:
-    met = Acquaintances()
+    met = KnownPeers()
     met.note(PeerAddress(transport, PEERS[number % 3]) for number, transport in enumerate(transports))
     doors = met.doors()
     assert len({parse_peer_address(door).peer for door in doors}) == len(doors)

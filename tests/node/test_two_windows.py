@@ -20,16 +20,16 @@ from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.validation import problems
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
-from noloco_node.sim.hardware.quadratic_model import Bowl
-from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.link_model import Latency, Weather
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.sim.hardware.quadratic_model import QuadraticModel
+from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.swarm.run_distribution import RunFileText
 
-FAR = Weather(latency=Latency(shape="constant", mean_s=0.1))
+FAR = NetworkConditions(latency=Latency(shape="constant", mean_s=0.1))
 
 
-def with_windows(plain: Recipe, windows: int) -> Recipe:
-    return Recipe(plain.text.replace("[inner]", f"windows_in_flight = {windows}\n[inner]"), "the test's run file")
+def with_windows(plain: RunFileText, windows: int) -> RunFileText:
+    return RunFileText(plain.text.replace("[inner]", f"windows_in_flight = {windows}\n[inner]"), "the test's run file")
 
 
 def assert_free(peer: Peer) -> None:
@@ -49,7 +49,7 @@ def assert_free(peer: Peer) -> None:
 @pytest.mark.parametrize("blocking", [False, True])
 def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
     async def main() -> list[Peer]:
-        hub = Hub(FAR)
+        hub = SimNetwork(FAR)
         extra = "blocking = true" if blocking else ""
         what = with_windows(recipe(stages=3, replicas=2, steps=24, window=4, per_round=6, extra=extra), 2)
         peers = [Peer(hub, what, f"peer-{stage}{replica}", stage) for stage in (0, 1, 2) for replica in (0, 1)]
@@ -77,7 +77,7 @@ def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
 
 def test_leaving_in_the_midst_of_two_windows_is_polite() -> None:
     async def main() -> list[Peer]:
-        hub, what = Hub(FAR), with_windows(recipe(stages=3, steps=400, window=4, per_round=6), 2)
+        hub, what = SimNetwork(FAR), with_windows(recipe(stages=3, steps=400, window=4, per_round=6), 2)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1, 2)]
         await until(lambda: len(peers[1].of(events.InnerStep)) >= 5)
         for leaver in (peers[1], peers[0], peers[2]):
@@ -98,7 +98,7 @@ def test_a_leave_does_not_cut_off_a_step_above_a_stage_that_is_gone(wait_s: floa
     """The younger window waits for a replica that would take it, while the step of the older one is under way."""
 
     async def main() -> Peer:
-        hub, what = Hub(), with_windows(recipe(steps=400, per_round=4), 2)
+        hub, what = SimNetwork(), with_windows(recipe(steps=400, per_round=4), 2)
         source, below = Peer(hub, what, "peer-0", 0, job_s=1.0), Peer(hub, what, "peer-1", 1, job_s=0.2)
         await until(lambda: len(source.of(events.InnerStep)) >= 5)
         await asyncio.sleep(wait_s)
@@ -123,7 +123,7 @@ def test_who_is_stranded_with_gradients_of_the_next_window_knows_it() -> None:
     """Some wait for a replica of a stage that died, the others for their turn behind these."""
 
     async def main(steps: int) -> tuple[Peer, float, bool]:
-        hub = Hub(Weather(latency=Latency(shape="lognormal", mean_s=0.3, std_s=0.6)))
+        hub = SimNetwork(NetworkConditions(latency=Latency(shape="lognormal", mean_s=0.3, std_s=0.6)))
         what = with_windows(recipe(steps=400, window=3, per_round=10_000), 2)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
         await until(lambda: len(peers[0].of(events.InnerStep)) >= steps)
@@ -163,7 +163,7 @@ def last_loss(windows: int) -> float:
     """Return the mean loss of the last 30 steps of a run of two stages, one window in flight or two."""
 
     async def main() -> float:
-        hub = Hub(FAR)
+        hub = SimNetwork(FAR)
         what = with_windows(recipe(steps=80, window=4, per_round=10_000), windows)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
         peers[0].text = Song(what.run, "peer-0")
@@ -227,7 +227,7 @@ IDS = torch.full((1, 1), 5)
 def test_a_priced_stage_knows_how_much_may_change_under_a_graph(windows: int, acts: list[str]) -> None:
     """With two windows: one inner step, and whatever comes after it in the same pause, but nothing before it."""
     wrong: list[str] = []
-    stage = PricedStage(Bowl(0), Prices(), lambda price: None, wrong.append, windows)
+    stage = PricedStage(QuadraticModel(0), Prices(), lambda price: None, wrong.append, windows)
     forward = stage.forward(IDS)
     for act in acts:
         if act == "step":

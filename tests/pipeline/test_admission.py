@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from noloco_node.sim.clock import Deadlock, run
-from pipeline.admission import UNKNOWN_PACE_S, Gate, Outcome, Slot
+from pipeline.admission import UNKNOWN_PACE_S, AdmissionWindow, Slot, WindowOutcome
 from pipeline.messages import Reason, Refused
 
-OUTCOME = Outcome(0.5, 1.0, 8)
+OUTCOME = WindowOutcome(0.5, 1.0, 8)
 
 
-async def slot_of(gate: Gate, sender: str = "a") -> Slot:
+async def slot_of(gate: AdmissionWindow, sender: str = "a") -> Slot:
     slot = await gate.enter(sender)
     assert isinstance(slot, Slot)
     return slot
@@ -41,7 +41,7 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
 
 def test_a_window_admits_exactly_what_an_inner_step_takes() -> None:
     async def main() -> None:
-        gate = Gate(3)
+        gate = AdmissionWindow(3)
         slots = [await slot_of(gate) for _ in range(3)]
         fourth = started(slot_of(gate))
         await settle()
@@ -67,7 +67,7 @@ def test_a_window_admits_exactly_what_an_inner_step_takes() -> None:
 
 def test_a_slot_ends_once_and_is_given_back_by_its_context() -> None:
     async def main() -> None:
-        gate = Gate(2)
+        gate = AdmissionWindow(2)
         slot = await slot_of(gate)
         with slot:
             slot.succeed(OUTCOME)
@@ -84,7 +84,7 @@ def test_a_slot_ends_once_and_is_given_back_by_its_context() -> None:
 
 def test_a_window_cannot_end_without_its_step() -> None:
     async def main() -> None:
-        gate = Gate(1)
+        gate = AdmissionWindow(1)
         with pytest.raises(RuntimeError, match="full"):
             gate.next_window()
         (await slot_of(gate)).succeed(OUTCOME)
@@ -99,12 +99,12 @@ def test_a_window_cannot_end_without_its_step() -> None:
 
     run(main())
     with pytest.raises(ValueError, match="window of 0"):
-        Gate(0)
+        AdmissionWindow(0)
 
 
 def test_the_queue_is_bounded_and_a_refusal_estimates_from_the_measured_pace() -> None:
     async def main() -> None:
-        gate = Gate(2)
+        gate = AdmissionWindow(2)
         for _ in range(10):
             slots = [await slot_of(gate) for _ in range(2)]
             for slot in slots:
@@ -128,7 +128,7 @@ def test_the_queue_is_bounded_and_a_refusal_estimates_from_the_measured_pace() -
 
 def test_senders_take_turns_and_share_the_queue() -> None:
     async def main() -> None:
-        gate = Gate(4, queue_limit=8)
+        gate = AdmissionWindow(4, queue_limit=8)
         held = [await slot_of(gate, "greedy") for _ in range(4)]
         order: list[str] = []
 
@@ -164,7 +164,7 @@ def test_senders_take_turns_and_share_the_queue() -> None:
 
 def test_more_senders_than_places_are_counted_no_further() -> None:
     async def main() -> None:
-        gate = Gate(1, queue_limit=2)
+        gate = AdmissionWindow(1, queue_limit=2)
         held = await slot_of(gate, "first")
         queued = [started(gate.enter(f"s{n}")) for n in range(2)]
         await settle()
@@ -180,7 +180,7 @@ def test_more_senders_than_places_are_counted_no_further() -> None:
 @pytest.mark.parametrize("at", ["queued", "granted", "granted then cancelled at once"])
 def test_a_cancelled_wait_leaves_no_trace(at: str) -> None:
     async def main() -> None:
-        gate = Gate(1)
+        gate = AdmissionWindow(1)
         held = await slot_of(gate)
         waiting, behind = started(gate.enter("a")), started(gate.enter("b"))
         await settle()
@@ -205,7 +205,7 @@ def test_a_cancelled_wait_leaves_no_trace(at: str) -> None:
 
 def test_alone_refuses_at_once_drains_and_goes_on_in_the_middle_of_a_window() -> None:
     async def main() -> None:
-        gate = Gate(3)
+        gate = AdmissionWindow(3)
         first, second, third = [await slot_of(gate) for _ in range(3)]
         queued = started(gate.enter("b"))
         await settle()
@@ -235,7 +235,7 @@ def test_alone_refuses_at_once_drains_and_goes_on_in_the_middle_of_a_window() ->
 
 def test_alone_gives_up_at_its_deadline_and_the_gate_is_open_again() -> None:
     async def main() -> None:
-        gate = Gate(2)
+        gate = AdmissionWindow(2)
         held = await slot_of(gate)
         with pytest.raises(TimeoutError):
             async with gate.alone(retry_after_s=1.0, deadline_s=5.0):
@@ -251,7 +251,7 @@ def test_alone_gives_up_at_its_deadline_and_the_gate_is_open_again() -> None:
 
 def test_alone_and_the_step_exclude_each_other() -> None:
     async def main() -> None:
-        gate, busy = Gate(1), []
+        gate, busy = AdmissionWindow(1), []
 
         async def step() -> None:
             await gate.full()
@@ -283,7 +283,7 @@ def test_alone_and_the_step_exclude_each_other() -> None:
 
 def test_a_cancelled_round_leaves_the_gate_open() -> None:
     async def main() -> None:
-        gate = Gate(1)
+        gate = AdmissionWindow(1)
         held = await slot_of(gate)
 
         async def gossip() -> None:
@@ -304,7 +304,7 @@ def test_a_cancelled_round_leaves_the_gate_open() -> None:
 
 def test_closing_refuses_the_queue_and_lets_what_is_in_flight_end() -> None:
     async def main() -> None:
-        gate = Gate(1)
+        gate = AdmissionWindow(1)
         held = await slot_of(gate)
         queued = started(gate.enter("b"))
         await settle()
@@ -325,7 +325,7 @@ def test_closing_refuses_the_queue_and_lets_what_is_in_flight_end() -> None:
 
 def test_after_closing_a_window_that_is_complete_is_used_and_a_partial_one_is_not() -> None:
     async def main() -> None:
-        gate = Gate(2)
+        gate = AdmissionWindow(2)
         first, second = await slot_of(gate), await slot_of(gate)
         first.succeed(OUTCOME)
         gate.close()
@@ -337,7 +337,7 @@ def test_after_closing_a_window_that_is_complete_is_used_and_a_partial_one_is_no
         gate.next_window()
         assert await gate.full() is None
 
-        partial = Gate(2)
+        partial = AdmissionWindow(2)
         slot = await slot_of(partial)
         waiting = started(partial.full())
         await settle()
@@ -346,7 +346,7 @@ def test_after_closing_a_window_that_is_complete_is_used_and_a_partial_one_is_no
         assert await waiting is None
         assert partial.succeeded == 0
 
-        idle = Gate(1)
+        idle = AdmissionWindow(1)
         waiting = started(idle.full())
         await settle()
         idle.close()
@@ -363,7 +363,7 @@ def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None:
     async def main() -> None:
         rng = Random(f"gate|{seed}")
         window, per_sender = rng.randint(1, 5), rng.randint(5, 15)
-        gate = Gate(window, windows=windows)
+        gate = AdmissionWindow(window, windows=windows)
         senders, served = [f"s{n}" for n in range(rng.randint(1, 5))], Counter[str]()
         done: list[int] = []
         backward = 0
@@ -440,7 +440,7 @@ def test_random_lives_keep_the_invariants(seed: int, windows: int) -> None:
 
 def test_a_window_that_nobody_fills_is_a_deadlock_that_shows() -> None:
     async def main() -> None:
-        await Gate(1).full()
+        await AdmissionWindow(1).full()
 
     with pytest.raises(Deadlock):
         run(main())

@@ -20,26 +20,26 @@ from pipeline.migration import (
     MOST_KEPT,
     MOST_READINGS,
     READINGS,
-    Mind,
-    Myself,
-    Pace,
+    MigrationState,
+    OwnPlacement,
+    StagePace,
     decide,
     may_move,
     movers,
     stay_s,
 )
-from pipeline.placement import Claim, capacities
+from pipeline.placement import StageClaim, capacities
 
 EVEN = (1.0, 1.0)
-PACE = Pace.of(10.0)
+PACE = StagePace.of(10.0)
 DRAIN_S, COPY_S = 10.0, 60.0
 
 
-def replica(peer: str, stage: int, device_s: float = 1.0, moves_to: int | None = None) -> Claim:
-    return Claim(peer, stage, device_s=device_s, may_serve=range(8), moves_to=moves_to)
+def replica(peer: str, stage: int, device_s: float = 1.0, moves_to: int | None = None) -> StageClaim:
+    return StageClaim(peer, stage, device_s=device_s, may_serve=range(8), moves_to=moves_to)
 
 
-def swarm(*counts: int) -> list[Claim]:
+def swarm(*counts: int) -> list[StageClaim]:
     return [replica(f"s{stage}r{number}", stage) for stage, count in enumerate(counts) for number in range(count)]
 
 
@@ -101,13 +101,13 @@ def test_a_move_leaves_the_weakest_stage_stronger_and_is_not_taken_back(
 # One peer's mind.
 
 
-def first_of(claims: list[Claim]) -> Myself:
-    return Myself(movers(claims, EVEN, 0)[0].peer, 0, 0.0)
+def first_of(claims: list[StageClaim]) -> OwnPlacement:
+    return OwnPlacement(movers(claims, EVEN, 0)[0].peer, 0, 0.0)
 
 
-def announced(claims: list[Claim], me: Myself) -> tuple[Mind, float]:
+def announced(claims: list[StageClaim], me: OwnPlacement) -> tuple[MigrationState, float]:
     """Read until we announce; return when."""
-    mind, now_s = Mind(), 0.0
+    mind, now_s = MigrationState(), 0.0
     for _ in range(10):
         verdict = decide(me, mind, claims, EVEN, PACE, now_s)
         mind = verdict.mind
@@ -126,15 +126,17 @@ def test_it_takes_several_readings_in_a_row_and_a_moment_of_ones_own() -> None:
     assert (READINGS - 1) * PACE.look_s <= now_s <= (READINGS - 1) * PACE.look_s + PACE.delay_s + PACE.look_s
     assert not decide(me, mind, claims, EVEN, PACE, now_s + PACE.settle_s - 1.0).go
     assert decide(me, mind, claims, EVEN, PACE, now_s + PACE.settle_s).go
-    assert decide(me, mind, swarm(2, 2), EVEN, PACE, now_s + PACE.settle_s).mind == Mind(), "somebody else came"
+    assert decide(me, mind, swarm(2, 2), EVEN, PACE, now_s + PACE.settle_s).mind == MigrationState(), (
+        "somebody else came"
+    )
     other = next(claim.peer for claim in claims if claim.stage == 0 and claim.peer != me.peer)
-    verdict = decide(Myself(other, 0, 0.0), Mind(1, READINGS), claims, EVEN, PACE, 1e6)
+    verdict = decide(OwnPlacement(other, 0, 0.0), MigrationState(1, READINGS), claims, EVEN, PACE, 1e6)
     assert verdict.announce is None, "not who should go first"
 
 
 def test_a_stage_without_any_replica_is_left_to_those_who_come_back() -> None:
     claims = swarm(3, 0)
-    me, mind = first_of(claims), Mind()
+    me, mind = first_of(claims), MigrationState()
     for reading in range(100):
         now_s = reading * PACE.look_s
         verdict = decide(me, mind, claims, EVEN, PACE, now_s)
@@ -149,8 +151,8 @@ def test_of_two_who_announced_the_first_goes_and_the_other_takes_it_back() -> No
     claims = swarm(4, 1)
     order = [move.peer for move in movers(claims, EVEN, 0)]
     both = [claim._replace(moves_to=1) if claim.peer in order[:2] else claim for claim in claims]
-    mind = Mind(1, READINGS, announced_s=0.0)
-    first, second = (decide(Myself(peer, 0, 0.0), mind, both, EVEN, PACE, 100.0) for peer in order[:2])
+    mind = MigrationState(1, READINGS, announced_s=0.0)
+    first, second = (decide(OwnPlacement(peer, 0, 0.0), mind, both, EVEN, PACE, 100.0) for peer in order[:2])
     assert first.go
     assert second == (second.mind, None, False)
     assert second.mind.announced_s is None
@@ -160,7 +162,7 @@ def test_an_announcement_to_which_nothing_follows_is_forgotten() -> None:
     claims = swarm(4, 1)
     order = [move.peer for move in movers(claims, EVEN, 0)]
     stuck = [claim._replace(moves_to=1, may_serve=()) if claim.peer == order[0] else claim for claim in claims]
-    me, mind = Myself(order[1], 0, 0.0), Mind()
+    me, mind = OwnPlacement(order[1], 0, 0.0), MigrationState()
     for reading in range(2 * MOST_READINGS):
         verdict = decide(me, mind, stuck, EVEN, PACE, reading * PACE.look_s)
         mind = verdict.mind
@@ -174,7 +176,7 @@ def test_an_announcement_to_which_nothing_follows_is_forgotten() -> None:
 def test_announcements_that_come_and_go_keep_nobody_for_good(names: int, every: int) -> None:
     """All of them would be first, and none ever goes."""
     claims = swarm(4, 1)
-    me, mind = first_of(claims), Mind()
+    me, mind = first_of(claims), MigrationState()
     order = [move.peer for move in movers([*claims, *[replica(f"z{n}", 0) for n in range(2000)]], EVEN, 0)]
     strangers = order[: order.index(me.peer)][:names]
     assert len(strangers) == names
@@ -191,18 +193,18 @@ def test_announcements_that_come_and_go_keep_nobody_for_good(names: int, every: 
 def test_announcements_keep_us_again_once_somebody_has_come() -> None:
     claims = swarm(8, 1)
     me = first_of(claims)
-    mind = Mind(1, READINGS, kept=MOST_KEPT, kept_at=1.0)
+    mind = MigrationState(1, READINGS, kept=MOST_KEPT, kept_at=1.0)
     rival = replica("another", 0, moves_to=1)._replace(may_serve=())
     assert decide(me, mind, [*claims, rival], EVEN, PACE, 1e3).announce is not None
     helped = [*claims, replica("helper", 1), rival]
-    me = Myself(movers(helped, EVEN, 0)[0].peer, 0, 0.0)
+    me = OwnPlacement(movers(helped, EVEN, 0)[0].peer, 0, 0.0)
     verdict = decide(me, mind, helped, EVEN, PACE, 1e3)
     assert (verdict.announce, verdict.mind.kept) == (None, 1)
 
 
 def test_who_should_go_first_and_does_not_keeps_the_next_for_a_while_only() -> None:
     claims = swarm(4, 1)
-    me, mind = Myself([move.peer for move in movers(claims, EVEN, 0)][1], 0, 0.0), Mind()
+    me, mind = OwnPlacement([move.peer for move in movers(claims, EVEN, 0)][1], 0, 0.0), MigrationState()
     for reading in range(2 * MOST_READINGS):
         verdict = decide(me, mind, claims, EVEN, PACE, reading * PACE.look_s)
         mind = verdict.mind
@@ -215,7 +217,7 @@ def test_who_should_go_first_and_does_not_keeps_the_next_for_a_while_only() -> N
 def test_the_stay_doubles_and_the_end_of_a_run_keeps_everybody() -> None:
     assert [stay_s(moves, PACE) for moves in range(3)] == [600.0, 1200.0, 2400.0]
     assert stay_s(10**6, PACE) == stay_s(DOUBLINGS, PACE)
-    me = Myself("a", 0, 1000.0, moves=1)
+    me = OwnPlacement("a", 0, 1000.0, moves=1)
     assert not may_move(me, PACE, 2199.0, 0.5)
     assert may_move(me, PACE, 2200.0, 0.5)
     assert not may_move(me, PACE, 2200.0, 0.96)
@@ -240,9 +242,9 @@ class Swarm:
         self.powers = dict(zip(self.names, powers, strict=True))
         self.rng = Random(f"{seed}|swarm")
         self.moves: dict[str, list[float]] = {name: [] for name in self.names}
-        self.me = {name: Myself(name, seed, 0.0) for name in self.names}
-        self.mind = {name: Mind() for name in self.names}
-        self.history: dict[str, list[tuple[float, Claim | None]]] = {name: [] for name in self.names}
+        self.me = {name: OwnPlacement(name, seed, 0.0) for name in self.names}
+        self.mind = {name: MigrationState() for name in self.names}
+        self.history: dict[str, list[tuple[float, StageClaim | None]]] = {name: [] for name in self.names}
         for name, stage in zip(self.names, stages, strict=True):
             self._say(name, 0.0, stage)
 
@@ -250,13 +252,13 @@ class Swarm:
         noise = self.rng.uniform(1 - self.weather.noise, 1 + self.weather.noise)
         may_serve = range(len(self.work)) if may_move(self.me[name], PACE, at_s, 0.5) else ()
         device_s = noise * self.work[stage] / self.powers[name]
-        claim = Claim(name, stage, at_s, True, device_s, may_serve, moves_to, training)
+        claim = StageClaim(name, stage, at_s, True, device_s, may_serve, moves_to, training)
         self.history[name].append((at_s, claim))
 
-    def truth(self, name: str, at_s: float) -> Claim | None:
+    def truth(self, name: str, at_s: float) -> StageClaim | None:
         return next((claim for since_s, claim in reversed(self.history[name]) if since_s <= at_s), None)
 
-    def read(self, reader: str, now_s: float) -> list[Claim]:
+    def read(self, reader: str, now_s: float) -> list[StageClaim]:
         seen = (
             self.truth(name, now_s if name == reader else now_s - self.rng.uniform(0.0, self.weather.lag_s))
             for name in self.names
@@ -283,13 +285,13 @@ class Swarm:
     def _move(self, name: str, now_s: float, target: int) -> float:
         self.moves[name].append(now_s)
         self.history[name].append((now_s, None))
-        self.me[name] = Myself(name, self.seed, now_s + DRAIN_S + COPY_S, len(self.moves[name]))
-        self.mind[name] = Mind()
+        self.me[name] = OwnPlacement(name, self.seed, now_s + DRAIN_S + COPY_S, len(self.moves[name]))
+        self.mind[name] = MigrationState()
         self._say(name, now_s + DRAIN_S, target, training=False)
         self._say(name, now_s + DRAIN_S + COPY_S, target)
         return now_s + DRAIN_S + COPY_S
 
-    def final(self) -> list[Claim]:
+    def final(self) -> list[StageClaim]:
         claims = [self.truth(name, 1e9) for name in self.names]
         return [claim._replace(may_serve=range(len(self.work))) for claim in claims if claim is not None]
 

@@ -14,7 +14,7 @@ import torch
 
 from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
-from pipeline.next_stage import MOST_HOPS_COUNTED, Downstream, Expired, HopTotals, Limits, Ways, within
+from pipeline.next_stage import MOST_HOPS_COUNTED, Expired, HopTotals, Limits, NextStage, NextStageClient, within
 from pipeline.routing import TIMES_COST, Hop
 
 HIDDEN = torch.zeros(1, 2, 3)
@@ -36,7 +36,9 @@ class Peers:
         self.calls: list[tuple[str, float]] = []
         self.budgets: list[float] = []
         self._script, self._answered = script, Counter[str]()
-        self.downstream = Downstream(Ways(hops=lambda: self.hops, call=self.call), limits, Random("downstream"))
+        self.downstream = NextStage(
+            NextStageClient(hops=lambda: self.hops, call=self.call), limits, Random("downstream")
+        )
 
     async def call(self, peer: str, microbatch: Microbatch) -> Reply:
         self.calls.append((peer, asyncio.get_running_loop().time()))
@@ -367,7 +369,7 @@ def test_a_fault_of_our_own_is_not_swallowed() -> None:
         async def call(peer: str, microbatch: Microbatch) -> Reply:
             raise TimeoutError("ours")
 
-        downstream = Downstream(Ways(hops=lambda: [Hop("a")], call=call), Limits(), Random(0))
+        downstream = NextStage(NextStageClient(hops=lambda: [Hop("a")], call=call), Limits(), Random(0))
         with pytest.raises(TimeoutError, match="ours"):
             await downstream.ask(MICROBATCH, 10.0)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from pipeline.decoder_slice import Cut, Slice, dissect
+from pipeline.decoder_slice import Cut, Slice, find_decoder_parts
 from pipeline.partition import (
     Config,
     Prepared,
@@ -356,10 +356,10 @@ def test_families_that_cannot_be_cut_are_refused_by_name() -> None:
 
 def test_the_parts_of_a_decoder() -> None:
     config = prepared("gpt2").config
-    anatomy = dissect(skeleton(config), 4)
+    anatomy = find_decoder_parts(skeleton(config), 4)
     assert anatomy.spine == ("", "transformer", "transformer.h")
     assert anatomy.before == ("transformer.wte", "transformer.wpe")
     assert anatomy.after == ("transformer.ln_f", "lm_head")
     assert anatomy.dropouts == ("transformer.drop",)
     with pytest.raises(ValueError, match="no single list of 5 layers"):
-        dissect(skeleton(config), 5)
+        find_decoder_parts(skeleton(config), 5)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing import FIRST_SUSPICION_S, LONGEST_SUSPICION_S, Bag, Hop, Suspects, next_hop, quotas
+from pipeline.routing import FIRST_SUSPICION_S, LONGEST_SUSPICION_S, Bag, Hop, SuspectList, next_hop, quotas
 
 times = st.floats(0.01, 100.0)
 
@@ -193,7 +193,7 @@ def test_the_bag_reaches_nine_tenths_of_capacity_where_independent_draws_do_not(
 
 
 def test_suspicion_doubles_once_for_each_new_disappointment() -> None:
-    suspects = Suspects()
+    suspects = SuspectList()
     for _ in range(8):
         suspects = suspects.suspect("a", 100.0)
     assert suspects.active(100.0 + FIRST_SUSPICION_S - 0.01) == {"a"}
@@ -205,7 +205,7 @@ def test_suspicion_doubles_once_for_each_new_disappointment() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0.0, 60.0)), max_size=40))
 def test_a_peer_is_suspected_then_on_trial_until_it_succeeds(story: list[tuple[str, bool, float]]) -> None:
-    suspects, now_s, blamed = Suspects(), 0.0, set[str]()
+    suspects, now_s, blamed = SuspectList(), 0.0, set[str]()
     for peer, succeeds, passed_s in story:
         now_s += passed_s
         suspects = suspects.clear(peer) if succeeds else suspects.suspect(peer, now_s)
@@ -216,7 +216,7 @@ def test_a_peer_is_suspected_then_on_trial_until_it_succeeds(story: list[tuple[s
 
 
 def test_suspicion_is_bounded_cleared_by_success_and_forgotten() -> None:
-    suspects, now_s = Suspects(), 0.0
+    suspects, now_s = SuspectList(), 0.0
     for _ in range(20):
         suspects = suspects.suspect("a", now_s)
         now_s = suspects.suspicions["a"].until_s

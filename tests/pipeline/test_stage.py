@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from pipeline.decoder_slice import Cut
-from pipeline.forward_pass import Forward
+from pipeline.forward_pass import PendingForward
 from pipeline.messages import Gradient
 from pipeline.partition import Prepared, build, cut, family_config, prepare
 from pipeline.stage import Inner, OptimiserState, Stage
@@ -58,7 +58,7 @@ def batches(seed: int, number: int) -> list[Tensor]:
 def run_microbatch(stages: list[Stage], batch: Tensor) -> float:
     """Walk one microbatch down and its gradient up; return the loss."""
     hidden = batch[:, :-1]
-    passes: list[Forward] = []
+    passes: list[PendingForward] = []
     for stage in stages[:-1]:
         passes.append(stage.forward(hidden))
         hidden = passes[-1].output
@@ -268,7 +268,7 @@ def test_every_backward_runs_on_the_weights_of_its_forward(
     piece = cut(recipe.config, 3, None, 16)[number]
     stage, oracle = make_stage(recipe, piece), Oracle(recipe, piece)
     generator = torch.Generator().manual_seed(seed)
-    waiting: list[tuple[Forward, tuple[Tensor, ...], Tensor]] = []
+    waiting: list[tuple[PendingForward, tuple[Tensor, ...], Tensor]] = []
     collected = 0
     for act in [*acts, "b", "s"]:
         if act == "f":

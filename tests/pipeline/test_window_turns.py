@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from noloco_node.sim.clock import run
-from pipeline.admission import Gate, Outcome, Slot
+from pipeline.admission import AdmissionWindow, Slot, WindowOutcome
 from pipeline.messages import Reason, Refused
-from pipeline.window_turns import Claim, Turns
+from pipeline.window_turns import GradientTurns, TurnClaim
 
-OUTCOME = Outcome(0.5, 1.0, 8)
+OUTCOME = WindowOutcome(0.5, 1.0, 8)
 
 
 async def settle() -> None:
@@ -27,7 +27,7 @@ def started(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return asyncio.get_running_loop().create_task(work)
 
 
-async def slot_of(gate: Gate, sender: str = "a") -> Slot:
+async def slot_of(gate: AdmissionWindow, sender: str = "a") -> Slot:
     slot = await gate.enter(sender)
     assert isinstance(slot, Slot)
     return slot
@@ -41,7 +41,7 @@ async def slot_of(gate: Gate, sender: str = "a") -> Slot:
 @example(window=1, acts=[("admit", 0), ("admit", 0), ("take", 0), ("succeed", 0)])
 def test_a_window_is_exact_and_nobody_sees_two_steps(window: int, acts: list[tuple[str, int]]) -> None:
     """Any order of arrivals, replies and failures that a gate with two windows in flight admits."""
-    turns, in_flight, succeeded = Turns(window), list[Claim](), 0
+    turns, in_flight, succeeded = GradientTurns(window), list[TurnClaim](), 0
     for act, choice in acts:
         claim = in_flight[choice % len(in_flight)] if in_flight else None
         if act == "admit" and succeeded + len(in_flight) < 2 * window:
@@ -80,7 +80,7 @@ def test_a_window_is_exact_and_nobody_sees_two_steps(window: int, acts: list[tup
 
 def test_with_one_window_a_turn_is_always_there() -> None:
     async def main() -> None:
-        gate = Gate(3)
+        gate = AdmissionWindow(3)
         for _ in range(4):
             slots = [await slot_of(gate) for _ in range(3)]
             assert all(slot.take_turn() for slot in slots)
@@ -97,10 +97,10 @@ def test_with_one_window_a_turn_is_always_there() -> None:
 @pytest.mark.parametrize("windows", [0, 3])
 def test_one_window_in_flight_or_two(windows: int) -> None:
     with pytest.raises(ValueError, match="windows in flight"):
-        Gate(2, windows=windows)
+        AdmissionWindow(2, windows=windows)
 
 
-async def with_one_too_many(gate: Gate) -> tuple[Slot, asyncio.Task[bool]]:
+async def with_one_too_many(gate: AdmissionWindow) -> tuple[Slot, asyncio.Task[bool]]:
     """Fill a window of two and let a third microbatch ask for its turn."""
     first, second, third = [await slot_of(gate) for _ in range(3)]
     assert await first.turn()
@@ -117,7 +117,7 @@ async def with_one_too_many(gate: Gate) -> tuple[Slot, asyncio.Task[bool]]:
 
 def test_who_is_too_many_waits_for_the_step_and_is_stale_then() -> None:
     async def main() -> None:
-        gate = Gate(2, windows=2)
+        gate = AdmissionWindow(2, windows=2)
         third, waiting = await with_one_too_many(gate)
         assert await gate.full() == (OUTCOME, OUTCOME)
         await settle()
@@ -135,7 +135,7 @@ def test_who_is_too_many_waits_for_the_step_and_is_stale_then() -> None:
 
 def test_the_younger_leave_the_turn_of_an_older_alone_until_that_one_fails() -> None:
     async def main() -> None:
-        gate = Gate(2, windows=2)
+        gate = AdmissionWindow(2, windows=2)
         third, waiting = await with_one_too_many(gate)
         late = await slot_of(gate)
         await gate.full()
@@ -161,7 +161,7 @@ def test_the_younger_leave_the_turn_of_an_older_alone_until_that_one_fails() -> 
 @pytest.mark.parametrize("at", ["waiting", "granted at that moment"])
 def test_a_cancelled_wait_for_a_turn_leaves_no_trace(at: str) -> None:
     async def main() -> None:
-        gate = Gate(2, windows=2)
+        gate = AdmissionWindow(2, windows=2)
         third, waiting = await with_one_too_many(gate)
         if at == "waiting":
             waiting.cancel()
@@ -185,7 +185,7 @@ def test_a_cancelled_wait_for_a_turn_leaves_no_trace(at: str) -> None:
 
 def test_alone_drains_both_windows_by_the_step_between_them() -> None:
     async def main() -> None:
-        gate, seen = Gate(2, windows=2), list[str]()
+        gate, seen = AdmissionWindow(2, windows=2), list[str]()
 
         async def steps() -> None:
             while await gate.full() is not None:
@@ -219,7 +219,7 @@ def test_alone_drains_both_windows_by_the_step_between_them() -> None:
 
 def test_a_window_that_is_complete_before_the_round_waits_for_its_end() -> None:
     async def main() -> None:
-        gate = Gate(1, windows=2)
+        gate = AdmissionWindow(1, windows=2)
         async with gate.alone(retry_after_s=1.0, deadline_s=1.0):
             full = started(gate.full())
             await settle()
@@ -231,7 +231,7 @@ def test_a_window_that_is_complete_before_the_round_waits_for_its_end() -> None:
 
 def test_closing_lets_both_windows_end() -> None:
     async def main() -> None:
-        gate = Gate(2, windows=2)
+        gate = AdmissionWindow(2, windows=2)
         third, waiting = await with_one_too_many(gate)
         fourth = await slot_of(gate)
         gate.close()
@@ -251,7 +251,7 @@ def test_closing_lets_both_windows_end() -> None:
 
 def test_after_the_last_step_nobody_waits_for_a_turn() -> None:
     async def main() -> None:
-        gate = Gate(2, windows=2)
+        gate = AdmissionWindow(2, windows=2)
         third, waiting = await with_one_too_many(gate)
         gate.turns.end()
         assert await waiting is False

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from noloco_node.sim.clock import run
-from pipeline.admission import Gate, Outcome
+from pipeline.admission import AdmissionWindow, WindowOutcome
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
-from pipeline.next_stage import Downstream, Limits, Ways
+from pipeline.next_stage import Limits, NextStage, NextStageClient
 from pipeline.routing import Hop
-from pipeline.worker import Compute, Worker
+from pipeline.worker import Worker, WorkerCompute
 
 T = TypeVar("T")
 IDS = torch.zeros(1, 2, dtype=torch.int64)
@@ -104,11 +104,11 @@ class Device:
 class Peer:
     """A replica: its worker, and a task that takes the inner steps."""
 
-    def __init__(self, name: str, downstream: Downstream | None, gate: Gate, device_s: float) -> None:
+    def __init__(self, name: str, downstream: NextStage | None, gate: AdmissionWindow, device_s: float) -> None:
         self.name, self.weights, self.gate = name, Weights(), gate
         self.weights.may_lag = gate.windows - 1
         self.device = Device(self.weights, device_s)
-        compute = Compute(run=self.device.run, clock=self.device.clock)
+        compute = WorkerCompute(run=self.device.run, clock=self.device.clock)
         self.downstream = downstream
         self.worker = Worker(FakeStage(self.weights), self.gate, compute, downstream, budget_s=300.0)
         self.alive = True
@@ -158,18 +158,18 @@ class Swarm:
             for number in range(count):
                 name = f"{stage}.{number}"
                 downstream = None if stage == len(replicas) - 1 else self._downstream(name, stage + 1)
-                gate = Gate(window, windows=windows)
+                gate = AdmissionWindow(window, windows=windows)
                 self.stages[stage].append(Peer(name, downstream, gate, speeds.choice([0.2, 0.5, 1.0])))
         self.peers = {peer.name: peer for stage in self.stages for peer in stage}
 
-    def _downstream(self, sender: str, stage: int) -> Downstream:
+    def _downstream(self, sender: str, stage: int) -> NextStage:
         async def call(name: str, microbatch: Microbatch) -> Reply:
             return await self.call(sender, name, microbatch)
 
         def hops() -> list[Hop]:
             return [Hop(peer.name, peer.worker.device_s) for peer in self.stages[stage] if peer.alive or self.stale]
 
-        return Downstream(Ways(hops=hops, call=call), Limits(), Random(f"{self.seed}|routes|{sender}"))
+        return NextStage(NextStageClient(hops=hops, call=call), Limits(), Random(f"{self.seed}|routes|{sender}"))
 
     stale = True
     """Whether the dead stay in the roster."""
@@ -253,7 +253,7 @@ def test_the_outcome_of_a_microbatch_reaches_the_inner_step() -> None:
         await swarm.peers["0.0"].worker.process(MICROBATCH, "0.0")
         for peer in swarm.peers.values():
             await peer.gate.full()
-            assert peer.gate.next_window() == (Outcome(0.25, 2.0, 2),)
+            assert peer.gate.next_window() == (WindowOutcome(0.25, 2.0, 2),)
 
     run(main())
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from gossip.rounds.local_steps import steps_per_round
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.planning.advice import MESSAGES
 from noloco_node.planning.message_sizes import PROBE_BYTES
-from noloco_node.planning.plan import Plan, mean_steps_per_round, plan
+from noloco_node.planning.plan import RunPlan, mean_steps_per_round, plan
 from noloco_node.planning.plan_text import describe, report
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import PRESETS, run_text
@@ -216,7 +216,7 @@ def test_check_says_what_would_help() -> None:
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(architecture: str, change: dict[str, Any], says: str) -> None:
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         plan(run_with(architecture, {**LLAMA, **change}))
     assert says in str(caught.value)
     assert caught.value.code == Exit.CONFIG
@@ -224,7 +224,7 @@ def test_a_model_that_does_not_fit_is_refused(architecture: str, change: dict[st
 
 def test_a_family_that_cannot_be_cut_is_refused() -> None:
     # This one rescales its embeddings outside the layers.
-    with pytest.raises(Trouble, match=r"granite.*outside its layers"):
+    with pytest.raises(UserError, match=r"granite.*outside its layers"):
         plan(run_with("granite", LLAMA | {"embedding_multiplier": 12.0}))
 
 
@@ -242,7 +242,7 @@ def test_no_preset_gives_cause_for_a_warning(preset: str) -> None:
 def test_the_report_is_text_or_json(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(run_text("tiny"))
-    text, found = report(path), msgspec.json.decode(report(path, as_json=True), type=Plan)
+    text, found = report(path), msgspec.json.decode(report(path, as_json=True), type=RunPlan)
     assert found == plan(decode_run(run_text("tiny"), "x"))
     assert json.loads(report(path, as_json=True))["stages"][0]["memory"]["weights"] > 10**6
     for part in ("754,816 parameters in 2 stages", found.run_id[:16], "0 to 1", "216 KiB", "3.28 million"):

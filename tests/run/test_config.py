@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gossip.rule.stability import stability_bound
 from noloco_node.cli.node_config import NodeConfig
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, OuterConfig, RunConfig
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_run_file
@@ -37,8 +37,8 @@ MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_l
 SECTIONS = ("model", "pipeline", "data", "inner", "outer")
 
 
-def refused(text: str) -> Trouble:
-    with pytest.raises(Trouble) as caught:
+def refused(text: str) -> UserError:
+    with pytest.raises(UserError) as caught:
         decode_run(text, "here.toml")
     assert caught.value.code == Exit.CONFIG
     assert caught.value.what.startswith("here.toml")
@@ -151,14 +151,14 @@ def test_gamma_is_stable_below_its_bound(alpha: float, gamma: float) -> None:
     if 0 < gamma < 2 * (1 - alpha * alpha) == stability_bound(alpha):
         validate(run)
     else:
-        with pytest.raises(Trouble, match=r"outer\.gamma"):
+        with pytest.raises(UserError, match=r"outer\.gamma"):
             validate(run)
 
 
 def test_the_paper_would_admit_what_is_refused() -> None:
     alpha, gamma = 0.9, 1.0
     assert alpha < gamma < (2 + alpha**2) ** 0.5
-    with pytest.raises(Trouble):
+    with pytest.raises(UserError):
         validate(run_with(outer={"alpha": alpha, "gamma": gamma}))
 
 
@@ -190,7 +190,7 @@ def test_broken_toml_names_the_line(text: str, part: str) -> None:
 @given(st.text(max_size=60) | st.binary(max_size=60).map(lambda raw: raw.decode("latin-1")))
 @settings(max_examples=200)
 def test_any_text_is_a_run_or_trouble(text: str) -> None:
-    with pytest.raises(Trouble):
+    with pytest.raises(UserError):
         decode_run(text, "here")
 
 
@@ -223,7 +223,7 @@ def test_any_table_is_a_run_or_trouble(table: dict[str, Any]) -> None:
     said = ""
     try:
         canonical(decode_run(toml(table, random.Random(0)), "here"), {})
-    except Trouble as trouble:
+    except UserError as trouble:
         said = str(trouble)
     assert len(said) < 1200
     assert all(line.isprintable() for line in said.splitlines())
@@ -355,7 +355,7 @@ def test_what_lies_in_directories_is_pinned_by_content(tmp_path: Path) -> None:
     (tmp_path / "b" / "sub" / "config.json").rename(tmp_path / "b" / "config.json")
     (tmp_path / "b" / "config.json").write_text("{}")
     assert hashes("a") != hashes("b"), "the same bytes under another name"
-    with pytest.raises(Trouble, match=r"model\.path.*no directory"):
+    with pytest.raises(UserError, match=r"model\.path.*no directory"):
         hashes("c")
 
 
@@ -376,12 +376,12 @@ def test_a_run_file_is_read_within_bounds(tmp_path: Path) -> None:
     assert load_run(path) == load_run(str(path)) == decode_run(MODEL, "x")
     assert read_run_text(path) == MODEL
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(Trouble, match="not text"):
+    with pytest.raises(UserError, match="not text"):
         load_run(path)
     path.write_text(MODEL + "#" * RUN_TEXT_BYTES)
-    with pytest.raises(Trouble, match="too long"):
+    with pytest.raises(UserError, match="too long"):
         load_run(path)
-    with pytest.raises(Trouble, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         load_run(tmp_path / "no.toml")
 
 
@@ -407,7 +407,7 @@ def test_another_source_keeps_the_tokenizer(source: str, expected: dict[str, Any
 
 @pytest.mark.parametrize("source", ["", "hub:o/d", "text:", "hub:@" + COMMIT])
 def test_half_a_source_is_refused(source: str) -> None:
-    with pytest.raises(Trouble, match="not understood"):
+    with pytest.raises(UserError, match="not understood"):
         with_source(DataConfig(), source)
 
 
@@ -462,14 +462,14 @@ def test_a_run_file_in_the_way_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     write_run_file(path, "tiny", overwrite=False)
     assert load_run(path).name == "tiny"
-    with pytest.raises(Trouble, match="is there already") as caught:
+    with pytest.raises(UserError, match="is there already") as caught:
         write_run_file(path, "125m", overwrite=False)
     assert caught.value.code == Exit.USAGE
     assert load_run(path).name == "tiny"
     write_run_file(path, "125m", overwrite=True)
     assert load_run(path).name == "125m"
-    with pytest.raises(Trouble, match="no preset 'huge'"):
+    with pytest.raises(UserError, match="no preset 'huge'"):
         write_run_file(path, "huge", overwrite=True)
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         write_run_file(tmp_path / "no" / "run.toml", "tiny", overwrite=False)
     assert caught.value.code == Exit.STORAGE

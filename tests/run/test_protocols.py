@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gossip.exchange.codec import Encoded, common_steps, decode, encode
 from gossip.exchange.formats import Format, absolute, wire_bytes
-from gossip.exchange.messages import NOTHING, Ahead, Probe, Weights
+from gossip.exchange.messages import NOTHING, PrefetchOffer, Probe, Weights
 from gossip.exchange.swap import PROBE, probe_coordinates
-from noloco_node.network.wire import Intake, Schema, Violation
+from noloco_node.network.wire import FrameDecoder, Schema, Violation
 from noloco_node.network.wire import encode as frame
 from noloco_node.run.config import ModelConfig, OuterConfig, RunConfig
 from noloco_node.run.protocols import gossip_schema
@@ -33,7 +33,7 @@ def schema_of(codec: Format, *, gamma: float = 0.7) -> Schema:
 
 def heard(message: Any, said: Schema, by: Schema) -> Any:
     """Return what a receiver by one schema reads of what a sender by another has written."""
-    intake, rest = Intake(by), memoryview(b"".join(frame(message, said)))
+    intake, rest = FrameDecoder(by), memoryview(b"".join(frame(message, said)))
     while rest:
         space = intake.wants()
         count = min(len(space), len(rest))
@@ -95,7 +95,7 @@ def test_weights_to_adopt_are_admitted_in_the_absolute_form(codec: Format) -> No
 def test_slow_weights_and_proposals_are_admitted_only_where_the_rule_needs_them(codec: Format) -> None:
     wire = coded(codec, 1)[0].wire
     both, alone = schema_of(codec, gamma=0.5), schema_of(codec)
-    for message in (Weights(fast=wire, slow=wire), Ahead()):
+    for message in (Weights(fast=wire, slow=wire), PrefetchOffer()):
         assert type(heard(message, both, both)) is type(message)
         with pytest.raises(Violation):
             heard(message, both, alone)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from msgspec import structs
 from repository import ROOT
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.report.command import complete
 from noloco_node.sim.scenario.faults import Churn, Crash, Fault, Leave, Restart, unfold
 from noloco_node.sim.scenario.scenario import decode_scenario, load_scenario
-from noloco_node.sim.scenario.setup import Setting
+from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.sim.world import World, simulate
 
@@ -73,7 +73,7 @@ def test_faults_that_are_no_churn_stay_as_they_are() -> None:
 def test_what_cannot_be_is_refused_by_line_and_field(field: str, value: str) -> None:
     fields = {"at_s": "0.0", "for_s": "1e5", "per_hour": "0.3", "away_s": "10.0", "polite": "0.0"} | {field: value}
     lines = ["[[fault]]", 'kind = "churn"', *(f"{name} = {text}" for name, text in fields.items())]
-    with pytest.raises(Trouble) as trouble:
+    with pytest.raises(UserError) as trouble:
         decode_scenario("\n".join(lines), "the test's scenario")
     assert trouble.value.code is Exit.CONFIG
     assert f"line {1 + lines.index(f'{field} = {value}')}: fault[0].{field} is refused" in str(trouble.value)
@@ -121,7 +121,7 @@ class Seen:
         self.tasks.append(len(asyncio.all_tasks()) / max(1, running))
 
 
-def short_day() -> Setting:
+def short_day() -> SimSetup:
     """One hour of the documentation's scenario, with 24 peers, of whom so many go that each is likely to."""
     scenario = load_scenario(SCENARIO)
     (churn,) = scenario.fault

@@ -14,18 +14,18 @@ from repository import ROOT
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
-from noloco_node.errors import Exit, Trouble
-from noloco_node.sim.explore.invariants import Watch
+from noloco_node.errors import Exit, UserError
+from noloco_node.sim.explore.invariants import InvariantChecker
 from noloco_node.sim.report.bottleneck import bottleneck
-from noloco_node.sim.report.collector import Tally
-from noloco_node.sim.report.command import Flags, Wanted, complete, put_together, simulate_scenario
+from noloco_node.sim.report.collector import EventCollector
+from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, complete, put_together, simulate_scenario
 from noloco_node.sim.report.figures import COMPUTING, Report, make_report
 from noloco_node.sim.report.plot import picture
 from noloco_node.sim.report.progress_bar import done_share, progress_line
 from noloco_node.sim.report.text import heading, lines
 from noloco_node.sim.report.timeline import MOMENTS
 from noloco_node.sim.scenario.scenario import Scenario, decode_scenario, load_scenario
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import World, simulate
 
 SCENARIOS = ROOT / "docs" / "scenarios"
@@ -34,13 +34,13 @@ NINE = SMALL.replace("stages = 2", "stages = 3").replace("replicas = 2", "replic
 
 
 def simulated(text: str) -> Report:
-    tallies: list[Tally] = []
+    tallies: list[EventCollector] = []
 
-    def watch(world: World) -> list[Tally]:
-        tallies.append(Tally(world))
+    def watch(world: World) -> list[EventCollector]:
+        tallies.append(EventCollector(world))
         return tallies
 
-    return simulate(work_out(decode_scenario(text, "x")), watch, lambda world: make_report(world, tallies[0]))
+    return simulate(build_setup(decode_scenario(text, "x")), watch, lambda world: make_report(world, tallies[0]))
 
 
 def faults(*each: str) -> str:
@@ -208,7 +208,7 @@ def test_deadlines_are_those_of_the_weights_that_a_bowl_stands_for() -> None:
 
 
 def test_looking_on_changes_nothing(calm: Report) -> None:
-    assert simulate(work_out(decode_scenario(SMALL, "x")), lambda _: [], World.digest) == calm.digest
+    assert simulate(build_setup(decode_scenario(SMALL, "x")), lambda _: [], World.digest) == calm.digest
 
 
 def test_the_text_says_what_matters(calm: Report, troubled: Report) -> None:
@@ -266,7 +266,7 @@ def test_the_share_done_never_goes_back() -> None:
         def look(self) -> None:
             shares.append(done_share(self.world))
 
-    simulate(work_out(decode_scenario(SMALL, "x")), lambda world: [Looks(world)], lambda _: None)
+    simulate(build_setup(decode_scenario(SMALL, "x")), lambda world: [Looks(world)], lambda _: None)
     assert shares == sorted(shares)
     assert 0.0 < shares[0] < 0.5 < shares[-1] <= 1.0
 
@@ -277,7 +277,7 @@ def test_the_share_done_never_goes_back() -> None:
 def run(*arguments: str) -> tuple[int, str]:
     """Return the exit code of a command and what it printed, or said of what is wrong."""
     result = CliRunner().invoke(app, ["simulate", *arguments])
-    if isinstance(result.exception, Trouble):
+    if isinstance(result.exception, UserError):
         return result.exception.code, str(result.exception)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -318,14 +318,14 @@ def test_files_lie_where_they_were_asked_for(tmp_path: Path) -> None:
 def test_flags_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "swarm.toml"
     file.write_text("seed = 3\n" + SMALL)
-    swarm = put_together(file, Flags(peers=9, stages=3, rounds=7)).swarm
+    swarm = put_together(file, SimulationFlags(peers=9, stages=3, rounds=7)).swarm
     assert (swarm.stages, swarm.replicas, swarm.rounds, swarm.refresh_s) == (3, 3, 7, 2.0)
-    assert put_together(file, Flags()).seed == 3
-    assert put_together(file, Flags(seed=0)).seed == 0
-    assert put_together(file, Flags(peers=6)).swarm.replicas == 3
-    assert put_together(None, Flags()) == Scenario()
+    assert put_together(file, SimulationFlags()).seed == 3
+    assert put_together(file, SimulationFlags(seed=0)).seed == 0
+    assert put_together(file, SimulationFlags(peers=6)).swarm.replicas == 3
+    assert put_together(None, SimulationFlags()) == Scenario()
     # Bowls need no layers, so that there may be any number of them.
-    assert len(complete(put_together(None, Flags(peers=24, stages=12)), None).peers) == 24
+    assert len(complete(put_together(None, SimulationFlags(peers=24, stages=12)), None).peers) == 24
 
 
 @pytest.mark.parametrize(
@@ -386,24 +386,26 @@ def test_bad_input_is_refused(
 
 def test_who_interrupts_finds_nothing_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    look = Tally.look
+    look = EventCollector.look
 
-    def interrupted(tally: Tally) -> None:
+    def interrupted(tally: EventCollector) -> None:
         nonlocal looks
         looks += 1
         if looks == 5:
             signal.raise_signal(signal.SIGINT)
         look(tally)
 
-    monkeypatch.setattr(Tally, "look", interrupted)
+    monkeypatch.setattr(EventCollector, "look", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        simulate_scenario(None, Flags(rounds=3), Wanted(tmp_path / "out", trace=True), lambda _: None)
+        simulate_scenario(
+            None, SimulationFlags(rounds=3), SimulationRequest(tmp_path / "out", trace=True), lambda _: None
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [["--explore", "2"], ["--seed", "3", "--trace"]], ids=["explore", "replay"])
 def test_who_interrupts_a_search_is_told_so(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Watch, "look", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(InvariantChecker, "look", lambda _: signal.raise_signal(signal.SIGINT))
     result = CliRunner().invoke(app, ["simulate", *arguments])
     assert result.exit_code == Exit.INTERRUPTED
     assert "interrupted" in result.stderr
@@ -461,5 +463,5 @@ def test_a_second_window_fills_what_a_first_leaves_idle() -> None:
 
 
 def test_the_scenario_of_a_run_file_says_how_to_make_it() -> None:
-    with pytest.raises(Trouble, match=r"swarm\.run"):
-        put_together(SCENARIOS / "7b.toml", Flags())
+    with pytest.raises(UserError, match=r"swarm\.run"):
+        put_together(SCENARIOS / "7b.toml", SimulationFlags())

@@ -23,23 +23,23 @@ import gossip.rounds.offers
 import gossip.rounds.outer_optimiser
 from gossip.exchange.messages import Declined, DeclineReason, Offer, Received
 from gossip.exchange.swap import Conversation
-from gossip.rounds.matching import Standing
+from gossip.rounds.matching import AnswerState
 from gossip.rounds.meeting import Meetings
 from gossip.rounds.outer_optimiser import OuterOptimiser, Seen, Snapshot, Step
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Stepped, Tensors
 from noloco_node.node.node import Node
 from noloco_node.node.replica import Replica
-from noloco_node.sim.explore.invariant_error import Broken
+from noloco_node.sim.explore.invariant_error import InvariantBroken
 from noloco_node.sim.explore.schedule_generator import draw
-from noloco_node.sim.explore.search import Verdict, examine, explore, replay, totals
+from noloco_node.sim.explore.search import ExploreResult, examine, explore, replay, totals
 from noloco_node.sim.explore.shrink import shrink
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
-from noloco_node.swarm.peer_records import Sightings
+from noloco_node.swarm.peer_records import PeerTable
 from pipeline.admission import Slot
 
 SEEDS = 50
@@ -47,7 +47,7 @@ FEW = 6
 """Seeds within which a bug must be found."""
 
 
-def first_broken(prepare: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> Broken:
+def first_broken(prepare: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> InvariantBroken:
     for seed in range(FEW):
         verdict = examine(prepare(draw(seed)))
         if verdict.broken is not None:
@@ -101,7 +101,7 @@ About half of what there is, for what happens in a seed changes with every detai
 
 
 @cache
-def examined(seed: int) -> Verdict:
+def examined(seed: int) -> ExploreResult:
     return examine(draw(seed))
 
 
@@ -135,7 +135,7 @@ def test_a_drawn_schedule_is_a_scenario_that_a_file_can_hold(seed: int) -> None:
     scenario = draw(seed)
     text = scenario_text(scenario)
     assert decode_scenario(text, "drawn") == scenario
-    assert work_out(scenario).peers
+    assert build_setup(scenario).peers
 
 
 def test_a_seed_means_the_same_run_in_every_process() -> None:
@@ -277,9 +277,9 @@ def test_a_momentum_that_survives_adoption_is_found(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_roster_that_never_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = Sightings.take
+    taken = PeerTable.take
 
-    def never_forget(self: Sightings, *news: Any) -> None:
+    def never_forget(self: PeerTable, *news: Any) -> None:
         before = dict(self._seen)
         taken(self, *news)
         self._seen = {
@@ -287,7 +287,7 @@ def test_a_roster_that_never_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -
         }
         self._believed = None
 
-    monkeypatch.setattr(Sightings, "take", never_forget)
+    monkeypatch.setattr(PeerTable, "take", never_forget)
     assert first_broken().kind == "roster"
 
 
@@ -341,7 +341,7 @@ async def _conclude_without_last_word(
     await commit()
 
 
-def hopes(standing: Standing, sender: str, offer: Offer) -> Declined:
+def hopes(standing: AnswerState, sender: str, offer: Offer) -> Declined:
     return Declined(reason=DeclineReason.HOPING, retry_after_s=1.0, round=standing.round)
 
 

@@ -17,7 +17,7 @@ from noloco_node.sim.clock import Deadlock, run
 from noloco_node.sim.hardware import quadratic_model
 from noloco_node.sim.hardware.device import Stutter, VirtualDevice
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
-from noloco_node.sim.hardware.quadratic_model import Bowl, Numbers, bowl_plan
+from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
 
 
 def now() -> float:
@@ -218,7 +218,7 @@ def priced(number: int = 0) -> tuple[PricedStage, list[float], list[str]]:
     charged: list[float] = []
     wrong: list[str] = []
     prices = Prices(forward_s=1.0, step_s=0.5, copy_s=0.25)
-    return PricedStage(Bowl(number), prices, charged.append, wrong.append), charged, wrong
+    return PricedStage(QuadraticModel(number), prices, charged.append, wrong.append), charged, wrong
 
 
 IDS = torch.full((1, 1), 5)
@@ -264,7 +264,7 @@ def test_a_stage_notices_weights_that_change_under_a_living_graph(change: str) -
 
 
 def test_a_bowl_descends_to_its_centre() -> None:
-    stage = Bowl(1)
+    stage = QuadraticModel(1)
     losses = []
     for number in range(4000):
         losses.append(stage.loss(torch.full((1, 1), number), IDS).loss)
@@ -274,7 +274,7 @@ def test_a_bowl_descends_to_its_centre() -> None:
 
 
 def test_the_noise_of_a_bowl_has_its_variance_and_no_mean() -> None:
-    stage = Bowl(0)
+    stage = QuadraticModel(0)
     centres = torch.tensor([stage._centre(torch.full((1, 1, 1), float(number))) for number in range(4000)])
     torch.testing.assert_close(
         centres.std(0), torch.full((quadratic_model.SIZE,), quadratic_model.NOISE), rtol=0.1, atol=0.0
@@ -286,7 +286,7 @@ def test_the_noise_of_a_bowl_has_its_variance_and_no_mean() -> None:
 
 def test_a_bowl_keeps_what_rounds_and_checkpoints_hold() -> None:
     """Weights are handed out without a copy, so no later step may change them."""
-    stage = Bowl(0)
+    stage = QuadraticModel(0)
     (kept,) = stage.weights()
     before = kept.clone()
     stage.loss(IDS, IDS)
@@ -294,13 +294,13 @@ def test_a_bowl_keeps_what_rounds_and_checkpoints_hold() -> None:
     stage.correct((torch.ones(quadratic_model.SIZE),))
     assert torch.equal(kept, before)
     state = stage.optimiser_state()
-    other = Bowl(0)
+    other = QuadraticModel(0)
     other.load_optimiser_state(state)
     assert other.optimiser_state().steps == 1
 
 
 def test_a_gradient_that_is_not_finite_is_thrown_away() -> None:
-    stage = Bowl(0)
+    stage = QuadraticModel(0)
     before = stage.weights()[0].clone()
     stage.loss(torch.full((1, 1, 1), float("nan")), IDS)
     assert not stage.step(0.1, 1).applied
@@ -308,19 +308,19 @@ def test_a_gradient_that_is_not_finite_is_thrown_away() -> None:
 
 
 def test_bowls_have_the_dimensions_that_their_stages_have() -> None:
-    plan = bowl_plan(3)
-    assert [tuple(shapes.values()) for shapes in plan.shapes] == [Bowl(number).shapes for number in range(3)]
-    assert Bowl(0).forward(IDS).output.shape == (1, 1, plan.width)
+    plan = quadratic_layout(3)
+    assert [tuple(shapes.values()) for shapes in plan.shapes] == [QuadraticModel(number).shapes for number in range(3)]
+    assert QuadraticModel(0).forward(IDS).output.shape == (1, 1, plan.width)
 
 
 def test_numbers_go_on_where_they_were() -> None:
     async def main() -> None:
-        text = Numbers((2, 3), 10)
+        text = RandomBatches((2, 3), 10)
         drawn = [await text.draw() for _ in range(5)]
-        again = Numbers((2, 3), 10)
+        again = RandomBatches((2, 3), 10)
         assert await again.restore({"drawn": 4})
         assert torch.equal(await again.draw(), drawn[4])
         assert drawn[0].shape == (2, 4)
-        assert int(drawn[0].max()) < bowl_plan(1).vocabulary
+        assert int(drawn[0].max()) < quadratic_layout(1).vocabulary
 
     clock.run(main())

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from gossip.exchange.messages import Offer, Weights
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.planning.plan import mean_steps_per_round
 from noloco_node.run.presets import write_run_file
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig, decode_scenario, load_scenario
-from noloco_node.sim.scenario.setup import FOREVER_S, base, work_out
+from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from pipeline.messages import Gradient, Microbatch
 
@@ -27,7 +27,7 @@ SMALL = "[swarm]\nstages = 2\nreplicas = 2\n"
 
 
 def refusal(text: str) -> str:
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         decode_scenario(text, "swarm.toml")
     assert caught.value.code is Exit.CONFIG
     return str(caught.value)
@@ -119,23 +119,23 @@ def test_a_mistake_names_its_line_and_field(text: str, first_line: str, more: st
 
 @given(st.text(max_size=200))
 def test_any_text_is_a_scenario_or_one_message(text: str) -> None:
-    with suppress(Trouble):
+    with suppress(UserError):
         assert isinstance(decode_scenario(text, "swarm.toml"), Scenario)
 
 
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
-    with pytest.raises(Trouble, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         load_scenario(tmp_path / "none.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(Trouble, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         load_scenario(tmp_path / "bytes.toml")
 
 
 def test_the_run_file_lies_beside_the_scenario(tmp_path: Path) -> None:
     (tmp_path / "swarm.toml").write_text("[swarm]\nrun = 'big.toml'\n")
     assert load_scenario(tmp_path / "swarm.toml").swarm.run == str(tmp_path / "big.toml")
-    with pytest.raises(Trouble, match=r"big\.toml cannot be read"):
-        work_out(load_scenario(tmp_path / "swarm.toml"))
+    with pytest.raises(UserError, match=r"big\.toml cannot be read"):
+        build_setup(load_scenario(tmp_path / "swarm.toml"))
 
 
 def test_every_kind_of_fault_is_read() -> None:
@@ -170,7 +170,7 @@ def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
     (tmp_path / "swarm.toml").write_text(
         "[swarm]\nrun = 'run.toml'\nrounds = 9\nreplicas = 5\n[devices]\ntflops = 50.0\n"
     )
-    setting = work_out(load_scenario(tmp_path / "swarm.toml"))
+    setting = build_setup(load_scenario(tmp_path / "swarm.toml"))
     run = setting.run
     assert (run.outer.inner_steps_per_round, run.outer.late_inner_steps_per_round) == (10, 50)
     assert run.inner.steps == pytest.approx(9 * mean_steps_per_round(run.outer), abs=2)
@@ -191,7 +191,7 @@ def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
 
 
 def test_without_a_run_file_the_scenario_says_what_things_cost() -> None:
-    setting = work_out(
+    setting = build_setup(
         decode_scenario(
             SMALL + "[network]\nup_mbit_per_s = 8.0\nmicrobatch_bytes = 1000\n[devices]\nforward_s = 0.5\n", "x"
         )
@@ -221,7 +221,7 @@ def test_what_a_scenario_says_of_rounds_and_windows_is_the_runs(swarm: SwarmConf
     scenario = Scenario(swarm=swarm)
     text = scenario_text(scenario)
     assert decode_scenario(text, "x") == scenario
-    run, usual = work_out(scenario).run, base(False)
+    run, usual = build_setup(scenario).run, base(False)
     for name in ("inner_steps_per_round", "late_inner_steps_per_round", "dynamic_steps", "codec", "momentum_period"):
         given_value = getattr(swarm, name)
         assert getattr(run.outer, name) == (getattr(usual.outer, name) if given_value is None else given_value)
@@ -238,18 +238,18 @@ def test_an_overlap_that_does_not_fit_a_run_files_late_rounds_is_refused(tmp_pat
     file.write_text(re.sub(r"(?m)^late_inner_steps_per_round.*\n", "", file.read_text()))
     file.write_text(file.read_text().replace("[outer]", "[outer]\nlate_inner_steps_per_round = 20"))
     swarm = SwarmConfig(run=str(file), inner_steps_per_round=60)
-    assert work_out(Scenario(swarm=swarm)).run.outer.overlap_steps < 20
-    with pytest.raises(Trouble, match=r"overlap_steps = 30"):
-        work_out(Scenario(swarm=structs.replace(swarm, overlap_steps=30)))
+    assert build_setup(Scenario(swarm=swarm)).run.outer.overlap_steps < 20
+    with pytest.raises(UserError, match=r"overlap_steps = 30"):
+        build_setup(Scenario(swarm=structs.replace(swarm, overlap_steps=30)))
 
 
 def test_without_deadlines_nothing_is_bounded_by_time() -> None:
-    setting = work_out(Scenario(swarm=SwarmConfig(impatient=False)))
+    setting = build_setup(Scenario(swarm=SwarmConfig(impatient=False)))
     assert setting.run.pipeline.budget_s == FOREVER_S
 
 
 def test_a_run_that_no_swarm_could_train_is_refused() -> None:
-    with pytest.raises(Trouble, match="inner_steps_per_round"):
-        work_out(Scenario(swarm=SwarmConfig(inner_steps_per_round=10**9)))
-    with pytest.raises(Trouble, match="peers"):
-        work_out(Scenario(swarm=SwarmConfig(stages=2, replicas=60_000)))
+    with pytest.raises(UserError, match="inner_steps_per_round"):
+        build_setup(Scenario(swarm=SwarmConfig(inner_steps_per_round=10**9)))
+    with pytest.raises(UserError, match="peers"):
+        build_setup(Scenario(swarm=SwarmConfig(stages=2, replicas=60_000)))

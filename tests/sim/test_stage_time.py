@@ -12,13 +12,13 @@ from msgspec import json
 
 from noloco_node.journal import events
 from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.peer import Life, SimulatedPeer
+from noloco_node.sim.peer import PeerLife, SimulatedPeer
 from noloco_node.sim.report import collector, stage_time
-from noloco_node.sim.report.collector import Tally
+from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import Report, make_report
-from noloco_node.sim.report.stage_time import Stint, Stints
+from noloco_node.sim.report.stage_time import StageTime, StageTimes
 from noloco_node.sim.scenario.scenario import decode_scenario
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import World, simulate
 
 HOURLY = """
@@ -65,10 +65,10 @@ class Seen:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self.lives = Lives()
-        self.report: Report = simulate(work_out(decode_scenario(HOURLY, "x")), self._watch, self._finish)
+        self.report: Report = simulate(build_setup(decode_scenario(HOURLY, "x")), self._watch, self._finish)
 
     def _watch(self, world: World) -> list[Any]:
-        self.tally = Tally(world)
+        self.tally = EventCollector(world)
         return [self.tally, self.lives]
 
     def _finish(self, world: World) -> Report:
@@ -137,13 +137,13 @@ def test_a_few_looks_that_count_for_more_divide_the_time_alike(seen: Seen, monke
 
 
 def test_garbage_is_collected_once_in_many_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    stints, count = Stints(1), 2 * stage_time.FORGOTTEN + 1
+    stints, count = StageTimes(1), 2 * stage_time.FORGOTTEN + 1
     collected: list[float] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(stints.seconds(0.0)[0][0]))
     peer = SimulatedPeer.__new__(SimulatedPeer)
-    peer.lives, device = [Life(0)], VirtualDevice()
+    peer.lives, device = [PeerLife(0)], VirtualDevice()
     for _ in range(count):
-        over = Stint(peer=peer, life=Life(1), device=device, stage=0, begun_s=0.0, ended_s=2.0, busy_s=1.0)
+        over = StageTime(peer=peer, life=PeerLife(1), device=device, stage=0, begun_s=0.0, ended_s=2.0, busy_s=1.0)
         stints.open[over] = None
         stints.settle(2.0 + stage_time.SETTLED_S / 2)
         assert over in stints.open

@@ -11,11 +11,11 @@ from itertools import pairwise
 import pytest
 
 from noloco_node.journal import events
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import decode_scenario
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.stall import LEAST_S, patience_s
 from noloco_node.sim.world import World, simulate
 
@@ -61,7 +61,9 @@ def seen(text: str, rounds: int = 8, refresh_s: float = 2.0) -> tuple[Record, st
         records.append(Record(world))
         return records
 
-    setting = work_out(decode_scenario(SWARM.format(rounds=rounds, refresh_s=refresh_s) + text, "the test's scenario"))
+    setting = build_setup(
+        decode_scenario(SWARM.format(rounds=rounds, refresh_s=refresh_s) + text, "the test's scenario")
+    )
     digest = simulate(setting, watch, lambda world: world.digest())
     assert all(life.wrong == [] for peer in records[0].world.peers.values() for life in peer.lives)
     assert records[0].world.hub.failures == []
@@ -233,7 +235,7 @@ def test_of_faults_that_overlap_the_last_to_end_ends_them(
         moments.append(Moments(world, ask))
         return moments
 
-    simulate(work_out(decode_scenario(SWARM.format(rounds=100, refresh_s=2.0) + text, "x")), watch, lambda _: None)
+    simulate(build_setup(decode_scenario(SWARM.format(rounds=100, refresh_s=2.0) + text, "x")), watch, lambda _: None)
     assert moments[0].during(0.0, 5.0) == {False}
     assert moments[0].during(5.0, 66.0) == {True}
     assert moments[0].during(66.0, 90.0) == {False}
@@ -254,7 +256,7 @@ def test_storms_add_up_and_a_second_partition_takes_the_place_of_the_first() -> 
         moments.append(Moments(world, ask))
         return moments
 
-    simulate(work_out(decode_scenario(SWARM.format(rounds=100, refresh_s=2.0) + text, "x")), watch, lambda _: None)
+    simulate(build_setup(decode_scenario(SWARM.format(rounds=100, refresh_s=2.0) + text, "x")), watch, lambda _: None)
     expected = {
         (5.0, 10.0): (0.01, 0.0, False, False),
         (10.0, 15.0): (0.03, 0.1, False, False),
@@ -340,7 +342,7 @@ def test_a_slow_swarm_does_not_stand_still(text: str) -> None:
 
 
 def test_patience_covers_slow_lines() -> None:
-    settings = [work_out(decode_scenario(f"[network]\nup_mbit_per_s = {rate}\n", "x")) for rate in (100.0, 0.008)]
+    settings = [build_setup(decode_scenario(f"[network]\nup_mbit_per_s = {rate}\n", "x")) for rate in (100.0, 0.008)]
     # At a kilobyte a second a whole state of 16 megabytes takes hours.
     assert patience_s(settings[0]) == LEAST_S
     assert patience_s(settings[1]) > 4 * 2**22 / 1000.0
@@ -368,4 +370,4 @@ def test_peers_that_only_dial_are_spread_over_the_stages() -> None:
     assert len(only) == 2
     assert {name[:2] for name in only} == {"s0", "s1"}
     states = [event for _, _, event in record.events if isinstance(event, events.StateChanged)]
-    assert {event.state for event in states} >= {State.JOINING, State.TRAINING}
+    assert {event.state for event in states} >= {PeerState.JOINING, PeerState.TRAINING}

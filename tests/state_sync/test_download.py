@@ -19,26 +19,26 @@ from toy_gossip import at_once
 
 from benchmarks.robustness.kill_download import kill_many
 from gossip.exchange.messages import Parts, ReplicaState
-from gossip.transfer.donor import Donor, Terms
+from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.journal import events as journal_events
-from noloco_node.machine.interface import Stage, Voice
-from noloco_node.run.peer_state import State
+from noloco_node.machine.interface import Reporter, StageModel
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.state_sync.download import (
     COPY_AGAIN_S,
     LONGEST_PAUSE_S,
-    Copying,
-    Line,
+    DownloadLink,
+    StateDownload,
     pause_s,
     progress_line,
     waiting_line,
 )
-from noloco_node.storage.partial_download import Partial
-from noloco_node.swarm.membership import Presence
+from noloco_node.storage.partial_download import PartialDownloadFile
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.terminal import Bar, say
 from noloco_node.units import duration
@@ -58,7 +58,7 @@ class Newcomers:
     """A world of donors of stage 1, and newcomers that come and go."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self.hub = Hub()
+        self.hub = SimNetwork()
         self.directory = directory
         self.events: list[journal_events.Event] = []
         self.said: list[str] = []
@@ -73,23 +73,27 @@ class Newcomers:
         async def provide(parts: Parts) -> ReplicaState:
             return of_parts(whole, parts)
 
-        donor = Donor(provide, at_once, SHAPES, Terms(deadline_s=600.0, piece_s=60.0))
+        donor = Donor(provide, at_once, SHAPES, DonorLimits(deadline_s=600.0, piece_s=60.0))
         await self.hub.network(name).serve(topic(STATE, 1), state_schema(SHAPES), donor.serve)
 
-    def newcomer(self, down_bytes_per_s: float = RATE) -> Copying:
+    def newcomer(self, down_bytes_per_s: float = RATE) -> StateDownload:
         network = self.hub.network("new", Access(down_bytes_per_s=down_bytes_per_s))
-        voice = Voice(record=self.events.append, say=self.said.append, draw=self.draw)
+        reporter = Reporter(record=self.events.append, say=self.said.append, draw=self.draw)
         keep = None
         if self.directory is not None:
-            keep = Partial(self.directory, "run", 1, TOTAL_BYTES // 4, self.said.append)
-        return Copying(1, cast(Stage, Shapes()), Line(network, VirtualDevice(), 300.0), voice, keep)
+            keep = PartialDownloadFile(self.directory, "run", 1, TOTAL_BYTES // 4, self.said.append)
+        return StateDownload(
+            1, cast(StageModel, Shapes()), DownloadLink(network, VirtualDevice(), 300.0), reporter, keep
+        )
 
     def told(self, what: str) -> list[journal_events.CatchUp]:
         return [event for event in self.events if isinstance(event, journal_events.CatchUp) and event.what == what]
 
 
 def listed(*names: str, round: int = 6, progress: float = 0.25) -> Callable[[], tuple[PeerRecord, ...]]:
-    records = [PeerRecord(peer=name, stage=1, state=State.TRAINING, round=round, progress=progress) for name in names]
+    records = [
+        PeerRecord(peer=name, stage=1, state=PeerState.TRAINING, round=round, progress=progress) for name in names
+    ]
     return lambda: tuple(records)
 
 
@@ -288,7 +292,7 @@ JOB_S = 0.3
 """Of a device's job: a swarm that is slow is cheap to watch."""
 
 
-async def swarm(hub: Hub, replicas: int) -> list[Peer]:
+async def swarm(hub: SimNetwork, replicas: int) -> list[Peer]:
     """A run of two stages, past its first rounds; nobody hurries at its end."""
     what = recipe(replicas=3, steps=4000, per_round=4)
     peers = [Peer(hub, what, "peer-source", 0, JOB_S)]
@@ -304,7 +308,7 @@ async def end(*peers: Peer) -> None:
         await asyncio.gather(*[peer.task for peer in peers])
 
 
-async def crash(hub: Hub, peer: Peer) -> None:
+async def crash(hub: SimNetwork, peer: Peer) -> None:
     hub.kill(peer.name)
     peer.task.cancel()
     await asyncio.wait([peer.task])
@@ -321,11 +325,11 @@ def caught_up(peer: Peer) -> bool:
 def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then(tmp_path: Path, seed: int) -> None:
     rng = Random(seed)
 
-    def keep(number: int, size: int) -> Partial:
-        return Partial(tmp_path, "run", number, size, lambda _: None)
+    def keep(number: int, size: int) -> PartialDownloadFile:
+        return PartialDownloadFile(tmp_path, "run", number, size, lambda _: None)
 
     async def main() -> None:
-        hub = Hub()
+        hub = SimNetwork()
         hub.set_access("peer-late", SLOW_LINE)
         peers = await swarm(hub, 1)
         what = recipe(replicas=3, steps=4000, per_round=4)
@@ -353,7 +357,7 @@ def test_a_node_whose_donor_dies_goes_on_with_another(seed: int) -> None:
     rng = Random(seed)
 
     async def main() -> None:
-        hub = Hub()
+        hub = SimNetwork()
         hub.set_access("peer-late", SLOW_LINE)
         source, *old = await swarm(hub, 2)
         late = Peer(hub, recipe(replicas=3, steps=4000, per_round=4), "peer-late", 1, JOB_S)
@@ -376,10 +380,10 @@ def test_a_node_whose_donor_dies_goes_on_with_another(seed: int) -> None:
 
 def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> None:
     async def main() -> None:
-        hub = Hub()
+        hub = SimNetwork()
         peers = await swarm(hub, 1)
         hub.set_access("peer-old0", Access(dials_only=True))
-        watch = Presence(hub.network("watch"), recipe(replicas=3, steps=4000, per_round=4).digest, 2)
+        watch = Membership(hub.network("watch"), recipe(replicas=3, steps=4000, per_round=4).digest, 2)
         late = Peer(hub, recipe(replicas=3, steps=4000, per_round=4), "peer-late", 1, JOB_S)
         await asyncio.sleep(300)
         lines = [line for line in late.said if "waiting for a replica of stage 1" in line]
@@ -389,7 +393,7 @@ def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> None:
         roster = await watch.peek()
         (record,) = [record for record in roster.stage(1) if record.peer == "peer-late"]
         assert record.waiting == "a replica of stage 1 that gives its state"
-        assert record.state is State.CATCHING_UP
+        assert record.state is PeerState.CATCHING_UP
         hub.set_access("peer-old0", Access())
         await until(lambda: bool(late.of(journal_events.Started)))
         await end(late, *peers)
@@ -399,7 +403,7 @@ def test_a_newcomer_that_can_dial_nobody_says_so_and_keeps_trying() -> None:
 
 def test_a_node_that_was_away_for_long_fetches_what_differs() -> None:
     async def main() -> list[Any]:
-        hub = Hub()
+        hub = SimNetwork()
         what = recipe(replicas=3, steps=4000, per_round=4)
         peers = await swarm(hub, 2)
         gone = peers.pop()

@@ -24,33 +24,33 @@ from real_nodes import RealNodes
 from gossip.exchange.messages import Manifest, Parts, StateRequest
 from gossip.rule.staleness import ROUND_BOUND
 from noloco_node.journal import events as journal_events
-from noloco_node.machine.interface import Voice
-from noloco_node.node.node import Wishes
-from noloco_node.run.peer_state import State
+from noloco_node.machine.interface import Reporter
+from noloco_node.node.node import NodeOptions
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.scenario.scenario import decode_scenario
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.state_sync import snapshot_keeper
-from noloco_node.state_sync.manifests import SNAPSHOT, Subject, outlines
-from noloco_node.state_sync.replica_mean import Standing
+from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests
+from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.state_sync.snapshot_choice import (
     ATTEMPTS,
     MOST_TIMES,
     NORM_FACTOR,
-    Reached,
+    RunReach,
     asks_again,
     donors,
-    kept_word,
     reached,
+    verify_snapshot,
 )
 from noloco_node.state_sync.snapshot_keeper import next_stage, possible
 from noloco_node.storage.checkpoint import Checkpoint, Counters
-from noloco_node.storage.snapshot_store import KEPT, DirectoryStore
+from noloco_node.storage.snapshot_store import KEPT, SnapshotDirectory
 from noloco_node.swarm.peer_records import CLOCK_S
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.tasks import running
+from noloco_node.tasks import background
 
 # What is decided.
 
@@ -91,8 +91,8 @@ def test_nobody_claims_a_round_that_no_snapshot_would_ever_pass(honest: list[int
     assert possible([], every) == []
 
 
-def offer(peer: str, round: int, norm: float = 1.0) -> Standing:
-    return Standing(peer=peer, round=round, inner_steps=10 * round, progress=0.5, norm=norm)
+def offer(peer: str, round: int, norm: float = 1.0) -> ReplicaSummary:
+    return ReplicaSummary(peer=peer, round=round, inner_steps=10 * round, progress=0.5, norm=norm)
 
 
 @given(
@@ -103,7 +103,7 @@ def offer(peer: str, round: int, norm: float = 1.0) -> Standing:
 def test_the_newest_possible_snapshot_is_asked_for_first_and_only_if_it_is_newer_than_ours(
     rounds: list[int], own: int | None, latest: int
 ) -> None:
-    order = donors(own, [offer(f"peer-{n}", round) for n, round in enumerate(rounds)], Reached(latest, 0.5))
+    order = donors(own, [offer(f"peer-{n}", round) for n, round in enumerate(rounds)], RunReach(latest, 0.5))
     asked = [rounds[int(peer.removeprefix("peer-"))] for peer in order]
     assert asked == sorted(asked, reverse=True)
     believed = [round for round in rounds if round <= MOST_TIMES * (latest + ROUND_BOUND)]
@@ -113,12 +113,12 @@ def test_the_newest_possible_snapshot_is_asked_for_first_and_only_if_it_is_newer
 @given(st.integers(5, 10), st.integers(0, 10))
 def test_a_stage_of_few_replicas_may_be_many_rounds_further_and_newcomers_do_not_count(rounds: int, new: int) -> None:
     """The stage with the fewest replicas takes most steps, and is the one that dies."""
-    trained = PeerRecord(peer="a", stage=0, state=State.TRAINING, round=rounds, progress=0.5)
-    joining = [PeerRecord(peer=f"new-{n}", stage=0, state=State.CATCHING_UP) for n in range(new)]
+    trained = PeerRecord(peer="a", stage=0, state=PeerState.TRAINING, round=rounds, progress=0.5)
+    joining = [PeerRecord(peer=f"new-{n}", stage=0, state=PeerState.CATCHING_UP) for n in range(new)]
     run = reached(Roster(stages=((trained, *joining), ())))
-    assert run == Reached(rounds, 0.5)
+    assert run == RunReach(rounds, 0.5)
     assert donors(None, [offer("keeper", 5 * rounds)], run) == ("keeper",)
-    assert donors(None, [offer("liar", 5 * rounds)], Reached(rounds, 0.2)) == ()
+    assert donors(None, [offer("liar", 5 * rounds)], RunReach(rounds, 0.2)) == ()
 
 
 @given(
@@ -127,8 +127,8 @@ def test_a_stage_of_few_replicas_may_be_many_rounds_further_and_newcomers_do_not
 )
 def test_an_outlier_among_three_or_more_is_passed_over(honest: list[float], lie: float) -> None:
     offers = [*(offer(f"peer-{n}", 10, norm) for n, norm in enumerate(honest)), offer("liar", 12, lie)]
-    assert "liar" not in donors(None, offers, Reached(20, 0.5))
-    assert len(donors(None, offers, Reached(20, 0.5))) == len(honest)
+    assert "liar" not in donors(None, offers, RunReach(20, 0.5))
+    assert len(donors(None, offers, RunReach(20, 0.5))) == len(honest)
 
 
 @given(st.booleans(), st.booleans(), st.integers(0, 100))
@@ -151,7 +151,7 @@ def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, mo
         return Checkpoint(counters, {"slow": (torch.full((4,), float(round)),)})
 
     async def main() -> None:
-        store = DirectoryStore(tmp_path / "snapshots", "run")
+        store = SnapshotDirectory(tmp_path / "snapshots", "run")
         assert await store.newest(0) is None
         for round in (1, 2, 3):
             for stage in (0, 1):
@@ -176,7 +176,7 @@ def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, mo
 
 def test_a_stage_that_lost_all_its_replicas_comes_back_from_a_snapshot() -> None:
     async def main() -> tuple[Memory, Peer, Peer]:
-        hub, what, store = Hub(), recipe(replicas=2, steps=4000, per_round=3), Memory()
+        hub, what, store = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3), Memory()
         keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
         rest = [Peer(hub, what, name, stage, job_s=0.3) for name, stage in (("a0", 0), ("a1", 1), ("b1", 1))]
         await until(lambda: len(store.kept.get(1, [])) >= 2)
@@ -227,7 +227,7 @@ def test_a_stage_comes_back_from_a_snapshot_over_real_daemons(monkeypatch: pytes
     Devices are slow: at a hundred rounds a second no norm would be what it was a moment ago.
     """
     monkeypatch.setattr(snapshot_keeper, "LOOK_S", 1.0)
-    setting = work_out(decode_scenario(REAL, "the test's scenario"))
+    setting = build_setup(decode_scenario(REAL, "the test's scenario"))
 
     async def main() -> tuple[Memory, Checkpoint, list[journal_events.Event], list[str]]:
         store, said = Memory(), list[str]()
@@ -237,9 +237,9 @@ def test_a_stage_comes_back_from_a_snapshot_over_real_daemons(monkeypatch: pytes
         async with RealNodes(setting) as nodes:
 
             async def start(number: int, stage: int, kept: Memory | None = None) -> None:
-                wishes = Wishes(stage=stage, refresh_s=0.15, keep_snapshots=2 if kept else 0)
-                voice = Voice(record=partial(heard, number), say=said.append)
-                await nodes.start(wishes, voice, leaves[number], forward_s=0.02, snapshots=kept)
+                wishes = NodeOptions(stage=stage, refresh_s=0.15, keep_snapshots=2 if kept else 0)
+                reporter = Reporter(record=partial(heard, number), say=said.append)
+                await nodes.start(wishes, reporter, leaves[number], forward_s=0.02, snapshots=kept)
 
             def heard(number: int, event: journal_events.Event) -> None:
                 events[number].append(event)
@@ -272,12 +272,12 @@ def test_a_stage_comes_back_from_a_snapshot_over_real_daemons(monkeypatch: pytes
     first = next(event for event in events if isinstance(event, journal_events.InnerStep))
     assert first.step == last.counters.inner_steps + 1
     assert 0 not in store.kept
-    assert not any(isinstance(event, journal_events.Violation) for event in events)
+    assert not any(isinstance(event, journal_events.PeerViolation) for event in events)
 
 
 def test_without_a_snapshot_it_is_said_loudly_and_a_returning_checkpoint_is_better() -> None:
     async def main() -> tuple[Peer, Peer]:
-        hub, what = Hub(), recipe(replicas=1, steps=4000, per_round=3)
+        hub, what = SimNetwork(), recipe(replicas=1, steps=4000, per_round=3)
         source, old = Peer(hub, what, "source", 0, job_s=0.3), Peer(hub, what, "old", 1, job_s=0.3)
         await until(lambda: old.saved is not None and old.saved.counters.round >= 2)
         saved = old.saved
@@ -302,7 +302,7 @@ def test_without_a_snapshot_it_is_said_loudly_and_a_returning_checkpoint_is_bett
 
 
 def test_who_offered_one_snapshot_and_gives_another_is_refused() -> None:
-    objection = kept_word([offer("peer", 40, 2.0)], Reached(0, 0.5))
+    objection = verify_snapshot([offer("peer", 40, 2.0)], RunReach(0, 0.5))
 
     def refused(round: int, norm: float) -> bool:
         counters = {"inner_steps": 0, "progress": 0.5, "optimiser_steps": 0, "meetings": 0, "last_met": 0}
@@ -317,7 +317,7 @@ def test_who_offered_one_snapshot_and_gives_another_is_refused() -> None:
 
 def test_a_full_disk_costs_the_snapshot_and_nothing_else() -> None:
     async def main() -> tuple[Peer, Memory]:
-        hub, what, store = Hub(), recipe(replicas=1, steps=4000, per_round=3), Memory()
+        hub, what, store = SimNetwork(), recipe(replicas=1, steps=4000, per_round=3), Memory()
         store.refuses = True
         keeper, other = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store), Peer(hub, what, "other", 1, job_s=0.3)
         await until(lambda: any("no snapshot of stage 1 this time" in line for line in keeper.said))
@@ -333,7 +333,7 @@ def test_a_full_disk_costs_the_snapshot_and_nothing_else() -> None:
 
 def test_a_stage_that_died_is_served_though_a_stranger_keeps_another_one_busy() -> None:
     async def main() -> Peer:
-        hub, what, store = Hub(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
+        hub, what, store = SimNetwork(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
         keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
         others = [Peer(hub, what, f"other-{stage}", stage, job_s=0.3) for stage in (1, 2)]
         await until(lambda: {1, 2} <= store.kept.keys())
@@ -346,7 +346,7 @@ def test_a_stage_that_died_is_served_though_a_stranger_keeps_another_one_busy() 
                     await conversation.receive()
                     await asyncio.sleep(20.0)
 
-        async with running(hog()):
+        async with background(hog()):
             await killed(hub, [others[1]])
             await until(lambda: forgotten(keeper, 2))
             back = Peer(hub, what, "back", 2, job_s=0.3)
@@ -362,14 +362,14 @@ def test_what_a_stranger_asks_for_is_bounded() -> None:
     """Of the stages that live one at a time is served, and nobody gets more than slow weights."""
 
     async def main() -> None:
-        hub, what, store = Hub(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
+        hub, what, store = SimNetwork(), recipe(stages=3, replicas=1, steps=4000, per_round=3), Memory()
         keeper = Peer(hub, what, "keeper", 0, job_s=0.3, snapshots=store)
         others = [Peer(hub, what, f"other-{stage}", stage, job_s=0.3) for stage in (1, 2)]
         await until(lambda: {1, 2} <= store.kept.keys())
         await asyncio.sleep(1.0)
         shapes = [tuple(each.values()) for each in keeper.plan.shapes]
         stranger, reads = hub.network("stranger"), store.reads
-        told = await outlines(stranger, ["keeper", "other-1", "nobody"], Subject(1, shapes[1], SNAPSHOT))
+        told = await ask_manifests(stranger, ["keeper", "other-1", "nobody"], WeightsOf(1, shapes[1], SNAPSHOT))
         assert list(told.manifests) == ["keeper"]
         assert told.manifests["keeper"].round == store.kept[1][-1].counters.round
         norm = math.hypot(*(float(torch.linalg.vector_norm(each)) for each in store.kept[1][-1].tensors["slow"]))
@@ -389,9 +389,9 @@ def test_what_a_stranger_asks_for_is_bounded() -> None:
             await ask(1, Parts.ALL)
         with pytest.raises(ConnectionError):
             await ask(0, Parts.OUTLINE)
-        assert keeper.node.roster.stage(2)[0].state is State.TRAINING
-        assert (await outlines(stranger, ["keeper"], Subject(2, shapes[2], SNAPSHOT))).busy == 1
-        told = await outlines(stranger, ["other-1"], Subject(1, shapes[1], STATE))
+        assert keeper.node.roster.stage(2)[0].state is PeerState.TRAINING
+        assert (await ask_manifests(stranger, ["keeper"], WeightsOf(2, shapes[2], SNAPSHOT))).busy == 1
+        told = await ask_manifests(stranger, ["other-1"], WeightsOf(1, shapes[1], STATE))
         assert told.manifests.keys() == {"other-1"}
         await over([keeper, *others])
 

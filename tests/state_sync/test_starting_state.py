@@ -16,23 +16,23 @@ from toy_gossip import Toy, World
 
 from gossip.exchange.formats import Format
 from gossip.exchange.messages import Implausible, Manifest, Parts, Piece, ReplicaState
-from gossip.interface import Origin, Settings
+from gossip.interface import Origin, RoundSettings
 from gossip.rule.delayed_momentum import Delay
 from gossip.rule.outer_step import Outer, OuterState
 from gossip.transfer.chunks import cut, listed
-from gossip.transfer.download import Wanted, check_state
-from noloco_node.errors import Trouble
+from gossip.transfer.download import StateWanted, check_state
+from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
-from noloco_node.node.replica_context import Post, round_settings
+from noloco_node.node.replica_context import ReplicaConfig, round_settings
 from noloco_node.run.config import OuterConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import state_schema
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run as simulated
-from noloco_node.sim.hardware.quadratic_model import SIZE, Bowl
-from noloco_node.state_sync.starting_state import copied, goes_on, restored, started
+from noloco_node.sim.hardware.quadratic_model import SIZE, QuadraticModel
+from noloco_node.state_sync.starting_state import from_checkpoint, from_donor, is_recent_enough, started
 from noloco_node.storage.checkpoint import Checkpoint, Counters, load_latest, save
 
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
@@ -54,7 +54,7 @@ MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_l
     ],
 )
 def test_contradictory_settings_are_refused_with_the_reason(lines: str, field: str, why: str) -> None:
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         decode_run(f"{MODEL}[outer]\n{lines}\n", "run.toml")
     assert field in str(caught.value)
     assert why in str(caught.value)
@@ -65,7 +65,7 @@ def test_contradictory_settings_are_refused_with_the_reason(lines: str, field: s
 def test_settings_reach_the_rounds(period: int, share: float, codec: Format) -> None:
     lines = f"momentum_period = {period}\nmomentum_spread = {share / period!r}\ncodec = '{codec}'\ngamma = 0.3\n"
     run = decode_run(f"{MODEL}[outer]\nalpha = 0.3\n{lines}staleness_at_most = 7\n", "run.toml")
-    settings = round_settings(Post(run=run, run_id="run", stage=0, peer="a"), 1000)
+    settings = round_settings(ReplicaConfig(run=run, run_id="run", stage=0, peer="a"), 1000)
     assert settings.delay == Delay(period, share / period)
     assert settings.codec is codec
     assert settings.staleness_at_most == 7
@@ -73,7 +73,7 @@ def test_settings_reach_the_rounds(period: int, share: float, codec: Format) -> 
 
 def test_a_run_file_without_a_period_means_a_momentum_that_moves_in_every_round() -> None:
     run = decode_run(MODEL, "run.toml")
-    settings = round_settings(Post(run=run, run_id="run", stage=0, peer="a"), 1000)
+    settings = round_settings(ReplicaConfig(run=run, run_id="run", stage=0, peer="a"), 1000)
     assert settings.delay == Delay(1, 0.0)
 
 
@@ -115,8 +115,8 @@ def same(one: OuterState, other: OuterState) -> bool:
 
 
 def test_a_newcomer_is_where_its_donor_is() -> None:
-    bowl, donor = Bowl(0), state_of_donor()
-    origin = copied(bowl, donor).origin
+    bowl, donor = QuadraticModel(0), state_of_donor()
+    origin = from_donor(bowl, donor).origin
     assert same(origin.state, OuterState(donor.slow, donor.momentum, donor.gathered, 2))
     assert (origin.rounds, origin.inner_steps, origin.last_met) == (4, 80, 3)
 
@@ -140,7 +140,7 @@ def test_a_checkpoint_keeps_the_momentum_period_and_the_last_meeting(tmp_path: P
     save(tmp_path, Checkpoint(counters, tensors))
     loaded = load_latest(tmp_path, "run")
     assert loaded is not None
-    origin = restored(Bowl(0), loaded).origin
+    origin = from_checkpoint(QuadraticModel(0), loaded).origin
     assert same(origin.state, OuterState(drawn(1), drawn(2), gathered, meetings))
     assert origin.last_met == 3
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_keeps_the_momentum_period_and_the_last_meeting(tmp_path: P
 def test_a_checkpoint_from_before_starts_a_period_and_is_not_stale() -> None:
     counters = Counters(run_id="run", stage=0, round=4, inner_steps=80, progress=0.5, samples=1, optimiser_steps=80)
     tensors = {"slow": drawn(1), "momentum": drawn(2), "fast": drawn(4), "optimiser": (drawn(5)[0], drawn(6)[0])}
-    origin = restored(Bowl(0), Checkpoint(counters, tensors)).origin
+    origin = from_checkpoint(QuadraticModel(0), Checkpoint(counters, tensors)).origin
     assert (origin.state.gathered, origin.state.meetings, origin.last_met) == ((), 0, 4)
 
 
@@ -159,16 +159,18 @@ def checkpoint(fast: tuple[Tensor, ...]) -> Checkpoint:
 
 
 def test_a_checkpoint_from_between_two_rounds_says_that_its_slow_weights_lack_steps() -> None:
-    assert restored(Bowl(0), checkpoint(drawn(1))).origin.gathered
-    assert not restored(Bowl(0), checkpoint(drawn(4))).origin.gathered
-    assert copied(Bowl(0), state_of_donor()).origin.gathered
+    assert from_checkpoint(QuadraticModel(0), checkpoint(drawn(1))).origin.gathered
+    assert not from_checkpoint(QuadraticModel(0), checkpoint(drawn(4))).origin.gathered
+    assert from_donor(QuadraticModel(0), state_of_donor()).origin.gathered
 
 
 @pytest.mark.parametrize("gathered", [True, False])
 def test_work_of_an_earlier_life_is_not_lost_where_the_run_ends_before_another_step(gathered: bool) -> None:
     async def main() -> Toy:
         state = OuterState((torch.full((4,), 20.0),), (torch.zeros(4),))
-        toy = Toy(World(), "a", Settings(seed=1, outer=Outer(0.5, 0.7, 0.7)), origin=Origin(state, 3, 80, 3, gathered))
+        toy = Toy(
+            World(), "a", RoundSettings(seed=1, outer=Outer(0.5, 0.7, 0.7)), origin=Origin(state, 3, 80, 3, gathered)
+        )
         toy.fast = torch.full((4,), 20.0 if gathered else 12.0)
         await toy.rounds.between_steps(80, 1.0)
         await toy.rounds.last_round(10.0)
@@ -183,13 +185,13 @@ def test_work_of_an_earlier_life_is_not_lost_where_the_run_ends_before_another_s
 @given(st.integers(0, 100), st.lists(st.integers(0, 100), min_size=1, max_size=7), st.integers(1, 20))
 def test_a_checkpoint_will_do_if_it_is_a_few_rounds_behind_at_most(own: int, rounds: list[int], stale: int) -> None:
     middle = sorted(rounds)[(len(rounds) - 1) // 2]
-    assert goes_on(own, rounds, stale) == (middle - own <= min(4, stale))
+    assert is_recent_enough(own, rounds, stale) == (middle - own <= min(4, stale))
 
 
 @settings(deadline=None)
 @given(st.integers(3, 100), st.lists(st.integers(0, 100), min_size=1, max_size=7))
 def test_a_newcomer_starts_where_its_stage_is_and_never_met_anybody_later(round: int, rounds: list[int]) -> None:
-    beginning = started(copied(Bowl(0), state_of_donor(round=round)), rounds, 0.7)
+    beginning = started(from_donor(QuadraticModel(0), state_of_donor(round=round)), rounds, 0.7)
     assert beginning.progress == 0.7
     assert beginning.origin.last_met <= beginning.origin.rounds
     assert beginning.origin.rounds >= sorted(rounds)[(len(rounds) - 1) // 2]
@@ -209,7 +211,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_donors_momentum_period_is_checked(what: str) -> None:
     like = (torch.empty(SIZE, device="meta"),)
-    wanted = Wanted(parts=Parts.ALL, like=like, deadline_s=1.0)
+    wanted = StateWanted(parts=Parts.ALL, like=like, deadline_s=1.0)
     check_state(state_of_donor(), wanted)
     check_state(state_of_donor(gathered=(), meetings=0), wanted)
     with pytest.raises(Implausible):
@@ -218,7 +220,7 @@ def test_a_donors_momentum_period_is_checked(what: str) -> None:
 
 def test_an_export_gets_no_momentum() -> None:
     like = (torch.empty(SIZE, device="meta"),)
-    wanted = Wanted(parts=Parts.SLOW, like=like, deadline_s=1.0)
+    wanted = StateWanted(parts=Parts.SLOW, like=like, deadline_s=1.0)
     check_state(state_of_donor(momentum=(), optimiser=(), gathered=(), meetings=0), wanted)
     with pytest.raises(Implausible):
         check_state(state_of_donor(momentum=(), optimiser=()), wanted)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from noloco_node.sim.clock import run
 from noloco_node.storage.checkpoint import Checkpoint, Counters
-from noloco_node.storage.checkpoint_writer import SHARE, Last, Saving, due
+from noloco_node.storage.checkpoint_writer import SHARE, CheckpointWriter, LastCheckpoint, checkpoint_due
 
 
 def checkpoint(round: int) -> Checkpoint:
@@ -28,11 +28,11 @@ def checkpoint(round: int) -> Checkpoint:
 def test_every_round_is_saved_as_far_as_the_share_of_time_goes(
     round_s: float, took_s: float, every_s: float, rounds: int
 ) -> None:
-    last, busy_s, saved = Last(0, 0.0, took_s), took_s, 0
+    last, busy_s, saved = LastCheckpoint(0, 0.0, took_s), took_s, 0
     for round in range(1, rounds + 1):
         now_s = took_s + round * round_s
-        if now_s >= last.ended_s and due(now_s, round, last, every_s):
-            last, busy_s, saved = Last(round, now_s + took_s, took_s), busy_s + took_s, saved + 1
+        if now_s >= last.ended_s and checkpoint_due(now_s, round, last, every_s):
+            last, busy_s, saved = LastCheckpoint(round, now_s + took_s, took_s), busy_s + took_s, saved + 1
     # The first interval begins with a write of its own.
     assert busy_s <= SHARE * max(last.ended_s, took_s) + took_s + 1e-6
     if took_s <= SHARE * round_s:
@@ -41,9 +41,9 @@ def test_every_round_is_saved_as_far_as_the_share_of_time_goes(
 
 @given(every_s=st.floats(1.0, 600.0), waited=st.floats(0.0, 3.0))
 def test_without_rounds_it_is_saved_now_and_then(every_s: float, waited: float) -> None:
-    assert due(waited * every_s, 7, Last(7, 0.0, 0.0), every_s) == (waited * every_s >= every_s)
+    assert checkpoint_due(waited * every_s, 7, LastCheckpoint(7, 0.0, 0.0), every_s) == (waited * every_s >= every_s)
     # A number that has fallen, in another stage, is another round.
-    assert due(1e-9, 3, Last(7, 0.0, 0.0), every_s)
+    assert checkpoint_due(1e-9, 3, LastCheckpoint(7, 0.0, 0.0), every_s)
 
 
 class Disk:
@@ -68,7 +68,7 @@ def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_agai
         said: list[str] = []
         states: list[str | None] = []
         disk = Disk(0.1)
-        saving = Saving(disk.save, said.append, every_s=60.0)
+        saving = CheckpointWriter(disk.save, said.append, every_s=60.0)
         writing = asyncio.create_task(saving.run())
         for round in range(1, 9):
             disk.refuses = 3 <= round <= 6
@@ -96,7 +96,7 @@ def test_the_last_one_waits_for_the_one_before_it_and_is_always_said() -> None:
     async def main() -> list[str]:
         said: list[str] = []
         disk = Disk(30.0)
-        saving = Saving(disk.save, said.append, every_s=60.0)
+        saving = CheckpointWriter(disk.save, said.append, every_s=60.0)
         writing = asyncio.create_task(saving.run())
         saving.begin(checkpoint(1))
         await asyncio.sleep(1.0)

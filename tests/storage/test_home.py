@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.storage import home as homes
 from noloco_node.storage.home import Home, holder
 
@@ -32,7 +32,7 @@ def test_a_home_is_made_for_its_owner_alone(tmp_path: Path) -> None:
 
 
 def test_a_second_node_is_told_who_holds_the_home(tmp_path: Path) -> None:
-    with Home.open(tmp_path), pytest.raises(Trouble) as caught:
+    with Home.open(tmp_path), pytest.raises(UserError) as caught:
         Home.open(tmp_path)
     assert caught.value.code is Exit.HOME_IN_USE
     assert f"process {os.getpid()}" in caught.value.why
@@ -43,7 +43,7 @@ def test_a_second_node_is_told_who_holds_the_home(tmp_path: Path) -> None:
 def test_a_holder_that_has_not_signed_yet_is_no_riddle(tmp_path: Path) -> None:
     with Home.open(tmp_path):
         (tmp_path / "lock").write_bytes(b"")
-        with pytest.raises(Trouble) as caught:
+        with pytest.raises(UserError) as caught:
             Home.open(tmp_path)
     assert "not signed" in caught.value.why
     assert holder(tmp_path) is None
@@ -54,7 +54,7 @@ def test_the_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> Non
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"held\n"
-        with pytest.raises(Trouble) as caught:
+        with pytest.raises(UserError) as caught:
             Home.open(tmp_path)
         assert f"process {child.pid}" in caught.value.why
         child.kill()
@@ -77,7 +77,7 @@ def test_a_child_of_the_holder_does_not_inherit_the_lock(tmp_path: Path) -> None
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         Home.open(tmp_path / "file" / "home")
     assert caught.value.code is Exit.STORAGE
     assert str(tmp_path / "file") in str(caught.value)
@@ -89,7 +89,7 @@ def test_a_full_disk_is_storage_trouble_and_leaves_no_lock(tmp_path: Path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(homes.os, "pwrite", full)
-        with pytest.raises(Trouble) as caught:
+        with pytest.raises(UserError) as caught:
             Home.open(tmp_path)
     assert caught.value.code is Exit.STORAGE
     assert "No space left" in caught.value.why
@@ -107,6 +107,6 @@ def test_a_run_file_that_cannot_be_written_is_trouble(tmp_path: Path) -> None:
         assert home.run_file.stat().st_ino == written, "what is there is not written again"
         home.run_file.unlink()
         home.run_file.mkdir()
-        with pytest.raises(Trouble) as caught:
+        with pytest.raises(UserError) as caught:
             home.keep_run_file("second")
     assert caught.value.code is Exit.STORAGE

@@ -18,19 +18,19 @@ from state_copies import LIKE, SHAPES, Giving, Listening, copy_from, same, state
 from toy_gossip import World
 
 from gossip.exchange.messages import ReplicaState, Section
-from gossip.transfer.assembly import Holding, Key
+from gossip.transfer.assembly import Key, StateAssembly
 from gossip.transfer.donor_slots import STREAMS
-from noloco_node.machine.interface import Stage, Voice
+from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.network.hub import Hub
-from noloco_node.state_sync.download import Copying, Line
+from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.state_sync.download import DownloadLink, StateDownload
 from noloco_node.storage.atomic_file import SPARE_BYTES
-from noloco_node.storage.partial_download import Partial
+from noloco_node.storage.partial_download import PartialDownloadFile
 
 SECTION_BYTES = sum(4 * tensor.numel() for tensor in LIKE)
 WHOLE = state()
-SILENT = Voice(record=lambda event: None, say=lambda line: None)
+SILENT = Reporter(record=lambda event: None, say=lambda line: None)
 
 
 class Shapes:
@@ -39,8 +39,10 @@ class Shapes:
     shapes = SHAPES
 
 
-def partial(directory: Path, run_id: str = "run", stage: int = 1, said: list[str] | None = None) -> Partial:
-    return Partial(directory, run_id, stage, SECTION_BYTES, said.append if said is not None else lambda _: None)
+def partial(directory: Path, run_id: str = "run", stage: int = 1, said: list[str] | None = None) -> PartialDownloadFile:
+    return PartialDownloadFile(
+        directory, run_id, stage, SECTION_BYTES, said.append if said is not None else lambda _: None
+    )
 
 
 def one_life(directory: Path, seconds: float, heard: Listening, whole: Any = WHOLE) -> bool:
@@ -52,7 +54,7 @@ def one_life(directory: Path, seconds: float, heard: Listening, whole: Any = WHO
         keep = partial(directory)
         try:
             async with asyncio.timeout(seconds):
-                found = await copy_from(world, ["donor"], Holding(LIKE, keep))
+                found = await copy_from(world, ["donor"], StateAssembly(LIKE, keep))
         except TimeoutError:
             return False
         assert same(found, whole)
@@ -67,7 +69,7 @@ def test_a_newcomer_killed_at_any_moment_goes_on_from_the_disk(tmp_path: Path, s
     rng, heard, lives = Random(seed), Listening(), 1
     while not one_life(tmp_path, rng.uniform(0.03, 0.3), heard):
         lives += 1
-    pieces = 4 * len(Holding(LIKE).spans)
+    pieces = 4 * len(StateAssembly(LIKE).spans)
     assert lives > 1
     assert heard.pieces["donor"] <= pieces + STREAMS * lives
     assert list(tmp_path.iterdir()) == []
@@ -87,7 +89,7 @@ def test_a_file_that_is_torn_or_damaged_costs_pieces_and_never_a_wrong_one(
     path.write_bytes(content[: int(share * len(content))])
     before = dict(heard.pieces)
     assert one_life(tmp_path, 60.0, heard)
-    pieces = 4 * len(Holding(LIKE).spans)
+    pieces = 4 * len(StateAssembly(LIKE).spans)
     assert heard.pieces["donor"] <= before["donor"] + pieces
 
 
@@ -116,7 +118,7 @@ def test_settled_parameters_that_the_disk_has_lost_are_fetched(tmp_path: Path) -
     run(main())
     first, second = heard.manifests
     partial(tmp_path).follow(first, frozenset({0}))
-    held = Holding(LIKE, partial(tmp_path))
+    held = StateAssembly(LIKE, partial(tmp_path))
     held.load()
     needed, followed = held.follow(second, "second")
     assert len(needed) == 4 * len(held.spans)
@@ -147,7 +149,7 @@ def test_a_disk_that_refuses_is_said_once_and_the_copy_goes_on(tmp_path: Path, m
     async def main() -> None:
         world = World()
         Giving(world, "donor", WHOLE)
-        assert same(await copy_from(world, ["donor"], Holding(LIKE, partial(tmp_path, said=said))), WHOLE)
+        assert same(await copy_from(world, ["donor"], StateAssembly(LIKE, partial(tmp_path, said=said))), WHOLE)
 
     run(main())
     assert len(said) == 1
@@ -167,7 +169,7 @@ def test_the_last_room_of_a_disk_is_left_to_others(tmp_path: Path, monkeypatch: 
     async def main() -> None:
         world = World()
         Giving(world, "donor", WHOLE)
-        assert same(await copy_from(world, ["donor"], Holding(LIKE, partial(tmp_path, said=said))), WHOLE)
+        assert same(await copy_from(world, ["donor"], StateAssembly(LIKE, partial(tmp_path, said=said))), WHOLE)
 
     run(main())
     assert len(said) == 1
@@ -176,7 +178,7 @@ def test_the_last_room_of_a_disk_is_left_to_others(tmp_path: Path, monkeypatch: 
 
 
 def test_the_file_is_bounded(tmp_path: Path) -> None:
-    keep = Partial(tmp_path, "run", 0, 0, lambda _: None)
+    keep = PartialDownloadFile(tmp_path, "run", 0, 0, lambda _: None)
     bound, piece = keep._most_bytes, torch.zeros(2**22, dtype=torch.uint8)
     for number in range(2 * bound // 2**22):
         keep.put(Key(Section.SLOW, number), b"0" * 32, piece)
@@ -196,8 +198,10 @@ def test_a_copy_that_is_cancelled_leaves_no_file_open(tmp_path: Path, seconds: f
     async def main() -> None:
         world = World()
         Giving(world, "donor", WHOLE)
-        hub, keep = Hub(), partial(tmp_path)
-        copying = Copying(1, cast(Stage, Shapes()), Line(hub.network("new"), VirtualDevice(), 300.0), SILENT, keep)
+        hub, keep = SimNetwork(), partial(tmp_path)
+        copying = StateDownload(
+            1, cast(StageModel, Shapes()), DownloadLink(hub.network("new"), VirtualDevice(), 300.0), SILENT, keep
+        )
         copying._converse = world.conversing("new")  # type: ignore[method-assign, assignment]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -209,6 +213,6 @@ def test_a_copy_that_is_cancelled_leaves_no_file_open(tmp_path: Path, seconds: f
         assert isinstance(found, ReplicaState)
         assert same(found, WHOLE)
         assert open_files(tmp_path) == []
-        assert len({key for key, _, _ in partial(tmp_path).pieces()}) == 4 * len(Holding(LIKE).spans)
+        assert len({key for key, _, _ in partial(tmp_path).pieces()}) == 4 * len(StateAssembly(LIKE).spans)
 
     run(main())

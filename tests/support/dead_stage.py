@@ -7,7 +7,7 @@ import asyncio
 from memory_swarms import Peer
 
 from noloco_node.export import replica_fetch
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import Roster
 
@@ -30,7 +30,7 @@ class Memory:
         return self.kept[stage][-1] if stage in self.kept else None
 
 
-async def killed(hub: Hub, peers: list[Peer]) -> None:
+async def killed(hub: SimNetwork, peers: list[Peer]) -> None:
     for peer in peers:
         hub.kill(peer.name)
         peer.task.cancel()

@@ -1,12 +1,12 @@
 """How long a test that waits for real processes and lines waits at most."""
 
-from noloco_node.libp2p.endpoint.settings import Patience
+from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 
 LAST_RESORT_S = 1800.0
 """Guards against waiting for ever, and nothing else: many times what the longest of these waits takes on a busy
 machine. A test waits for the event itself; nothing is measured by this."""
 
-PATIENT = Patience(
+PATIENT = TimeoutSettings(
     silence_s=LAST_RESORT_S,
     least_silence_s=LAST_RESORT_S,
     most_silence_s=LAST_RESORT_S,

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossip.transfer.assembly import Keep
+from gossip.transfer.assembly import ChunkStore
 from noloco_node.journal import events
-from noloco_node.machine.interface import Machine, SnapshotStore, Voice
-from noloco_node.node.node import Node, Wishes
-from noloco_node.planning.model_layout import Blueprint, blueprint, make_stage
+from noloco_node.machine.interface import Host, Reporter, SnapshotStore
+from noloco_node.node.node import Node, NodeOptions
+from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
 from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.hardware.memory_store import MemoryShelf
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.hardware.memory_store import MemoryStore
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.stage import Stage
 
 
@@ -33,7 +33,7 @@ def recipe(
     per_round: int = 5,
     architecture: str = "llama",
     extra: str = "",
-) -> Recipe:
+) -> RunFileText:
     """A run of a model small enough for a test."""
     sizes = {
         "llama": "vocab_size = 32\nhidden_size = 16\nintermediate_size = 24\nnum_hidden_layers = 3\n"
@@ -62,12 +62,12 @@ inner_steps_per_round = {per_round}
 overlap_steps = {min(2, per_round - 1)}
 {extra}
 """
-    return Recipe(text, "the test's run file")
+    return RunFileText(text, "the test's run file")
 
 
 @functools.cache
-def _plan(text: str) -> Blueprint:
-    return blueprint(Recipe(text, "the test's run file").run)
+def _plan(text: str) -> ModelLayout:
+    return model_layout(RunFileText(text, "the test's run file").run)
 
 
 class Text:
@@ -100,28 +100,28 @@ class Peer:
 
     def __init__(
         self,
-        hub: Hub,
-        recipe: Recipe,
+        hub: SimNetwork,
+        recipe: RunFileText,
         name: str,
         stage: int | None,
         job_s: float = 0.05,
         saved: Checkpoint | None = None,
         snapshots: SnapshotStore | None = None,
-        keep: Callable[[int, int], Keep] | None = None,
+        keep: Callable[[int, int], ChunkStore] | None = None,
         moves: bool = False,
     ) -> None:
         self.name, self.leave = name, asyncio.Event()
         self.events: list[events.Event] = []
         self.said: list[str] = []
         self.saved = saved
-        self.shelf = MemoryShelf(lambda: self.saved)
+        self.shelf = MemoryStore(lambda: self.saved)
         self.text = Text(recipe.run, name)
         self.stages: list[Stage] = []
         self.plan = _plan(recipe.text)
         self.stepped: tuple[Tensor, ...] = ()
         self.copied_stages: list[int] = []
         self.device = VirtualDevice(job_s)
-        machine = Machine(
+        host = Host(
             device=self.device,
             build=lambda number: self._build(recipe, number),
             open_text=self._open_text,
@@ -138,9 +138,9 @@ class Peer:
             recipe,
             self.plan,
             hub.network(name),
-            machine,
-            Wishes(stage=stage, moves=moves, linger_s=30.0, refresh_s=0.2, keep_snapshots=2 if snapshots else 0),
-            Voice(record=self._record, say=self.said.append),
+            host,
+            NodeOptions(stage=stage, moves=moves, linger_s=30.0, refresh_s=0.2, keep_snapshots=2 if snapshots else 0),
+            Reporter(record=self._record, say=self.said.append),
         )
         self.task = asyncio.create_task(self.node.live(self.leave), name=name)
 
@@ -149,7 +149,7 @@ class Peer:
         if isinstance(event, events.InnerStep):
             self.stepped = self.stages[-1].weights()
 
-    def _build(self, recipe: Recipe, number: int) -> Stage:
+    def _build(self, recipe: RunFileText, number: int) -> Stage:
         self.stages.append(make_stage(recipe.run, self.plan, number, torch.device("cpu")))
         return self.stages[-1]
 

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from noloco_node.journal import events
-from noloco_node.network.interface import Conversation, Handler, Network
-from noloco_node.sim.network.hub import Hub
+from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 
 
 class Heard(NamedTuple):
@@ -57,7 +57,7 @@ class OverheardConversation:
 class OverheardNetwork:
     """A peer's network, with every conversation overheard; all else is the network's own."""
 
-    def __init__(self, inner: Network, tell: Tell) -> None:
+    def __init__(self, inner: PeerNetwork, tell: Tell) -> None:
         self._inner, self._tell = inner, tell
 
     def __getattr__(self, name: str) -> Any:
@@ -79,8 +79,8 @@ class Cast:
     """The peers that a scenario plans, none of them started, what they journal, and who listens in on them."""
 
     def __init__(self, text: str) -> None:
-        setting = work_out(decode_scenario(text, "the test's scenario"))
-        self.hub = Hub(setting.weather, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
+        setting = build_setup(decode_scenario(text, "the test's scenario"))
+        self.hub = SimNetwork(setting.weather, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
         self._events: defaultdict[tuple[str, type[events.Event]], list[tuple[float, events.Event]]] = defaultdict(list)
         self.listen: Tell | None = None
         replicas = setting.run.pipeline.replicas

@@ -10,7 +10,7 @@ from processes import Command, Commands
 
 from noloco_node.errors import Exit
 from noloco_node.journal.events import InnerStep, Started, StateChanged
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 
@@ -83,4 +83,4 @@ def peer(command: Command) -> str:
 
 
 def is_finished(replica: Command) -> bool:
-    return any(change.state is State.FINISHED for change in replica.events(StateChanged))
+    return any(change.state is PeerState.FINISHED for change in replica.events(StateChanged))

@@ -16,15 +16,15 @@ from contextlib import AsyncExitStack, closing
 
 import torch
 
-from noloco_node.libp2p.endpoint.settings import Settings
-from noloco_node.libp2p.network import Libp2p
-from noloco_node.machine.device import Device, Wall
-from noloco_node.machine.interface import Machine, SnapshotStore, Stage, Voice
-from noloco_node.node.node import Node, Wishes
-from noloco_node.sim.hardware.memory_store import MemoryShelf
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.machine.device import Device, WallClock
+from noloco_node.machine.interface import Host, Reporter, SnapshotStore, StageModel
+from noloco_node.node.node import Node, NodeOptions
+from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
-from noloco_node.sim.hardware.quadratic_model import Numbers
-from noloco_node.sim.scenario.setup import Setting
+from noloco_node.sim.hardware.quadratic_model import RandomBatches
+from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.connection import prefix
 
@@ -42,9 +42,9 @@ class Paid:
         time.sleep(seconds)
         self._now_s += seconds
 
-    def wall(self) -> Wall:
+    def wall(self) -> WallClock:
         """Return what a device measures by."""
-        return Wall(clock=lambda: self._now_s, core=lambda: self._now_s)
+        return WallClock(clock=lambda: self._now_s, core=lambda: self._now_s)
 
 
 class RealNodes:
@@ -53,7 +53,7 @@ class RealNodes:
     `wrong`: promises that a stage saw broken, in words.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SimSetup) -> None:
         self._setting = setting
         self._bootstrap: tuple[str, ...] = ()
         self._open = AsyncExitStack()
@@ -73,8 +73,8 @@ class RealNodes:
 
     async def start(
         self,
-        wishes: Wishes,
-        voice: Voice,
+        wishes: NodeOptions,
+        reporter: Reporter,
         leave: asyncio.Event,
         *,
         forward_s: float,
@@ -82,18 +82,18 @@ class RealNodes:
     ) -> asyncio.Task[None]:
         """Start a daemon, and a node that lives until it is asked to leave. `forward_s`: of a forward pass."""
         setting = self._setting
-        settings = Settings(prefix=prefix(setting.recipe.digest), listen=(LOCAL,), bootstrap=self._bootstrap)
-        network = await self._open.enter_async_context(Libp2p.open(settings, print))
+        settings = NetworkSettings(prefix=prefix(setting.recipe.digest), listen=(LOCAL,), bootstrap=self._bootstrap)
+        network = await self._open.enter_async_context(Libp2pNetwork.open(settings, print))
         self._bootstrap = self._bootstrap or await network.addresses()
         paid = Paid()
         device = self._open.enter_context(closing(Device(torch.device("cpu"), wall=paid.wall())))
 
-        def build(stage: int) -> Stage:
+        def build(stage: int) -> StageModel:
             windows = setting.run.pipeline.windows_in_flight
             return PricedStage(setting.build(stage), Prices(forward_s), paid.charge, self.wrong.append, windows)
 
-        machine = _in_memory(device, build, len(self.tasks), snapshots)
-        node = Node(setting.recipe, setting.dimensions, network, machine, wishes, voice)
+        host = _in_memory(device, build, len(self.tasks), snapshots)
+        node = Node(setting.recipe, setting.dimensions, network, host, wishes, reporter)
         task = asyncio.create_task(node.live(leave))
         self.tasks.append(task)
         self.peers.append(network.peer_id)
@@ -101,20 +101,20 @@ class RealNodes:
 
 
 def _in_memory(
-    device: Device, build: Callable[[int], Stage], number: int, snapshots: SnapshotStore | None = None
-) -> Machine:
+    device: Device, build: Callable[[int], StageModel], number: int, snapshots: SnapshotStore | None = None
+) -> Host:
     """A real device, and everything else of a machine in memory."""
     saved: list[Checkpoint] = []
-    shelf = MemoryShelf(lambda: saved[-1] if saved else None)
+    shelf = MemoryStore(lambda: saved[-1] if saved else None)
 
-    async def open_text() -> Numbers:
-        return Numbers((1, 1), 1000 * number)
+    async def open_text() -> RandomBatches:
+        return RandomBatches((1, 1), 1000 * number)
 
     async def save_it(checkpoint: Checkpoint) -> str:
         saved.append(checkpoint)
         return "memory"
 
-    return Machine(
+    return Host(
         device=device,
         build=build,
         open_text=open_text,

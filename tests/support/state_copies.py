@@ -11,15 +11,15 @@ from torch import Tensor
 from toy_gossip import Line, World, at_once
 
 from gossip.exchange.messages import Manifest, Parts, Piece, ReplicaState, Section
-from gossip.transfer.assembly import Holding, News
+from gossip.transfer.assembly import News, StateAssembly
 from gossip.transfer.chunks import tensors_of
-from gossip.transfer.donor import Donor, Terms
-from gossip.transfer.download import Wanted, catch_up
+from gossip.transfer.donor import Donor, DonorLimits
+from gossip.transfer.download import StateWanted, download_state
 
 SHAPES = ((40, 256), (12,), (7, 3), (30, 256), (256,), ())
 """Two large tensors of many pieces, and small ones that are bundled."""
 LIKE = tuple(torch.empty(shape, device="meta") for shape in SHAPES)
-TERMS = Terms(deadline_s=600.0, piece_s=200.0)
+TERMS = DonorLimits(deadline_s=600.0, piece_s=200.0)
 
 
 def drawn(seed: int) -> tuple[Tensor, ...]:
@@ -52,7 +52,7 @@ def of_parts(whole: ReplicaState, parts: Parts) -> ReplicaState:
 class Giving:
     """A donor of one state, which a test may replace, in a toy world."""
 
-    def __init__(self, world: World, name: str, whole: ReplicaState, terms: Terms = TERMS) -> None:
+    def __init__(self, world: World, name: str, whole: ReplicaState, terms: DonorLimits = TERMS) -> None:
         self.whole, self.made = whole, 0
         self.donor = Donor(self._provide, at_once, SHAPES, terms)
         world.answerers[name] = self._answer
@@ -81,16 +81,18 @@ class Listening:
         return message
 
 
-def wanted(parts: Parts = Parts.ALL, deadline_s: float = 300.0) -> Wanted:
-    return Wanted(parts=parts, like=LIKE, deadline_s=deadline_s)
+def wanted(parts: Parts = Parts.ALL, deadline_s: float = 300.0) -> StateWanted:
+    return StateWanted(parts=parts, like=LIKE, deadline_s=deadline_s)
 
 
-def holding(news: list[News] | None = None) -> Holding:
-    return Holding(LIKE, tell=news.append if news is not None else lambda _: None)
+def holding(news: list[News] | None = None) -> StateAssembly:
+    return StateAssembly(LIKE, tell=news.append if news is not None else lambda _: None)
 
 
-async def copy_from(world: World, order: list[str], held: Holding | None = None, name: str = "new") -> ReplicaState:
-    return await catch_up(order, world.conversing(name), wanted(), at_once, held)
+async def copy_from(
+    world: World, order: list[str], held: StateAssembly | None = None, name: str = "new"
+) -> ReplicaState:
+    return await download_state(order, world.conversing(name), wanted(), at_once, held)
 
 
 def same(one: ReplicaState, other: ReplicaState) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gossip.interface import Candidate, Event, Lost, Origin, OuterStep, Settings, Surroundings
+from gossip.interface import Candidate, Event, Lost, Origin, OuterStep, RoundContext, RoundSettings
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 
@@ -124,7 +124,7 @@ class Toy:
         self,
         world: World,
         name: str,
-        settings: Settings,
+        settings: RoundSettings,
         *,
         step_s: float = 1.0,
         optimum: float = 10.0,
@@ -143,7 +143,7 @@ class Toy:
         self.shut = 0
         if origin is None:
             origin = Origin(OuterState((self.fast.clone(),), (torch.zeros(4),)), rounds)
-        around = Surroundings(
+        around = RoundContext(
             compute=at_once,
             partners=self.partners,
             converse=world.conversing(name),

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from noloco_node.errors import Trouble
-from noloco_node.libp2p.endpoint.settings import Reach, Settings
-from noloco_node.libp2p.network import Libp2p
+from noloco_node.errors import UserError
+from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
+from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import MessageSpec, Schema, TensorSpec
 
@@ -49,7 +49,7 @@ async def echo(conversation: Conversation) -> None:
         await conversation.send(await conversation.receive())
 
 
-async def call(network: Libp2p, topic: str, peer: str) -> float:
+async def call(network: Libp2pNetwork, topic: str, peer: str) -> float:
     """Send a topic's numbers to a peer and take them back; return the seconds that took."""
     numbers = torch.randn(SIZES[topic])
     begun = time.monotonic()
@@ -60,7 +60,7 @@ async def call(network: Libp2p, topic: str, peer: str) -> float:
     return time.monotonic() - begun
 
 
-async def ways(network: Libp2p, peer: str) -> list[str]:
+async def ways(network: Libp2pNetwork, peer: str) -> list[str]:
     """Return the addresses by which we are connected with a peer."""
     session = await network._now()
     return [address.transport for address in await session.neighbours() if address.peer == peer]
@@ -79,17 +79,17 @@ async def main() -> None:
 
     wanted = await ask()
     said: list[str] = []
-    settings = Settings(
+    settings = NetworkSettings(
         prefix="/noloco/wan/",
         identity=Path(wanted["identity"]) if wanted.get("identity") else None,
         listen=tuple(wanted.get("listen", ["/ip4/0.0.0.0/tcp/0"])),
         bootstrap=tuple(wanted.get("bootstrap", [])),
-        reach=Reach(wanted.get("reach", "auto")),
+        reach=Reachability(wanted.get("reach", "auto")),
     )
     async with AsyncExitStack() as stack:
         try:
-            network = await stack.enter_async_context(Libp2p.open(settings, said.append))
-        except Trouble as trouble:
+            network = await stack.enter_async_context(Libp2pNetwork.open(settings, said.append))
+        except UserError as trouble:
             answer({"error": str(trouble)})
             return
         keys = [Path(f"{wanted['identity']}-{number}") for number in range(1, wanted.get("relays", 0) + 1)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 from noloco_node.swarm import invite
 
@@ -61,7 +61,7 @@ def test_an_address_is_split_into_place_and_peer() -> None:
     ],
 )
 def test_what_is_wrong_is_named(text: str, words: str) -> None:
-    with pytest.raises(Trouble) as trouble:
+    with pytest.raises(UserError) as trouble:
         invite.parse(text)
     assert trouble.value.code is Exit.CONFIG
     with pytest.raises(ValueError, match=words):
@@ -71,7 +71,7 @@ def test_what_is_wrong_is_named(text: str, words: str) -> None:
 @given(st.text(string.printable, max_size=80))
 def test_any_text_is_an_invite_or_trouble(text: str) -> None:
     for candidate in (text, f"noloco1:{text}", f"noloco1:{DIGEST}@{text}", f"noloco1:{DIGEST}@/ip4/192.0.2.1/{text}"):
-        with contextlib.suppress(Trouble):
+        with contextlib.suppress(UserError):
             parsed = invite.parse(candidate)
             assert invite.parse(str(parsed)) == parsed
 
@@ -79,13 +79,13 @@ def test_any_text_is_an_invite_or_trouble(text: str) -> None:
 def test_addresses_to_announce_need_a_port() -> None:
     check_announce(["/ip4/192.0.2.1/tcp/4001", "/dns4/example.org/tcp/443"])
     for text in ("/ip4/192.0.2.1/tcp/0", "", "nonsense"):
-        with pytest.raises(Trouble):
+        with pytest.raises(UserError):
             check_announce([text])
 
 
 def test_addresses_to_listen_on_are_checked() -> None:
     check_listen(["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1"])
     for text in ("/ip4/127.0.0.1", "/dns4/example.org/tcp/4001", "127.0.0.1:4001", ""):
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(UserError) as trouble:
             check_listen([text])
         assert trouble.value.code is Exit.CONFIG

@@ -11,42 +11,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import VirtualLoop, run
-from noloco_node.sim.network.hub import Hub, MemoryNetwork
-from noloco_node.sim.network.link_model import Latency, Weather
-from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.peer_records import CLOCK_S, Reading, is_doubtful
+from noloco_node.sim.network.hub import SimNetwork, SimPeerNetwork
+from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.peer_records import CLOCK_S, DhtRead, is_doubtful
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 RUN = "run"
-WEATHER = Weather(latency=Latency(mean_s=0.05))
+WEATHER = NetworkConditions(latency=Latency(mean_s=0.05))
 
 
 def record(peer: str, stage: int = 0, **facts: Any) -> PeerRecord:
-    return PeerRecord(peer=peer, stage=stage, **({"state": State.TRAINING} | facts))
+    return PeerRecord(peer=peer, stage=stage, **({"state": PeerState.TRAINING} | facts))
 
 
 def peers(roster: Roster) -> list[list[str]]:
     return [[record.peer for record in stage] for stage in roster.stages]
 
 
-def present(hub: Hub, peer: str) -> tuple[MemoryNetwork, Presence]:
+def present(hub: SimNetwork, peer: str) -> tuple[SimPeerNetwork, Membership]:
     network = hub.network(peer)
-    return network, Presence(network, RUN, 2, unix_time=asyncio.get_running_loop().time)
+    return network, Membership(network, RUN, 2, unix_time=asyncio.get_running_loop().time)
 
 
 def stored(serial: int, record: PeerRecord) -> bytes:
-    """A record as `Presence` stores it."""
+    """A record as `Membership` stores it."""
     return msgspec.msgpack.encode([serial, msgspec.to_builtins(record)])
 
 
 def test_a_peer_that_publishes_seldom_is_believed_in_between_and_gone_in_the_end() -> None:
     async def main() -> None:
-        hub, loop = Hub(WEATHER), asyncio.get_running_loop()
+        hub, loop = SimNetwork(WEATHER), asyncio.get_running_loop()
         _, one = present(hub, "a")
         _, third = present(hub, "c")
-        slow = Presence(hub.network("b"), RUN, 2, lifetime_s=180.0, refresh_s=60.0, unix_time=loop.time)
+        slow = Membership(hub.network("b"), RUN, 2, lifetime_s=180.0, refresh_s=60.0, unix_time=loop.time)
         tasks = [asyncio.create_task(each.run()) for each in (one, slow, third)]
         await slow.claim(record("b", 1))
         await third.claim(record("c", 1))
@@ -66,21 +66,21 @@ def test_a_peer_that_publishes_seldom_is_believed_in_between_and_gone_in_the_end
 
 def test_peers_appear_change_and_leave() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         _, other = present(hub, "b")
         assert peers(await one.claim(record("a", 0))) == [["a"], []]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(presence.run()) for presence in (one, other)]
+            tasks = [group.create_task(membership.run()) for membership in (one, other)]
             assert peers(await other.claim(record("b", 1))) == [["a"], ["b"]]
             while peers(one.roster) != [["a"], ["b"]]:
                 await one.changed()
             # A change of state travels at once, other changes in the usual rhythm.
-            other.update(record("b", 1, round=3, state=State.FINISHED))
+            other.update(record("b", 1, round=3, state=PeerState.FINISHED))
             begun = asyncio.get_running_loop().time()
             while not one.roster.stage(1) or one.roster.stage(1)[0].round != 3:
                 await one.changed()
-            assert one.roster.stage(1)[0].state is State.FINISHED
+            assert one.roster.stage(1)[0].state is PeerState.FINISHED
             assert asyncio.get_running_loop().time() - begun < 12.0
             # Moving to another stage leaves no ghost; nor does leaving.
             await other.claim(record("b", 0))
@@ -97,7 +97,7 @@ def test_peers_appear_change_and_leave() -> None:
 
 def test_a_peer_that_dies_without_a_word_leaves_by_itself() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         _, other = present(hub, "b")
         await one.claim(record("a", 0))
@@ -122,7 +122,7 @@ def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
     copies_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         network, one = present(hub, "a")
         _, other = present(hub, "b")
         now = asyncio.get_running_loop().time
@@ -136,13 +136,13 @@ def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
         monkeypatch.setattr(network, "read_all", noted)
         await one.claim(record("a", 0))
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(presence.run()) for presence in (one, other)]
+            tasks = [group.create_task(membership.run()) for membership in (one, other)]
             await asyncio.sleep(1.0)
-            await other.claim(record("b", 1, state=State.CATCHING_UP))
+            await other.claim(record("b", 1, state=PeerState.CATCHING_UP))
             await asyncio.sleep(copies_s)
             other.update(record("b", 1))
             begun = now()
-            while not one.roster.stage(1) or one.roster.stage(1)[0].state is State.CATCHING_UP:
+            while not one.roster.stage(1) or one.roster.stage(1)[0].state is PeerState.CATCHING_UP:
                 await one.changed()
             assert now() - begun < 4.0
             # In peace it reads as seldom as ever, and it never published more often.
@@ -160,7 +160,7 @@ def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
 class Forgetful:
     """A network whose readings fail or come back empty while `blind`."""
 
-    def __init__(self, network: MemoryNetwork) -> None:
+    def __init__(self, network: SimPeerNetwork) -> None:
         self._network, self.blind, self.fails = network, False, False
         self.peer_id, self.publish = network.peer_id, network.publish
         self.talk, self.serve, self.statistics = network.talk, network.serve, network.statistics
@@ -175,10 +175,10 @@ class Forgetful:
 @pytest.mark.parametrize("others", [1, 4])
 def test_trouble_of_our_own_empties_no_roster_and_is_marked(how: str, others: int) -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         loop = asyncio.get_running_loop()
         network = Forgetful(hub.network("a"))
-        one = Presence(network, RUN, 2, unix_time=loop.time)
+        one = Membership(network, RUN, 2, unix_time=loop.time)
         await one.claim(record("a", 0))
         names = [f"b{number}" for number in range(others)]
         living = []
@@ -212,7 +212,7 @@ def test_trouble_of_our_own_empties_no_roster_and_is_marked(how: str, others: in
 
 def test_where_nobody_says_anything_new_for_minutes_all_are_gone_at_last() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         await one.claim(record("a", 0))
         for name in "bcd":
@@ -231,7 +231,7 @@ def test_where_nobody_says_anything_new_for_minutes_all_are_gone_at_last() -> No
 
 def test_who_is_left_behind_politely_is_alone_and_not_blind() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         await one.claim(record("a", 0))
         watching = asyncio.create_task(one.run())
@@ -253,34 +253,34 @@ def test_who_is_left_behind_politely_is_alone_and_not_blind() -> None:
     run(main())
 
 
-def clocks_of(hub: Hub, wrong_s: Mapping[str, float]) -> dict[str, Presence]:
+def clocks_of(hub: SimNetwork, wrong_s: Mapping[str, float]) -> dict[str, Membership]:
     """Peers whose clocks are wrong by so much."""
     loop = asyncio.get_running_loop()
 
     def clock(error_s: float) -> Any:
         return lambda: 1e9 + loop.time() + error_s
 
-    return {name: Presence(hub.network(name), RUN, 1, unix_time=clock(wrong_s[name])) for name in wrong_s}
+    return {name: Membership(hub.network(name), RUN, 1, unix_time=clock(wrong_s[name])) for name in wrong_s}
 
 
 @given(st.lists(st.floats(-250.0, 250.0), min_size=4, max_size=6))
 @settings(max_examples=20, deadline=None)
 def test_clocks_that_are_wrong_by_minutes_neither_hide_nor_immortalise_anybody(errors_s: list[float]) -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         all_of_them = clocks_of(hub, {f"p{number}": error_s for number, error_s in enumerate(errors_s)})
         living = {}
-        for name, presence in all_of_them.items():
-            await presence.claim(record(name, 0))
-            living[name] = asyncio.create_task(presence.run())
+        for name, membership in all_of_them.items():
+            await membership.claim(record(name, 0))
+            living[name] = asyncio.create_task(membership.run())
         await asyncio.sleep(40)
-        for presence in all_of_them.values():
-            assert peers(presence.roster) == [sorted(all_of_them)]
+        for membership in all_of_them.values():
+            assert peers(membership.roster) == [sorted(all_of_them)]
         living["p0"].cancel()
         hub.kill("p0")
         await asyncio.sleep(55)
-        for presence in list(all_of_them.values())[1:]:
-            assert peers(presence.roster) == [sorted(all_of_them)[1:]]
+        for membership in list(all_of_them.values())[1:]:
+            assert peers(membership.roster) == [sorted(all_of_them)[1:]]
         # A newcomer is fooled by the record of the dead one for no longer than that.
         late = clocks_of(hub, {"late": 0.0})["late"]
         await late.claim(record("late", 0))
@@ -297,12 +297,12 @@ def test_clocks_that_are_wrong_by_minutes_neither_hide_nor_immortalise_anybody(e
 @settings(max_examples=20, deadline=None)
 def test_our_own_skew_is_measured_against_several_peers(error_s: float) -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         all_of_them = clocks_of(hub, {"a": error_s, "b": 0.0, "c": -3.0, "d": 3.0, "e": 900.0})
         living = []
-        for name, presence in all_of_them.items():
-            await presence.claim(record(name, 0))
-            living.append(asyncio.create_task(presence.run()))
+        for name, membership in all_of_them.items():
+            await membership.claim(record(name, 0))
+            living.append(asyncio.create_task(membership.run()))
         await asyncio.sleep(60)
         assert all_of_them["a"].skew_s == pytest.approx(error_s, abs=12.0)
         for task in living:
@@ -313,14 +313,14 @@ def test_our_own_skew_is_measured_against_several_peers(error_s: float) -> None:
 
 def test_a_clock_that_is_set_back_a_day_costs_nobody_anything() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         loop = asyncio.get_running_loop()
         error_s = [0.0]
-        one = Presence(hub.network("a"), RUN, 1, unix_time=lambda: 1e9 + loop.time() + error_s[0])
-        other = Presence(hub.network("b"), RUN, 1, unix_time=lambda: 1e9 + loop.time())
+        one = Membership(hub.network("a"), RUN, 1, unix_time=lambda: 1e9 + loop.time() + error_s[0])
+        other = Membership(hub.network("b"), RUN, 1, unix_time=lambda: 1e9 + loop.time())
         await one.claim(record("a", 0))
         await other.claim(record("b", 0))
-        living = [asyncio.create_task(presence.run()) for presence in (one, other)]
+        living = [asyncio.create_task(membership.run()) for membership in (one, other)]
         for error_s[0] in (0.0, -86_400.0, 86_400.0, 0.0):
             for _ in range(12):
                 await asyncio.sleep(5)
@@ -333,7 +333,7 @@ def test_a_clock_that_is_set_back_a_day_costs_nobody_anything() -> None:
 
 def test_a_machine_that_slept_declares_nobody_dead() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         _, one = present(hub, "a")
@@ -341,7 +341,7 @@ def test_a_machine_that_slept_declares_nobody_dead() -> None:
         others = [present(hub, name)[1] for name in "bcd"]
         for name, other in zip("bcd", others, strict=True):
             await other.claim(record(name, 1))
-        living = [asyncio.create_task(presence.run()) for presence in (one, *others)]
+        living = [asyncio.create_task(membership.run()) for membership in (one, *others)]
         await asyncio.sleep(30)
         # All timers are late by ten minutes; and all records have expired meanwhile.
         loop.jump(600.0)
@@ -356,15 +356,15 @@ def test_a_machine_that_slept_declares_nobody_dead() -> None:
 
 def test_an_old_record_that_somebody_repeats_is_no_news() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         network, _ = present(hub, "m")
         key = f"{RUN}/stage/0"
         await one.claim(record("a", 0))
-        for serial, state in ((5, State.TRAINING), (4, State.LEAVING), (3, State.FINISHED)):
+        for serial, state in ((5, PeerState.TRAINING), (4, PeerState.LEAVING), (3, PeerState.FINISHED)):
             await network.publish(key, "m", stored(serial, record("m", 0, state=state)), 300.0 + 10 - serial)
             roster = await one.peek()
-            assert [record.state for record in roster.stage(0)] == [State.TRAINING] * 2
+            assert [record.state for record in roster.stage(0)] == [PeerState.TRAINING] * 2
 
     run(main())
 
@@ -376,7 +376,7 @@ def test_an_old_record_that_somebody_repeats_is_no_news() -> None:
 )
 def test_a_first_record_is_doubted_only_if_two_clocks_say_so(age_s: float, ours_s: float, youngest_s: float) -> None:
     now_s = 1e6
-    reading = Reading(now_s=0.0, unix_s=now_s + ours_s, youngest_at=now_s + youngest_s, sighted=True)
+    reading = DhtRead(now_s=0.0, unix_s=now_s + ours_s, youngest_at=now_s + youngest_s, sighted=True)
     doubted = is_doubtful(now_s - age_s, reading, 30.0)
     assert doubted == (age_s + ours_s > 30.0 + CLOCK_S and age_s + youngest_s > 30.0 + CLOCK_S)
     assert not is_doubtful(0.0, reading, 30.0), "it says no time"
@@ -388,12 +388,12 @@ def test_who_looks_at_a_stage_for_once_sees_peers_whose_clock_is_a_minute_behind
     when_s: float, error_s: float, errors_s: list[float]
 ) -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         all_of_them = clocks_of(hub, {"behind": error_s} | {f"p{n}": each for n, each in enumerate(errors_s)})
         living = []
-        for name, presence in all_of_them.items():
-            await presence.claim(record(name, 0))
-            living.append(asyncio.create_task(presence.run()))
+        for name, membership in all_of_them.items():
+            await membership.claim(record(name, 0))
+            living.append(asyncio.create_task(membership.run()))
         await asyncio.sleep(60.0 + when_s)
         mover = clocks_of(hub, {"mover": 0.0})["mover"]
         assert peers(await mover.peek([0])) == [sorted(all_of_them)]
@@ -405,7 +405,7 @@ def test_who_looks_at_a_stage_for_once_sees_peers_whose_clock_is_a_minute_behind
 
 def test_samples_outlive_their_sources_and_never_shrink() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         _, other = present(hub, "b")
         await one.claim(record("a", 0, samples=100))
@@ -413,7 +413,7 @@ def test_samples_outlive_their_sources_and_never_shrink() -> None:
         roster = await one.peek()
         assert (roster.run_samples, roster.own_samples) == (150, 100)
         assert (roster.sources, roster.sources_finished) == (2, 0)
-        other.update(record("b", 0, samples=60, state=State.FINISHED))
+        other.update(record("b", 0, samples=60, state=PeerState.FINISHED))
         await other.withdraw()
         roster = await one.peek()
         assert (roster.run_samples, roster.sources, roster.sources_finished) == (160, 2, 1)
@@ -437,7 +437,7 @@ def test_samples_outlive_their_sources_and_never_shrink() -> None:
 
 def test_only_a_source_counts_as_one() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         await one.claim(record("a", 1, samples=5))
         assert (await one.peek()).sources == 0
@@ -464,7 +464,7 @@ BAD_RECORDS = {
 @pytest.mark.parametrize("raw", BAD_RECORDS.values(), ids=BAD_RECORDS.keys())
 def test_what_strangers_write_is_checked_and_counted(raw: bytes) -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         stranger, _ = present(hub, "m")
         _, one = present(hub, "a")
         assert await stranger.publish(f"{RUN}/stage/0", "m", raw, 30.0)
@@ -480,7 +480,7 @@ def test_what_strangers_write_is_checked_and_counted(raw: bytes) -> None:
 @settings(deadline=None)
 def test_random_records_harm_nobody(raw: bytes, key: str) -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         stranger, _ = present(hub, "m")
         _, one = present(hub, "a")
         await stranger.publish(f"{RUN}/{key}", "m", raw, 30.0)
@@ -493,7 +493,7 @@ def test_random_records_harm_nobody(raw: bytes, key: str) -> None:
 
 def test_a_flood_of_records_is_bounded_and_the_known_stay() -> None:
     async def main() -> None:
-        hub = Hub(Weather(latency=Latency(mean_s=0.0)))
+        hub = SimNetwork(NetworkConditions(latency=Latency(mean_s=0.0)))
         _, one = present(hub, "z")
         _, other = present(hub, "y")
         await other.claim(record("y", 0))
@@ -510,7 +510,7 @@ def test_a_flood_of_records_is_bounded_and_the_known_stay() -> None:
 
 def test_a_record_of_ours_that_is_too_long_is_our_mistake() -> None:
     async def main() -> None:
-        _, one = present(Hub(), "a")
+        _, one = present(SimNetwork(), "a")
         with pytest.raises(ValueError, match="4096 are allowed"):
             await one.claim(record("a", 0, waiting="x" * 5000))
 
@@ -519,7 +519,7 @@ def test_a_record_of_ours_that_is_too_long_is_our_mistake() -> None:
 
 def test_an_update_cannot_change_the_stage() -> None:
     async def main() -> None:
-        _, one = present(Hub(), "a")
+        _, one = present(SimNetwork(), "a")
         with pytest.raises(ValueError, match="claim"):
             one.update(record("a", 0))
 
@@ -528,7 +528,7 @@ def test_an_update_cannot_change_the_stage() -> None:
 
 def test_a_lost_network_is_counted_and_not_raised() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         await one.claim(record("a", 0))
         hub.kill("a")
@@ -541,7 +541,7 @@ def test_a_lost_network_is_counted_and_not_raised() -> None:
 
 def test_samples_of_whom_nobody_saw_at_work_do_not_count() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         await one.claim(record("a", 0, samples=100))
         stranger, _ = present(hub, "stranger")
@@ -556,7 +556,7 @@ def test_samples_of_whom_nobody_saw_at_work_do_not_count() -> None:
 
 def test_what_is_forged_in_another_s_name_is_believed_by_nobody() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
+        hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         _, other = present(hub, "b")
         stranger, _ = present(hub, "m")
@@ -564,7 +564,7 @@ def test_what_is_forged_in_another_s_name_is_believed_by_nobody() -> None:
         await other.claim(record("b", 0, samples=10))
         before = await one.peek()
         # That "b" left, that it finished, that there is one more: each would end the run or keep it from its end.
-        gone = stored(10**12, record("b", 0, state=State.LEAVING))
+        gone = stored(10**12, record("b", 0, state=PeerState.LEAVING))
         more = stored(10**12, record("c", 0))
         finished = msgspec.msgpack.encode((2**50, True))
         for key, name, raw in (("stage/0", "b", gone), ("stage/0", "c", more), ("sources", "b", finished)):
@@ -578,10 +578,10 @@ def test_what_is_forged_in_another_s_name_is_believed_by_nobody() -> None:
 
 def test_a_peer_at_work_reads_only_the_stages_that_it_has_to_do_with() -> None:
     async def main() -> None:
-        hub = Hub(WEATHER)
-        one = Presence(hub.network("a"), RUN, 4)
+        hub = SimNetwork(WEATHER)
+        one = Membership(hub.network("a"), RUN, 4)
         for stage, name in enumerate("bcde"):
-            await Presence(hub.network(name), RUN, 4).claim(record(name, stage, samples=10))
+            await Membership(hub.network(name), RUN, 4).claim(record(name, stage, samples=10))
         assert peers(await one.claim(record("a", 2))) == [["b"], ["c"], ["a", "d"], ["e"]]
         one.focus((2, 3))
         roster = await one.peek()

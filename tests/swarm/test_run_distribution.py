@@ -8,18 +8,26 @@ from collections.abc import Awaitable, Callable
 import pytest
 from memory_swarms import recipe
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
-from noloco_node.swarm.run_distribution import CLOCK_ERROR_S, SCHEMA, TOPIC, Recipe, RunFile, check_clock, fetch
+from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.swarm.run_distribution import (
+    CLOCK_ERROR_S,
+    SCHEMA,
+    TOPIC,
+    RunFileReply,
+    RunFileText,
+    check_clock,
+    fetch,
+)
 
 OURS, OTHER = recipe(steps=20), recipe(steps=21)
 
 
-def fetched(serve: dict[str, Callable[[Conversation], Awaitable[None]]], peers: list[str]) -> Recipe:
-    async def main() -> Recipe:
-        hub = Hub()
+def fetched(serve: dict[str, Callable[[Conversation], Awaitable[None]]], peers: list[str]) -> RunFileText:
+    async def main() -> RunFileText:
+        hub = SimNetwork()
         for peer, handler in serve.items():
             await hub.network(peer).serve(TOPIC, SCHEMA, handler)
         return await fetch(hub.network("newcomer"), peers, OURS.digest)
@@ -36,13 +44,13 @@ def test_the_first_peer_with_the_right_text_is_enough() -> None:
 def test_a_broken_file_of_one_peer_stops_nobody() -> None:
     async def broken(conversation: Conversation) -> None:
         await conversation.receive()
-        await conversation.send(RunFile(text="[model\n= ", unix_time=time.time()))
+        await conversation.send(RunFileReply(text="[model\n= ", unix_time=time.time()))
 
     assert fetched({"broken": broken, "right": OURS.serve}, ["broken", "right"]).text == OURS.text
 
 
 def test_without_any_each_peer_is_named_with_its_answer() -> None:
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         fetched({"wrong": OTHER.serve}, ["nobody", "wrong"])
     assert caught.value.code is Exit.OTHER_RUN
     assert "nobody: " in caught.value.why
@@ -53,8 +61,8 @@ def test_without_any_each_peer_is_named_with_its_answer() -> None:
 def test_a_clock_that_is_off_is_said(off_s: float, word: str) -> None:
     async def serve(conversation: Conversation) -> None:
         await conversation.receive()
-        await conversation.send(RunFile(text=OURS.text, unix_time=time.time() - off_s))
+        await conversation.send(RunFileReply(text=OURS.text, unix_time=time.time() - off_s))
 
-    with pytest.raises(Trouble, match=f"clock is 61 s {word} a peer's"):
+    with pytest.raises(UserError, match=f"clock is 61 s {word} a peer's"):
         fetched({"right": serve}, ["right"])
     check_clock(CLOCK_ERROR_S - 1, "somebody")

@@ -23,7 +23,7 @@ from processes import Command, Commands
 
 from noloco_node.errors import Exit
 from noloco_node.journal.events import Finished, Hops, InnerStep, Lost, OuterStep, Started, Traffic
-from noloco_node.libp2p.endpoint.settings import Patience
+from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.swarm import invite as invites
 
 pytestmark = pytest.mark.network
@@ -438,7 +438,7 @@ def test_a_silent_replica_is_suspected_alone_and_for_its_silence(crowd: Crowd) -
         first = [next(loss for loss in crowd.losses(source, known) if loss.peer == name) for source in crowd.sources]
         assert all(loss.what == "microbatch" for loss in first), first
         # How long is borne with follows from how evenly its beats came, within bounds.
-        silences = Patience().silences()
+        silences = TimeoutSettings().silences()
         for loss in first:
             borne = re.search(r"was silent for ([\d.]+) s", loss.why)
             assert borne is not None, loss

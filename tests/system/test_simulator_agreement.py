@@ -38,19 +38,19 @@ from noloco_node.journal.events import (
     Hops,
     InnerStep,
     OuterStep,
-    Refused,
+    RefusedMicrobatch,
     Started,
     StateChanged,
     Traffic,
 )
 from noloco_node.journal.reader import read
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig, Scenario, SwarmConfig
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.storage.checkpoint import Checkpoint, load_latest
 
 pytestmark = pytest.mark.network
@@ -198,7 +198,7 @@ def _trace(node: Command) -> Trace:
 
 def train_simulated(run: Path, real: Swarm) -> Swarm:
     """Train the run in virtual time with the real peers' ids, as far as the real processes do."""
-    setting = work_out(
+    setting = build_setup(
         Scenario(
             seed=SEED,
             swarm=SwarmConfig(run=str(run), model="transformer", refresh_s=REFRESH_S),
@@ -217,7 +217,7 @@ def train_simulated(run: Path, real: Swarm) -> Swarm:
         return not peer.running or len(meetings(outer)) >= MEETINGS
 
     async def main() -> dict[str, Trace]:
-        hub = Hub(setting.weather, seed=SEED, size_bytes=setting.size_bytes)
+        hub = SimNetwork(setting.weather, seed=SEED, size_bytes=setting.size_bytes)
         peers = [SimulatedPeer(name, trace.started.stage, setting, hub, observe) for name, trace in real.peers.items()]
         for peer in peers:
             peer.start()
@@ -316,7 +316,7 @@ def _counters(saved: Checkpoint) -> dict[str, Any]:
 # Two by two: the same laws.
 
 ALWAYS = {Started, StateChanged, InnerStep, OuterStep, Traffic, Finished}
-SOMETIMES = {CatchUp, Deferred, Refused}
+SOMETIMES = {CatchUp, Deferred, RefusedMicrobatch}
 """A replica that is late for a round defers, one that comes when the others have had a round copies them, and a full
 queue refuses: a matter of timing, and of no concern."""
 
@@ -329,8 +329,8 @@ def test_two_by_two_write_the_same_kinds_of_events(two_by_two: Pair) -> None:
             assert trace.finished.why == "asked to leave"
             # Whoever waits long enough for the others says more than once that it trains, and one that comes when the
             # others have had a round copies them.
-            states = [event.state for event in trace.of(StateChanged) if event.state is not State.CATCHING_UP]
-            assert list(dict.fromkeys(states)) == [State.JOINING, State.TRAINING]
+            states = [event.state for event in trace.of(StateChanged) if event.state is not PeerState.CATCHING_UP]
+            assert list(dict.fromkeys(states)) == [PeerState.JOINING, PeerState.TRAINING]
         assert structs.replace(real.started, at=0.0) == structs.replace(simulated.started, at=0.0)
 
 

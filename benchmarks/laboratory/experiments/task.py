@@ -15,9 +15,9 @@ from torch import Tensor
 
 from benchmarks.laboratory.experiments.cell import Cell
 from noloco_node.data.blocks import open_blocks
-from noloco_node.data.shuffled_blocks import mixed
+from noloco_node.data.shuffled_blocks import shuffled
 from noloco_node.inference.evaluation import validation_loss
-from noloco_node.planning.model_layout import Blueprint, make_stage
+from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
 from pipeline.schedule import Schedule
 from pipeline.stage import Stage
@@ -94,7 +94,7 @@ def schedule(cell: Cell) -> Schedule:
     )
 
 
-def open_stages(run: RunConfig, plan: Blueprint) -> list[Stage]:
+def open_stages(run: RunConfig, plan: ModelLayout) -> list[Stage]:
     """Return a fresh set of all stages, with the weights of the run's seed."""
     return [make_stage(run, plan, number, CPU) for number in range(run.pipeline.stages)]
 
@@ -105,7 +105,7 @@ class Text:
     def __init__(self, run: RunConfig, number: int) -> None:
         peer = f"replica {number}"
         blocks = open_blocks(run.data, SEQUENCE_LENGTH, run.seed, peer)
-        self._blocks = mixed(blocks, SEQUENCE_LENGTH, run.seed, peer)
+        self._blocks = shuffled(blocks, SEQUENCE_LENGTH, run.seed, peer)
         self._batch = run.pipeline.microbatch_size
 
     def draw(self) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from benchmarks.laboratory.methods.synchronous import groups
 from benchmarks.laboratory.methods.virtual_trainee import Device
 from gossip.exchange.formats import Format
 from gossip.exchange.swap import Compute
-from gossip.interface import Settings
+from gossip.interface import RoundSettings
 from gossip.rounds.outer_optimiser import OuterOptimiser, Seen
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from pipeline.stage import Stage
@@ -44,7 +44,7 @@ class Still:
         """Add to the weights."""
         self._stage.correct(correction)
 
-    def optimiser(self, settings: Settings, compute: Compute) -> OuterOptimiser:
+    def optimiser(self, settings: RoundSettings, compute: Compute) -> OuterOptimiser:
         """Return what says, hears and moves its weights."""
         weights = self._stage.weights()
         state = OuterState(weights, tuple(map(torch.zeros_like, weights)))
@@ -54,7 +54,7 @@ class Still:
 async def last_rounds(swarm: Swarm, count: int) -> None:
     """Let all replicas of one stage meet so often; charge each meeting's bytes and its time on the line."""
     drawing = Random(f"{swarm.cell.seed}|last rounds")
-    settings = Settings(seed=swarm.cell.seed, outer=PLAIN_MEAN, codec=Format(swarm.cell.codec))
+    settings = RoundSettings(seed=swarm.cell.seed, outer=PLAIN_MEAN, codec=Format(swarm.cell.codec))
     for _ in range(count):
         sent = 0
         for pair in groups(drawing, len(swarm.replicas), 2):

@@ -21,14 +21,14 @@ from benchmarks.laboratory.methods.lagging_roster import Crowd
 from benchmarks.laboratory.methods.replicas import Replica, Swarm
 from benchmarks.laboratory.methods.virtual_trainee import Device
 from benchmarks.laboratory.methods.weighted_meetings import Luggage, Weighed, check
-from gossip.interface import Candidate, Event, Going, Origin, OuterStep, Surroundings
+from gossip.interface import Candidate, Event, Origin, OuterStep, RoundContext, RoundProgress
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
-from noloco_node.network.interface import Conversation, Network
-from noloco_node.node.replica_context import Post, round_settings
+from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.node.replica_context import ReplicaConfig, round_settings
 from noloco_node.run.protocols import GOSSIP, gossip_schema
-from noloco_node.sim.network.hub import Hub
-from noloco_node.sim.network.link_model import Access, Latency, Weather
+from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
 
 LAST_ROUND_S = 60.0
 
@@ -37,7 +37,7 @@ class Gossiper:
     """One replica with its rounds. `luggage`: of all replicas, what each would bring to a meeting."""
 
     def __init__(
-        self, swarm: Swarm, replica: Replica, network: Network, crowd: Crowd, luggage: dict[str, Luggage]
+        self, swarm: Swarm, replica: Replica, network: PeerNetwork, crowd: Crowd, luggage: dict[str, Luggage]
     ) -> None:
         run, peer = run_of(swarm.cell), network.peer_id
         (stage,) = replica.stages
@@ -52,8 +52,8 @@ class Gossiper:
         weights = stage.weights()
         state = OuterState(weights, tuple(torch.zeros_like(tensor) for tensor in weights))
         compute, partners = self._device.compute, self._partners
-        around = Surroundings(compute=compute, partners=partners, converse=self._converse, record=self._record)
-        post = Post(run=run, run_id="", stage=0, peer=peer)
+        around = RoundContext(compute=compute, partners=partners, converse=self._converse, record=self._record)
+        post = ReplicaConfig(run=run, run_id="", stage=0, peer=peer)
         origin = Origin(state, inner_steps=replica.steps)
         self.rounds = Rounds(peer, round_settings(post, swarm.weight_bytes), origin, self, around)
         crowd.join(peer, 1.0 / replica.step_s)
@@ -113,7 +113,7 @@ class Gossiper:
             async with self._device.at_work:
                 await swarm.step(replica)
                 await self._device.settle()
-            going = Going(swarm.course, 1.0 / replica.step_s)
+            going = RoundProgress(swarm.course, 1.0 / replica.step_s)
             await self.rounds.between_steps(replica.steps, replica.step_s, going)
 
 
@@ -122,7 +122,7 @@ async def gossip(swarm: Swarm) -> None:
     cell = swarm.cell
     check(cell)
     rate, latency = bytes_per_s(swarm.weight_bytes) / cell.slower_lines, Latency(mean_s=LATENCY_S)
-    hub = Hub(Weather(latency=latency), seed=cell.seed)
+    hub = SimNetwork(NetworkConditions(latency=latency), seed=cell.seed)
     crowd, luggage = Crowd(cell.roster_lag_s), dict[str, Luggage]()
     everybody: list[Gossiper] = []
     for replica in swarm.replicas:

@@ -18,7 +18,7 @@ from benchmarks.laboratory.experiments.hardware_model import step_seconds
 from benchmarks.laboratory.experiments.task import Text, loss_of, open_stages, run_of, schedule
 from gossip.rounds.local_steps import steps_per_round
 from gossip.rule.outer_step import Tensors
-from noloco_node.planning.model_layout import Blueprint, blueprint
+from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import RunConfig
 from pipeline.schedule import learning_rate
 from pipeline.stage import Stage
@@ -35,7 +35,7 @@ Model = list[Tensors]
 class Replica:
     """The replica of each stage that has this number, on one machine, and its text."""
 
-    def __init__(self, run: RunConfig, plan: Blueprint, number: int, step_s: float) -> None:
+    def __init__(self, run: RunConfig, plan: ModelLayout, number: int, step_s: float) -> None:
         self.number, self.step_s = number, step_s
         self.stages: list[Stage] = open_stages(run, plan)
         self.text = Text(run, number)
@@ -66,7 +66,7 @@ class Swarm:
 
     def __init__(self, cell: Cell, tell: Callable[[float], None]) -> None:
         run = run_of(cell)
-        plan = blueprint(run)
+        plan = model_layout(run)
         self.cell = cell
         self.replicas = [
             Replica(run, plan, number, step_s) for number, step_s in enumerate(step_seconds(cell.speeds, cell.replicas))

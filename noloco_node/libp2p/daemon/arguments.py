@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 
 from noloco_node.libp2p.endpoint.addresses import beyond_this_machine, parse_peer_address
-from noloco_node.libp2p.endpoint.settings import Reach
+from noloco_node.libp2p.endpoint.settings import Reachability
 
 
-class Posture(msgspec.Struct, frozen=True, kw_only=True):
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the daemon is started. `relays`: not empty if others reach us through these alone. `lends_line`: as in
     `Settings`. `dialable`: whether others reach us at all, as far as is known.
     """
@@ -30,7 +30,7 @@ _RELAY_BUFFER_BYTES = 256 * 1024
 """Each way of each circuit. By default 16 MiB: strangers who open circuits would take the memory."""
 
 
-def arguments(posture: Posture, reach: Reach) -> list[str]:
+def arguments(posture: DaemonConfig, reach: Reachability) -> list[str]:
     """Return what p2pd is started with: a full member of libp2p's DHT, where peers find each other's addresses.
 
     A peer that is known to sit behind a router says so itself: libp2p would take half a minute to find out. Relays it
@@ -56,12 +56,12 @@ def arguments(posture: Posture, reach: Reach) -> list[str]:
         chosen += ["-autoRelay=1", "-forceReachabilityPrivate=1", f"-trustedRelays={','.join(posture.relays)}"]
         if len({parse_peer_address(relay).peer for relay in posture.relays}) < _ENOUGH_RELAYS:
             chosen.append("-relayDiscovery=0")
-    elif reach is Reach.OPEN:
+    elif reach is Reachability.OPEN:
         chosen.append("-forceReachabilityPublic=1")
     return chosen
 
 
-def relay_arguments(posture: Posture) -> list[str]:
+def relay_arguments(posture: DaemonConfig) -> list[str]:
     """Return what p2pd is started with to relay and do nothing else.
 
     libp2p ends a relayed connection after half an hour or four gibibytes by default. Peers behind routers train for

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Parts(NamedTuple):
+class HivemindParts(NamedTuple):
     """hivemind's classes, the module of the daemon's protobuf `messages`, and the path of the daemon's program."""
 
     P2P: Any

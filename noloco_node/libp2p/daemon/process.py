@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -166,8 +166,8 @@ def _plain(line: bytes) -> str:
     return ": ".join(str(record[key]) for key in ("msg", "error") if key in record) or text
 
 
-def _did_not_start(why: str) -> Trouble:
-    return Trouble(
+def _did_not_start(why: str) -> UserError:
+    return UserError(
         "The libp2p daemon did not start.",
         why=why,
         attempt="check that this machine may run the program p2pd of the installed hivemind package "

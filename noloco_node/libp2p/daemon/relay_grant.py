@@ -17,7 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.framing import delimited, read_delimited
-from noloco_node.libp2p.daemon.hivemind_parts import Parts
+from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import Daemon
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
@@ -38,7 +38,7 @@ class Grant(NamedTuple):
         return all(given == 0 or 0 < least <= given for given, least in zip(self, wanted, strict=True))
 
 
-async def granted(parts: Parts, control: Control, daemon: Daemon, relay: str, wait_s: float) -> Grant:
+async def granted(parts: HivemindParts, control: Control, daemon: Daemon, relay: str, wait_s: float) -> Grant:
     """Reserve a place at a relay that `daemon` is connected with, and return what it grants.
 
     Raises ConnectionError where it does not answer, refuses, or is no relay.

@@ -29,10 +29,10 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.dht.signing import SIGNATURE_BYTES, Signer, content_of, place_of, read_signer
-from noloco_node.libp2p.dht.storage_bounds import MOST_SUBKEYS, shorten, with_room
+from noloco_node.libp2p.dht.storage_bounds import MOST_SUBKEYS, bounded_store, shorten
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
 
 _RECORD_BYTES = 8 * 1024
@@ -47,7 +47,7 @@ _SUBKEY_BYTES = 128
 _CLOSE_S = 2.0
 
 
-class Records:
+class DhtRecords:
     """Our node of the DHT; `join` it before use. `identity`: the file of the key that our records are signed with."""
 
     def __init__(self, control: Control, wait_s: float, identity: Path) -> None:
@@ -89,7 +89,7 @@ class Records:
         )
         self._node = await self._control.bounded(creating, wait_s)
         protocol = self._node.protocol
-        protocol.storage.store_subkey = with_room(protocol.storage)
+        protocol.storage.store_subkey = bounded_store(protocol.storage)
         # Else a stranger could have its records put there, unbounded, and answered with instead of those stored.
         protocol.cache.store = protocol.cache.store_subkey = lambda *_: False
         salt = os.urandom(16)
@@ -161,7 +161,7 @@ class Records:
         if self._signer is None:
             self._signer = read_signer(self._identity)
         if self._signer is None:
-            raise Trouble(
+            raise UserError(
                 "The records of this peer cannot be signed.",
                 why=f"the key in {self._identity} is not an Ed25519 key",
                 attempt="move the file away to become a new peer; the weights in the home directory stay",
@@ -242,7 +242,7 @@ class Signatures:
         return self._limits.sign_value(record)
 
     def strip_value(self, record: Any) -> bytes:
-        """Return the value as it is: `Records.read` takes the signature off."""
+        """Return the value as it is: `DhtRecords.read` takes the signature off."""
         return self._limits.strip_value(record)
 
 

@@ -31,10 +31,10 @@ def listed(records: Mapping[str, bytes]) -> tuple[str, ...]:
             found += _LISTED.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
-    return told(found)
+    return checked_relays(found)
 
 
-def told(addresses: Iterable[str]) -> tuple[str, ...]:
+def checked_relays(addresses: Iterable[str]) -> tuple[str, ...]:
     """Return what is good among addresses of relays: of at most 16 relays, at most four of each."""
     found: dict[str, list[str]] = {}
     for text in addresses:

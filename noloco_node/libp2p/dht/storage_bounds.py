@@ -24,7 +24,7 @@ _SLACK = 1.5
 """Beyond the bounds, for what is kept already and grows."""
 
 
-def with_room(storage: Any) -> Callable[..., bool]:
+def bounded_store(storage: Any) -> Callable[..., bool]:
     """Return `store_subkey` of hivemind's storage with bounds on what is kept: under one key, in keys, and in all.
 
     Newcomers beyond them are refused: hivemind would rather drop what expires first, which is whom we need. So is what

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
@@ -128,8 +128,8 @@ def _join(parts: Sequence[tuple[str, str | None]]) -> str:
     return "".join(f"/{kind}" if value is None else f"/{kind}/{value}" for kind, value in parts)
 
 
-def _not_an_address(text: str, why: str) -> Trouble:
-    return Trouble(
+def _not_an_address(text: str, why: str) -> UserError:
+    return UserError(
         f"The address {text!r} cannot be used.",
         why=why,
         attempt="write it like /ip4/0.0.0.0/tcp/4001 (port 0 to listen lets the system choose)",
@@ -147,7 +147,7 @@ def _try_port(text: str, kinds: Sequence[str], host: str, port: int) -> None:
             trial.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise Trouble(
+                raise UserError(
                     f"The port {port} is taken.",
                     why=f"another program already listens on {text}",
                     attempt="choose another port, or 0 to let the system choose one; "

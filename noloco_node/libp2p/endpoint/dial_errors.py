@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
 
 
@@ -17,7 +17,7 @@ def bootstrap_address(text: str) -> PeerAddress:
     try:
         return parse_peer_address(text)
     except ValueError as error:
-        raise Trouble(
+        raise UserError(
             "The address of a bootstrap peer is wrong.",
             why=str(error),
             attempt="copy it from the line that `noloco-node bootstrap` printed",
@@ -51,9 +51,9 @@ _MEANINGS = {
 }
 
 
-def unreachable(causes: Mapping[str, str]) -> Trouble:
+def unreachable(causes: Mapping[str, str]) -> UserError:
     """Return the error that names every address that was tried and why it failed."""
-    return Trouble(
+    return UserError(
         "No bootstrap peer could be reached.",
         why="\n       ".join(f"{address}: {cause}" for address, cause in causes.items()),
         attempt="ask whoever sent the invite whether the bootstrap peer still runs and whether its address is right",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 
 _ED25519_HEADER = bytes((0x08, 0x01, 0x12, 0x40))
 """Protobuf: field 1 (key type) = 1, Ed25519; field 2 (data): 64 bytes follow."""
@@ -29,7 +29,7 @@ def ensure_identity(path: Path) -> bool:
         _create(path)
         return False
     except OSError as error:
-        raise Trouble(
+        raise UserError(
             "The identity of this peer cannot be read or written.",
             why=f"{path}: {error.strerror}",
             attempt="choose a home directory on a disk that you may write to",
@@ -49,7 +49,7 @@ def peer_bytes(path: Path) -> bytes | None:
 def _check(path: Path) -> None:
     key = path.read_bytes()
     if len(key) < 36 or key[:1] != b"\x08" or (key.startswith(_ED25519_HEADER) and len(key) != 68):
-        raise Trouble(
+        raise UserError(
             "The identity of this peer is damaged.",
             why=f"{path} holds {len(key)} bytes that are no libp2p private key",
             attempt="restore it from a backup, or delete it to become a new peer",

@@ -11,7 +11,7 @@ from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_addres
 _MOST = 32
 
 
-class Acquaintances:
+class KnownPeers:
     """The last peers met, at most 32, each with the place where it was met last."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """What one peer's network needs to know, and what follows from it for the daemon's command line.
 
-`Settings` is what the shell asks for and stays; `Posture` is how the daemon is started this time: with ports chosen, so
-that a second daemon takes the place of the first one under the same addresses, and, where nobody can dial us, with the
-relays through which others shall.
+`NetworkSettings` is what the shell asks for and stays; `Posture` is how the daemon is started this time: with ports
+chosen, so that a second daemon takes the place of the first one under the same addresses, and, where nobody can dial
+us, with the relays through which others shall.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Self
 
 import msgspec
 
-from noloco_node.network.timeouts import Bounds
+from noloco_node.network.timeouts import TimeoutBounds
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
+class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for what, in seconds."""
 
     beat_s: float = 1.0
@@ -43,13 +43,13 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float = 120.0
     """For the libp2p daemon to start."""
 
-    def silences(self) -> Bounds:
+    def silences(self) -> TimeoutBounds:
         """Return the bounds of a silence after which a peer is given up."""
-        return Bounds(max(self.least_silence_s, 3 * self.beat_s), self.most_silence_s, self.silence_s)
+        return TimeoutBounds(max(self.least_silence_s, 3 * self.beat_s), self.most_silence_s, self.silence_s)
 
-    def stalls(self) -> Bounds:
+    def stalls(self) -> TimeoutBounds:
         """Return the bounds of the time in which a peer must take some of our bytes."""
-        return Bounds(self.stall_s, self.most_stall_s, self.stall_s)
+        return TimeoutBounds(self.stall_s, self.most_stall_s, self.stall_s)
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         return cls() if free_bytes is None else cls(unread_bytes=free_bytes // 4)
 
 
-class Reach(StrEnum):
+class Reachability(StrEnum):
     """How others come to us."""
 
     AUTO = "auto"
@@ -76,7 +76,7 @@ class Reach(StrEnum):
     """Directly, and others may use us as a relay: a bootstrap peer."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one peer's network needs to know. Addresses are multiaddrs."""
 
     prefix: str
@@ -88,10 +88,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Where others can reach us, when the daemon cannot find that out itself."""
     bootstrap: tuple[str, ...] = ()
     """Peers to join by, each ending in /p2p/ID; none to begin a new network."""
-    reach: Reach = Reach.AUTO
+    reach: Reachability = Reachability.AUTO
     relays: tuple[str, ...] = ()
     """Relays to use before those that the swarm tells of, each ending in /p2p/ID."""
     lends_line: bool = True
     """Whether peers who find no other relay may use us as one, with libp2p's usual limits for each of them."""
-    patience: Patience = Patience()
+    patience: TimeoutSettings = TimeoutSettings()
     capacity: Capacity = Capacity()

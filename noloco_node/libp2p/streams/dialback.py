@@ -42,7 +42,7 @@ class DialMe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dialled:
+class DialBackReply:
     """`place`: the multiaddr at which the asker was reached, empty if at none; `tried`: whether that says anything.
 
     `relays`: those that the answering peer knows of.
@@ -53,10 +53,10 @@ class Dialled:
     relays: tuple[str, ...]
 
 
-SCHEMA = Schema({DialMe: MessageSpec("DialMe"), Dialled: MessageSpec("Dialled", header_bytes=LONG_HEADER_BYTES)})
+SCHEMA = Schema({DialMe: MessageSpec("DialMe"), DialBackReply: MessageSpec("Dialled", header_bytes=LONG_HEADER_BYTES)})
 
 
-class Verdict(NamedTuple):
+class ReachVerdict(NamedTuple):
     """What several answers say: `dialled` None if nobody could tell; `places` where we were reached."""
 
     dialled: bool | None
@@ -64,12 +64,12 @@ class Verdict(NamedTuple):
     relays: tuple[str, ...]
 
 
-def judge(answers: Sequence[Dialled]) -> Verdict:
+def judge(answers: Sequence[DialBackReply]) -> ReachVerdict:
     """Take one success as proof: whoever failed may be in the wrong place."""
     places = tuple(dict.fromkeys(answer.place for answer in answers if is_place(answer.place)))
     tried = any(answer.tried for answer in answers)
     relays = tuple(dict.fromkeys(relay for answer in answers for relay in answer.relays))
-    return Verdict(True if places else False if tried else None, places, relays)
+    return ReachVerdict(True if places else False if tried else None, places, relays)
 
 
 def is_place(text: str) -> bool:
@@ -93,7 +93,7 @@ def host_of(origin: str) -> tuple[str, str] | None:
     return parts[1], parts[2]
 
 
-class Dialling:
+class DialBackService:
     """Answers the topic; `relays` looks up those that the swarm tells of."""
 
     def __init__(self, relays: Callable[[], Awaitable[Sequence[str]]]) -> None:
@@ -108,7 +108,7 @@ class Dialling:
                 ports = tuple(port for port in question.ports[:_MOST_PORTS] if 0 < port < 65536)
                 home = host_of(cast(Stream, conversation).origin) if ports else None
                 relays, place = await asyncio.gather(self._known(), self._dial(home, ports))
-                await conversation.send(Dialled(place=place, tried=home is not None, relays=relays))
+                await conversation.send(DialBackReply(place=place, tried=home is not None, relays=relays))
         except TimeoutError:
             raise ConnectionAbortedError(f"{conversation.peer} took too long") from None
 

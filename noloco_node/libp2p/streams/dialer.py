@@ -13,31 +13,31 @@ from typing import NamedTuple
 
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.framing import delimited
-from noloco_node.libp2p.daemon.hivemind_parts import Parts
+from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import Daemon
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, place_text
-from noloco_node.libp2p.endpoint.known_peers import Acquaintances
-from noloco_node.libp2p.endpoint.settings import Patience
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.network.wire import Schema
 
 
-class Exchange(NamedTuple):
+class StreamContext(NamedTuple):
     """What outlives a daemon: the streams and topics of this peer, whom it has met, how protocol names begin, how long
     to wait.
     """
 
     switchboard: Switchboard
-    acquaintances: Acquaintances
+    acquaintances: KnownPeers
     prefix: str
-    patience: Patience
+    patience: TimeoutSettings
 
 
-class Calls:
+class StreamDialer:
     """Opens and accepts streams as long as one daemon lives."""
 
-    def __init__(self, parts: Parts, control: Control, daemon: Daemon, exchange: Exchange) -> None:
+    def __init__(self, parts: HivemindParts, control: Control, daemon: Daemon, exchange: StreamContext) -> None:
         self._parts, self._control, self._daemon, self._exchange = parts, control, daemon, exchange
         self._server: asyncio.Server | None = None
         self._offered: set[str] = set()

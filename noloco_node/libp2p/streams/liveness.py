@@ -1,9 +1,10 @@
 """When a peer was last heard, and after how long a silence it is given up: the longer, the less even its line is.
 
-A peer that sends nothing else beats every `Patience.beat_s`. How far apart its bytes come all the same is noted: every
-gap of half a beat or more (shorter ones are one and the same burst). On a good line these gaps are as long as a beat
-and equal, so a dead peer is noticed after some five of them; on one that stutters they are not, and the peer is borne
-with accordingly (`noloco_node.network.timeouts`). As long as nothing is known, `Patience.silence_s` counts.
+A peer that sends nothing else beats every `TimeoutSettings.beat_s`. How far apart its bytes come all the same is noted:
+every gap of half a beat or more (shorter ones are one and the same burst). On a good line these gaps are as long as a
+beat and equal, so a dead peer is noticed after some five of them; on one that stutters they are not, and the peer is
+borne with accordingly (`noloco_node.network.timeouts`). As long as nothing is known, `TimeoutSettings.silence_s`
+counts.
 
 A gap is noted only where we listened. What came after our own sleep, or after we had stopped reading, says nothing of
 the peer. But one that we gave up and that comes back soon was there all the time, so that silence is a gap like others.
@@ -14,19 +15,19 @@ strangers no more is kept than of `MOST_PEERS`.
 
 from __future__ import annotations
 
-from noloco_node.libp2p.endpoint.settings import Patience
-from noloco_node.network.timeouts import MOST_PEERS, Estimate, deadline_s, observed
+from noloco_node.libp2p.endpoint.settings import TimeoutSettings
+from noloco_node.network.timeouts import MOST_PEERS, RttEstimate, deadline_s, observed
 
 
-class Pulse:
+class PeerLiveness:
     """Of one peer, shared by all streams with it."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: TimeoutSettings) -> None:
         self.streams = 0
         self._least_gap_s = patience.beat_s / 2
         self._silences, self._stalls = patience.silences(), patience.stalls()
-        self._gaps: Estimate | None = None
-        self._pauses: Estimate | None = None
+        self._gaps: RttEstimate | None = None
+        self._pauses: RttEstimate | None = None
         self._heard_s = float("-inf")
         self._silent_since_s: float | None = None
         """From when on it was silent, if it was given up for that."""
@@ -66,17 +67,17 @@ class Pulse:
         """Note that the peer took bytes again, after so long."""
         self._pauses = self._with(self._pauses, pause_s, self.stall_s)
 
-    def _with(self, known: Estimate | None, gap_s: float, most_s: float) -> Estimate | None:
+    def _with(self, known: RttEstimate | None, gap_s: float, most_s: float) -> RttEstimate | None:
         """Return an estimate with one more gap. One that is longer than is borne with was our own absence."""
         return observed(known, gap_s) if self._least_gap_s <= gap_s <= most_s else known
 
 
-class Pulses:
+class LivenessTable:
     """Of all peers: those with whom we converse, and the last with whom we did."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: TimeoutSettings) -> None:
         self._patience = patience
-        self._peers: dict[str, Pulse] = {}
+        self._peers: dict[str, PeerLiveness] = {}
 
     def __repr__(self) -> str:
         return f"Pulses({len(self._peers)} peers)"
@@ -85,12 +86,12 @@ class Pulses:
         """Return how many streams are open with a peer."""
         return self._peers[peer].streams if peer in self._peers else 0
 
-    def begin(self, peer: str) -> Pulse:
+    def begin(self, peer: str) -> PeerLiveness:
         """Return the pulse of a peer with whom another stream begins.
 
         That is no sign of life: daemons open streams for programs that hang.
         """
-        pulse = self._peers.pop(peer, None) or Pulse(self._patience)
+        pulse = self._peers.pop(peer, None) or PeerLiveness(self._patience)
         if len(self._peers) >= MOST_PEERS:
             idle = next((other for other, each in self._peers.items() if not each.streams), None)
             if idle is not None:

@@ -15,13 +15,13 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 
-class Unread:
+class ReceiveBudget:
     """The bytes of all streams that we answer."""
 
     def __init__(self, most_bytes: int) -> None:
         """Bear with so many bytes in all, and half of them of one peer; one stream alone may have more."""
         self._most_bytes = most_bytes
-        self._rooms: dict[Room, None] = {}
+        self._rooms: dict[StreamBudget, None] = {}
         """Of streams that hold something, in the order in which they began to."""
         self._held: Counter[str] = Counter()
         self._evicted = 0
@@ -37,7 +37,7 @@ class Unread:
         """Have room for two peers who each have two messages of this size on a stream, whatever the bound was."""
         self._most_bytes = max(self._most_bytes, 4 * message_bytes)
 
-    def more(self, room: Room, size: int) -> None:
+    def more(self, room: StreamBudget, size: int) -> None:
         """Hold more bytes; streams may be broken off for them, this one as well."""
         if not room.held:
             self._rooms[room] = None
@@ -48,7 +48,7 @@ class Unread:
         if self._is_full():
             self._evict(list(self._rooms), self._is_full)
 
-    def less(self, room: Room, size: int) -> None:
+    def less(self, room: StreamBudget, size: int) -> None:
         """Hold fewer bytes."""
         room.held -= size
         self._held[room.peer] -= size
@@ -63,7 +63,7 @@ class Unread:
     def _is_greedy(self, peer: str) -> bool:
         return self._held[peer] > self._most_bytes / 2
 
-    def _evict(self, rooms: list[Room], too_many: Callable[[], bool]) -> None:
+    def _evict(self, rooms: list[StreamBudget], too_many: Callable[[], bool]) -> None:
         """Break off streams, all but the youngest at most."""
         for room in rooms[:-1]:
             if not too_many():
@@ -74,10 +74,10 @@ class Unread:
             self.less(room, room.held)
 
 
-class Room:
+class StreamBudget:
     """What one stream holds; `evict` breaks it off."""
 
-    def __init__(self, unread: Unread, peer: str, evict: Callable[[], None]) -> None:
+    def __init__(self, unread: ReceiveBudget, peer: str, evict: Callable[[], None]) -> None:
         self.peer, self.evict, self.held = peer, evict, 0
         self._unread = unread
 

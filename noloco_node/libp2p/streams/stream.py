@@ -2,12 +2,12 @@
 
 The socket leads to the libp2p daemon, which sends one message of its own first (whom this stream connects with, or why
 it does not) and then the raw bytes of the stream. `Stream` is asyncio's `BufferedProtocol`, so the kernel writes
-received bytes straight to where `wire.Intake` wants them: into the tensor itself.
+received bytes straight to where `wire.FrameDecoder` wants them: into the tensor itself.
 
 Liveness. Both sides send a BEAT when they have sent nothing else for `beat_s`. A peer of whom no byte came for longer
-than is borne with on any of our streams is given up (one `Pulse` per peer, not per stream: on a slow link the beats of
-one stream queue up behind the bulk of another). Beats come from the event loop, not from the work, so they vouch for
-the peer, not for its progress; the caller's deadline bounds that.
+than is borne with on any of our streams is given up (one `PeerLiveness` per peer, not per stream: on a slow link the
+beats of one stream queue up behind the bulk of another). Beats come from the event loop, not from the work, so they
+vouch for the peer, not for its progress; the caller's deadline bounds that.
 
 Ends. Leaving politely sends END: the other's handler may finish what it does. Everything else that closes a stream
 breaks it and cancels the handler: a caller that was cancelled or killed wants nothing any more. Whoever ended politely
@@ -27,9 +27,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
 from noloco_node.libp2p.daemon.framing import Preamble
-from noloco_node.libp2p.endpoint.settings import Patience
-from noloco_node.libp2p.streams.liveness import Pulse
-from noloco_node.libp2p.streams.receive_bound import Room, Unread
+from noloco_node.libp2p.endpoint.settings import TimeoutSettings
+from noloco_node.libp2p.streams.liveness import PeerLiveness
+from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
 from noloco_node.network import wire
 from noloco_node.network.schema import Buffer
 
@@ -41,7 +41,7 @@ Admit: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Returns when so many bytes may pass, which are (a piece of) a message of so many."""
 
 
-class Traffic:
+class ByteCounts:
     """Bytes of one topic."""
 
     def __init__(self) -> None:
@@ -57,25 +57,25 @@ class Stream(asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        patience: Patience,
+        patience: TimeoutSettings,
         introduce: Callable[[Stream, bytes], None],
         lost: Callable[[Stream, ConnectionError | None], None],
     ) -> None:
         self._patience, self._introduce, self._lost = patience, introduce, lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._intake: Preamble | wire.Intake = Preamble()
+        self._intake: Preamble | wire.FrameDecoder = Preamble()
         self._schema: wire.Schema | None = None
         self._peer = ""
         self.origin = ""
         """The multiaddr from which the other side came to us; empty for a stream that we opened."""
-        self._pulse = Pulse(patience)
-        self._traffic = Traffic()
+        self._pulse = PeerLiveness(patience)
+        self._traffic = ByteCounts()
         self._inbox: deque[tuple[Any, int]] = deque()
         """Messages that nobody has received, and the bytes of each."""
         self._coming_bytes = 0
         """Of the message under way."""
-        self._room: Room | None = None
+        self._room: StreamBudget | None = None
         self._news = asyncio.Event()
         self._writable = asyncio.Event()
         self._sending = asyncio.Lock()
@@ -163,12 +163,17 @@ class Stream(asyncio.BufferedProtocol):
         return self._peer_ended
 
     def begin(
-        self, peer: str, schema: wire.Schema, pulse: Pulse, traffic: Traffic, unread: Unread | None = None
+        self,
+        peer: str,
+        schema: wire.Schema,
+        pulse: PeerLiveness,
+        traffic: ByteCounts,
+        unread: ReceiveBudget | None = None,
     ) -> None:
         """Start talking in frames; `unread`: where what comes must find room."""
         self._peer, self._schema, self._pulse, self._traffic = peer, schema, pulse, traffic
-        self._room = None if unread is None else Room(unread, peer, self._evicted)
-        self._intake = wire.Intake(schema)
+        self._room = None if unread is None else StreamBudget(unread, peer, self._evicted)
+        self._intake = wire.FrameDecoder(schema)
         self._listening_s = self._loop.time()
 
     def write_raw(self, content: bytes) -> None:
@@ -252,7 +257,7 @@ class Stream(asyncio.BufferedProtocol):
         if self._over:
             return
         try:
-            if isinstance(self._intake, wire.Intake):
+            if isinstance(self._intake, wire.FrameDecoder):
                 self._pulse.hear(self._loop.time(), self._listening_s)
                 frame = self._intake.got(nbytes)
                 if frame is None and self._intake.in_message:
@@ -325,7 +330,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def _take(self, frame: wire.Frame, last_bytes: int) -> None:
         """Take a frame that is whole now, with the last bytes that came of it."""
-        if frame.kind is wire.Kind.MESSAGE:
+        if frame.kind is wire.FrameKind.MESSAGE:
             if self._left:
                 self._drop_frame()
                 return
@@ -338,12 +343,12 @@ class Stream(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
                 self._reading_paused = True
             self._news.set()
-        elif frame.kind is wire.Kind.END:
+        elif frame.kind is wire.FrameKind.END:
             self._peer_ended = True
             self._news.set()
             if self._left:
                 self._close()
-        elif frame.kind is wire.Kind.ERROR:
+        elif frame.kind is wire.FrameKind.ERROR:
             self.break_off(ConnectionResetError(f"{self._peer} ended with an error: {_printable(frame.content)}"))
 
     def _resume_reading(self) -> None:

@@ -13,10 +13,10 @@ import logging
 from collections import Counter
 from typing import NoReturn
 
-from noloco_node.libp2p.endpoint.settings import Capacity, Patience
-from noloco_node.libp2p.streams.liveness import Pulses
-from noloco_node.libp2p.streams.receive_bound import Unread
-from noloco_node.libp2p.streams.stream import Stream, Traffic
+from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
+from noloco_node.libp2p.streams.liveness import LivenessTable
+from noloco_node.libp2p.streams.receive_bound import ReceiveBudget
+from noloco_node.libp2p.streams.stream import ByteCounts, Stream
 from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
 from noloco_node.network.wire import Schema, Violation
 
@@ -31,15 +31,15 @@ together, and of each."""
 class Switchboard:
     """Keeps every open stream; `run` must be running while streams are answered."""
 
-    def __init__(self, patience: Patience, capacity: Capacity) -> None:
+    def __init__(self, patience: TimeoutSettings, capacity: Capacity) -> None:
         self._patience, self._capacity = patience, capacity
         self._handlers = asyncio.TaskGroup()
         self._answers = False
         self._topics: dict[str, tuple[Schema, Handler]] = {}
         self._streams: dict[Stream, asyncio.Task[None] | None] = {}
-        self._pulses = Pulses(patience)
-        self._unread = Unread(capacity.unread_bytes)
-        self._traffic: dict[str, Traffic] = {}
+        self._pulses = LivenessTable(patience)
+        self._unread = ReceiveBudget(capacity.unread_bytes)
+        self._traffic: dict[str, ByteCounts] = {}
         self._answering: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
@@ -147,10 +147,12 @@ class Switchboard:
         for stream in list(self._streams):
             stream.break_off(ConnectionResetError("the network was closed"))
 
-    def _begin(self, stream: Stream, peer: str, topic: str, schema: Schema, unread: Unread | None = None) -> None:
+    def _begin(
+        self, stream: Stream, peer: str, topic: str, schema: Schema, unread: ReceiveBudget | None = None
+    ) -> None:
         pulse = self._pulses.begin(peer)
         self._streams[stream] = None
-        stream.begin(peer, schema, pulse, self._traffic.setdefault(topic, Traffic()), unread)
+        stream.begin(peer, schema, pulse, self._traffic.setdefault(topic, ByteCounts()), unread)
 
     async def _run_handler(self, stream: Stream, handler: Handler) -> None:
         try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from noloco_node.machine.interface import Dimensions, Machine, Voice
-from noloco_node.network.interface import Network
+from noloco_node.machine.interface import Dimensions, Host, Reporter
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.config import RunConfig
-from noloco_node.swarm.membership import Presence
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.run_distribution import RunFileText
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,12 +20,12 @@ class Newcomer:
     `slowest_bytes_per_s`: a donor whose line is slower is given up. `deadlines`: False waits for a copy without end.
     """
 
-    recipe: Recipe
+    recipe: RunFileText
     plan: Dimensions
-    network: Network
-    presence: Presence
-    machine: Machine
-    voice: Voice
+    network: PeerNetwork
+    membership: Membership
+    host: Host
+    reporter: Reporter
     wish: int | None = None
     device_s: float = 0.0
     slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
@@ -42,9 +42,9 @@ class Newcomer:
         return Claimant(
             run=self.recipe.run,
             plan=self.plan,
-            presence=self.presence,
-            machine=self.machine,
-            voice=self.voice,
+            membership=self.membership,
+            host=self.host,
+            reporter=self.reporter,
             network=self.network,
             wish=self.wish,
             device_s=self.device_s,
@@ -60,10 +60,10 @@ class Claimant:
 
     run: RunConfig
     plan: Dimensions
-    network: Network
-    presence: Presence
-    machine: Machine
-    voice: Voice
+    network: PeerNetwork
+    membership: Membership
+    host: Host
+    reporter: Reporter
     wish: int | None = None
     device_s: float = 0.0
 

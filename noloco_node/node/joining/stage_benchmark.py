@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from noloco_node.machine.interface import Dimensions, Stage
+    from noloco_node.machine.interface import Dimensions, StageModel
     from noloco_node.run.config import PipelineConfig
 
 TIMES = 2
@@ -29,7 +29,7 @@ LOGITS_BESIDE = 2
 """Of the last stage: beside the logits that autograd keeps its pass holds them once more, and their gradient."""
 
 
-class Probe(NamedTuple):
+class StageBenchmark(NamedTuple):
     """What a microbatch takes: device seconds, forward and backward, and bytes that lie between the two passes.
 
     `kept_bytes` does without the weights, which are there anyway; 0 from a stage without autograd.
@@ -39,7 +39,9 @@ class Probe(NamedTuple):
     kept_bytes: int
 
 
-def measure(stage: Stage, number: int, pipeline: PipelineConfig, plan: Dimensions, clock: Callable[[], float]) -> Probe:
+def measure(
+    stage: StageModel, number: int, pipeline: PipelineConfig, plan: Dimensions, clock: Callable[[], float]
+) -> StageBenchmark:
     """Return what a microbatch takes at stage `number`; a job of the device's thread, as is `clock`."""
     import torch
 
@@ -71,7 +73,7 @@ def measure(stage: Stage, number: int, pipeline: PipelineConfig, plan: Dimension
     stage.discard()
     last = kept.bytes and number == pipeline.stages - 1
     beside = LOGITS_BESIDE * 4 * plan.vocabulary * targets.numel() if last else 0
-    return Probe(min(after - before for before, after in pairwise(marks)), kept.bytes + beside)
+    return StageBenchmark(min(after - before for before, after in pairwise(marks)), kept.bytes + beside)
 
 
 class _Kept:

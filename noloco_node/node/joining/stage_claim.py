@@ -22,15 +22,15 @@ from random import Random
 from typing import NamedTuple
 
 from noloco_node import __version__
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.machine.interface import Machine, Stage
+from noloco_node.machine.interface import Host, StageModel
 from noloco_node.node.joining.newcomer import Claimant
 from noloco_node.node.joining.stage_benchmark import measure
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.units import _gib
-from pipeline.placement import Claim, capacities, choose_stage, fitting, named_stage, reason, yields
+from pipeline.placement import StageClaim, capacities, choose_stage, parse_stage, reason, should_yield, stages_that_fit
 
 LOOKS = 5
 """Readings of the roster that may fail before a newcomer gives up."""
@@ -42,11 +42,11 @@ CLAIMS = 8
 """Announced at most, one after the other."""
 
 
-class Place(NamedTuple):
+class ClaimedStage(NamedTuple):
     """The stage that was claimed, and its slice where it has been built for a measurement."""
 
     number: int
-    stage: Stage | None = None
+    stage: StageModel | None = None
 
 
 class _Own(NamedTuple):
@@ -59,23 +59,23 @@ class _Own(NamedTuple):
         return 1.0 / self.device_s[stage] if self.device_s[stage] > 0.0 else 0.0
 
 
-def claims_of(roster: Roster) -> list[Claim]:
+def claims_of(roster: Roster) -> list[StageClaim]:
     """Return the records of all who serve a stage, or are about to, as decisions read them."""
     return [
-        Claim(
+        StageClaim(
             record.peer,
             record.stage,
             record.claimed_at,
-            settled=record.state is not State.JOINING,
+            settled=record.state is not PeerState.JOINING,
             device_s=record.device_s,
             # A newcomer that says nothing goes anywhere; a replica that says nothing stays.
-            may_serve=record.may_serve or (None if record.state is State.JOINING else ()),
+            may_serve=record.may_serve or (None if record.state is PeerState.JOINING else ()),
             moves_to=record.moves_to,
-            training=record.state is State.TRAINING,
+            training=record.state is PeerState.TRAINING,
         )
         for records in roster.stages
         for record in records
-        if record.state is not State.FINISHED
+        if record.state is not PeerState.FINISHED
     ]
 
 
@@ -84,35 +84,35 @@ def servable(claimant: Claimant) -> range:
     return range(claimant.run.pipeline.stages if claimant.network.dialable else 1)
 
 
-async def claim(claimant: Claimant, served: int | None) -> Place:
+async def claim_stage(claimant: Claimant, served: int | None) -> ClaimedStage:
     """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
     await _first_look(claimant)
     if claimant.wish is not None:
         return await _take(claimant, claimant.wish)
     if not claimant.network.dialable:
-        claimant.voice.say("looking at stage 0 alone, which dials the others: nobody can dial us")
-    presence, work, choice = claimant.presence, claimant.plan.work, _Choice(claimant)
+        claimant.reporter.say("looking at stage 0 alone, which dials the others: nobody can dial us")
+    membership, work, choice = claimant.membership, claimant.plan.work, _Choice(claimant)
     rng = Random(f"{claimant.run.seed}|placement|{claimant.me}")
-    stage = choose_stage(capacities(claims_of(presence.roster), work), choice.fits(), rng, served)
-    part = await built(claimant.machine, stage)
+    stage = choose_stage(capacities(claims_of(membership.roster), work), choice.fits(), rng, served)
+    part = await built(claimant.host, stage)
     device_s, kept_bytes = await _measure(claimant, part, stage)
     choice.note(stage, kept_bytes)
     own = _Own(choice.fits(), device_s)
     # Others may have come while we were building.
-    await presence.peek()
-    capacity = capacities(claims_of(presence.roster), work)
+    await membership.peek()
+    capacity = capacities(claims_of(membership.roster), work)
     probed, stage = stage, choose_stage(capacity, own.fits, rng, stage)
     _say(claimant, stage, reason(stage, capacity, own.speed(stage)), own)
     stage = await _settle(claimant, stage, own)
-    return Place(stage, part if stage == probed else None)
+    return ClaimedStage(stage, part if stage == probed else None)
 
 
-async def built(machine: Machine, number: int) -> Stage:
-    """Build a stage; raise `Trouble` where this machine cannot."""
+async def built(host: Host, number: int) -> StageModel:
+    """Build a stage; raise `UserError` where this machine cannot."""
     try:
-        return await machine.device.run(machine.build, number)
+        return await host.device.run(host.build, number)
     except (MemoryError, RuntimeError, OSError, ValueError) as error:
-        raise Trouble(
+        raise UserError(
             f"Stage {number} could not be built.",
             why=_in_a_line(error),
             attempt="another stage with --stage, or another --device; noloco-node doctor INVITE tells what fits",
@@ -123,16 +123,16 @@ async def built(machine: Machine, number: int) -> Stage:
 async def _first_look(claimant: Claimant) -> None:
     """Read who is there until the DHT has answered for all stages."""
     for look in count(1):
-        roster = await claimant.presence.peek()
-        if claimant.presence.complete:
+        roster = await claimant.membership.peek()
+        if claimant.membership.complete:
             return
         # Whoever moves takes part already, and knows that others do: it waits as long as it takes.
         moves = any(record.peer == claimant.me for records in roster.stages for record in records)
         if look >= LOOKS and not moves:
             break
-        claimant.voice.say("the DHT did not answer; asking again who is there")
+        claimant.reporter.say("the DHT did not answer; asking again who is there")
         await asyncio.sleep(SETTLE_S if look < LOOKS else AGAIN_S)
-    raise Trouble(
+    raise UserError(
         "Nobody could tell who takes part in the run.",
         why=f"the DHT did not answer {LOOKS} times in a row",
         attempt="start the node again in a minute; if it happens again, ask whoever sent the invite",
@@ -140,29 +140,31 @@ async def _first_look(claimant: Claimant) -> None:
     )
 
 
-async def _take(claimant: Claimant, wish: int) -> Place:
+async def _take(claimant: Claimant, wish: int) -> ClaimedStage:
     try:
-        stage = named_stage(wish, claimant.run.pipeline.stages)
+        stage = parse_stage(wish, claimant.run.pipeline.stages)
     except ValueError as error:
-        raise Trouble(
+        raise UserError(
             f"There is no stage {wish}.",
             why=str(error),
             attempt="leave out --stage, or choose one that is there",
             code=Exit.USAGE,
         ) from error
     if stage not in servable(claimant):
-        claimant.voice.say(f"nobody can dial us, and stage {stage} lives on calls: expect no work; stage 0 needs none")
-    await claimant.presence.claim(
+        claimant.reporter.say(
+            f"nobody can dial us, and stage {stage} lives on calls: expect no work; stage 0 needs none"
+        )
+    await claimant.membership.claim(
         PeerRecord(
             peer=claimant.me,
             stage=stage,
-            state=State.CATCHING_UP,
-            claimed_at=claimant.machine.unix_time(),
+            state=PeerState.CATCHING_UP,
+            claimed_at=claimant.host.unix_time(),
             device_s=claimant.device_s,
             version=__version__,
         )
     )
-    return Place(stage)
+    return ClaimedStage(stage)
 
 
 class _Choice:
@@ -172,13 +174,13 @@ class _Choice:
     """
 
     def __init__(self, claimant: Claimant) -> None:
-        self._pipeline, self._machine, self._say = claimant.run.pipeline, claimant.machine, claimant.voice.say
-        self._within, self._free = servable(claimant), claimant.machine.free_bytes()
+        self._pipeline, self._machine, self._say = claimant.run.pipeline, claimant.host, claimant.reporter.say
+        self._within, self._free = servable(claimant), claimant.host.free_bytes()
 
     def fits(self) -> tuple[int, ...]:
         """Return the stages to choose from: those that fit, or the one that needs least."""
         needs = self._machine.needs_bytes
-        fits = fitting(needs, self._free, self._pipeline.stages)
+        fits = stages_that_fit(needs, self._free, self._pipeline.stages)
         fits = tuple(stage for stage in fits if stage in self._within)
         if fits:
             return fits
@@ -204,26 +206,26 @@ class _Choice:
             )
 
 
-async def _measure(claimant: Claimant, stage: Stage, number: int) -> tuple[tuple[float, ...], int]:
+async def _measure(claimant: Claimant, stage: StageModel, number: int) -> tuple[tuple[float, ...], int]:
     """Take a microbatch through a stage. Return the seconds of one at every stage, on the device or on the line, and
     the bytes that it keeps at this one.
     """
-    machine, work, stages = claimant.machine, claimant.plan.work, claimant.run.pipeline.stages
-    probe = await machine.device.run(measure, stage, number, claimant.run.pipeline, claimant.plan, machine.device.clock)
-    device_s = tuple(max(probe.device_s * work[each] / work[number], machine.line_s(each)) for each in range(stages))
+    host, work, stages = claimant.host, claimant.plan.work, claimant.run.pipeline.stages
+    probe = await host.device.run(measure, stage, number, claimant.run.pipeline, claimant.plan, host.device.clock)
+    device_s = tuple(max(probe.device_s * work[each] / work[number], host.line_s(each)) for each in range(stages))
     return device_s, probe.kept_bytes
 
 
 async def _settle(claimant: Claimant, stage: int, own: _Own) -> int:
     """Announce a stage, read again, and move if another newcomer chose alike; return where we stay."""
-    presence, work = claimant.presence, claimant.plan.work
-    claimed_at = claimant.machine.unix_time()
+    membership, work = claimant.membership, claimant.plan.work
+    claimed_at = claimant.host.unix_time()
     for left in reversed(range(CLAIMS)):
-        await presence.claim(
+        await membership.claim(
             PeerRecord(
                 peer=claimant.me,
                 stage=stage,
-                state=State.JOINING,
+                state=PeerState.JOINING,
                 claimed_at=claimed_at,
                 device_s=own.device_s[stage],
                 may_serve=own.fits,
@@ -231,9 +233,9 @@ async def _settle(claimant: Claimant, stage: int, own: _Own) -> int:
             )
         )
         await asyncio.sleep(SETTLE_S)
-        await presence.peek()
-        claims = claims_of(presence.roster)
-        elsewhere = yields(claimant.me, claims, work) if left else None
+        await membership.peek()
+        claims = claims_of(membership.roster)
+        elsewhere = should_yield(claimant.me, claims, work) if left else None
         if elsewhere is None:
             break
         capacity = capacities([each for each in claims if each.peer != claimant.me], work)
@@ -246,8 +248,8 @@ async def _settle(claimant: Claimant, stage: int, own: _Own) -> int:
 
 
 def _say(claimant: Claimant, stage: int, why: str, own: _Own) -> None:
-    claimant.voice.say(f"taking stage {stage}: {why}")
-    claimant.voice.record(events.Placed(stage=stage, why=why, device_s=own.device_s[stage]))
+    claimant.reporter.say(f"taking stage {stage}: {why}")
+    claimant.reporter.record(events.Placed(stage=stage, why=why, device_s=own.device_s[stage]))
 
 
 def _in_a_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.sim.clock import MANY_TIMERS, VirtualLoop
 from noloco_node.sim.explore.introspection import answered, sizes
 from noloco_node.sim.explore.life_records import LifeRecord
-from noloco_node.sim.explore.observation import Scene
+from noloco_node.sim.explore.observation import CheckerContext
 
 SPARE_CALLS = 8
 VERSIONS = 4
@@ -27,10 +27,10 @@ TIMERS_A_PEER = 20
 
 
 @dataclass(slots=True)
-class BoundsWatch:
+class BoundInvariants:
     """Checks at every look that nothing has grown too large."""
 
-    scene: Scene
+    scene: CheckerContext
 
     def statistics(self) -> dict[str, int | float]:
         """Return how often a size was compared with its bound."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from noloco_node.node.replica import Replica
 from noloco_node.run.protocols import MICROBATCH, topic
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 
 
 def meets(replica: Replica) -> str | None:
@@ -38,12 +38,12 @@ def sizes(replica: Replica) -> Iterator[tuple[str, int, int]]:
         yield "suspects", stage + 1, len(replica.downstream.suspects)
 
 
-def answered(hub: Hub, peer: str, stage: int) -> int:
+def answered(hub: SimNetwork, peer: str, stage: int) -> int:
     """Return how many microbatches of others a peer is handling: each holds one slot, or one place in the queue."""
     network, kind = hub.peer(peer), topic(MICROBATCH, stage)
     return 0 if network is None else sum(end.topic == kind for end in network.answering)
 
 
-def is_tampered(hub: Hub, peer: str) -> bool:
+def is_tampered(hub: SimNetwork, peer: str) -> bool:
     """Say whether some of the next messages of a peer are to arrive wrong."""
     return peer in hub._tamperings

@@ -5,14 +5,14 @@ from __future__ import annotations
 import traceback
 
 
-class Broken(AssertionError):
+class InvariantBroken(AssertionError):
     """An invariant does not hold. `kind`: which; `at_s`: virtual seconds."""
 
     def __init__(self, kind: str, at_s: float, sentence: str) -> None:
         super().__init__(f"{kind}, at {at_s:.2f} s: {sentence}")
         self.kind, self.at_s, self.sentence = kind, at_s, sentence
 
-    def __reduce__(self) -> tuple[type[Broken], tuple[str, float, str]]:
+    def __reduce__(self) -> tuple[type[InvariantBroken], tuple[str, float, str]]:
         """Let a process tell another; an exception would be made anew from its text alone."""
         return type(self), (self.kind, self.at_s, self.sentence)
 

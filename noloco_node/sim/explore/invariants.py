@@ -26,19 +26,19 @@ from collections import Counter
 
 import torch
 
-from noloco_node.errors import Exit, trouble_of
+from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim import clock
-from noloco_node.sim.explore.bound_invariants import BoundsWatch
+from noloco_node.sim.explore.bound_invariants import BoundInvariants
 from noloco_node.sim.explore.introspection import is_closed
 from noloco_node.sim.explore.invariant_error import told
 from noloco_node.sim.explore.life_records import Break, Delays, LifeRecord, begin_record, fast_of
-from noloco_node.sim.explore.liveness_invariants import PaceWatch
-from noloco_node.sim.explore.meetings import Meetings
-from noloco_node.sim.explore.observation import LIFETIME_S, Scene
-from noloco_node.sim.explore.round_invariants import RoundsWatch
-from noloco_node.sim.peer import Life, SimulatedPeer
+from noloco_node.sim.explore.liveness_invariants import LivenessInvariants
+from noloco_node.sim.explore.meetings import MeetingChecker
+from noloco_node.sim.explore.observation import LIFETIME_S, CheckerContext
+from noloco_node.sim.explore.round_invariants import RoundInvariants
+from noloco_node.sim.peer import PeerLife, SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import LOOK_S, World
@@ -49,19 +49,21 @@ KEPT_PAUSES = 64
 """Pauses whose weights are remembered: a snapshot is older only where an exchange takes that many inner steps."""
 
 
-class Watch:
+class InvariantChecker:
     """Watches a world; a `world.Watcher`. `end` is to be awaited after the run."""
 
     def __init__(self, world: World) -> None:
         run = world.setting.run
         self._world, self._window = world, run.pipeline.microbatches_per_step
-        scene = self._scene = Scene(world, delays_of(world))
-        meetings = self._meetings = Meetings(run.outer, scene.lives, scene.is_spoilt, scene.complain, scene.checked)
-        self._rounds = RoundsWatch(run.outer, scene.delays, scene.present, meetings, scene.complain, scene.checked)
-        self._pace, self._bounds = PaceWatch(scene), BoundsWatch(scene)
+        scene = self._scene = CheckerContext(world, delays_of(world))
+        meetings = self._meetings = MeetingChecker(
+            run.outer, scene.lives, scene.is_spoilt, scene.complain, scene.checked
+        )
+        self._rounds = RoundInvariants(run.outer, scene.delays, scene.present, meetings, scene.complain, scene.checked)
+        self._pace, self._bounds = LivenessInvariants(scene), BoundInvariants(scene)
         self._kept_steps = run.outer.inner_steps_per_round + run.outer.overlap_steps + 2
         self._looked_s = 0.0
-        self._states: dict[str, tuple[int, State]] = {}
+        self._states: dict[str, tuple[int, PeerState]] = {}
         self._steps = 0
         self._struck: Counter[str] = Counter()
         self._moved = 0
@@ -103,7 +105,7 @@ class Watch:
                 self._check_finite(record)
                 if event.partner is not None:
                     self._pace.note_meeting(record.stage)
-            case events.Lost(what="exchange") | events.Violation(topic="gossip") if record is not None:
+            case events.Lost(what="exchange") | events.PeerViolation(topic="gossip") if record is not None:
                 record.breaks.append(Break(now_s, event.peer))
             case events.Finished() if record is not None:
                 record.end(now_s)
@@ -121,13 +123,13 @@ class Watch:
         lives = self._scene.lives
         lives[record.name, -len(lives)] = lives.pop((record.name, record.life))
 
-    def _note_state(self, peer: SimulatedPeer, state: State, now_s: float) -> None:
+    def _note_state(self, peer: SimulatedPeer, state: PeerState, now_s: float) -> None:
         known = (peer.life.number, state)
         if self._states.get(peer.name) == known:
             return
         self._states[peer.name] = known
         self._scene.disturb()
-        if state is State.TRAINING:
+        if state is PeerState.TRAINING:
             record = begin_record(peer, self._kept_steps, now_s)
             self._scene.present[peer.name] = self._scene.lives[peer.name, record.life] = record
 
@@ -166,13 +168,13 @@ class Watch:
                     self._scene.complain("batch", f"{peer.name}: {life.wrong[0]}")
                 self._check_task(peer, life)
 
-    def _check_task(self, peer: SimulatedPeer, life: Life) -> None:
+    def _check_task(self, peer: SimulatedPeer, life: PeerLife) -> None:
         task = life.task
         if task is None or not task.done() or task.cancelled():
             return
         self._scene.checked["failure"] += 1
         error = task.exception()
-        trouble = trouble_of(error)
+        trouble = user_error_of(error)
         refused = trouble is not None and trouble.code is Exit.STORAGE and peer.name in self._disks
         if error is not None and not refused:
             self._scene.complain("failure", f"{peer.name} ended with an error: {told(error)}")
@@ -194,7 +196,7 @@ class Watch:
             node = record.peer.life.node
             assert node is not None
             for stage in sorted({0, record.stage, min(record.stage + 1, stages[-1])}):
-                seen = {entry.peer for entry in node.roster.stage(stage) if entry.state is State.TRAINING}
+                seen = {entry.peer for entry in node.roster.stage(stage) if entry.state is PeerState.TRAINING}
                 self._scene.checked["roster"] += 1
                 if seen - going != truth[stage] - going - gone:
                     sentence = f"{record.name} sees {sorted(seen)} at stage {stage}, where {sorted(truth[stage])} train"
@@ -230,7 +232,7 @@ class Watch:
             self._scene.complain("slot", f"all lives are over, and these tasks are left:\n  {places}")
         self._raise()
 
-    def _check_rest(self, peer: SimulatedPeer, life: Life) -> None:
+    def _check_rest(self, peer: SimulatedPeer, life: PeerLife) -> None:
         replica = life.node.replica if life.node is not None else None
         self._scene.checked["rest"] += 1
         if replica is not None and (replica.gate.in_flight or replica.gate.queued):

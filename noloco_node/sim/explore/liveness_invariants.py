@@ -9,7 +9,7 @@ from noloco_node.node.training import LONGEST_DRAIN_S
 from noloco_node.run.protocols import GOSSIP
 from noloco_node.sim.explore.introspection import is_closed, meets, swaps
 from noloco_node.sim.explore.life_records import Asked, LifeRecord, replica_of
-from noloco_node.sim.explore.observation import Scene
+from noloco_node.sim.explore.observation import CheckerContext
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig
 from noloco_node.sim.world import LOOK_S
@@ -40,10 +40,10 @@ A run has dozens of such stretches, and a search hundreds of runs.
 
 
 @dataclass(slots=True)
-class PaceWatch:
+class LivenessInvariants:
     """Checks at every look that everybody gets on. `slowest`: the largest factor by which a device was slowed down."""
 
-    scene: Scene
+    scene: CheckerContext
     slowest: float = 1.0
     finished: bool = False
     """Whether somebody has found the run over."""

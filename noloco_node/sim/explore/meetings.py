@@ -44,7 +44,7 @@ FEW_STEPS = 3
 """Inner steps within which a step that is agreed has been applied."""
 
 
-class Facts(NamedTuple):
+class MeetingFacts(NamedTuple):
     """What a step tells: the mean that it applied, slow weights and snapshot before it, and its largest number."""
 
     mean: Tensor
@@ -54,7 +54,7 @@ class Facts(NamedTuple):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Side:
+class MeetingSide:
     """One side of a meeting: who with whom, in which round, the gap that it saw, the mean that it applied.
 
     `slow`: its slow weights before the step. `begun_s`: no later than the exchange began. `stepped_s`: when the step
@@ -73,7 +73,7 @@ class Side:
     stepped_s: float
 
     @classmethod
-    def of(cls, record: LifeRecord, event: events.OuterStep, facts: Facts, now_s: float) -> Side:
+    def of(cls, record: LifeRecord, event: events.OuterStep, facts: MeetingFacts, now_s: float) -> MeetingSide:
         """Return the side that a replica has just applied; it was agreed after the last pause but one."""
         assert event.partner is not None
         agreed_s = record.stepped_s[-2] if len(record.stepped_s) > 1 else record.began_s
@@ -92,7 +92,7 @@ class Side:
 
 
 @dataclass(slots=True)
-class Meetings:
+class MeetingChecker:
     """Finds the other side of each, and checks both."""
 
     outer: OuterConfig
@@ -102,7 +102,7 @@ class Meetings:
     checked: Counter[str]
     compared: int = 0
     unmatched: int = 0
-    _open: dict[tuple[str, str], list[Side]] = field(default_factory=dict)
+    _open: dict[tuple[str, str], list[MeetingSide]] = field(default_factory=dict)
     """Sides that have no other side yet, by the two peers."""
 
     def statistics(self) -> dict[str, int | float]:
@@ -112,7 +112,7 @@ class Meetings:
     def __repr__(self) -> str:
         return f"Meetings({self.compared} compared, {sum(map(len, self._open.values()))} half)"
 
-    def hear(self, record: LifeRecord, event: events.OuterStep, side: Side) -> None:
+    def hear(self, record: LifeRecord, event: events.OuterStep, side: MeetingSide) -> None:
         """Compare a side that has just been applied with its other side, if that is there already."""
         first, second = sorted((record.name, side.partner))
         waiting = self._open.setdefault((first, second), [])
@@ -136,23 +136,23 @@ class Meetings:
             sentence = f"{side.name} and {other.name} met in round {event.round} and applied a mean of other weights"
             self.complain("pair", f"{sentence} than their snapshots: {away:.3g} off")
 
-    def _pull(self, side: Side, other: Side) -> Tensor:
+    def _pull(self, side: MeetingSide, other: MeetingSide) -> Tensor:
         # Where gamma differs from beta, what each applied is the mean of the fast weights and a pull of its own.
         return (1.0 - self.outer.gamma / self.outer.beta) / 2 * (side.slow - other.slow)
 
-    def _apart(self, side: Side, other: Side) -> tuple[float, float]:
+    def _apart(self, side: MeetingSide, other: MeetingSide) -> tuple[float, float]:
         """Return by how much two sides' means differ, and by how much they may."""
         exact = TOLERANCE if self.outer.gamma == self.outer.beta else ROUNDING[Format(self.outer.codec)]
         away = float((side.mean - other.mean - 2 * self._pull(side, other)).abs().max())
         return away, exact * max(side.scale, other.scale)
 
-    def _tells(self, side: Side, other: Side) -> bool:
+    def _tells(self, side: MeetingSide, other: MeetingSide) -> bool:
         """Say whether the gap tells this meeting from others; where there is none, the other may be the half of an
         earlier one, whose last receipt was lost, if its mean is another."""
         away, bound = self._apart(side, other)
         return max(side.gap, other.gap) > NO_GAP or away <= bound
 
-    def _is_spoilt(self, side: Side) -> bool:
+    def _is_spoilt(self, side: MeetingSide) -> bool:
         return self.spoilt(side.name, side.begun_s) or self.spoilt(side.partner, side.begun_s)
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ class Meetings:
                     sentence = f"{side.name} met {side.partner} in round {side.round} at {side.stepped_s:.2f} s"
                     self.complain("pair", f"{sentence}, and the other neither stepped nor lost the exchange nor ended")
 
-    def _gave_up(self, side: Side, used: set[int]) -> bool:
+    def _gave_up(self, side: MeetingSide, used: set[int]) -> bool:
         """Say whether the partner gave up an exchange with us then; each that it gave up explains one side."""
         for record in self._lives_of(side.partner):
             for given_up in record.breaks:
@@ -178,7 +178,7 @@ class Meetings:
                     return True
         return False
 
-    def _ended(self, side: Side) -> bool:
+    def _ended(self, side: MeetingSide) -> bool:
         """Say whether a life of the partner ended before it can have applied the step."""
         for record in self._lives_of(side.partner):
             if record.ended_s is not None and record.ended_s >= side.begun_s:
@@ -191,7 +191,7 @@ class Meetings:
         return (record for (name, _), record in self.lives.items() if name == peer)
 
 
-def _of_one_meeting(one: Side, other: Side) -> bool:
+def _of_one_meeting(one: MeetingSide, other: MeetingSide) -> bool:
     """Say whether two sides are of one meeting: the same gap, numbers that healing may leave, and about one time."""
     if one.name == other.name or not math.isclose(one.gap, other.gap, rel_tol=1e-4, abs_tol=NO_GAP):
         return False

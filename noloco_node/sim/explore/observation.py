@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from noloco_node.node.replica import Replica
 from noloco_node.sim.explore.introspection import is_tampered
-from noloco_node.sim.explore.invariant_error import Broken
+from noloco_node.sim.explore.invariant_error import InvariantBroken
 from noloco_node.sim.explore.life_records import Delays, LifeRecord, Lives, replica_of
 from noloco_node.sim.world import World
 
@@ -16,7 +16,7 @@ LIFETIME_S = 30.0
 
 
 @dataclass(slots=True)
-class Scene:
+class CheckerContext:
     """The world as the watch has seen it so far. `quiet_s`: since when nothing has happened to it."""
 
     world: World
@@ -29,7 +29,7 @@ class Scene:
     lives: Lives = field(default_factory=dict)
     checked: Counter[str] = field(default_factory=Counter)
     """How often each invariant was really evaluated."""
-    broken: Broken | None = None
+    broken: InvariantBroken | None = None
     _spoilt_s: dict[str, float] = field(default_factory=dict)
     """Until when messages of a peer may have arrived wrong."""
 
@@ -54,7 +54,7 @@ class Scene:
     def complain(self, kind: str, sentence: str) -> None:
         """Take note of an invariant that does not hold, if it is the first."""
         if self.broken is None:
-            self.broken = Broken(kind, self.world.now_s, sentence)
+            self.broken = InvariantBroken(kind, self.world.now_s, sentence)
 
     def disturb(self, until_s: float = 0.0) -> None:
         """Note that something happens to the world now, and lasts until `until_s`."""

@@ -41,7 +41,7 @@ from gossip.rule.staleness import ROUND_BOUND
 from noloco_node.journal import events
 from noloco_node.run.config import OuterConfig
 from noloco_node.sim.explore.life_records import Complain, Delays, LifeRecord, fast_of, state_of
-from noloco_node.sim.explore.meetings import Facts, Meetings, Side
+from noloco_node.sim.explore.meetings import MeetingChecker, MeetingFacts, MeetingSide
 
 TOLERANCE = 1e-3
 """Of a recovered mean, relative to the largest number that it was recovered from: float32, divided by beta."""
@@ -50,14 +50,14 @@ ROUNDING = 1e-5
 
 
 @dataclass(slots=True)
-class RoundsWatch:
+class RoundInvariants:
     """Checks every outer step."""
 
     outer: OuterConfig
     delays: Delays
     lives: dict[str, LifeRecord]
     """The present life of each peer that has ever trained."""
-    meetings: Meetings
+    meetings: MeetingChecker
     complain: Complain
     checked: Counter[str]
     met: int = 0
@@ -101,7 +101,9 @@ class RoundsWatch:
         if event.partner is not None:
             self.met += 1
             record.met_s = now_s
-            self.meetings.hear(record, event, Side.of(record, event, Facts(mean, phi, snapshot, scale), now_s))
+            self.meetings.hear(
+                record, event, MeetingSide.of(record, event, MeetingFacts(mean, phi, snapshot, scale), now_s)
+            )
             return
         self.solo += 1
         away = float((mean - snapshot).abs().max())

@@ -214,13 +214,13 @@ class _Schedule:
 
     def _stutter(self, at_s: float) -> list[Fault]:
         share, pause_s = round(self._rng.uniform(0.02, 0.2), 2), round(self._rng.uniform(0.5, 6.0), 1)
-        return [faults.Stutter(at_s=at_s, peer=self._who(), share=share, pause_s=pause_s)]
+        return [faults.StutterFault(at_s=at_s, peer=self._who(), share=share, pause_s=pause_s)]
 
     def _line(self, at_s: float) -> list[Fault]:
         peer = self._who()
         up, down = (self._rng.choice((None, self._rng.choice((50_000.0, 200_000.0, 1e6)))) for _ in range(2))
         hides = peer not in self._anchors and self._rng.random() < 0.4
-        return [faults.Line(at_s=at_s, peer=peer, up_bytes_per_s=up, down_bytes_per_s=down, dials_only=hides)]
+        return [faults.LinkFault(at_s=at_s, peer=peer, up_bytes_per_s=up, down_bytes_per_s=down, dials_only=hides)]
 
     def _tamper(self, at_s: float) -> list[Fault]:
         kinds: tuple[Literal["flip", "shape", "not finite", "garbled values"], ...]

@@ -15,14 +15,14 @@ import msgspec
 
 from noloco_node.journal import events
 from noloco_node.sim import clock
-from noloco_node.sim.explore.invariant_error import Broken
-from noloco_node.sim.explore.invariants import Watch
+from noloco_node.sim.explore.invariant_error import InvariantBroken
+from noloco_node.sim.explore.invariants import InvariantChecker
 from noloco_node.sim.explore.schedule_generator import draw
 from noloco_node.sim.explore.shrink import shrink
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import Scenario
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.sim.world import Stuck, World
 
@@ -30,16 +30,16 @@ LINE_EVERY_S = 10.0
 Say = Callable[[str], None]
 
 
-class Verdict(NamedTuple):
+class ExploreResult(NamedTuple):
     """What became of a run. `broken`: the invariant that did not hold. `counts`: of the watch."""
 
     scenario: Scenario
-    broken: Broken | None
+    broken: InvariantBroken | None
     counts: dict[str, int | float]
     digest: str
 
 
-class Trace:
+class ScheduleTrace:
     """Says every journal event and fault, with the virtual time; a `world.Watcher`."""
 
     def __init__(self, world: World, say: Say) -> None:
@@ -69,16 +69,16 @@ class Trace:
         self._say(f"{self._world.now_s:9.3f}  {who:5} {what}: {rest}")
 
 
-def examine(scenario: Scenario, say: Say | None = None) -> Verdict:
+def examine(scenario: Scenario, say: Say | None = None) -> ExploreResult:
     """Run a scenario under all invariants; `say` is told every event."""
-    seen: list[tuple[World, Watch]] = []
-    setting = work_out(scenario)
+    seen: list[tuple[World, InvariantChecker]] = []
+    setting = build_setup(scenario)
 
     async def main() -> None:
         world = World(setting)
-        watch = Watch(world)
+        watch = InvariantChecker(world)
         seen.append((world, watch))
-        world.watchers += [Trace(world, say), watch] if say is not None else [watch]
+        world.watchers += [ScheduleTrace(world, say), watch] if say is not None else [watch]
         await world.run()
         await watch.end()
 
@@ -90,20 +90,20 @@ def examine(scenario: Scenario, say: Say | None = None) -> Verdict:
             raise
         broken = _as_broken(error, seen[0][1])
     world, watch = seen[0]
-    return Verdict(scenario, broken, watch.statistics(), world.digest())
+    return ExploreResult(scenario, broken, watch.statistics(), world.digest())
 
 
-def _as_broken(error: BaseException, watch: Watch) -> Broken:
+def _as_broken(error: BaseException, watch: InvariantChecker) -> InvariantBroken:
     inner = error
     while isinstance(inner, BaseExceptionGroup):
-        known = inner.subgroup(Broken) or inner
+        known = inner.subgroup(InvariantBroken) or inner
         inner = known.exceptions[0]
-    if isinstance(inner, Broken):
+    if isinstance(inner, InvariantBroken):
         return inner
     looked_s = float(watch.statistics()["virtual_s"])
     if isinstance(inner, Stuck | clock.Deadlock):
-        return Broken("wait", looked_s, str(inner))
-    return Broken("failure", looked_s, "".join(traceback.format_exception(inner)))
+        return InvariantBroken("wait", looked_s, str(inner))
+    return InvariantBroken("failure", looked_s, "".join(traceback.format_exception(inner)))
 
 
 def explore(count: int, first_seed: int, say: Say) -> int:
@@ -128,7 +128,7 @@ def explore(count: int, first_seed: int, say: Say) -> int:
     return 1 if found else 0
 
 
-def report(verdict: Verdict, say: Say) -> None:
+def report(verdict: ExploreResult, say: Say) -> None:
     """Say what is wrong with a run, and a shorter schedule that shows it."""
     assert verdict.broken is not None
     kind = verdict.broken.kind
@@ -155,7 +155,7 @@ def replay(seed: int, trace: bool, say: Say) -> int:
     return 0 if verdict.broken is None else 1
 
 
-def totals(verdicts: Iterable[Verdict]) -> dict[str, float]:
+def totals(verdicts: Iterable[ExploreResult]) -> dict[str, float]:
     """Return the sums of what the watches of many runs counted."""
     found: dict[str, float] = {}
     for verdict in verdicts:

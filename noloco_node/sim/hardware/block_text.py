@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_node.data.blocks import open_blocks
 from noloco_node.data.encoding import check_vocabulary
-from noloco_node.data.shuffled_blocks import mixed
+from noloco_node.data.shuffled_blocks import shuffled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ class BlockText:
         check_vocabulary(run.data, vocabulary)
         length = run.pipeline.sequence_length
         blocks = open_blocks(run.data, length, run.seed, peer)
-        self._blocks = mixed(blocks, length, run.seed, peer) if run.data.shuffle else blocks
+        self._blocks = shuffled(blocks, length, run.seed, peer) if run.data.shuffle else blocks
         self._batch = run.pipeline.microbatch_size
 
     async def draw(self) -> Tensor:

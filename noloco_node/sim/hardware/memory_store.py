@@ -7,7 +7,7 @@ from collections.abc import Callable
 from noloco_node.storage.checkpoint import Checkpoint
 
 
-class MemoryShelf:
+class MemoryStore:
     """Implements `machine.FormerStages`. `present`: returns the last checkpoint that the peer has saved."""
 
     def __init__(self, present: Callable[[], Checkpoint | None]) -> None:

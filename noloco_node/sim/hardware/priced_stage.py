@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from noloco_node.machine.interface import Stage
+    from noloco_node.machine.interface import StageModel
     from pipeline.messages import Gradient
     from pipeline.stage import OptimiserState, StepReport
-    from pipeline.worker import Forward
+    from pipeline.worker import WorkerForward
 
 
 class Prices(NamedTuple):
@@ -38,7 +38,7 @@ class _Version(NamedTuple):
 class _WatchedPass:
     """A forward pass that notices when the weights change under it."""
 
-    def __init__(self, stage: PricedStage, forward: Forward) -> None:
+    def __init__(self, stage: PricedStage, forward: WorkerForward) -> None:
         self._stage, self._forward, self._version = stage, forward, stage._version
 
     @property
@@ -52,14 +52,15 @@ class _WatchedPass:
 
 
 class PricedStage:
-    """A `noloco_node.machine.interface.Stage` around another. `wrong` takes the promises that were broken, in words.
+    """A `noloco_node.machine.interface.StageModel` around another. `wrong` takes the promises that were broken, in
+    words.
 
     `windows`: how many are in flight, 1 or 2.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageModel,
         prices: Prices,
         charge: Callable[[float], None],
         wrong: Callable[[str], None],
@@ -90,7 +91,7 @@ class PricedStage:
         self._collected += 1
         return gradient
 
-    def _backward(self, forward: Forward, version: _Version, gradient: Tensor) -> Tensor | None:
+    def _backward(self, forward: WorkerForward, version: _Version, gradient: Tensor) -> Tensor | None:
         self._charge(2 * self._prices.forward_s)
         behind = self._version.steps - version.steps
         if behind >= self._windows or (behind == 0 and version != self._version):

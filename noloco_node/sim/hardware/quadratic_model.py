@@ -33,7 +33,7 @@ VOCABULARY = 2**24
 """Numbers that microbatches may have."""
 
 
-class BowlPlan(NamedTuple):
+class QuadraticLayout(NamedTuple):
     """The dimensions of a model of bowls (`noloco_node.machine.interface.Dimensions`)."""
 
     shapes: tuple[Mapping[str, tuple[int, ...]], ...]
@@ -42,15 +42,15 @@ class BowlPlan(NamedTuple):
     vocabulary: int = VOCABULARY
 
 
-def bowl_plan(stages: int, work: Sequence[float] | None = None) -> BowlPlan:
+def quadratic_layout(stages: int, work: Sequence[float] | None = None) -> QuadraticLayout:
     """Return the dimensions of a pipeline of bowls. `work`: of a microbatch at each stage, if it is not even."""
-    return BowlPlan(tuple({"weights": (SIZE,)} for _ in range(stages)), tuple(work or (1.0,) * stages))
+    return QuadraticLayout(tuple({"weights": (SIZE,)} for _ in range(stages)), tuple(work or (1.0,) * stages))
 
 
 class _Pass:
     """A forward pass that waits for its gradient."""
 
-    def __init__(self, bowl: Bowl, output: Tensor) -> None:
+    def __init__(self, bowl: QuadraticModel, output: Tensor) -> None:
         self._bowl, self.output, self.built_on = bowl, output, bowl._values
 
     def backward(self, gradient: Tensor, /) -> Tensor | None:
@@ -61,7 +61,7 @@ class _Pass:
         return gradient
 
 
-class Bowl:
+class QuadraticModel:
     """One stage (`noloco_node.machine.interface.Stage`).
 
     What a microbatch asks for is computed on Python's floats: for eight numbers a call of torch costs more than the
@@ -155,7 +155,7 @@ class Bowl:
         return {"passes": self._passes, "inner_steps": self._steps, "skipped_steps": self._skipped}
 
 
-class Numbers:
+class RandomBatches:
     """The text of bowls (`noloco_node.machine.interface.Text`): numbers that no two sources share, as far as there are
     enough."""
 

@@ -82,7 +82,7 @@ class Link:
         return self.rate * lasted_s if lasted_s else 0.0
 
 
-class Line(NamedTuple):
+class AccessLine(NamedTuple):
     """What connects one peer with the world."""
 
     up: Link

@@ -13,7 +13,7 @@ once. On a line with a bandwidth it returns when the transfer is through, and a 
 the stream: half a frame is out.
 
 A message that nothing special happens to is put in flight at once: one timer. All else (cuts, shared bandwidth, what
-befalls the few) is `Way`'s, which is made when first needed.
+befalls the few) is `Outbox`'s, which is made when first needed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_node.network.interface import VIOLATION_GRACE_S
 from noloco_node.network.wire import Schema, Violation
-from noloco_node.sim.network.outbox import Parting, Way
+from noloco_node.sim.network.outbox import EndOfStream, Outbox
 
 if TYPE_CHECKING:
-    from noloco_node.sim.network.peer_network import MemoryNetwork
+    from noloco_node.sim.network.peer_network import SimPeerNetwork
 
-_ENDED = Parting(None, "")
+_ENDED = EndOfStream(None, "")
 
 
-class Traffic:
+class StreamByteCounts:
     """Bytes that one peer sent and received about one topic."""
 
     __slots__ = ("received_bytes", "received_name", "sent_bytes", "sent_name")
@@ -45,7 +45,7 @@ class Traffic:
         return f"Traffic({self.sent_bytes} bytes sent, {self.received_bytes} received)"
 
 
-class End:
+class StreamEnd:
     """One end of a conversation; implements `port.Conversation`."""
 
     # fmt: off
@@ -56,7 +56,7 @@ class End:
     )
     # fmt: on
 
-    def __init__(self, network: MemoryNetwork, peer: str, topic: str, schema: Schema) -> None:
+    def __init__(self, network: SimPeerNetwork, peer: str, topic: str, schema: Schema) -> None:
         self._network, self._hub = network, network.hub
         self.me, self._peer, self.topic, self.schema = network.peer_id, peer, topic, schema
         self._inbox: list[Any] = []
@@ -65,14 +65,14 @@ class End:
         self._waiter: asyncio.Future[None] | None = None
         self._broken: tuple[type[ConnectionError], str] | None = None
         self._peer_ended = self._left = self._started = False
-        self._way: Way | None = None
+        self._way: Outbox | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"End({self.me} with {self._peer} about {self.topic})"
 
-    def join(self, other: End) -> None:
+    def join(self, other: StreamEnd) -> None:
         """Connect with the other end; both must be told."""
         self._incoming, self.arrive = other.flying, other._land
         self.their_schema, self._their_line = other.schema, other._network.line
@@ -150,7 +150,7 @@ class End:
         elif not self.is_over:
             self._left = True
             self._close()
-            self._post(Parting(ConnectionResetError, f"{self.me} ended with an error: {sentence}"))
+            self._post(EndOfStream(ConnectionResetError, f"{self.me} ended with an error: {sentence}"))
 
     def break_off(self, why: str) -> None:
         """Break the stream: what has not left yet never will."""
@@ -158,7 +158,7 @@ class End:
             self._broken = (ConnectionResetError, why)
             self._close()
             self._cut_short()
-            self._post(Parting(ConnectionResetError, f"the stream with {self.me} broke"))
+            self._post(EndOfStream(ConnectionResetError, f"the stream with {self.me} broke"))
 
     def break_(self, kind: type[ConnectionError], text: str) -> None:
         """Note that the stream broke. A handler is cancelled, unless its caller has ended politely."""
@@ -179,7 +179,7 @@ class End:
         """Break with everything, also where END waits for the line: this peer is no more."""
         if self.is_over:
             self._cut_short()
-            self._post(Parting(ConnectionResetError, f"the stream with {self.me} broke"))
+            self._post(EndOfStream(ConnectionResetError, f"the stream with {self.me} broke"))
         else:
             self.break_off("this peer was killed")
         self.stop()
@@ -257,9 +257,9 @@ class End:
         self._silence = None
         self.break_(ConnectionAbortedError, f"{self._peer} was silent for {silence_s:g} s")
 
-    def _the_way(self) -> Way:
+    def _the_way(self) -> Outbox:
         if self._way is None:
-            self._way = Way(self._hub, self, self._network.line.up, self._their_line.down)
+            self._way = Outbox(self._hub, self, self._network.line.up, self._their_line.down)
         return self._way
 
     def _is_sending(self) -> bool:
@@ -269,7 +269,7 @@ class End:
         """Say whether the next message can be put in flight at once."""
         return self._hub.free and (self._way is None or self._way.is_idle)
 
-    def _post(self, parting: Parting) -> None:
+    def _post(self, parting: EndOfStream) -> None:
         """Tell the other end, unless it has left already."""
         if self._peer_ended:
             self._cut_short()
@@ -282,19 +282,19 @@ class End:
                 self._network.lingering[self] = None
         elif parting.kind is None and self._is_setting_out():
             # END travels with the message that set out at this very moment, as the last bytes of a packet would.
-            self.flying[-1] = Parting(None, "", self.flying[-1])
+            self.flying[-1] = EndOfStream(None, "", self.flying[-1])
         else:
             self.fly(parting)
 
     def _is_setting_out(self) -> bool:
         """Say whether the last thing in flight is a message that was sent at this very moment."""
         now_s = asyncio.get_running_loop().time()
-        return self._flown_s == now_s and bool(self.flying) and self.flying[-1].__class__ is not Parting
+        return self._flown_s == now_s and bool(self.flying) and self.flying[-1].__class__ is not EndOfStream
 
     def _land(self) -> None:
         """Take what arrives next."""
         content = self._incoming.pop(0)
-        if content.__class__ is Parting:
+        if content.__class__ is EndOfStream:
             if content.message is not None:
                 self._take(content.message)
             self._part(content)
@@ -307,7 +307,7 @@ class End:
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
 
-    def _part(self, parting: Parting) -> None:
+    def _part(self, parting: EndOfStream) -> None:
         if parting.kind is None:
             self._peer_ended = True
             self._wake()
@@ -317,7 +317,7 @@ class End:
         elif parting.kind is Violation and not self.is_over and not self._peer_ended:
             self._network.note_violation(self._peer)
             self.break_(Violation, parting.text)
-            self._post(Parting(ConnectionResetError, f"{self.me} ended with an error: {parting.text}"))
+            self._post(EndOfStream(ConnectionResetError, f"{self.me} ended with an error: {parting.text}"))
         else:
             self.break_(parting.kind, parting.text)
 

@@ -1,8 +1,8 @@
 """Messages that arrive wrong, as a broken or hostile sender would have them: through the production wire.
 
 Nothing here decides what a receiver makes of a wrong message. It is encoded as its sender would, spoilt, and decoded by
-`wire.Intake` against the schema of the receiver: what comes out is what a real peer would get, another message or a
-`Violation`.
+`wire.FrameDecoder` against the schema of the receiver: what comes out is what a real peer would get, another message or
+a `Violation`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from functools import cache
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from noloco_node.network.wire import Intake, MessageSpec, Schema, TensorSpec, Violation, beat, encode
+from noloco_node.network.wire import FrameDecoder, MessageSpec, Schema, TensorSpec, Violation, beat, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Tampering(StrEnum):
+class Corruption(StrEnum):
     """What is wrong with a message."""
 
     FLIP = "flip"
@@ -49,19 +49,19 @@ def tensors_of(message: Any) -> list[Tensor]:
     return [tensor for group in several for tensor in group]
 
 
-def spoil(message: Any, how: Tampering, said: Schema, heard: Schema, rng: Random) -> Any:
+def spoil(message: Any, how: Corruption, said: Schema, heard: Schema, rng: Random) -> Any:
     """Return what a receiver with the schema `heard` decodes of a message that a sender with the schema `said` spoilt.
 
     Raises Violation where the receiver does. A message without floats cannot be `NOT_FINITE` or `GARBLED_VALUES`: bytes
     are flipped instead.
     """
     floats = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors_of(message))
-    if how is Tampering.FLIP or (how is not Tampering.SHAPE and not floats):
+    if how is Corruption.FLIP or (how is not Corruption.SHAPE and not floats):
         return _decode(_flip(_frame(message, said), len(encode(message, said)[0]), rng), heard)
-    if how is Tampering.SHAPE:
+    if how is Corruption.SHAPE:
         wrong = _mapped(message, _grown)
         return _decode(_frame(wrong, _schema_of(wrong, said.names[message.__class__])), heard)
-    spoilt = _mapped(message, _with_nan if how is Tampering.NOT_FINITE else _garbled)
+    spoilt = _mapped(message, _with_nan if how is Corruption.NOT_FINITE else _garbled)
     return _decode(_frame(spoilt, said), heard)
 
 
@@ -82,7 +82,7 @@ def _decode(frame: bytearray, schema: Schema) -> Any:
 
     Lengths that grew make it wait for bytes that the sender's beats bring in time. Here they come at once.
     """
-    intake, rest = Intake(schema), memoryview(frame)
+    intake, rest = FrameDecoder(schema), memoryview(frame)
     while True:
         space = intake.wants()
         if not rest:

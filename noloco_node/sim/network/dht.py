@@ -38,7 +38,7 @@ class _View:
         self.shown: Mapping[str, bytes] | None = None
 
 
-class Records:
+class SimDht:
     """All records of one simulation, by key and subkey. Times are virtual seconds."""
 
     def __init__(self) -> None:

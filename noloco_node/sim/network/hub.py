@@ -1,8 +1,9 @@
 """A network in memory and in virtual time: whole messages, lines of any quality, and the same losses as the real one.
 
-A `Hub` is the world. `hub.network(peer)` is one peer's `port.Network`. Messages pass unserialised (both ends then share
-their tensors: treat them as read-only), in order within a conversation. How long that takes and what can go wrong is in
-`hub.weather` and each peer's `Access` (see `lines`, `transfer`, `way`). What happens to a peer is said to the hub:
+A `SimNetwork` is the world. `hub.network(peer)` is one peer's `port.Network`. Messages pass unserialised (both ends
+then share their tensors: treat them as read-only), in order within a conversation. How long that takes and what can go
+wrong is in `hub.weather` and each peer's `Access` (see `lines`, `transfer`, `way`). What happens to a peer is said to
+the hub:
 
 - `kill(peer)`: its streams break at the others one latency later, new ones are refused, its records expire by
   themselves. Afterwards `network(peer)` makes a new one, as after a restart;
@@ -31,16 +32,16 @@ from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-from noloco_node.sim.network.bandwidth import Line, Link, LinkUse, Transfer
-from noloco_node.sim.network.corruption import Tampering, tensors_of
-from noloco_node.sim.network.dht import Records
-from noloco_node.sim.network.link_model import Access, Weather
-from noloco_node.sim.network.outbox import Way
-from noloco_node.sim.network.peer_network import MemoryNetwork
+from noloco_node.sim.network.bandwidth import AccessLine, Link, LinkUse, Transfer
+from noloco_node.sim.network.corruption import Corruption, tensors_of
+from noloco_node.sim.network.dht import SimDht
+from noloco_node.sim.network.link_model import Access, NetworkConditions
+from noloco_node.sim.network.outbox import Outbox
+from noloco_node.sim.network.peer_network import SimPeerNetwork
 
-__all__ = ["CALM", "HEAD_BYTES", "Hub", "LinkUse", "MemoryNetwork", "Tampering", "message_bytes"]
+__all__ = ["CALM", "HEAD_BYTES", "Corruption", "LinkUse", "SimNetwork", "SimPeerNetwork", "message_bytes"]
 
-CALM = Weather()
+CALM = NetworkConditions()
 HEAD_BYTES = 100
 """About what a message takes on the line beside its tensors."""
 _ELSEWHERE = -1
@@ -62,32 +63,32 @@ class _Held(NamedTuple):
     size_bytes: int
 
 
-class Hub:
+class SimNetwork:
     """The world that the peers of one simulation share.
 
     `size_bytes(message, topic)` says what a message takes on the line.
     """
 
     def __init__(
-        self, weather: Weather = CALM, *, seed: int = 0, size_bytes: Callable[[Any, str], int] = message_bytes
+        self, weather: NetworkConditions = CALM, *, seed: int = 0, size_bytes: Callable[[Any, str], int] = message_bytes
     ) -> None:
         self.failures: list[tuple[str, Exception]] = []
         """What handlers raised beside a `ConnectionError`, with the peer whose handler it was: bugs, as a rule."""
         self.size_bytes = size_bytes
         self.counts: Counter[str] = Counter()
         self.messages: Counter[str] = Counter()
-        self.records = Records()
+        self.records = SimDht()
         self.fates, self.spoils = Random(f"{seed}|network|fate"), Random(f"{seed}|network|tamper")
         self.lags, self._latencies = Random(f"{seed}|network|lag"), Random(f"{seed}|network|latency")
-        self.holding: dict[Way, None] = {}
-        self._networks: dict[str, MemoryNetwork] = {}
-        self._lines: dict[str, Line] = {}
+        self.holding: dict[Outbox, None] = {}
+        self._networks: dict[str, SimPeerNetwork] = {}
+        self._lines: dict[str, AccessLine] = {}
         self._accesses: dict[str, Access] = {}
         self._limited: dict[str, None] = {}
         self._silent: dict[str, None] = {}
         self._sides: dict[str, int] | None = None
         self._held: deque[_Held] = deque()
-        self._tamperings: dict[str, deque[Tampering]] = {}
+        self._tamperings: dict[str, deque[Corruption]] = {}
         self._bygone_bytes: Counter[str] = Counter()
         self.cut = False
         self.weather = weather
@@ -112,12 +113,12 @@ class Hub:
     # The lines.
 
     @property
-    def weather(self) -> Weather:
+    def weather(self) -> NetworkConditions:
         """What all lines have in common; another may be set at any moment."""
         return self._weather
 
     @weather.setter
-    def weather(self, weather: Weather) -> None:
+    def weather(self, weather: NetworkConditions) -> None:
         self._weather = weather
         self.draw_latency = weather.latency.sampler(self._latencies)
         self._latency_s = weather.latency.mean_s
@@ -141,12 +142,12 @@ class Hub:
         access = self._accesses.get(peer)
         return access is not None and access.dials_only
 
-    def line(self, peer: str) -> Line:
+    def line(self, peer: str) -> AccessLine:
         """Return a peer's line; it outlives the peer's restarts."""
         line = self._lines.get(peer)
         if line is None:
             now_s = asyncio.get_running_loop().time()
-            line = self._lines[peer] = Line(Link(math.inf, now_s), Link(math.inf, now_s))
+            line = self._lines[peer] = AccessLine(Link(math.inf, now_s), Link(math.inf, now_s))
         return line
 
     def link_use(self, peer: str) -> tuple[LinkUse, LinkUse]:
@@ -194,14 +195,14 @@ class Hub:
 
     # The peers, and what happens to them.
 
-    def network(self, peer: str, access: Access | None = None) -> MemoryNetwork:
+    def network(self, peer: str, access: Access | None = None) -> SimPeerNetwork:
         """Return the network of a new peer, or of one that starts again after it was killed.
 
         Without `access` its line is what it was, at first unlimited.
         """
         if peer in self._networks:
             raise ValueError(f"there is a peer {peer} already")
-        network = self._networks[peer] = MemoryNetwork(self, peer)
+        network = self._networks[peer] = SimPeerNetwork(self, peer)
         if access is not None:
             self.set_access(peer, access)
         return network
@@ -248,12 +249,12 @@ class Hub:
         self.records.unite()
         self._redraw()
 
-    def tamper(self, peer: str, how: Tampering, count: int = 1) -> None:
+    def tamper(self, peer: str, how: Corruption, count: int = 1) -> None:
         """Let the next `count` messages with tensors that a peer sends arrive wrong."""
         self._tamperings.setdefault(peer, deque()).extend([how] * count)
         self._look_around()
 
-    def next_tampering(self, peer: str, message: Any) -> Tampering | None:
+    def next_tampering(self, peer: str, message: Any) -> Corruption | None:
         """Take what is to be wrong with this message that a peer sends, if anything."""
         waiting = self._tamperings.get(peer)
         if waiting is None or not any(tensor.numel() for tensor in tensors_of(message)):
@@ -278,7 +279,7 @@ class Hub:
         self.counts["conversations.given_up" if given_up else "conversations.broken"] += 1
         self.counts[f"lost.{kind.__name__}"] += 1
 
-    def peer(self, name: str) -> MemoryNetwork | None:
+    def peer(self, name: str) -> SimPeerNetwork | None:
         """Return the network of a peer that is alive."""
         return self._networks.get(name)
 

@@ -50,7 +50,7 @@ _STEADY = Latency()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weather:
+class NetworkConditions:
     """What all lines have in common.
 
     `loss`: share of messages that are lost, each with its stream: both ends see it break. `late`: share of messages

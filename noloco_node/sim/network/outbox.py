@@ -19,11 +19,11 @@ from noloco_node.sim.network.bandwidth import Link, Transfer
 from noloco_node.sim.network.corruption import spoil
 
 if TYPE_CHECKING:
-    from noloco_node.sim.network.conversation import End
-    from noloco_node.sim.network.hub import Hub
+    from noloco_node.sim.network.conversation import StreamEnd
+    from noloco_node.sim.network.hub import SimNetwork
 
 
-class Parting(NamedTuple):
+class EndOfStream(NamedTuple):
     """What ends a conversation: `kind` None is the polite end. `message`: one that it travels with, and behind."""
 
     kind: type[ConnectionError] | None
@@ -31,7 +31,7 @@ class Parting(NamedTuple):
     message: Any = None
 
 
-class _Parcel(NamedTuple):
+class _Item(NamedTuple):
     """A message or a parting with its bytes on the line; `sent` is done when they have left."""
 
     content: Any
@@ -40,16 +40,16 @@ class _Parcel(NamedTuple):
     sent: asyncio.Future[None] | None = None
 
 
-class Way:
+class Outbox:
     """What one end of a conversation has yet to put in flight."""
 
     __slots__ = ("_down", "_end", "_held", "_hub", "_moving", "_patience", "_transfer", "_up", "_waiting")
 
-    def __init__(self, hub: Hub, end: End, up: Link, down: Link) -> None:
+    def __init__(self, hub: SimNetwork, end: StreamEnd, up: Link, down: Link) -> None:
         self._hub, self._end, self._up, self._down = hub, end, up, down
-        self._waiting: list[_Parcel] = []
-        self._held: list[_Parcel] = []
-        self._moving: _Parcel | None = None
+        self._waiting: list[_Item] = []
+        self._held: list[_Item] = []
+        self._moving: _Item | None = None
         self._transfer: Transfer | None = None
         self._patience: asyncio.TimerHandle | None = None
 
@@ -72,7 +72,7 @@ class Way:
         return any(parcel.sent is not None and not parcel.sent.done() for parcel in parcels)
 
     def send(self, message: Any, size_bytes: int, fate: float) -> asyncio.Future[None] | None:
-        """Send one message to its fate, 0 to 1: lost, late, doubled or nothing (see `Hub.strange`).
+        """Send one message to its fate, 0 to 1: lost, late, doubled or nothing (see `SimNetwork.strange`).
 
         Returns what is done when it has left the line, or None when it has.
         """
@@ -92,16 +92,16 @@ class Way:
         message = self._spoil(message)
         if fate < weather.duplicate:
             hub.counts["messages.duplicated"] += 1
-            self._take(_Parcel(message, size_bytes, late_s))
+            self._take(_Item(message, size_bytes, late_s))
         sent = asyncio.get_running_loop().create_future() if size_bytes and self._is_limited() else None
-        self._take(_Parcel(message, size_bytes, late_s, sent))
+        self._take(_Item(message, size_bytes, late_s, sent))
         return None if sent is None or sent.done() else sent
 
     def _lose(self) -> None:
         """Lose a message, and its stream with it: both ends see that a latency later."""
         hub, end = self._hub, self._end
         hub.counts["messages.lost"] += 1
-        self.post(Parting(ConnectionResetError, f"the stream with {end.me} broke: a message was lost"))
+        self.post(EndOfStream(ConnectionResetError, f"the stream with {end.me} broke: a message was lost"))
         words = f"the stream with {end.peer} broke: a message was lost"
         asyncio.get_running_loop().call_later(hub.draw_latency(), end.break_, ConnectionResetError, words)
 
@@ -115,11 +115,11 @@ class Way:
         try:
             return spoil(message, how, end.schema, end.their_schema, hub.spoils)
         except Violation as violation:
-            return Parting(Violation, str(violation))
+            return EndOfStream(Violation, str(violation))
 
-    def post(self, parting: Parting) -> None:
+    def post(self, parting: EndOfStream) -> None:
         """Send the end of the conversation behind all that was sent."""
-        self._take(_Parcel(parting))
+        self._take(_Item(parting))
 
     def release(self) -> None:
         """Let go of what was held back, if the two peers are heard again."""
@@ -153,13 +153,13 @@ class Way:
     def _is_limited(self) -> bool:
         return self._up.rate < math.inf or self._down.rate < math.inf
 
-    def _take(self, parcel: _Parcel) -> None:
+    def _take(self, parcel: _Item) -> None:
         if self._transfer is not None:
             self._waiting.append(parcel)
         else:
             self._set_out(parcel)
 
-    def _set_out(self, parcel: _Parcel) -> None:
+    def _set_out(self, parcel: _Item) -> None:
         if self._hub.cut and self._hub.is_cut(self._end.me, self._end.peer):
             self._hold(parcel)
         elif parcel.size_bytes and self._is_limited():
@@ -179,11 +179,11 @@ class Way:
             self._set_out(self._waiting.pop(0))
         self._settle()
 
-    def _fly(self, parcel: _Parcel) -> None:
+    def _fly(self, parcel: _Item) -> None:
         self._end.fly(parcel.content, parcel.size_bytes, parcel.late_s)
         _note_sent(parcel)
 
-    def _hold(self, parcel: _Parcel) -> None:
+    def _hold(self, parcel: _Item) -> None:
         if not self._held:
             self._hub.holding[self] = None
             if self._end.is_over:
@@ -207,11 +207,11 @@ class Way:
             self._end.note_idle()
 
 
-def _is_break(parcel: _Parcel) -> bool:
+def _is_break(parcel: _Item) -> bool:
     content = parcel.content
-    return content.__class__ is Parting and content.kind is not None and content.kind is not Violation
+    return content.__class__ is EndOfStream and content.kind is not None and content.kind is not Violation
 
 
-def _note_sent(parcel: _Parcel) -> None:
+def _note_sent(parcel: _Item) -> None:
     if parcel.sent is not None and not parcel.sent.done():
         parcel.sent.set_result(None)

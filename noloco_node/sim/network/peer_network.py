@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING
 
 from noloco_node.network.interface import Handler
 from noloco_node.network.wire import Schema
-from noloco_node.sim.network.conversation import End, Traffic
+from noloco_node.sim.network.conversation import StreamByteCounts, StreamEnd
 
 if TYPE_CHECKING:
-    from noloco_node.sim.network.hub import Hub
+    from noloco_node.sim.network.hub import SimNetwork
 
 
-class MemoryNetwork:
-    """One peer's view of a `Hub`; implements `port.Network`."""
+class SimPeerNetwork:
+    """One peer's view of a `SimNetwork`; implements `port.Network`."""
 
-    def __init__(self, hub: Hub, peer: str) -> None:
+    def __init__(self, hub: SimNetwork, peer: str) -> None:
         self.hub, self._peer, self._alive = hub, peer, True
         self.line = hub.line(peer)
-        self.ends: dict[End, None] = {}
+        self.ends: dict[StreamEnd, None] = {}
         """The conversations that are open."""
-        self.lingering: dict[End, None] = {}
+        self.lingering: dict[StreamEnd, None] = {}
         """Conversations that were left while something of theirs waited for the line."""
-        self.answering: dict[End, asyncio.Task[None]] = {}
+        self.answering: dict[StreamEnd, asyncio.Task[None]] = {}
         self._topics: dict[str, tuple[Schema, Handler]] = {}
-        self._traffic: dict[str, Traffic] = {}
+        self._traffic: dict[str, StreamByteCounts] = {}
         self._violations: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -100,11 +100,11 @@ class MemoryNetwork:
         """Return the bytes sent about each topic as `bytes.TOPIC`."""
         return {f"bytes.{topic}": traffic.sent_bytes for topic, traffic in self._traffic.items()}
 
-    def traffic(self, topic: str) -> Traffic:
+    def traffic(self, topic: str) -> StreamByteCounts:
         """Return the count of bytes about one topic."""
         traffic = self._traffic.get(topic)
         if traffic is None:
-            traffic = self._traffic[topic] = Traffic(topic)
+            traffic = self._traffic[topic] = StreamByteCounts(topic)
         return traffic
 
     def note_violation(self, peer: str) -> None:
@@ -112,14 +112,14 @@ class MemoryNetwork:
         self._violations[peer] += 1
 
     def die(self) -> None:
-        """Break everything; see `Hub.kill`."""
+        """Break everything; see `SimNetwork.kill`."""
         self._alive = False
         for end in [*self.ends, *self.lingering]:
             end.die()
         for task in list(self.answering.values()):
             task.cancel()
 
-    async def dial(self, peer: str, topic: str, schema: Schema) -> End:
+    async def dial(self, peer: str, topic: str, schema: Schema) -> StreamEnd:
         """Open a conversation and start the other's handler; see `talk` for the errors."""
         hub, loop = self.hub, asyncio.get_running_loop()
         begun_s = loop.time()
@@ -134,14 +134,14 @@ class MemoryNetwork:
         except ConnectionRefusedError:
             hub.counts["conversations.refused"] += 1
             raise
-        mine, theirs = End(self, peer, topic, schema), End(other, self._peer, topic, theirs_schema)
+        mine, theirs = StreamEnd(self, peer, topic, schema), StreamEnd(other, self._peer, topic, theirs_schema)
         mine.join(theirs)
         theirs.join(mine)
         other._answer(theirs, handler)
         hub.counts["conversations.opened"] += 1
         return mine
 
-    def _accepts(self, peer: str, topic: str) -> tuple[MemoryNetwork, tuple[Schema, Handler]]:
+    def _accepts(self, peer: str, topic: str) -> tuple[SimPeerNetwork, tuple[Schema, Handler]]:
         """Return whom a dial has reached, and what it serves; ConnectionRefusedError when it has not."""
         hub = self.hub
         other = hub.peer(peer)
@@ -155,13 +155,13 @@ class MemoryNetwork:
             raise ConnectionRefusedError(f"{peer} does not serve {topic}: another run or version")
         return other, served
 
-    def _answer(self, end: End, handler: Handler) -> None:
+    def _answer(self, end: StreamEnd, handler: Handler) -> None:
         name = f"{self._peer} answers {end.peer} about {end.topic}"
         task = asyncio.get_running_loop().create_task(self._handle(end, handler), name=name)
         self.answering[end] = task
         end.begin(task)
 
-    async def _handle(self, end: End, handler: Handler) -> None:
+    async def _handle(self, end: StreamEnd, handler: Handler) -> None:
         end.note_started()
         try:
             await handler(end)
@@ -185,10 +185,10 @@ class _Talk:
 
     __slots__ = ("_end", "_network", "_peer", "_schema", "_topic")
 
-    def __init__(self, network: MemoryNetwork, peer: str, topic: str, schema: Schema) -> None:
+    def __init__(self, network: SimPeerNetwork, peer: str, topic: str, schema: Schema) -> None:
         self._network, self._peer, self._topic, self._schema = network, peer, topic, schema
 
-    async def __aenter__(self) -> End:
+    async def __aenter__(self) -> StreamEnd:
         self._end = await self._network.dial(self._peer, self._topic, self._schema)
         return self._end
 

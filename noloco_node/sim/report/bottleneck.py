@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from noloco_node.sim.report.collector import Cause
-from noloco_node.sim.report.figures import Report, Spread, StageReport
+from noloco_node.sim.report.figures import PeerSpread, Report, StageReport
 from noloco_node.sim.scenario.setup import MBIT_BYTES
 
 NEARLY_FULL, HALF_FULL = 0.75, 0.5
@@ -82,7 +82,7 @@ def _line(report: Report, work: float, gossip: bool) -> str | None:
     """Say which lines are the limit. `gossip`: devices waited for blocking rounds most, whatever lines they fill."""
     found: list[tuple[float, int, str]] = []
     for stage in report.stages:
-        spreads: tuple[tuple[str, Spread | None], ...] = (("up", stage.up), ("down", stage.down))
+        spreads: tuple[tuple[str, PeerSpread | None], ...] = (("up", stage.up), ("down", stage.down))
         found += [
             (min(1.0, spread.mean / stage.training), -stage.stage, side)
             for side, spread in spreads

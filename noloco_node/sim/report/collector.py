@@ -25,9 +25,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from noloco_node.journal import events
-from noloco_node.run.peer_state import State
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.peer import SimulatedPeer
-from noloco_node.sim.report.stage_time import Stint, Stints
+from noloco_node.sim.report.stage_time import StageTime, StageTimes
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import World
@@ -100,13 +100,13 @@ class _Sums:
     discarded: int = 0
 
 
-class Tally:
+class EventCollector:
     """Watches one world (`world.Watcher`)."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._stages = world.setting.run.pipeline.stages
-        self.stints = Stints(self._stages)
+        self.stints = StageTimes(self._stages)
         self.struck_faults: list[Struck] = []
         self.migrations: list[Migration] = []
         self.causes: tuple[Counter[Cause], ...] = tuple(Counter() for _ in range(self._stages))
@@ -130,7 +130,7 @@ class Tally:
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Count what only events tell."""
         match event:
-            case events.StateChanged(state=State.JOINING):
+            case events.StateChanged(state=PeerState.JOINING):
                 self.stints.begin(peer, self._world.now_s)
             case events.Moved():
                 self._note_move(peer, event)
@@ -209,7 +209,7 @@ class Tally:
             if stint.ended_s is None and stint.stage is not None and not stint.device.busy:
                 self.causes[stint.stage][waits_for(stint, over)] += self._stride
 
-    def _note_suspects(self, stint: Stint) -> None:
+    def _note_suspects(self, stint: StageTime) -> None:
         """Count new suspicions. They may be over after a few seconds, so that no look is left out."""
         replica = stint.replica
         if replica is None or replica.downstream is None:
@@ -248,11 +248,11 @@ class Tally:
             losses=sums.losses,
         )
 
-    def placed(self) -> Iterator[Stint]:
+    def placed(self) -> Iterator[StageTime]:
         """Yield the lives that had a stage."""
         return (stint for stint in self.stints.all if stint.stage is not None)
 
-    def _end(self, stint: Stint) -> None:
+    def _end(self, stint: StageTime) -> None:
         if stint.ended_s is None:
             stint.ended_s = self._world.now_s
             stint.busy_s = min(stint.device.busy_s - stint.before_s, stint.ended_s - stint.begun_s)
@@ -268,7 +268,7 @@ class Tally:
         return now_s < self._cut_until_s and self._sides.get(me) != self._sides.get(name)
 
 
-def waits_for(stint: Stint, over: bool) -> Cause:
+def waits_for(stint: StageTime, over: bool) -> Cause:
     """Return what an idle device waits for. `over`: the run's tokens are used up."""
     replica = stint.replica
     if replica is None:

@@ -18,23 +18,23 @@ import msgspec
 import torch
 from msgspec import structs
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
-from noloco_node.sim.report.collector import Tally
+from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import Report, make_report
-from noloco_node.sim.report.progress_bar import Meter
+from noloco_node.sim.report.progress_bar import ProgressBar
 from noloco_node.sim.report.text import lines
-from noloco_node.sim.report.trace import Trace
+from noloco_node.sim.report.trace import EventTrace
 from noloco_node.sim.scenario.scenario import Scenario, line_of, load_scenario, problems
-from noloco_node.sim.scenario.setup import Setting, base, work_out
+from noloco_node.sim.scenario.setup import SimSetup, base, build_setup
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
 
 DEFAULT_OUT = Path("noloco-simulation")
 Say = Callable[[str], None]
 
 
-class Flags(NamedTuple):
+class SimulationFlags(NamedTuple):
     """What the command line says about the swarm; None leaves it to the scenario. `peers`: stages times replicas."""
 
     peers: int | None = None
@@ -48,7 +48,7 @@ class Flags(NamedTuple):
         return any(value is not None for value in self[:3])
 
 
-class Wanted(NamedTuple):
+class SimulationRequest(NamedTuple):
     """What is to be left behind, and said. `out`: None takes the default, or with `as_json` nothing is written."""
 
     out: Path | None = None
@@ -63,8 +63,8 @@ class Wanted(NamedTuple):
         return DEFAULT_OUT if self.trace or not self.as_json else None
 
 
-def simulate_scenario(path: Path | None, flags: Flags, wanted: Wanted, say: Say) -> int:
-    """Simulate a scenario; `say` prints what the command returns. Return the exit code; raises `Trouble`.
+def simulate_scenario(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest, say: Say) -> int:
+    """Simulate a scenario; `say` prints what the command returns. Return the exit code; raises `UserError`.
 
     A swarm that came to a standstill has its report, and 1.
     """
@@ -83,17 +83,17 @@ def simulate_scenario(path: Path | None, flags: Flags, wanted: Wanted, say: Say)
     return Exit.OK if report.standstill is None else Exit.BUG
 
 
-def search(path: Path | None, flags: Flags, wanted: Wanted, count: int, say: Say) -> int:
+def search(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest, count: int, say: Say) -> int:
     """Run `count` random fault schedules from the seed on; return the exit code."""
-    if wanted != Wanted():
-        raise Trouble(
+    if wanted != SimulationRequest():
+        raise UserError(
             "--explore does not go with --json, --out or --trace.",
             why="it says which seeds break an invariant and leaves no files",
             attempt=f"noloco-node simulate --explore {count}; then --seed S --trace shows one of its seeds",
             code=Exit.USAGE,
         )
     if path is not None or flags.of_the_swarm:
-        raise Trouble(
+        raise UserError(
             "--explore makes its own swarms.",
             why="it draws a small swarm and its faults from each seed",
             attempt=f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
@@ -105,10 +105,10 @@ def search(path: Path | None, flags: Flags, wanted: Wanted, count: int, say: Say
     return explore(count, flags.seed or 0, say)
 
 
-def repeat(seed: int, wanted: Wanted, say: Say) -> int:
+def repeat(seed: int, wanted: SimulationRequest, say: Say) -> int:
     """Replay the random fault schedule of a seed with all its events; return the exit code."""
-    if wanted != Wanted(trace=True):
-        raise Trouble(
+    if wanted != SimulationRequest(trace=True):
+        raise UserError(
             "--seed and --trace alone replay a schedule of --explore, without --json or --out.",
             why="a replay says its events and leaves no files",
             attempt=f"leave --json and --out away; or trace a swarm of flags: --peers 4 --seed {seed} --trace",
@@ -123,12 +123,12 @@ def repeat(seed: int, wanted: Wanted, say: Say) -> int:
 # The scenario.
 
 
-def put_together(path: Path | None, flags: Flags) -> Scenario:
-    """Return the file's scenario with the flags' changes; raise `Trouble` where they cannot be."""
+def put_together(path: Path | None, flags: SimulationFlags) -> Scenario:
+    """Return the file's scenario with the flags' changes; raise `UserError` where they cannot be."""
     scenario = Scenario() if path is None else load_scenario(path)
     swarm = scenario.swarm
     if swarm.run is not None and not Path(swarm.run).is_file():
-        raise Trouble(
+        raise UserError(
             f"{path}: swarm.run names a run file that is not there.",
             why=f"there is no file {swarm.run}",
             attempt="correct the path, which is relative to the scenario; `noloco-node init` writes a run file",
@@ -152,7 +152,7 @@ def _replicas(peers: int, stages: int) -> int:
     if peers % stages == 0:
         return peers // stages
     near = [count for count in (peers - peers % stages, peers - peers % stages + stages) if count]
-    raise Trouble(
+    raise UserError(
         f"{peers} peers cannot be shared out over {stages} stages.",
         why="all stages of a simulated swarm have equally many replicas",
         attempt=" or ".join(f"--peers {count}" for count in near),
@@ -160,9 +160,9 @@ def _replicas(peers: int, stages: int) -> int:
     )
 
 
-def complete(scenario: Scenario, path: Path | None) -> Setting:
+def complete(scenario: Scenario, path: Path | None) -> SimSetup:
     """Work a scenario out, and look at its faults again now that it is known who takes part."""
-    setting = work_out(scenario)
+    setting = build_setup(scenario)
     pipeline = setting.run.pipeline
     swarm = structs.replace(
         scenario.swarm,
@@ -173,7 +173,7 @@ def complete(scenario: Scenario, path: Path | None) -> Setting:
     )
     for problem in problems(structs.replace(scenario, swarm=swarm)):
         where = "the flags" if path is None else f"{path}{line_of(path.read_text('utf-8-sig'), problem.field)}"
-        raise Trouble(
+        raise UserError(
             f"{where}: {problem.field} is refused.",
             why=problem.why,
             attempt=problem.attempt,
@@ -185,20 +185,20 @@ def complete(scenario: Scenario, path: Path | None) -> Setting:
 # The work.
 
 
-def _simulate(setting: Setting, trace: Path | None) -> Report:
+def _simulate(setting: SimSetup, trace: Path | None) -> Report:
     torch.set_num_threads(1)  # threads would cost more than they give, and the sums would depend on their number
     begun_s = time.perf_counter()
     with ExitStack() as stack:
-        meter = stack.enter_context(Meter())
-        tallies: list[Tally] = []
-        traces: list[Trace] = []
+        meter = stack.enter_context(ProgressBar())
+        tallies: list[EventCollector] = []
+        traces: list[EventTrace] = []
         if trace is not None:
             stack.callback(_unmake, trace)
             _make(trace)
-            traces.append(stack.enter_context(Trace(trace / "events.jsonl")))
+            traces.append(stack.enter_context(EventTrace(trace / "events.jsonl")))
 
         def watch(world: World) -> list[Watcher]:
-            tallies.append(Tally(world))
+            tallies.append(EventCollector(world))
             return [*tallies, meter.watch(world), *(each.watch(world) for each in traces)]
 
         try:
@@ -208,13 +208,13 @@ def _simulate(setting: Setting, trace: Path | None) -> Report:
     return structs.replace(report, real_s=time.perf_counter() - begun_s)
 
 
-def _plainly(error: BaseException, setting: Setting) -> BaseException:
+def _plainly(error: BaseException, setting: SimSetup) -> BaseException:
     """Return what ended a simulation in words, where there are any."""
     for each in _leaves(error):
-        if isinstance(each, Trouble):
+        if isinstance(each, UserError):
             return each
         if isinstance(each, Stuck | Deadlock):
-            return Trouble(
+            return UserError(
                 f"{setting.scenario.name} (seed {setting.scenario.seed}) came to a standstill.",
                 why=str(each),
                 attempt="report it with the scenario: nobody should ever wait for ever",
@@ -235,7 +235,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _look_at(directory: Path) -> None:
-    """Raise `Trouble` where a directory could not be made, or written to."""
+    """Raise `UserError` where a directory could not be made, or written to."""
     there = directory.absolute()
     while not there.exists():
         there = there.parent
@@ -257,7 +257,7 @@ def _write(directory: Path, report: Report) -> None:
     for name, content in files.items():
         try:
             write_whole(directory / name, content)
-        except Trouble as trouble:
+        except UserError as trouble:
             raise _refused(directory / name, trouble.why) from trouble
 
 
@@ -274,7 +274,7 @@ def _unmake(directory: Path) -> None:
         directory.rmdir()
 
 
-def _refused(path: Path, why: str) -> Trouble:
-    return Trouble(
+def _refused(path: Path, why: str) -> UserError:
+    return UserError(
         f"cannot write {path}", why=why, attempt="free some space, or give another with --out", code=Exit.STORAGE
     )

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import msgspec
 
 from noloco_node import __version__
-from noloco_node.sim.report.collector import Cause, Tally
-from noloco_node.sim.report.stage_time import Stint
-from noloco_node.sim.report.timeline import Moment, course_of, training_s
+from noloco_node.sim.report.collector import Cause, EventCollector
+from noloco_node.sim.report.stage_time import StageTime
+from noloco_node.sim.report.timeline import TimelinePoint, timeline_of, training_s
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import Scenario
-from noloco_node.sim.scenario.setup import Setting
+from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.sim.world import World
 from pipeline.messages import Gradient, Microbatch
 
@@ -27,7 +27,7 @@ ENDS = 0.1
 """Share of the run whose mean is the loss at the start, and at the end."""
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class PeerSpread(msgspec.Struct, frozen=True, kw_only=True):
     """A figure of several peers."""
 
     mean: float
@@ -45,9 +45,9 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     peers: int
     forward_s: float
-    devices: Spread
-    up: Spread | None
-    down: Spread | None
+    devices: PeerSpread
+    up: PeerSpread | None
+    down: PeerSpread | None
     time: dict[str, float]
     inner_steps: int
     met: int
@@ -125,20 +125,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     microbatch_bytes: dict[str, int]
     network: dict[str, int]
     happened: tuple[Happened, ...]
-    course: tuple[Moment, ...]
+    course: tuple[TimelinePoint, ...]
     moved: tuple[Migrated, ...] = ()
     standstill: str | None = None
     """Who waited for ever, where nobody could take a step any more."""
 
 
-def make_report(world: World, tally: Tally) -> Report:
+def make_report(world: World, tally: EventCollector) -> Report:
     """Sum up a world that has come to its end; to be called within its loop."""
     tally.close()
     setting, run, hub = world.setting, world.setting.run, world.hub.statistics()
     # What comes after the last step is no part of the course; its last row says what became of all.
     rows = [row for row in tally.rows if row.at_s < world.ended_s]
     rows.append(tally.rows[-1]._replace(at_s=world.ended_s or tally.rows[-1].at_s))
-    course, lasted_s = course_of(rows, setting), training_s(rows, world.ended_s)
+    course, lasted_s = timeline_of(rows, setting), training_s(rows, world.ended_s)
     totals = _totals(tally)
     microbatches = tally.microbatches()
     tokens = microbatches * setting.microbatch_tokens
@@ -182,7 +182,7 @@ def make_report(world: World, tally: Tally) -> Report:
     )
 
 
-def _totals(tally: Tally) -> Counter[str]:
+def _totals(tally: EventCollector) -> Counter[str]:
     """Return the replicas' counters, summed over all lives."""
     totals: Counter[str] = Counter()
     for stint in tally.placed():
@@ -205,7 +205,7 @@ def _nonzero(totals: Counter[str], *prefixes: str) -> dict[str, int]:
     return found
 
 
-def _stage(number: int, world: World, tally: Tally, course: Sequence[Moment]) -> StageReport:
+def _stage(number: int, world: World, tally: EventCollector, course: Sequence[TimelinePoint]) -> StageReport:
     stints = [stint for stint in tally.placed() if stint.stage == number]
     devices = _devices(stints)
     counts = [counters for stint in stints if (counters := stint.counters())]
@@ -231,7 +231,7 @@ def _stage(number: int, world: World, tally: Tally, course: Sequence[Moment]) ->
     )
 
 
-def _devices(stints: Sequence[Stint]) -> Spread:
+def _devices(stints: Sequence[StageTime]) -> PeerSpread:
     """Return the share of time at work: the mean over all time, the extremes over peers."""
     worked_s: dict[str, float] = {}
     alive_s: dict[str, float] = {}
@@ -242,7 +242,7 @@ def _devices(stints: Sequence[Stint]) -> Spread:
     shares = [worked_s[name] / alive_s[name] for name in alive_s if alive_s[name] > 0.0]
     total_s = sum(alive_s.values())
     mean = sum(worked_s.values()) / total_s if total_s else 0.0
-    return Spread(mean=mean, least=min(shares, default=0.0), most=max(shares, default=0.0))
+    return PeerSpread(mean=mean, least=min(shares, default=0.0), most=max(shares, default=0.0))
 
 
 def _time(work: float, causes: Counter[Cause]) -> dict[str, float]:
@@ -253,7 +253,7 @@ def _time(work: float, causes: Counter[Cause]) -> dict[str, float]:
     return {COMPUTING: work} | {str(cause): (1.0 - work) * causes[cause] / looks for cause in Cause if causes[cause]}
 
 
-def _lines(stints: Sequence[Stint]) -> tuple[Spread | None, Spread | None]:
+def _lines(stints: Sequence[StageTime]) -> tuple[PeerSpread | None, PeerSpread | None]:
     """Return how full uplinks and downlinks were, each peer's by the end of its last life."""
     last = {stint.peer.name: stint.lines for stint in stints}
     up, down = (
@@ -263,8 +263,8 @@ def _lines(stints: Sequence[Stint]) -> tuple[Spread | None, Spread | None]:
     return _spread(up), _spread(down)
 
 
-def _spread(shares: Sequence[float]) -> Spread | None:
-    return Spread(mean=sum(shares) / len(shares), least=min(shares), most=max(shares)) if shares else None
+def _spread(shares: Sequence[float]) -> PeerSpread | None:
+    return PeerSpread(mean=sum(shares) / len(shares), least=min(shares), most=max(shares)) if shares else None
 
 
 def _purposes(hub: dict[str, int | float]) -> dict[str, int]:
@@ -275,7 +275,7 @@ def _purposes(hub: dict[str, int | float]) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def _directions(setting: Setting, hub: dict[str, int | float]) -> dict[str, int]:
+def _directions(setting: SimSetup, hub: dict[str, int | float]) -> dict[str, int]:
     forward, backward = Microbatch.__new__(Microbatch), Gradient(hidden=None, loss=0.0, tokens=1)
     return {
         "forward": int(hub.get("messages.Microbatch", 0)) * setting.size_bytes(forward, "microbatch/1"),

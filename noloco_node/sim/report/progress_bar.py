@@ -24,7 +24,7 @@ PLAIN_EVERY_S = 10.0
 DRAW_EVERY_S = 0.2
 
 
-class Meter:
+class ProgressBar:
     """Watches worlds (`world.Watcher`), one after the other; a context, so that the terminal is always given back."""
 
     def __init__(self, console: Console | None = None) -> None:

@@ -15,7 +15,7 @@ from noloco_node.journal import events
 from noloco_node.node.replica import Replica
 from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.network.bandwidth import LinkUse
-from noloco_node.sim.peer import Life, SimulatedPeer
+from noloco_node.sim.peer import PeerLife, SimulatedPeer
 
 SETTLED_S = 10.0
 """After its end a stint's counters may still move: its last calls break."""
@@ -26,7 +26,7 @@ through what is old once in many hours (`noloco_node.sim.clock`).
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Stint:
+class StageTime:
     """One life of a peer at one stage, until its training there was over.
 
     `lines`: use of its uplink and downlink by then. `before_s`: for which its device had worked at other stages.
@@ -34,7 +34,7 @@ class Stint:
     """
 
     peer: SimulatedPeer
-    life: Life
+    life: PeerLife
     device: VirtualDevice
     stage: int | None
     begun_s: float
@@ -89,14 +89,14 @@ class Stint:
         return not moved
 
 
-class Stints:
+class StageTimes:
     """All stints of one world: those that may still change, and the totals of the others."""
 
     def __init__(self, stages: int) -> None:
-        self.all: list[Stint] = []
-        self.open: dict[Stint, None] = {}
+        self.all: list[StageTime] = []
+        self.open: dict[StageTime, None] = {}
         """Those that may still change."""
-        self._now: dict[str, Stint] = {}
+        self._now: dict[str, StageTime] = {}
         self._busy_s, self._alive_s = [0.0] * stages, [0.0] * stages
         self._microbatches = self._forgotten = 0
 
@@ -110,12 +110,14 @@ class Stints:
     def begin(self, peer: SimulatedPeer, now_s: float) -> None:
         """Note that a peer has come, or gone on to another stage."""
         device = peer.device
-        stint = Stint(peer=peer, life=peer.life, device=device, stage=peer.stage, begun_s=now_s, before_s=device.busy_s)
+        stint = StageTime(
+            peer=peer, life=peer.life, device=device, stage=peer.stage, begun_s=now_s, before_s=device.busy_s
+        )
         self.all.append(stint)
         self.open[stint] = None
         self._now[peer.name] = stint
 
-    def of(self, peer: SimulatedPeer) -> Stint:
+    def of(self, peer: SimulatedPeer) -> StageTime:
         """Return the present stint of a peer, or its last."""
         return self._now[peer.name]
 
@@ -125,7 +127,7 @@ class Stints:
             if stint.ended_s is not None and now_s - stint.ended_s >= SETTLED_S and stint.past:
                 self._settle(stint)
 
-    def _settle(self, stint: Stint) -> None:
+    def _settle(self, stint: StageTime) -> None:
         self._forgotten += stint.settle()
         del self.open[stint]
         if stint.stage is not None:

@@ -9,7 +9,7 @@ import msgspec
 
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.collector import Cause
-from noloco_node.sim.report.figures import COMPUTING, Report, Spread, StageReport
+from noloco_node.sim.report.figures import COMPUTING, PeerSpread, Report, StageReport
 from noloco_node.sim.scenario.faults import Fault, kind_of, unfold
 from noloco_node.sim.scenario.scenario import planned
 from noloco_node.units import _duration, readable_bytes, rounded_count
@@ -96,7 +96,7 @@ def _change(first: float | None, last: float | None, form: str = "3f") -> str:
     return f"{first:.{form}} -> {last:.{form}}"
 
 
-def _spread(spread: Spread | None) -> str:
+def _spread(spread: PeerSpread | None) -> str:
     return "-" if spread is None else f"{spread.mean:.0%} ({spread.least:.0%} to {spread.most:.0%})"
 
 

@@ -8,13 +8,13 @@ from itertools import pairwise
 import msgspec
 
 from noloco_node.sim.report.collector import Row
-from noloco_node.sim.scenario.setup import Setting
+from noloco_node.sim.scenario.setup import SimSetup
 
 MOMENTS = 60
 """Pieces, at most."""
 
 
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
+class TimelinePoint(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of the run up to `until_s`; devices and gap by stage. None where there was nothing to measure."""
 
     until_s: float
@@ -32,7 +32,7 @@ def training_s(rows: Sequence[Row], ended_s: float) -> float:
     return max(0.0, min(done_s, ended_s) - begun_s)
 
 
-def course_of(rows: Sequence[Row], setting: Setting) -> tuple[Moment, ...]:
+def timeline_of(rows: Sequence[Row], setting: SimSetup) -> tuple[TimelinePoint, ...]:
     """Cut the rows into pieces of about equal length."""
     stages, every = setting.run.pipeline.stages, range(setting.run.pipeline.stages)
     zero = (0.0,) * stages
@@ -40,7 +40,7 @@ def course_of(rows: Sequence[Row], setting: Setting) -> tuple[Moment, ...]:
     pieces = min(MOMENTS, len(rows))
     marks = [start, *(rows[(number + 1) * len(rows) // pieces - 1] for number in range(pieces))]
     return tuple(
-        Moment(
+        TimelinePoint(
             until_s=now.at_s,
             tokens_per_s=(now.microbatches - then.microbatches) * setting.microbatch_tokens / (now.at_s - then.at_s),
             devices=tuple(_ratio(now.busy_s[s] - then.busy_s[s], now.alive_s[s] - then.alive_s[s]) for s in every),

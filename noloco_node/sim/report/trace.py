@@ -13,14 +13,14 @@ from typing import Any, Self
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import World
 
 
-class Trace:
+class EventTrace:
     """Watches a world (`world.Watcher`) and writes what it hears; a context, which the file does not outlive half."""
 
     def __init__(self, path: Path) -> None:
@@ -80,8 +80,8 @@ class Trace:
         self._events += 1
 
 
-def _refused(path: Path, error: OSError) -> Trouble:
-    return Trouble(
+def _refused(path: Path, error: OSError) -> UserError:
+    return UserError(
         f"cannot write {path}",
         why=error.strerror or str(error),
         attempt="free some space, or give another directory with --out",

@@ -57,7 +57,7 @@ class Slow(_At, frozen=True, tag="slow"):
     factor: float
 
 
-class Stutter(_At, frozen=True, tag="stutter"):
+class StutterFault(_At, frozen=True, tag="stutter"):
     """From now on the share `share` of a device's jobs takes `pause_s` longer."""
 
     peer: str
@@ -91,7 +91,7 @@ class Storm(_At, frozen=True, tag="storm"):
     duplicate: float = 0.0
 
 
-class Line(_At, frozen=True, tag="line"):
+class LinkFault(_At, frozen=True, tag="line"):
     """From now on a peer has another line; None is without limit."""
 
     peer: str
@@ -128,7 +128,21 @@ class Churn(_At, frozen=True, tag="churn"):
     polite: float = 0.0
 
 
-Fault = Join | Crash | Restart | Leave | Slow | Stutter | Silence | Partition | Storm | Line | Tamper | Disk | Churn
+Fault = (
+    Join
+    | Crash
+    | Restart
+    | Leave
+    | Slow
+    | StutterFault
+    | Silence
+    | Partition
+    | Storm
+    | LinkFault
+    | Tamper
+    | Disk
+    | Churn
+)
 
 
 KINDS: dict[str, type[Fault]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Fault)}

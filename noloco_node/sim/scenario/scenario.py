@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.decode_errors import misfit, short
 from noloco_node.sim.network.link_model import Latency
 from noloco_node.sim.scenario import faults
@@ -125,7 +125,7 @@ def peer_name(stage: int, replica: int) -> str:
 
 
 def load_scenario(path: Path) -> Scenario:
-    """Read a scenario file; raise `Trouble` (Exit.CONFIG) naming the line and the field at fault."""
+    """Read a scenario file; raise `UserError` (Exit.CONFIG) naming the line and the field at fault."""
     try:
         with path.open("rb") as file:
             raw = file.read(SCENARIO_BYTES + 1)
@@ -144,7 +144,7 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def decode_scenario(text: str, origin: str) -> Scenario:
-    """Decode the text of a scenario; raise `Trouble` as `load_scenario` does. Does not look at the run file."""
+    """Decode the text of a scenario; raise `UserError` as `load_scenario` does. Does not look at the run file."""
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -309,5 +309,5 @@ def _among(lines: list[str], begin: int, path: list[str]) -> str:
     return ""
 
 
-def _trouble(what: str, why: str, attempt: str) -> Trouble:
-    return Trouble(what, why=why, attempt=attempt, code=Exit.CONFIG)
+def _trouble(what: str, why: str, attempt: str) -> UserError:
+    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from gossip.exchange.formats import Format, wire_bytes
 from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.planning.message_sizes import PROBE_BYTES
 from noloco_node.planning.plan import mean_steps_per_round
@@ -19,16 +19,16 @@ from noloco_node.run.config import InnerConfig, ModelConfig, OuterConfig, Pipeli
 from noloco_node.run.protocols import GOSSIP, STATE
 from noloco_node.run.runfile import load_run, validate
 from noloco_node.sim.hardware.priced_stage import Prices
-from noloco_node.sim.hardware.quadratic_model import SIZE, Bowl, bowl_plan
-from noloco_node.sim.network.link_model import Access, Weather
+from noloco_node.sim.hardware.quadratic_model import SIZE, QuadraticModel, quadratic_layout
+from noloco_node.sim.network.link_model import Access, NetworkConditions
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import MOST_PEERS, Scenario, SwarmConfig, planned
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.messages import Gradient, Microbatch
 
 if TYPE_CHECKING:
-    from noloco_node.machine.interface import Dimensions, Stage
-    from noloco_node.planning.model_layout import Blueprint
+    from noloco_node.machine.interface import Dimensions, StageModel
+    from noloco_node.planning.model_layout import ModelLayout
     from noloco_node.sim.scenario.faults import Fault
 
 FOREVER_S = 1e9
@@ -40,7 +40,7 @@ WEIGHT_SETS = 4
 """Sets of weights in a whole state: slow weights, momentum, two moments."""
 
 
-class Setting(NamedTuple):
+class SimSetup(NamedTuple):
     """A scenario worked out.
 
     `prices`: by stage. `build`: makes a stage's arithmetic. `size_bytes`: of a message, by its topic. `faults`: the
@@ -49,12 +49,12 @@ class Setting(NamedTuple):
     """
 
     scenario: Scenario
-    recipe: Recipe
+    recipe: RunFileText
     dimensions: Dimensions
     prices: tuple[Prices, ...]
-    build: Callable[[int], Stage]
+    build: Callable[[int], StageModel]
     size_bytes: Callable[[object, str], int]
-    weather: Weather
+    weather: NetworkConditions
     faults: tuple[Fault, ...]
     microbatch_tokens: int
     parameters: int = 0
@@ -105,14 +105,14 @@ def base(transformer: bool, stages: int | None = None) -> RunConfig:
     )
 
 
-def work_out(scenario: Scenario) -> Setting:
-    """Work a scenario out; raise `Trouble` where its run file is wrong, or does not go with the rest."""
+def build_setup(scenario: Scenario) -> SimSetup:
+    """Work a scenario out; raise `UserError` where its run file is wrong, or does not go with the rest."""
     swarm, transformer = scenario.swarm, scenario.swarm.model == "transformer"
     start = base(transformer, swarm.stages) if swarm.run is None else load_run(Path(swarm.run))
     run = _run(start, swarm, scenario.seed)
     validate(run, f"the scenario {scenario.name}")
     if run.pipeline.stages * run.pipeline.replicas > MOST_PEERS:
-        raise Trouble(
+        raise UserError(
             f"The scenario {scenario.name} has {run.pipeline.stages * run.pipeline.replicas} peers.",
             why=f"{MOST_PEERS} are simulated at most",
             attempt="fewer stages or replicas",
@@ -124,14 +124,14 @@ def work_out(scenario: Scenario) -> Setting:
     if not swarm.impatient:
         run = structs.replace(run, pipeline=structs.replace(run.pipeline, budget_s=FOREVER_S))
     prices = _prices(scenario, run, start, plan)
-    bowls = bowl_plan(run.pipeline.stages, [price.forward_s for price in prices])
+    bowls = quadratic_layout(run.pipeline.stages, [price.forward_s for price in prices])
     dimensions: Dimensions = plan if plan is not None and transformer else bowls
-    return Setting(
+    return SimSetup(
         scenario=scenario,
-        recipe=Recipe.made(run),
+        recipe=RunFileText.made(run),
         dimensions=dimensions,
         prices=prices,
-        build=_transformers(run, plan) if plan is not None and transformer else Bowl,
+        build=_transformers(run, plan) if plan is not None and transformer else QuadraticModel,
         size_bytes=_sizes(scenario, start, run.outer, plan),
         weather=_weather(scenario),
         faults=faults.unfold(scenario.fault, planned(run.pipeline.stages, run.pipeline.replicas), scenario.seed),
@@ -192,14 +192,14 @@ def _as_bowls(run: RunConfig) -> RunConfig:
     return structs.replace(run, pipeline=pipeline)
 
 
-def _blueprint(run: RunConfig) -> Blueprint:
-    from noloco_node.planning.model_layout import blueprint
+def _blueprint(run: RunConfig) -> ModelLayout:
+    from noloco_node.planning.model_layout import model_layout
 
-    return blueprint(run)
+    return model_layout(run)
 
 
-def _transformers(run: RunConfig, plan: Blueprint) -> Callable[[int], Stage]:
-    def build(number: int) -> Stage:
+def _transformers(run: RunConfig, plan: ModelLayout) -> Callable[[int], StageModel]:
+    def build(number: int) -> StageModel:
         import torch
 
         from noloco_node.planning.model_layout import make_stage
@@ -209,7 +209,7 @@ def _transformers(run: RunConfig, plan: Blueprint) -> Callable[[int], Stage]:
     return build
 
 
-def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: Blueprint | None) -> tuple[Prices, ...]:
+def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: ModelLayout | None) -> tuple[Prices, ...]:
     devices, stages = scenario.devices, run.pipeline.stages
     if devices.tflops is None or plan is None:
         return (Prices(forward_s=devices.forward_s, step_s=devices.step_s),) * stages
@@ -220,7 +220,7 @@ def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: Blueprin
 
 
 def _sizes(
-    scenario: Scenario, start: RunConfig, outer: OuterConfig, plan: Blueprint | None
+    scenario: Scenario, start: RunConfig, outer: OuterConfig, plan: ModelLayout | None
 ) -> Callable[[object, str], int]:
     """Return what messages weigh, by kind and topic: as the run file's would, or as the scenario says."""
     network = scenario.network
@@ -260,16 +260,16 @@ def _sizes(
     return size_bytes
 
 
-def _weights_bytes(scenario: Scenario, plan: Blueprint | None) -> int:
+def _weights_bytes(scenario: Scenario, plan: ModelLayout | None) -> int:
     """Return what the weights of the largest stage stand for."""
     if plan is None:
         return scenario.network.weights_bytes
     return max(4 * sum(math.prod(shape) for shape in shapes.values()) for shapes in plan.shapes)
 
 
-def _weather(scenario: Scenario) -> Weather:
+def _weather(scenario: Scenario) -> NetworkConditions:
     network = scenario.network
-    return Weather(
+    return NetworkConditions(
         latency=network.latency,
         loss=network.loss,
         late=network.late,

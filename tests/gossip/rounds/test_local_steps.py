@@ -15,22 +15,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_gossip import Toy, World
 
-from gossip.interface import UNKNOWN, Candidate, Deferred, Going, Settings
-from gossip.rounds.local_steps import LARGEST_MULTIPLE, TOLERANCE, dynamic_steps, fastest, own_steps, steps_per_round
-from gossip.rounds.round_schedule import Cadence
+from gossip.interface import UNKNOWN, Candidate, Deferred, RoundProgress, RoundSettings
+from gossip.rounds.local_steps import (
+    LARGEST_MULTIPLE,
+    TOLERANCE,
+    dynamic_steps,
+    fastest,
+    local_step_count,
+    steps_per_round,
+)
+from gossip.rounds.round_schedule import RoundSchedule
 from gossip.rule.outer_step import Outer
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.machine.device import Device, Wall
-from noloco_node.run.peer_state import State
+from noloco_node.machine.device import Device, WallClock
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim import world as sim
 from noloco_node.sim.clock import run
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.swarm.roster import PeerRecord, speed
-from noloco_node.swarm.run_distribution import Recipe
+from noloco_node.swarm.run_distribution import RunFileText
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
 speeds = st.floats(1e-6, 1e6)
@@ -138,16 +145,18 @@ def test_the_course_is_geometric() -> None:
     assert steps_per_round(math.nan, 5, 80) == 5
 
 
-@given(st.builds(Going, st.floats(0, 1), speeds), st.lists(speeds, max_size=5), st.booleans(), lengths, lengths)
+@given(st.builds(RoundProgress, st.floats(0, 1), speeds), st.lists(speeds, max_size=5), st.booleans(), lengths, lengths)
 def test_the_settings_say_what_is_followed(
-    going: Going, others: list[float], dynamic: bool, early: int, late: int
+    going: RoundProgress, others: list[float], dynamic: bool, early: int, late: int
 ) -> None:
-    plain = Settings(seed=0, outer=REFERENCE, inner_steps_per_round=early)
-    assert own_steps(plain, going, others) == early
+    plain = RoundSettings(seed=0, outer=REFERENCE, inner_steps_per_round=early)
+    assert local_step_count(plain, going, others) == early
     both = replace(plain, late_inner_steps_per_round=late, dynamic_steps=dynamic)
     planned = steps_per_round(going.progress, early, late)
-    assert own_steps(both, going, others) == (dynamic_steps(going.speed, others, planned) if dynamic else planned)
-    assert own_steps(both, UNKNOWN, others) == early
+    assert local_step_count(both, going, others) == (
+        dynamic_steps(going.speed, others, planned) if dynamic else planned
+    )
+    assert local_step_count(both, UNKNOWN, others) == early
 
 
 # The cadence of rounds that differ in length.
@@ -156,32 +165,34 @@ def test_the_settings_say_what_is_followed(
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=12), st.integers(0, 100))
 def test_each_round_lasts_as_long_as_was_settled_when_it_was_opened(lasting: list[int], begun: int) -> None:
     """The k-th opening settles `lasting[k]`; what is said in between does not move an opening that is settled."""
-    cadence = Cadence(50, rounds=0, inner_steps=begun)
+    round_schedule = RoundSchedule(50, rounds=0, inner_steps=begun)
     opened_at, step = [begun], begun
     while len(opened_at) < len(lasting):
         step += 1
         opened = len(opened_at) - 1
         # Before the first opening the newest word counts, afterwards only that of the tick before an opening.
         due_at = opened_at[-1] + lasting[opened]
-        cadence.tick(step, 0.5, lasting[opened + 1] if opened and step == due_at else 1 if opened else lasting[0])
-        assert cadence.steps == lasting[opened]
-        assert cadence.due == (step >= due_at)
-        assert cadence.ready_in_s(99.0) == 0.5 * max(1, due_at - step)
-        if cadence.due:
-            cadence.tick(step, 0.5, lasting[opened + 1])
-            cadence.open([])
+        round_schedule.tick(
+            step, 0.5, lasting[opened + 1] if opened and step == due_at else 1 if opened else lasting[0]
+        )
+        assert round_schedule.steps == lasting[opened]
+        assert round_schedule.due == (step >= due_at)
+        assert round_schedule.ready_in_s(99.0) == 0.5 * max(1, due_at - step)
+        if round_schedule.due:
+            round_schedule.tick(step, 0.5, lasting[opened + 1])
+            round_schedule.open([])
             opened_at.append(step)
-            assert not cadence.due
-            assert cadence.hopes_s(1, 2, 99.0) == 0.5 * 0.5 * lasting[opened + 1]
+            assert not round_schedule.due
+            assert round_schedule.preference_delay_s(1, 2, 99.0) == 0.5 * 0.5 * lasting[opened + 1]
     assert [after - before for before, after in pairwise(opened_at)] == lasting[: len(opened_at) - 1]
 
 
 def test_a_tick_that_says_nothing_of_it_leaves_the_length_as_it_is() -> None:
-    cadence = Cadence(10, rounds=0, inner_steps=0)
-    cadence.tick(10, 1.0)
-    assert cadence.due
-    cadence.open([])
-    assert cadence.steps == 10
+    round_schedule = RoundSchedule(10, rounds=0, inner_steps=0)
+    round_schedule.tick(10, 1.0)
+    assert round_schedule.due
+    round_schedule.open([])
+    assert round_schedule.steps == 10
 
 
 class Paced(Toy):
@@ -196,16 +207,16 @@ class Paced(Toy):
 
 
 def test_rounds_are_opened_as_the_settings_the_roster_and_the_progress_say() -> None:
-    settings = Settings(seed=3, outer=REFERENCE, inner_steps_per_round=20, dynamic_steps=True)
+    settings = RoundSettings(seed=3, outer=REFERENCE, inner_steps_per_round=20, dynamic_steps=True)
 
     async def main() -> list[int]:
         toy = Paced(World(), "slow", replace(settings, late_inner_steps_per_round=80, deferrals_before_solo=100))
         toy.stale_list = (Candidate("ghost", 0, 4.0),)
-        toy.going = Going(0.0, 1.0)
+        toy.going = RoundProgress(0.0, 1.0)
         opened = []
         for step in range(1, 60):
             before = len(toy.events)
-            toy.going = Going(0.0 if step < 20 else 1.0, 1.0)
+            toy.going = RoundProgress(0.0 if step < 20 else 1.0, 1.0)
             await toy.train(1)
             if len(toy.events) > before:
                 opened.append(step)
@@ -236,7 +247,7 @@ def test_rounds_are_opened_as_the_settings_the_roster_and_the_progress_say() -> 
     ],
 )
 def test_contradictory_settings_are_refused_with_the_reason(outer: str, field: str, why: str, advice: str) -> None:
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         decode_run(MODEL + f"[outer]\n{outer}\n", "run.toml")
     assert field in caught.value.what
     assert why in caught.value.why
@@ -252,7 +263,7 @@ def test_what_run_files_say_and_leave_out() -> None:
 
 @given(st.floats())
 def test_a_record_s_speed_is_its_device_s_or_unknown(device_s: float) -> None:
-    record = PeerRecord(peer="p", stage=0, state=State.TRAINING, device_s=device_s)
+    record = PeerRecord(peer="p", stage=0, state=PeerState.TRAINING, device_s=device_s)
     assert record.speed == speed(device_s) == (1 / device_s if device_s > 0 else 0.0)
 
 
@@ -272,8 +283,8 @@ class _Time:
         self.now_s += seconds
         self.slept.append(seconds)
 
-    def wall(self) -> Wall:
-        return Wall(lambda: self.now_s, lambda: self.core_s, self.sleep)
+    def wall(self) -> WallClock:
+        return WallClock(lambda: self.now_s, lambda: self.core_s, self.sleep)
 
 
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=5), st.floats(1, 20))
@@ -317,7 +328,7 @@ def test_a_job_that_fails_costs_a_slowed_device_its_time_too() -> None:
 
 @pytest.mark.parametrize("slowdown", [0.5, 0.0, -1.0, 1001.0, math.inf, math.nan])
 def test_a_device_is_slowed_down_within_reason(slowdown: float) -> None:
-    with pytest.raises(Trouble) as caught:
+    with pytest.raises(UserError) as caught:
         Device(torch.device("cpu"), slowdown)
     assert caught.value.code is Exit.USAGE
 
@@ -361,9 +372,9 @@ def _swarm(factor: float, *, dynamic: bool, stages: int = 1) -> _Watcher:
         "microbatches_per_step = 8\n[network]\nlatency = {mean_s = 0.001}\n"
         f"[[fault]]\nkind = 'slow'\nat_s = 0.0\npeer = 's{stages - 1}r1'\nfactor = {factor}\n"
     )
-    setting = work_out(decode_scenario(text, "the test's scenario"))
+    setting = build_setup(decode_scenario(text, "the test's scenario"))
     outer = msgspec.structs.replace(setting.run.outer, dynamic_steps=dynamic)
-    recipe = Recipe.made(msgspec.structs.replace(setting.run, outer=outer))
+    recipe = RunFileText.made(msgspec.structs.replace(setting.run, outer=outer))
     watcher = _Watcher()
     sim.simulate(setting._replace(recipe=recipe), lambda world: [watcher], lambda world: None)
     return watcher

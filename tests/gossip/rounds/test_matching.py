@@ -11,11 +11,19 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer
-from gossip.interface import Patience
+from gossip.interface import RoundTimeouts
 from gossip.rounds import matching
-from gossip.rounds.matching import PICKY_SHARE, Standing, answer, good_enough_at, heal, partners_of_round, preferences
-from gossip.rounds.partners import ASKED_AT_MOST, Prospects
-from gossip.rounds.round_schedule import Cadence
+from gossip.rounds.matching import (
+    PICKY_SHARE,
+    AnswerState,
+    answer,
+    good_enough_at,
+    heal,
+    partners_of_round,
+    preferences,
+)
+from gossip.rounds.partners import ASKED_AT_MOST, PartnerQueue
+from gossip.rounds.round_schedule import RoundSchedule
 from gossip.rule.staleness import ROUND_BOUND
 
 names = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=1, max_size=25)
@@ -118,9 +126,9 @@ def standing(
     asking: str | None = None,
     leaving: bool = False,
     had: bool = False,
-    hopes_s: float = 0.0,
-) -> Standing:
-    return Standing(
+    preference_delay_s: float = 0.0,
+) -> AnswerState:
+    return AnswerState(
         me="m",
         round=5,
         open=open,
@@ -128,7 +136,7 @@ def standing(
         asking=asking,
         leaving=leaving,
         had=had,
-        hopes_s=hopes_s,
+        preference_delay_s=preference_delay_s,
         ready_in_s=12.0,
     )
 
@@ -147,15 +155,15 @@ def test_an_open_and_free_replica_accepts_any_round(round: int) -> None:
         (standing(engaged=True), "z", 5, DeclineReason.ENGAGED),
         (standing(asking="a"), "z", 5, DeclineReason.ASKING),
         (standing(asking="z"), "z", 5, DeclineReason.YIELD),
-        (standing(hopes_s=12.0), "z", 5, DeclineReason.HOPING),
-        (standing(hopes_s=12.0, asking="a"), "z", 5, DeclineReason.HOPING),
-        (standing(hopes_s=12.0, asking="z"), "z", 5, DeclineReason.YIELD),
+        (standing(preference_delay_s=12.0), "z", 5, DeclineReason.HOPING),
+        (standing(preference_delay_s=12.0, asking="a"), "z", 5, DeclineReason.HOPING),
+        (standing(preference_delay_s=12.0, asking="z"), "z", 5, DeclineReason.YIELD),
         (standing(leaving=True), "z", 5, DeclineReason.LEAVING),
         (standing(had=True), "z", 6, DeclineReason.MET),
-        (standing(had=True, asking="z", hopes_s=12.0), "z", 6, DeclineReason.MET),
+        (standing(had=True, asking="z", preference_delay_s=12.0), "z", 6, DeclineReason.MET),
     ],
 )
-def test_reasons_to_decline(asked: Standing, sender: str, round: int, reason: DeclineReason) -> None:
+def test_reasons_to_decline(asked: AnswerState, sender: str, round: int, reason: DeclineReason) -> None:
     declined = answer(asked, sender, Offer(round=round))
     assert isinstance(declined, Declined)
     assert (declined.reason, declined.round) == (reason, 5)
@@ -199,59 +207,64 @@ def test_healing_never_goes_back_nor_beyond_the_bound(own: int, seen: list[int],
 
 
 def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
-    cadence = Cadence(10, rounds=3, inner_steps=100)
-    assert cadence.ready_in_s(20.0) == 20.0
-    cadence.tick(109, 0.5)
-    assert not cadence.due
-    assert cadence.ready_in_s(20.0) == 0.5
-    cadence.tick(110, 0.5)
-    assert cadence.due
-    cadence.open([3, 3])
-    assert (cadence.round, cadence.finished, cadence.due, cadence.healed) == (4, 3, False, 0)
+    round_schedule = RoundSchedule(10, rounds=3, inner_steps=100)
+    assert round_schedule.ready_in_s(20.0) == 20.0
+    round_schedule.tick(109, 0.5)
+    assert not round_schedule.due
+    assert round_schedule.ready_in_s(20.0) == 0.5
+    round_schedule.tick(110, 0.5)
+    assert round_schedule.due
+    round_schedule.open([3, 3])
+    assert (round_schedule.round, round_schedule.finished, round_schedule.due, round_schedule.healed) == (
+        4,
+        3,
+        False,
+        0,
+    )
     # Deferred, while the others finished round 4: the next one is 5.
-    cadence.tick(120, 0.5)
-    cadence.defer()
-    cadence.open([4, 4])
-    assert (cadence.round, cadence.deferred_in_a_row, cadence.healed) == (5, 1, 1)
-    cadence.adopt(10**6, [4, 4])
-    assert cadence.round == 4 + ROUND_BOUND
-    cadence.finish(cadence.round)
-    assert (cadence.finished, cadence.deferred_in_a_row) == (8, 0)
+    round_schedule.tick(120, 0.5)
+    round_schedule.defer()
+    round_schedule.open([4, 4])
+    assert (round_schedule.round, round_schedule.deferred_in_a_row, round_schedule.healed) == (5, 1, 1)
+    round_schedule.adopt(10**6, [4, 4])
+    assert round_schedule.round == 4 + ROUND_BOUND
+    round_schedule.finish(round_schedule.round)
+    assert (round_schedule.finished, round_schedule.deferred_in_a_row) == (8, 0)
 
 
 def test_a_round_becomes_less_picky_as_it_ages() -> None:
     assert [good_enough_at(place, 5) for place in range(5)] == [PICKY_SHARE * place / 4 for place in range(5)]
     assert good_enough_at(0, 1) == 0.0
-    cadence = Cadence(20, rounds=0, inner_steps=0)
-    cadence.tick(20, 2.0)
-    cadence.open([0, 0, 0])
+    round_schedule = RoundSchedule(20, rounds=0, inner_steps=0)
+    round_schedule.tick(20, 2.0)
+    round_schedule.open([0, 0, 0])
     # Places 0, 1, 2 become good enough 0, 5 and 10 steps after the opening, 2 s each.
-    assert [cadence.hopes_s(place, 3, 99.0) for place in range(3)] == [0.0, 10.0, 20.0]
-    cadence.tick(26, 2.0)
-    assert [cadence.hopes_s(place, 3, 99.0) for place in range(3)] == [0.0, 0.0, 8.0]
-    cadence.tick(30, 2.0)
-    assert cadence.hopes_s(2, 3, 99.0) == 0.0
+    assert [round_schedule.preference_delay_s(place, 3, 99.0) for place in range(3)] == [0.0, 10.0, 20.0]
+    round_schedule.tick(26, 2.0)
+    assert [round_schedule.preference_delay_s(place, 3, 99.0) for place in range(3)] == [0.0, 0.0, 8.0]
+    round_schedule.tick(30, 2.0)
+    assert round_schedule.preference_delay_s(2, 3, 99.0) == 0.0
 
 
 def test_whoever_found_nobody_or_is_about_to_end_takes_anybody() -> None:
     for last in (False, True):
-        cadence = Cadence(20, rounds=0, inner_steps=0)
-        cadence.tick(20, 1.0)
+        round_schedule = RoundSchedule(20, rounds=0, inner_steps=0)
+        round_schedule.tick(20, 1.0)
         if not last:
-            cadence.defer()
-        cadence.open([0], last=last)
-        assert cadence.hopes_s(9, 10, 99.0) == 0.0
-        cadence.finish(1)
-        cadence.tick(40, 1.0)
-        cadence.open([1])
-        assert cadence.hopes_s(9, 10, 99.0) == PICKY_SHARE * 20
+            round_schedule.defer()
+        round_schedule.open([0], last=last)
+        assert round_schedule.preference_delay_s(9, 10, 99.0) == 0.0
+        round_schedule.finish(1)
+        round_schedule.tick(40, 1.0)
+        round_schedule.open([1])
+        assert round_schedule.preference_delay_s(9, 10, 99.0) == PICKY_SHARE * 20
 
 
 # Whom to ask next.
 
 
-def prospects() -> Prospects:
-    return Prospects(Patience(sleep_s=20.0, jitter_s=0.1), random.Random(0))
+def prospects() -> PartnerQueue:
+    return PartnerQueue(RoundTimeouts(sleep_s=20.0, jitter_s=0.1), random.Random(0))
 
 
 def refusal(reason: DeclineReason, retry_after_s: float) -> Declined:

@@ -17,10 +17,20 @@ from torch import Tensor
 from toy_gossip import CUT, SWALLOW, Line, Toy, World, honest, live
 
 from gossip.exchange.formats import Format, absolute, wire_bytes
-from gossip.exchange.messages import NOTHING, Accepted, Ahead, Declined, DeclineReason, Offer, Probe, Received, Weights
-from gossip.interface import Candidate, Deferred, Origin, Patience, Settings, TooStale
+from gossip.exchange.messages import (
+    NOTHING,
+    Accepted,
+    Declined,
+    DeclineReason,
+    Offer,
+    PrefetchOffer,
+    Probe,
+    Received,
+    Weights,
+)
+from gossip.interface import Candidate, Deferred, Origin, RoundSettings, RoundTimeouts, TooStale
 from gossip.rounds.outer_optimiser import Seen
-from gossip.rounds.prefetch_cache import Given, Held, Shelf
+from gossip.rounds.prefetch_cache import PrefetchCache, PrefetchReceived, PrefetchSent
 from gossip.rounds.round_state import VAIN_AT_MOST
 from gossip.rule.delayed_momentum import Delay, outer_step
 from gossip.rule.outer_step import Outer, OuterState, Tensors
@@ -28,7 +38,7 @@ from noloco_node.sim.clock import run
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
 APART = Outer(alpha=0.4, beta=0.7, gamma=0.5)
-SETTINGS = Settings(seed=3, outer=REFERENCE, inner_steps_per_round=20)
+SETTINGS = RoundSettings(seed=3, outer=REFERENCE, inner_steps_per_round=20)
 SIZE = 600
 codecs = pytest.mark.parametrize("codec", list(Format))
 lossy = pytest.mark.parametrize("codec", [Format.BFLOAT16, Format.INT8, Format.INT4])
@@ -48,7 +58,7 @@ def aged(slow: Tensor, staleness: int) -> Origin:
     return origin(slow, rounds=20, last_met=21 - staleness)
 
 
-def pair(settings: Settings, world: World, *, apart: float = 0.0) -> tuple[Toy, Toy]:
+def pair(settings: RoundSettings, world: World, *, apart: float = 0.0) -> tuple[Toy, Toy]:
     """Two toys with many weights and different optima; `apart`: how far their slow weights differ."""
     first, second = (
         Toy(world, name, settings, optimum=optimum, origin=origin(drawn(1) + away * drawn(2)))
@@ -122,7 +132,7 @@ def test_what_rounding_leaves_out_does_not_add_up(codec: Format) -> None:
 def test_an_exchange_that_breaks_leaves_nothing_owed(codec: Format, fate: object) -> None:
     async def main() -> tuple[Toy, Toy]:
         world = World(tamper=lambda sender, receiver, message: fate if isinstance(message, Weights) else message)
-        toys = pair(replace(SETTINGS, codec=codec, patience=Patience(exchange_s=4.0)), world)
+        toys = pair(replace(SETTINGS, codec=codec, patience=RoundTimeouts(exchange_s=4.0)), world)
         await live(list(toys), 30)
         return toys
 
@@ -442,17 +452,17 @@ def test_whoever_had_meetings_enough_in_this_round_has_no_other(breaks: bool, bl
 
     toy, accepted, said = run(main())
     opened = 4
-    in_vain = VAIN_AT_MOST * opened
-    assert accepted == in_vain
-    assert len(toy.lost) == (in_vain if breaks else 0)
-    assert toy.rounds.statistics()["too_stale"] == (0 if breaks else in_vain)
+    record_timeout = VAIN_AT_MOST * opened
+    assert accepted == record_timeout
+    assert len(toy.lost) == (record_timeout if breaks else 0)
+    assert toy.rounds.statistics()["too_stale"] == (0 if breaks else record_timeout)
     assert said.count(DeclineReason.MET) > 10 * opened
 
 
 # Ahead of time.
 
 
-def swarm(world: World, settings: Settings, count: int) -> list[Toy]:
+def swarm(world: World, settings: RoundSettings, count: int) -> list[Toy]:
     return [
         Toy(world, f"p{number}", settings, optimum=1.0 + number, origin=origin(drawn(1) + 0.1 * drawn(number)))
         for number in range(count)
@@ -476,7 +486,7 @@ def test_slow_weights_travel_ahead_and_not_again(codec: Format) -> None:
         return run(main())
 
     with_it = lived(honest)
-    without = lived(lambda sender, receiver, message: SWALLOW if isinstance(message, Ahead) else message)
+    without = lived(lambda sender, receiver, message: SWALLOW if isinstance(message, PrefetchOffer) else message)
     coded = wire_bytes(codec, [(SIZE,)])
     for toy in with_it:
         statistics = toy.rounds.statistics()
@@ -521,7 +531,7 @@ def test_whatever_breaks_ahead_the_meeting_mends(number: int, fate: object) -> N
 
     def slow_after(tamper: Callable[[str, str, Any], Any]) -> list[Tensor]:
         async def main() -> list[Tensor]:
-            settings = replace(SETTINGS, outer=APART, patience=Patience(exchange_s=4.0))
+            settings = replace(SETTINGS, outer=APART, patience=RoundTimeouts(exchange_s=4.0))
             toys = list(pair(settings, World(tamper=tamper), apart=0.1))
             await live(toys, 25)
             assert all(len(toy.met) == 1 for toy in toys)
@@ -536,7 +546,7 @@ def test_whatever_breaks_ahead_the_meeting_mends(number: int, fate: object) -> N
 
 def test_somebody_who_says_that_it_holds_what_it_does_not_harms_itself_only() -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
-        if isinstance(message, Ahead):
+        if isinstance(message, PrefetchOffer):
             return SWALLOW
         return replace(message, holds=0) if sender == "b" and isinstance(message, Probe) else message
 
@@ -557,7 +567,7 @@ def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
         toys[0].stale_list = (Candidate("somebody", 0),)
         for name in ("a", "b"):
             async with world.conversing("stranger")(name) as line:
-                await line.send(Ahead())
+                await line.send(PrefetchOffer())
                 said.append(await line.receive())
         return said
 
@@ -565,10 +575,10 @@ def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
 
 
 def test_a_shelf_gives_only_what_is_still_true() -> None:
-    shelf = Shelf()
+    shelf = PrefetchCache()
     assert shelf.holds("b") == NOTHING
     assert shelf.given_to("b", 3, 3) is None
-    shelf.held, shelf.given = Held("b", 7, (torch.zeros(1),)), Given("b", 3, (0.5,))
+    shelf.held, shelf.given = PrefetchReceived("b", 7, (torch.zeros(1),)), PrefetchSent("b", 3, (0.5,))
     assert (shelf.holds("b"), shelf.holds("c")) == (7, NOTHING)
     assert shelf.given_to("b", 3, 3) == (0.5,)
     # Another version of ours, another one in their hands, somebody else.
@@ -597,7 +607,7 @@ def test_an_offer_is_answered_while_a_swap_lasts() -> None:
 
 async def swap_in_vain(line: Line, probe: Probe) -> None:
     """Agree on a swap ahead of time, take what comes, and give nothing."""
-    await line.send(Ahead())
+    await line.send(PrefetchOffer())
     if isinstance(await line.receive(), Accepted):
         await line.send(probe)
         await line.receive()
@@ -669,7 +679,7 @@ def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights(
     used: dict[str, tuple[Tensor, Tensor]] = {}
 
     async def main() -> None:
-        settings = replace(SETTINGS, outer=APART, codec=Format.INT4, patience=Patience(exchange_s=4.0))
+        settings = replace(SETTINGS, outer=APART, codec=Format.INT4, patience=RoundTimeouts(exchange_s=4.0))
         toys = pair(settings, World(tamper=tamper), apart=0.1)
         for toy in toys:
             compute = toy.rounds._optimiser.with_partner
@@ -754,7 +764,7 @@ def test_a_gate_of_ours_that_does_not_drain_is_named() -> None:
 @both_forms
 def test_an_exchange_that_runs_out_of_time_has_more_next_time_unless_work_stands_still(blocking: bool) -> None:
     async def main() -> tuple[Toy, Toy]:
-        slow = Patience(answer_s=60.0, exchange_s=4.0, sleep_s=5.0)
+        slow = RoundTimeouts(answer_s=60.0, exchange_s=4.0, sleep_s=5.0)
         toys = pair(replace(SETTINGS, blocking=blocking, patience=slow), World(latency_s=2.5))
         await live(list(toys), 300)
         return toys
@@ -769,14 +779,14 @@ def test_an_exchange_that_runs_out_of_time_has_more_next_time_unless_work_stands
 @hypothesis_settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=30), st.booleans())
 def test_the_time_of_an_exchange_is_bounded_whatever_befalls_it(fates: list[bool], blocking: bool) -> None:
-    situation = pair(replace(SETTINGS, blocking=blocking), World())[0].rounds._situation
+    round_state = pair(replace(SETTINGS, blocking=blocking), World())[0].rounds._situation
     base_s = SETTINGS.patience.exchange_s
     for late in fates:
-        before_s = situation.exchange_s
-        situation.note_exchange(late=late)
-        assert base_s <= situation.exchange_s <= (base_s if blocking else 16 * base_s)
+        before_s = round_state.exchange_s
+        round_state.note_exchange(late=late)
+        assert base_s <= round_state.exchange_s <= (base_s if blocking else 16 * base_s)
         if not blocking:
-            assert (situation.exchange_s >= before_s) if late else (situation.exchange_s <= before_s)
+            assert (round_state.exchange_s >= before_s) if late else (round_state.exchange_s <= before_s)
 
 
 class Watched:
@@ -791,7 +801,7 @@ class Watched:
     def took(self, peer: str, seconds: float, /) -> None:
         self.times.append(seconds)
 
-    def in_vain(self, peer: str, begun_s: float, now_s: float, /) -> None:
+    def record_timeout(self, peer: str, begun_s: float, now_s: float, /) -> None:
         self.vain += 1
         self.allowed_s *= 2.0
 

@@ -13,18 +13,18 @@ import torch
 from toy_gossip import CUT, SWALLOW, Toy, World, at_once, live
 
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Received, Weights
-from gossip.interface import Candidate, Deferred, Origin, Patience, Settings, Surroundings
+from gossip.interface import Candidate, Deferred, Origin, RoundContext, RoundSettings, RoundTimeouts
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from noloco_node.sim.clock import run
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
-SETTINGS = Settings(seed=3, outer=REFERENCE, inner_steps_per_round=20)
+SETTINGS = RoundSettings(seed=3, outer=REFERENCE, inner_steps_per_round=20)
 BLOCKING = replace(SETTINGS, blocking=True)
 both_forms = pytest.mark.parametrize("settings", [SETTINGS, BLOCKING], ids=["overlapped", "blocking"])
 
 
-def swarm(world: World, count: int, settings: Settings = SETTINGS, **traits: Any) -> list[Toy]:
+def swarm(world: World, count: int, settings: RoundSettings = SETTINGS, **traits: Any) -> list[Toy]:
     return [Toy(world, f"p{number:02}", settings, **traits) for number in range(count)]
 
 
@@ -38,7 +38,7 @@ def trained(start: float, optimum: float, steps: int) -> float:
 
 @both_forms
 @pytest.mark.parametrize("count", [2, 3, 8, 40])
-def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: Settings) -> None:
+def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: RoundSettings) -> None:
     async def main() -> list[Toy]:
         world = World(latency_s=0.05)
         toys = [
@@ -67,7 +67,7 @@ def test_unequal_replicas_all_meet_and_stay_together(count: int, settings: Setti
 
 
 @both_forms
-def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(settings: Settings) -> None:
+def test_equal_replicas_in_different_phases_do_not_fall_into_fixed_pairs(settings: RoundSettings) -> None:
     async def main() -> list[Toy]:
         toys = swarm(World(), 8, settings)
 
@@ -174,7 +174,7 @@ def test_rosters_may_disagree() -> None:
 
 
 @both_forms
-def test_crossed_offers_meet_exactly_once(settings: Settings) -> None:
+def test_crossed_offers_meet_exactly_once(settings: RoundSettings) -> None:
     offers: list[str] = []
 
     def listen(sender: str, receiver: str, message: Any) -> Any:
@@ -214,7 +214,7 @@ def test_both_sides_count_the_higher_round_number(later: str) -> None:
 def test_snapshots_are_kept_while_the_exchange_lasts_longer_than_a_round() -> None:
     async def main() -> list[Toy]:
         world = World(latency_s=5.0)
-        patient = replace(SETTINGS, patience=Patience(answer_s=20.0), overlap_steps=19)
+        patient = replace(SETTINGS, patience=RoundTimeouts(answer_s=20.0), overlap_steps=19)
         toys = [Toy(world, "a", patient, optimum=10.0), Toy(world, "b", patient, optimum=16.0)]
         await live(toys, 58)
         return toys
@@ -261,7 +261,7 @@ def test_slow_weights_travel_only_where_the_rule_needs_them() -> None:
         toys = [Toy(world, "a", settings, optimum=10.0), Toy(world, "b", settings, optimum=16.0)]
         for toy, slow in zip(toys, (20.0, 24.0), strict=True):
             state = OuterState((torch.full((4,), slow),), (torch.zeros(4),))
-            around = Surroundings(
+            around = RoundContext(
                 compute=at_once, partners=toy.partners, converse=world.conversing(toy.name), record=toy.events.append
             )
             toy.rounds = Rounds(toy.name, settings, Origin(state), toy, around)
@@ -327,7 +327,7 @@ def isolated(steps: int, optimum: float = 10.0) -> float:
     return float(fast[0])
 
 
-def broken_meeting(spoil: str, fate: object, settings: Settings = SETTINGS, by: str = "a") -> tuple[Toy, Toy]:
+def broken_meeting(spoil: str, fate: object, settings: RoundSettings = SETTINGS, by: str = "a") -> tuple[Toy, Toy]:
     """Let a and b meet once, and spoil the first message of this kind that `by` sends."""
     spoilt = False
 
@@ -339,7 +339,7 @@ def broken_meeting(spoil: str, fate: object, settings: Settings = SETTINGS, by: 
         return message
 
     async def main() -> tuple[Toy, Toy]:
-        patient = replace(settings, patience=Patience(exchange_s=6.0))
+        patient = replace(settings, patience=RoundTimeouts(exchange_s=6.0))
         world = World(tamper=tamper)
         # b opens a little later: it declines at first, and is the asker afterwards.
         first, second = Toy(world, "a", patient), Toy(world, "b", patient, step_s=1.02)
@@ -357,7 +357,7 @@ def broken_meeting(spoil: str, fate: object, settings: Settings = SETTINGS, by: 
     ("spoil", "by"), [("Offer", "b"), ("Declined", "b"), ("Accepted", "a"), ("Weights", "a"), ("Weights", "b")]
 )
 def test_a_line_lost_before_or_during_the_swap_changes_nothing(
-    settings: Settings, fate: object, spoil: str, by: str
+    settings: RoundSettings, fate: object, spoil: str, by: str
 ) -> None:
     settings = replace(settings, patience=replace(settings.patience, sleep_s=100.0))
     toys = broken_meeting(spoil, fate, settings, by)
@@ -370,7 +370,7 @@ def test_a_line_lost_before_or_during_the_swap_changes_nothing(
 
 
 @both_forms
-def test_a_lost_last_receipt_leaves_one_deferred_and_the_other_fine(settings: Settings) -> None:
+def test_a_lost_last_receipt_leaves_one_deferred_and_the_other_fine(settings: RoundSettings) -> None:
     asked_by_whom: list[str] = []
     receipts = 0
 
@@ -384,7 +384,7 @@ def test_a_lost_last_receipt_leaves_one_deferred_and_the_other_fine(settings: Se
         return message
 
     async def main() -> list[Toy]:
-        toys = swarm(World(tamper=tamper), 2, replace(settings, patience=Patience(sleep_s=100.0)))
+        toys = swarm(World(tamper=tamper), 2, replace(settings, patience=RoundTimeouts(sleep_s=100.0)))
         await live(toys, 39)
         return toys
 
@@ -400,7 +400,7 @@ def test_a_lost_last_receipt_leaves_one_deferred_and_the_other_fine(settings: Se
 
 
 @both_forms
-def test_after_a_loss_the_next_round_is_met(settings: Settings) -> None:
+def test_after_a_loss_the_next_round_is_met(settings: RoundSettings) -> None:
     cut = 0
 
     def tamper(sender: str, receiver: str, message: Any) -> Any:
@@ -411,7 +411,7 @@ def test_after_a_loss_the_next_round_is_met(settings: Settings) -> None:
         return message
 
     async def main() -> list[Toy]:
-        toys = swarm(World(tamper=tamper), 2, replace(settings, patience=Patience(sleep_s=100.0)))
+        toys = swarm(World(tamper=tamper), 2, replace(settings, patience=RoundTimeouts(sleep_s=100.0)))
         await live(toys, 70)
         return toys
 
@@ -424,14 +424,14 @@ def test_after_a_loss_the_next_round_is_met(settings: Settings) -> None:
 
 @both_forms
 @pytest.mark.parametrize("kind", [Offer, Weights, Received])
-def test_a_silent_partner_costs_only_the_deadline(settings: Settings, kind: type) -> None:
+def test_a_silent_partner_costs_only_the_deadline(settings: RoundSettings, kind: type) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         silent = sender == "silent" or (receiver == "silent" and kind is Offer)
         return SWALLOW if silent and isinstance(message, kind) else message
 
     async def main() -> list[Toy]:
         world = World(tamper=tamper)
-        patient = replace(settings, patience=Patience(answer_s=3.0, exchange_s=4.0, sleep_s=100.0))
+        patient = replace(settings, patience=RoundTimeouts(answer_s=3.0, exchange_s=4.0, sleep_s=100.0))
         toys = [Toy(world, name, patient) for name in ("a", "b", "silent")]
         await live(toys, 120)
         return toys
@@ -454,7 +454,7 @@ SPOILS = {
 
 @both_forms
 @pytest.mark.parametrize("what", SPOILS)
-def test_implausible_weights_change_nothing(settings: Settings, what: str) -> None:
+def test_implausible_weights_change_nothing(settings: RoundSettings, what: str) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         if sender == "liar" and isinstance(message, Weights):
             return replace(message, fast=tuple(SPOILS[what](tensor) for tensor in message.fast))
@@ -479,7 +479,7 @@ def test_implausible_weights_change_nothing(settings: Settings, what: str) -> No
 
 @both_forms
 @pytest.mark.parametrize("nonsense", [None, 7, Received(), "Accepted"])
-def test_nonsense_instead_of_an_answer_or_an_offer_is_survived(settings: Settings, nonsense: object) -> None:
+def test_nonsense_instead_of_an_answer_or_an_offer_is_survived(settings: RoundSettings, nonsense: object) -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         return nonsense if sender == "fool" and isinstance(message, Offer | Accepted | Declined) else message
 
@@ -584,7 +584,7 @@ async def end_politely(toy: Toy) -> None:
 
 
 @both_forms
-def test_the_last_round_is_met_where_a_partner_is_there(settings: Settings) -> None:
+def test_the_last_round_is_met_where_a_partner_is_there(settings: RoundSettings) -> None:
     async def main() -> list[Toy]:
         world = World()
         toys = [Toy(world, name, settings, step_s=step_s) for name, step_s in (("a", 1.0), ("b", 1.1))]
@@ -600,7 +600,7 @@ def test_the_last_round_is_met_where_a_partner_is_there(settings: Settings) -> N
 
 
 @both_forms
-def test_the_last_round_alone_is_solo_at_once_and_otherwise_at_the_deadline(settings: Settings) -> None:
+def test_the_last_round_alone_is_solo_at_once_and_otherwise_at_the_deadline(settings: RoundSettings) -> None:
     async def main(listed: tuple[Candidate, ...]) -> tuple[Toy, float]:
         (toy,) = swarm(World(), 1, settings)
         toy.stale_list = listed
@@ -647,7 +647,7 @@ def test_after_the_last_round_every_offer_is_declined() -> None:
 
 
 @both_forms
-def test_the_last_round_waits_for_an_exchange_in_progress(settings: Settings) -> None:
+def test_the_last_round_waits_for_an_exchange_in_progress(settings: RoundSettings) -> None:
     async def main() -> list[Toy]:
         # The exchange has just begun, on both sides, when training ends.
         toys = swarm(World(latency_s=0.3), 2, settings)
@@ -663,14 +663,16 @@ def test_the_last_round_waits_for_an_exchange_in_progress(settings: Settings) ->
 
 
 @both_forms
-def test_an_exchange_that_is_not_over_by_the_deadline_is_given_up(settings: Settings) -> None:
+def test_an_exchange_that_is_not_over_by_the_deadline_is_given_up(settings: RoundSettings) -> None:
     async def end(toy: Toy) -> None:
         await toy.rounds.last_round(30.0)
         # Whatever arrives later must change nothing.
         await asyncio.sleep(300.0)
 
     async def main() -> list[Toy]:
-        toys = swarm(World(latency_s=8.0), 2, replace(settings, patience=Patience(answer_s=100.0, exchange_s=10.0)))
+        toys = swarm(
+            World(latency_s=8.0), 2, replace(settings, patience=RoundTimeouts(answer_s=100.0, exchange_s=10.0))
+        )
         await live(toys, 10, end)
         return toys
 
@@ -686,7 +688,7 @@ def test_an_exchange_that_is_not_over_by_the_deadline_is_given_up(settings: Sett
 
 
 @both_forms
-def test_weights_are_corrected_wholly_or_not_at_all(settings: Settings) -> None:
+def test_weights_are_corrected_wholly_or_not_at_all(settings: RoundSettings) -> None:
     async def main(cancel_at_s: float) -> tuple[float, float, int]:
         toys = swarm(World(latency_s=0.5), 2, settings)
         slow_motion = toys[0].correct
@@ -751,7 +753,7 @@ class Gate:
 class LaterStage:
     """A replica of stage 1: an inner step needs two microbatches; a round is due after every inner step."""
 
-    def __init__(self, world: World, name: str, settings: Settings, *, shut_while_waiting: bool) -> None:
+    def __init__(self, world: World, name: str, settings: RoundSettings, *, shut_while_waiting: bool) -> None:
         self.toy = Toy(world, name, settings)
         self.gate = Gate()
         self.toy.alone = self.gate.alone  # type: ignore[method-assign]
@@ -782,7 +784,7 @@ class LaterStage:
                 await asyncio.sleep(0.25)
 
 
-def two_stages(settings: Settings, *, shut_while_waiting: bool) -> list[Toy]:
+def two_stages(settings: RoundSettings, *, shut_while_waiting: bool) -> list[Toy]:
     """Two sources, one microbatch in flight each, both first to x twice and then to y twice."""
 
     async def main() -> list[Toy]:
@@ -814,7 +816,7 @@ def test_a_gate_shut_while_waiting_for_a_partner_deadlocks() -> None:
 
 
 @both_forms
-def test_a_gate_shut_only_when_agreed_does_not(settings: Settings) -> None:
+def test_a_gate_shut_only_when_agreed_does_not(settings: RoundSettings) -> None:
     x, y = two_stages(replace(settings, inner_steps_per_round=1), shut_while_waiting=False)
     assert x.inner_steps == y.inner_steps == 12
     # A step may still wait for the next pause.

@@ -14,7 +14,7 @@ from noloco_node.journal import events
 from noloco_node.planning.message_sizes import round_bytes
 from noloco_node.planning.model_layout import make_stage
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.network.hub import SimNetwork
 
 PER_ROUND, STEPS = 5, 30
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def lived(extra: str) -> list[Peer]:
     """Let four replicas of one stage train to the end; nothing of theirs is to be changed by who looks at it."""
 
     async def main() -> list[Peer]:
-        hub, what = Hub(), recipe(stages=1, replicas=4, steps=STEPS, per_round=PER_ROUND, extra=extra)
+        hub, what = SimNetwork(), recipe(stages=1, replicas=4, steps=STEPS, per_round=PER_ROUND, extra=extra)
         peers = [Peer(hub, what, f"peer-{letter}", 0, job_s=0.05) for letter in "abcd"]
         await asyncio.gather(*[peer.task for peer in peers])
         assert not hub.failures
@@ -68,7 +68,7 @@ def test_a_codec_leads_to_about_the_same_model_for_less(codec: str, near: float,
 @pytest.mark.parametrize("gamma", [0.7, 0.5])
 def test_a_newcomer_in_the_middle_of_a_period_becomes_a_replica(gamma: float) -> None:
     async def main() -> list[Peer]:
-        hub = Hub()
+        hub = SimNetwork()
         what = recipe(
             stages=1, replicas=2, steps=60, per_round=3, extra=f"gamma = {gamma}\nmomentum_period = 3\nalpha = 0.4"
         )
@@ -85,4 +85,4 @@ def test_a_newcomer_in_the_middle_of_a_period_becomes_a_replica(gamma: float) ->
         assert peer.saved is not None
         in_period = 0 < peer.saved.counters.meetings < 3
         assert bool(peer.saved.tensors.get("gathered")) == in_period
-        assert not peer.of(events.Violation)
+        assert not peer.of(events.PeerViolation)

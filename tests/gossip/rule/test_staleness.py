@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.rule.staleness import Met, Terms, clock, last_met_after, staleness, terms
+from gossip.rule.staleness import ContributionWeights, Met, clock, contribution_weights, last_met_after, staleness
 
 bounds = st.integers(0, 30)
 
@@ -16,18 +16,24 @@ def sides(draw: st.DrawFn) -> Met:
     return Met(round, draw(st.integers(0, round)))
 
 
-def judged(own: Met, other: Met, at_most: int) -> Terms:
+def judged(own: Met, other: Met, at_most: int) -> ContributionWeights:
     now = clock(own, other)
-    return terms(staleness(own, now), staleness(other, now), at_most)
+    return contribution_weights(staleness(own, now), staleness(other, now), at_most)
 
 
 @given(st.integers(0, 40), st.integers(0, 40), bounds)
 def test_terms_mirror_each_other_and_who_is_too_stale_counts_for_nothing(own: int, other: int, at_most: int) -> None:
-    mirrored = {Terms.BOTH: Terms.BOTH, Terms.MINE: Terms.THEIRS, Terms.THEIRS: Terms.MINE}
-    found = terms(own, other, at_most)
-    assert terms(other, own, at_most) == mirrored[found]
-    fresh = {side for side, age in ((Terms.MINE, own), (Terms.THEIRS, other)) if age <= at_most}
-    assert found == (fresh.pop() if len(fresh) == 1 else Terms.BOTH)
+    mirrored = {
+        ContributionWeights.BOTH: ContributionWeights.BOTH,
+        ContributionWeights.MINE: ContributionWeights.THEIRS,
+        ContributionWeights.THEIRS: ContributionWeights.MINE,
+    }
+    found = contribution_weights(own, other, at_most)
+    assert contribution_weights(other, own, at_most) == mirrored[found]
+    fresh = {
+        side for side, age in ((ContributionWeights.MINE, own), (ContributionWeights.THEIRS, other)) if age <= at_most
+    }
+    assert found == (fresh.pop() if len(fresh) == 1 else ContributionWeights.BOTH)
 
 
 @given(sides(), sides(), st.integers(0, 50), st.integers(0, 50), bounds)
@@ -38,12 +44,15 @@ def test_two_that_met_each_other_last_never_adopt(
     fresh, newer = Met(one.round, 0), Met(other.round, 0)
     ones, others = last_met_after(fresh, newer, adopted=False), last_met_after(newer, fresh, adopted=False)
     assert ones == others
-    assert judged(Met(one.round + alone, ones), Met(other.round + other_alone, others), at_most) is Terms.BOTH
+    assert (
+        judged(Met(one.round + alone, ones), Met(other.round + other_alone, others), at_most)
+        is ContributionWeights.BOTH
+    )
 
 
 @given(sides(), st.integers(0, 60), bounds)
 def test_nobody_adopts_from_who_has_met_nobody(own: Met, round: int, at_most: int) -> None:
-    assert judged(own, Met(round, 0), at_most) is not Terms.THEIRS
+    assert judged(own, Met(round, 0), at_most) is not ContributionWeights.THEIRS
 
 
 @given(sides(), sides(), bounds)
@@ -51,7 +60,7 @@ def test_no_claim_makes_another_one_stale(own: Met, liar: Met, at_most: int) -> 
     """By our own number we are as stale as we are; what a partner claims may make us fresher, never staler."""
     assert staleness(own, clock(own, liar)) <= staleness(own, own.round)
     if staleness(own, own.round) <= at_most:
-        assert judged(own, liar, at_most) is not Terms.THEIRS
+        assert judged(own, liar, at_most) is not ContributionWeights.THEIRS
 
 
 @given(sides(), sides(), st.booleans())

@@ -13,16 +13,16 @@ from toy_gossip import Line, World
 
 from gossip.exchange.messages import Busy, Manifest, Parts, Piece, PieceRequest, Section, StateRequest
 from gossip.transfer.chunks import cut
-from gossip.transfer.donor import TURNS, Terms
-from gossip.transfer.donor_slots import LEAST_PACE, SETTLING_S, VISITORS, Visit, Visits, overdue
+from gossip.transfer.donor import TURNS, DonorLimits
+from gossip.transfer.donor_slots import LEAST_PACE, SETTLING_S, VISITORS, DonorSlot, DonorSlots, overdue
 from noloco_node.sim.clock import run
 
 SPANS = cut([4 * math.prod(shape) for shape in SHAPES])
 WHOLE = state()
-TERMS = Terms(deadline_s=8 * 3600.0, piece_s=600.0)
+TERMS = DonorLimits(deadline_s=8 * 3600.0, piece_s=600.0)
 
 visits = st.builds(
-    Visit,
+    DonorSlot,
     since_s=st.one_of(st.none(), st.floats(0.0, 1000.0)),
     given_bytes=st.integers(0, 1000),
     total_bytes=st.just(1000),
@@ -31,7 +31,7 @@ visits = st.builds(
 
 @given(st.lists(visits, max_size=4), st.floats(1.0, 5000.0), st.floats(1000.0, 10_000.0))
 def test_only_who_is_slow_or_has_had_a_turn_is_overdue_and_the_slowest_first(
-    there: list[Visit], turn_s: float, now_s: float
+    there: list[DonorSlot], turn_s: float, now_s: float
 ) -> None:
     found = overdue(there, turn_s, now_s)
     for visit in there:
@@ -48,7 +48,7 @@ def test_a_place_is_given_back_once_and_by_its_own_visit() -> None:
     """A newcomer that lost its place and comes again at once has another one, which its old streams leave alone."""
 
     async def main() -> None:
-        places = Visits(turn_s=10.0)
+        places = DonorSlots(turn_s=10.0)
         began, ended = asyncio.Event(), list[BaseException]()
 
         async def stay(peer: str) -> None:
@@ -120,7 +120,7 @@ def test_newcomers_that_hold_all_places_and_take_next_to_nothing_keep_nobody(eve
 def test_a_slow_line_keeps_its_place_for_its_turn_and_for_as_long_as_nobody_waits() -> None:
     async def main() -> None:
         world = World()
-        terms = Terms(deadline_s=TURNS * 400.0, piece_s=600.0)
+        terms = DonorLimits(deadline_s=TURNS * 400.0, piece_s=600.0)
         giving = Giving(world, "donor", WHOLE, terms)
 
         async def answer(line: Line) -> None:

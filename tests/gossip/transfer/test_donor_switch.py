@@ -16,7 +16,7 @@ from gossip.transfer.donor_switch import (
     OUTLYING_ROUNDS,
     ROUNDS_APART,
     Bill,
-    Voices,
+    NormVotes,
     mixes,
     objection,
     round_to_start_in,
@@ -62,7 +62,7 @@ def test_copies_of_other_sections_or_another_place_in_the_period_do_not_mix() ->
 def test_of_any_replicas_one_is_left_to_copy_from(found: list[float]) -> None:
     """Each is compared with the others; not all of them are refused."""
     refused = [
-        objection(replace(MANIFEST, norm=norm), Voices(norms=found[:place] + found[place + 1 :])) is not None
+        objection(replace(MANIFEST, norm=norm), NormVotes(norms=found[:place] + found[place + 1 :])) is not None
         for place, norm in enumerate(found)
     ]
     assert not all(refused)
@@ -70,19 +70,19 @@ def test_of_any_replicas_one_is_left_to_copy_from(found: list[float]) -> None:
 
 
 def test_weights_that_blew_up_are_refused_also_where_two_disagree() -> None:
-    assert objection(replace(MANIFEST, norm=1000.0), Voices(norms=[10.0])) is not None
-    assert objection(MANIFEST, Voices(norms=[1000.0])) is None
-    assert objection(replace(MANIFEST, norm=0.1), Voices(norms=[10.0, 11.0])) is not None
+    assert objection(replace(MANIFEST, norm=1000.0), NormVotes(norms=[10.0])) is not None
+    assert objection(MANIFEST, NormVotes(norms=[1000.0])) is None
+    assert objection(replace(MANIFEST, norm=0.1), NormVotes(norms=[10.0, 11.0])) is not None
 
 
 @settings(deadline=None)
 @given(st.integers(0, 100), st.floats(0.0, 1.0))
 def test_round_and_progress_are_compared_with_the_rosters(round: int, progress: float) -> None:
-    voices = Voices(rounds=[19, 20, 1000], progress=[0.0, 0.5, 0.5])
+    voices = NormVotes(rounds=[19, 20, 1000], progress=[0.0, 0.5, 0.5])
     found = objection(replace(MANIFEST, round=round, progress=progress), voices)
     near = abs(round - 20) <= OUTLYING_ROUNDS and abs(progress - 0.5) <= OUTLYING_PROGRESS
     assert (found is None) == near
-    assert objection(replace(MANIFEST, round=round, progress=progress), Voices()) is None
+    assert objection(replace(MANIFEST, round=round, progress=progress), NormVotes()) is None
 
 
 @settings(deadline=None)

@@ -46,17 +46,17 @@ from gossip.exchange.messages import (
     StateRequest,
 )
 from gossip.transfer import donor as donors_side
-from gossip.transfer.assembly import Arrived, Followed, Left, News
+from gossip.transfer.assembly import ChunkArrived, DonorLost, DonorSelected, News
 from gossip.transfer.chunks import cut, tensors_of
-from gossip.transfer.donor import ABANDONED_S, HOLD_S, RETRY_S, Terms
+from gossip.transfer.donor import ABANDONED_S, HOLD_S, RETRY_S, DonorLimits
 from gossip.transfer.donor_slots import STREAMS, VISITORS
 from gossip.transfer.download import (
     LONGEST_WAIT_S,
-    Occupied,
-    catch_up,
+    DonorBusy,
     check_manifest,
     check_state,
     donors,
+    download_state,
     manifest_of,
     piece_s,
 )
@@ -84,7 +84,7 @@ def test_an_export_gets_the_slow_weights_alone() -> None:
         # A newcomer's copy serves an export too.
         await copy_from(world, ["donor"])
         before = heard.pieces["donor"]
-        found = await catch_up(["donor"], world.conversing("export"), wanted(Parts.SLOW), at_once)
+        found = await download_state(["donor"], world.conversing("export"), wanted(Parts.SLOW), at_once)
         assert heard.pieces["donor"] - before == len(SPANS)
         return found
 
@@ -125,7 +125,7 @@ def test_a_stream_that_breaks_is_dialled_again_and_nothing_is_fetched_twice(brok
     world = World(tamper=cut_some)
     Giving(world, "donor", WHOLE)
     assert same(run(copy_from(world, ["donor"], holding(arrived))), WHOLE)
-    assert sum(isinstance(news, Arrived) for news in arrived) == 4 * len(SPANS)
+    assert sum(isinstance(news, ChunkArrived) for news in arrived) == 4 * len(SPANS)
     # A break costs the piece under way on each stream at most.
     assert sent <= 4 * len(SPANS) + STREAMS * len(broken)
 
@@ -170,14 +170,14 @@ def test_when_the_donor_dies_whole_parameters_stay_or_all_is_the_second_ones(pie
     mixed = any(1 in seeds for seeds in origins.values())
     assert found.round == round
     assert found.last_met == 2
-    follows = [each for each in news if isinstance(each, Followed)]
+    follows = [each for each in news if isinstance(each, DonorSelected)]
     assert [each.donor for each in follows] == ["first", "second"]
     assert (follows[1].settled_bytes > 0) == mixed
-    assert sum(isinstance(each, Left) for each in news) == 1
+    assert sum(isinstance(each, DonorLost) for each in news) == 1
     if abs(round - 6) > 4:
         assert not mixed
     # Nobody fetches more than a state and what the first one gave.
-    arrived = [each for each in news if isinstance(each, Arrived)]
+    arrived = [each for each in news if isinstance(each, ChunkArrived)]
     assert len(arrived) <= pieces + 4 * len(SPANS)
 
 
@@ -208,7 +208,7 @@ def test_equal_pieces_of_another_donor_are_not_fetched_again() -> None:
 
     found = run(main())
     assert same_tensors(found.slow, WHOLE.slow)
-    second = [each for each in news if isinstance(each, Followed)][1]
+    second = [each for each in news if isinstance(each, DonorSelected)][1]
     assert second.held_bytes > 0.3 * second.total_bytes
 
 
@@ -220,7 +220,7 @@ def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
 
         def forget(sender: str, receiver: str, message: Any) -> Any:
             nonlocal forgotten
-            if isinstance(message, Piece) and not forgotten and sum(isinstance(n, Arrived) for n in news) > 20:
+            if isinstance(message, Piece) and not forgotten and sum(isinstance(n, ChunkArrived) for n in news) > 20:
                 forgotten = True
                 giving.whole = state(1, round=8)
                 giving.donor._copies.clear()
@@ -233,9 +233,9 @@ def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
         return news
 
     news = run(main())
-    assert [each.round for each in news if isinstance(each, Followed)] == [6, 8]
+    assert [each.round for each in news if isinstance(each, DonorSelected)] == [6, 8]
     # The weights are the same, and so are their hashes.
-    assert sum(isinstance(each, Arrived) for each in news) == 4 * len(SPANS)
+    assert sum(isinstance(each, ChunkArrived) for each in news) == 4 * len(SPANS)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -297,7 +297,7 @@ def test_a_liar_is_refused_and_the_next_donor_asked(change: Any) -> None:
     Giving(world, "donor", WHOLE)
     news: list[News] = []
     assert same(run(copy_from(world, ["liar", "donor"], holding(news))), WHOLE)
-    (left,) = [each for each in news if isinstance(each, Left)]
+    (left,) = [each for each in news if isinstance(each, DonorLost)]
     assert left.refused
 
 
@@ -330,7 +330,7 @@ def test_what_an_honest_donor_gave_survives_a_liar(pieces: int) -> None:
         return news
 
     news = run(main())
-    last = [each for each in news if isinstance(each, Followed)][-1]
+    last = [each for each in news if isinstance(each, DonorSelected)][-1]
     assert last.donor == "donor"
     assert last.held_bytes > 0
 
@@ -374,7 +374,7 @@ def test_an_objection_keeps_a_donor_from_being_fetched() -> None:
             return "it is far from the others" if donor == "outlier" else None
 
         asked = replace(wanted(), objection=objection)
-        found = await catch_up(["outlier", "donor"], world.conversing("new"), asked, at_once)
+        found = await download_state(["outlier", "donor"], world.conversing("new"), asked, at_once)
         assert same(found, WHOLE)
         assert "outlier" not in heard.pieces
 
@@ -501,7 +501,7 @@ def test_a_donor_that_falls_silent_in_the_middle_is_given_up_and_its_pieces_stay
     # A stream waits twice as long the second time, for a slow line would look the same; the third time its donor, which
     # hears of no request, is the first to end it.
     assert seconds == pytest.approx(3 * piece_s(300.0, 4 * len(SPANS)) + TERMS.piece_s, abs=10.0)
-    assert sum(isinstance(each, Arrived) for each in news) == 4 * len(SPANS)
+    assert sum(isinstance(each, ChunkArrived) for each in news) == 4 * len(SPANS)
 
 
 def test_nobody_gives_and_the_causes_are_named() -> None:
@@ -510,7 +510,7 @@ def test_nobody_gives_and_the_causes_are_named() -> None:
     Giving(world, "silent", WHOLE)
     with pytest.raises(ConnectionRefusedError, match=r"dead is not there.*no manifest within 105 s") as caught:
         run(copy_from(world, ["dead", "silent"]))
-    assert not isinstance(caught.value, Occupied)
+    assert not isinstance(caught.value, DonorBusy)
     with pytest.raises(ConnectionRefusedError, match="none to ask"):
         run(copy_from(world, []))
 
@@ -525,7 +525,7 @@ def test_always_busy_is_given_up_after_a_bounded_time() -> None:
     world.answerers["donor"] = busy
 
     async def main() -> float:
-        with pytest.raises(Occupied, match="busy") as caught:
+        with pytest.raises(DonorBusy, match="busy") as caught:
             await copy_from(world, ["donor"])
         assert caught.value.retry_after_s == LONGEST_WAIT_S
         return asyncio.get_running_loop().time()
@@ -683,7 +683,7 @@ def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
 
     async def main() -> float:
         world = World()
-        giving = Giving(world, "donor", WHOLE, Terms(deadline_s=100 * 3600.0, piece_s=200.0))
+        giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=100 * 3600.0, piece_s=200.0))
         turn = asyncio.Lock()
 
         async def answer(line: Line) -> None:
@@ -701,7 +701,7 @@ def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
         world.answerers["donor"] = answer
         asked = replace(wanted(), deadline_s=1500.0)
         assert piece_s(1500.0, 4 * len(SPANS)) < STREAMS * 60.0
-        found = await catch_up(["donor"], world.conversing("new"), asked, at_once)
+        found = await download_state(["donor"], world.conversing("new"), asked, at_once)
         assert same(found, WHOLE)
         return asyncio.get_running_loop().time()
 
@@ -711,7 +711,7 @@ def test_a_line_that_is_slower_than_thought_is_given_more_time() -> None:
 def test_a_copy_in_use_is_held_until_its_deadline() -> None:
     async def main() -> None:
         world = World()
-        giving = Giving(world, "donor", WHOLE, Terms(deadline_s=400.0, piece_s=60.0))
+        giving = Giving(world, "donor", WHOLE, DonorLimits(deadline_s=400.0, piece_s=60.0))
         async with world.conversing("new")("donor") as line:
             await line.send(StateRequest(parts=Parts.ALL))
             found = await line.receive()

@@ -18,29 +18,29 @@ import pytest
 import torch
 from memory_swarms import Peer, recipe, until
 
-from noloco_node.errors import Exit, Trouble
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.machine.interface import Machine, Voice
+from noloco_node.machine.interface import Host, Reporter
 from noloco_node.machine.memory import ARENAS, available, trim, within_limit
 from noloco_node.node.joining import stage_claim
 from noloco_node.node.joining.newcomer import Claimant
-from noloco_node.node.joining.stage_benchmark import TIMES, Probe, measure
-from noloco_node.node.joining.stage_claim import CLAIMS, LOOKS, Place, claim, claims_of
+from noloco_node.node.joining.stage_benchmark import TIMES, StageBenchmark, measure
+from noloco_node.node.joining.stage_claim import CLAIMS, LOOKS, ClaimedStage, claim_stage, claims_of
 from noloco_node.node.replica import Replica
 from noloco_node.planning.memory_needs import in_flight_bytes, needs_bytes
-from noloco_node.planning.model_layout import blueprint, make_stage
-from noloco_node.run.peer_state import State
+from noloco_node.planning.model_layout import make_stage, model_layout
+from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.explore.search import Verdict, examine
+from noloco_node.sim.explore.search import ExploreResult, examine
 from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
-from noloco_node.sim.hardware.quadratic_model import Bowl, Numbers, bowl_plan
-from noloco_node.sim.network.hub import Hub
+from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.scenario.scenario import decode_scenario
-from noloco_node.sim.scenario.setup import work_out
+from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import World, simulate
-from noloco_node.swarm.membership import Presence
+from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.placement import capacities
 
@@ -52,7 +52,7 @@ class Seeker:
 
     def __init__(
         self,
-        hub: Hub,
+        hub: SimNetwork,
         name: str,
         *,
         forward_s: float = 0.1,
@@ -67,8 +67,8 @@ class Seeker:
         self._forward_s = forward_s
         what = recipe(stages=3)
         network = hub.network(name, Access(dials_only=dials_only))
-        self.presence = Presence(network, what.digest, 3, refresh_s=5.0)
-        machine = Machine(
+        self.membership = Membership(network, what.digest, 3, refresh_s=5.0)
+        host = Host(
             device=self._device,
             build=self._build,
             open_text=self._no_text,
@@ -79,13 +79,13 @@ class Seeker:
             in_flight_bytes=[20, 20, 20],
             free_bytes=lambda: free,
         )
-        voice = Voice(record=self.events.append, say=self.said.append)
+        reporter = Reporter(record=self.events.append, say=self.said.append)
         self.claimant = Claimant(
             run=what.run,
-            plan=bowl_plan(3, WORK),
-            presence=self.presence,
-            machine=machine,
-            voice=voice,
+            plan=quadratic_layout(3, WORK),
+            membership=self.membership,
+            host=host,
+            reporter=reporter,
             network=network,
             wish=wish,
         )
@@ -93,10 +93,10 @@ class Seeker:
     def _build(self, number: int) -> PricedStage:
         self.built.append(number)
         prices = Prices(forward_s=self._forward_s * WORK[number])
-        return PricedStage(Bowl(number), prices, self._device.charge, self.said.append)
+        return PricedStage(QuadraticModel(number), prices, self._device.charge, self.said.append)
 
-    async def _no_text(self) -> Numbers:
-        return Numbers((1, 1), 0)
+    async def _no_text(self) -> RandomBatches:
+        return RandomBatches((1, 1), 0)
 
     async def _no_disk(self, stage: int) -> None:
         return None
@@ -106,14 +106,14 @@ class Seeker:
 
     async def serve(self, stage: int, device_s: float) -> None:
         """Pose as a replica that has been at work for long."""
-        record = PeerRecord(peer=self.claimant.me, stage=stage, state=State.TRAINING, device_s=device_s)
-        await self.presence.claim(record)
+        record = PeerRecord(peer=self.claimant.me, stage=stage, state=PeerState.TRAINING, device_s=device_s)
+        await self.membership.claim(record)
 
 
-def claimed(main: Callable[[Hub], asyncio.Future[Place] | object]) -> object:
+def claimed(main: Callable[[SimNetwork], asyncio.Future[ClaimedStage] | object]) -> object:
     async def body() -> object:
         async with asyncio.timeout(600):
-            return await main(Hub())  # type: ignore[misc]
+            return await main(SimNetwork())  # type: ignore[misc]
 
     return run(body())
 
@@ -124,12 +124,12 @@ def claimed(main: Callable[[Hub], asyncio.Future[Place] | object]) -> object:
 def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_swarm() -> None:
     """Stage 1 has the fewest replicas, and yet stage 2 is the weakest: its replicas are slow."""
 
-    async def main(hub: Hub) -> tuple[Seeker, Place, PeerRecord]:
+    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, PeerRecord]:
         for name, stage, device_s in (("a", 0, 0.4), ("b", 0, 0.4), ("c", 1, 0.25), ("d", 2, 2.0), ("e", 2, 2.0)):
             await Seeker(hub, name).serve(stage, device_s)
         late = Seeker(hub, "late", forward_s=0.1)
-        place = await claim(late.claimant, served=None)
-        (record,) = [each for each in late.presence.roster.stage(2) if each.peer == "late"]
+        place = await claim_stage(late.claimant, served=None)
+        (record,) = [each for each in late.membership.roster.stage(2) if each.peer == "late"]
         return late, place, record
 
     late, place, record = claimed(main)  # type: ignore[misc]
@@ -142,11 +142,11 @@ def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_swarm() 
 
 
 def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it_knows() -> None:
-    async def main(hub: Hub) -> tuple[Seeker, Place]:
+    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage]:
         for name, stage, device_s in (("a", 0, 0.5), ("b", 1, 0.5), ("c", 2, 2.0)):
             await Seeker(hub, name).serve(stage, device_s)
         slow = Seeker(hub, "slow", forward_s=2.0)
-        claiming = asyncio.create_task(claim(slow.claimant, served=None))
+        claiming = asyncio.create_task(claim_stage(slow.claimant, served=None))
         await asyncio.sleep(5.0)
         await Seeker(hub, "d").serve(2, 0.1)
         return slow, await claiming
@@ -162,14 +162,14 @@ def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it_knows
 
 @pytest.mark.parametrize("count", [2, 5, 9, 14])
 def test_newcomers_that_start_together_spread_and_end(count: int) -> None:
-    async def main(hub: Hub) -> tuple[list[Seeker], list[Place]]:
+    async def main(hub: SimNetwork) -> tuple[list[Seeker], list[ClaimedStage]]:
         seekers = [Seeker(hub, f"p{n:02}", forward_s=(0.1, 0.1, 0.3)[n % 3]) for n in range(count)]
-        places = await asyncio.gather(*[claim(each.claimant, served=None) for each in seekers])
-        await seekers[0].presence.peek()
+        places = await asyncio.gather(*[claim_stage(each.claimant, served=None) for each in seekers])
+        await seekers[0].membership.peek()
         return seekers, places
 
     seekers, places = claimed(main)  # type: ignore[misc]
-    claims = claims_of(seekers[0].presence.roster)
+    claims = claims_of(seekers[0].membership.roster)
     assert sorted((each.peer, each.stage) for each in claims) == [
         (seeker.claimant.me, place.number) for seeker, place in zip(seekers, places, strict=True)
     ]
@@ -181,11 +181,11 @@ def test_newcomers_that_start_together_spread_and_end(count: int) -> None:
 
 
 def test_a_stage_that_does_not_fit_is_left_out_and_the_least_is_tried_where_nothing_fits() -> None:
-    async def main(hub: Hub) -> tuple[Seeker, Place, Seeker, Place]:
+    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, Seeker, ClaimedStage]:
         await Seeker(hub, "a").serve(0, 0.5)
         await Seeker(hub, "b").serve(1, 1.0)
         small, tiny = Seeker(hub, "small", free=250), Seeker(hub, "tiny", free=50)
-        return small, await claim(small.claimant, None), tiny, await claim(tiny.claimant, None)
+        return small, await claim_stage(small.claimant, None), tiny, await claim_stage(tiny.claimant, None)
 
     small, place, tiny, least = claimed(main)  # type: ignore[misc]
     assert (place.number, least.number) == (1, 0)
@@ -194,12 +194,12 @@ def test_a_stage_that_does_not_fit_is_left_out_and_the_least_is_tried_where_noth
 
 
 def test_whom_nobody_can_dial_takes_the_first_stage_though_another_is_weaker() -> None:
-    async def main(hub: Hub) -> tuple[Seeker, Place, Seeker]:
+    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, Seeker]:
         for name, stage in (("a", 0), ("b", 0), ("c", 1)):
             await Seeker(hub, name).serve(stage, 0.5)
         hidden, told = (Seeker(hub, name, dials_only=True, wish=wish) for name, wish in (("hidden", None), ("told", 2)))
-        place = await claim(hidden.claimant, served=2)
-        assert (await claim(told.claimant, None)).number == 2, "its owner knows best"
+        place = await claim_stage(hidden.claimant, served=2)
+        assert (await claim_stage(told.claimant, None)).number == 2, "its owner knows best"
         return hidden, place, told
 
     hidden, place, told = claimed(main)  # type: ignore[misc]
@@ -211,29 +211,29 @@ def test_whom_nobody_can_dial_takes_the_first_stage_though_another_is_weaker() -
 def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stage_claim, "measure", lambda *_: Probe(0.6, 100))
+    monkeypatch.setattr(stage_claim, "measure", lambda *_: StageBenchmark(0.6, 100))
 
-    async def main(hub: Hub) -> tuple[Seeker, Place, Place]:
+    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, ClaimedStage]:
         await Seeker(hub, "a").serve(0, 0.5)
         await Seeker(hub, "b").serve(1, 1.0)
         # Of stage 2, the last, one microbatch is in flight: 300 - 20 + 100.
         small, large = Seeker(hub, "small", free=379), Seeker(hub, "large", free=380)
-        place = await claim(small.claimant, None)
-        return small, place, await claim(large.claimant, None)
+        place = await claim_stage(small.claimant, None)
+        return small, place, await claim_stage(large.claimant, None)
 
     small, place, ample = claimed(main)  # type: ignore[misc]
-    assert (place, small.built) == (Place(1), [2]), "what was built for the measurement is let go"
+    assert (place, small.built) == (ClaimedStage(1), [2]), "what was built for the measurement is let go"
     assert "stage 2 does not fit" in small.said[0]
     assert ample.number == 2
-    assert small.claimant.machine.needs_bytes == [100, 200, 380], "nor will it move there"
+    assert small.claimant.host.needs_bytes == [100, 200, 380], "nor will it move there"
 
 
 def test_of_equals_the_stage_of_an_earlier_life() -> None:
-    async def main(hub: Hub) -> set[tuple[int, int]]:
+    async def main(hub: SimNetwork) -> set[tuple[int, int]]:
         found = set()
         for served in range(3):
-            hub = Hub()
-            place = await claim(Seeker(hub, f"p{served}").claimant, served)
+            hub = SimNetwork()
+            place = await claim_stage(Seeker(hub, f"p{served}").claimant, served)
             found.add((served, place.number))
         return found
 
@@ -241,22 +241,22 @@ def test_of_equals_the_stage_of_an_earlier_life() -> None:
 
 
 def test_an_owners_wish_is_taken_at_once_and_a_wrong_one_refused() -> None:
-    async def main(hub: Hub) -> tuple[Seeker, Place]:
+    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage]:
         await Seeker(hub, "a").serve(1, 0.5)
         told = Seeker(hub, "told", wish=1)
-        with pytest.raises(Trouble, match="no stage 3") as trouble:
-            await claim(Seeker(hub, "wrong", wish=3).claimant, None)
+        with pytest.raises(UserError, match="no stage 3") as trouble:
+            await claim_stage(Seeker(hub, "wrong", wish=3).claimant, None)
         assert trouble.value.code is Exit.USAGE
-        return told, await claim(told.claimant, served=0)
+        return told, await claim_stage(told.claimant, served=0)
 
     told, place = claimed(main)  # type: ignore[misc]
-    assert (place, told.built) == (Place(1), [])
+    assert (place, told.built) == (ClaimedStage(1), [])
 
 
 def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> None:
-    async def main(hub: Hub) -> tuple[Seeker, Place]:
+    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage]:
         def deaf(seeker: Seeker, times: int) -> None:
-            network, left = seeker.presence._network, iter(range(times))
+            network, left = seeker.membership._network, iter(range(times))
             read_all = network.read_all
 
             async def lost(keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
@@ -267,15 +267,15 @@ def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> None:
 
         new, mover = Seeker(hub, "new"), Seeker(hub, "mover", wish=1)
         deaf(new, 10**6)
-        with pytest.raises(Trouble, match="Nobody could tell") as trouble:
-            await claim(new.claimant, served=None)
+        with pytest.raises(UserError, match="Nobody could tell") as trouble:
+            await claim_stage(new.claimant, served=None)
         assert trouble.value.code is Exit.UNREACHABLE
         await mover.serve(0, 0.5)
         deaf(mover, 40)
-        return mover, await claim(mover.claimant, served=None)
+        return mover, await claim_stage(mover.claimant, served=None)
 
     mover, place = claimed(main)  # type: ignore[misc]
-    assert place == Place(1)
+    assert place == ClaimedStage(1)
     assert len(mover.said) >= LOOKS
 
 
@@ -284,7 +284,7 @@ def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> None:
 
 def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_trace() -> None:
     what = recipe(stages=3)
-    plan, ticks = blueprint(what.run), iter(range(100))
+    plan, ticks = model_layout(what.run), iter(range(100))
     for number in range(3):
         stage = make_stage(what.run, plan, number, torch.device("cpu"))
         before = [tensor.clone() for tensor in stage.weights()]
@@ -347,7 +347,7 @@ def test_memory_is_read_where_somebody_says_it(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert within_limit(tmp_path) is None
     what = recipe(stages=3)
-    drawn = blueprint(what.run)
+    drawn = model_layout(what.run)
     cpu, gpu = (needs_bytes(what.run, drawn, torch.device(kind)) for kind in ("cpu", "cuda"))
     assert all(0 < less < more for less, more in zip(gpu, cpu, strict=True))
 
@@ -374,7 +374,7 @@ def crash(at_s: float, *peers: str) -> str:
     return "".join(f"[[fault]]\nkind = 'crash'\nat_s = {at_s}\npeer = '{peer}'\n" for peer in peers)
 
 
-def seen(text: str) -> tuple[Verdict, list[str]]:
+def seen(text: str) -> tuple[ExploreResult, list[str]]:
     """Run a scenario under all invariants; return the moves too, as said."""
     told: list[str] = []
     verdict = examine(decode_scenario(text, "the test's scenario"), told.append)
@@ -431,7 +431,7 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
         watch.append(Moves(world))
         return watch
 
-    simulate(work_out(decode_scenario(text, "the test's scenario")), watchers, lambda _: None)
+    simulate(build_setup(decode_scenario(text, "the test's scenario")), watchers, lambda _: None)
     assert [(event.origin, event.target) for _, _, event in watch[0].seen] == [(0, 1), (1, 0)]
     (first_s, mover, _), (second_s, again, _) = watch[0].seen
     assert mover == again == "s0r1"
@@ -445,7 +445,7 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
 
 def test_whoever_is_asked_to_leave_while_it_moves_leaves() -> None:
     async def main() -> None:
-        hub, what = Hub(), recipe(replicas=3, steps=4000, per_round=3)
+        hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
         names = ("a0", "b0", "c0", "d0", "e1")
         peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
         await until(lambda: any(peer.of(events.Moved) for peer in peers))

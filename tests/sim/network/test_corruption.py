@@ -16,7 +16,7 @@ from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import MessageSpec, Schema, TensorSpec, Violation
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.corruption import GARBLING, spoil, tensors_of
-from noloco_node.sim.network.hub import Hub, Tampering
+from noloco_node.sim.network.hub import Corruption, SimNetwork
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,20 +54,20 @@ def load() -> Load:
     return Load(number=3, one=torch.ones(2, 3, dtype=torch.bfloat16), several=several)
 
 
-def tampered(how: Tampering, seed: int = 0) -> Load:
+def tampered(how: Corruption, seed: int = 0) -> Load:
     message = spoil(load(), how, SCHEMA, SCHEMA, Random(seed))
     assert isinstance(message, Load)
     return message
 
 
-@pytest.mark.parametrize(("how", "words"), [(Tampering.SHAPE, "expected"), (Tampering.NOT_FINITE, "not finite")])
-def test_a_wrong_shape_and_a_nan_are_violations(how: Tampering, words: str) -> None:
+@pytest.mark.parametrize(("how", "words"), [(Corruption.SHAPE, "expected"), (Corruption.NOT_FINITE, "not finite")])
+def test_a_wrong_shape_and_a_nan_are_violations(how: Corruption, words: str) -> None:
     with pytest.raises(Violation, match=words):
         tampered(how)
 
 
 def test_absurd_values_pass_the_wire() -> None:
-    found, sent = tampered(Tampering.GARBLED_VALUES), load()
+    found, sent = tampered(Corruption.GARBLED_VALUES), load()
     for one, other in zip(tensors_of(found), tensors_of(sent), strict=True):
         torch.testing.assert_close(one.float(), GARBLING * other.float(), rtol=1e-2, atol=0.0)
     for tensor, original in zip(tensors_of(sent), tensors_of(load()), strict=True):
@@ -79,7 +79,7 @@ def test_absurd_values_pass_the_wire() -> None:
 def test_flipped_bytes_are_a_finite_message_or_a_violation(seed: int) -> None:
     for message in (load(), Tokens(tokens=torch.arange(4))):
         try:
-            found = spoil(message, Tampering.FLIP, SCHEMA, SCHEMA, Random(seed))
+            found = spoil(message, Corruption.FLIP, SCHEMA, SCHEMA, Random(seed))
         except Violation:
             continue
         assert type(found) is type(message)
@@ -91,7 +91,7 @@ def test_flipped_bytes_are_a_finite_message_or_a_violation(seed: int) -> None:
 def test_both_outcomes_of_a_flip_happen_and_its_seed_decides() -> None:
     def outcome(seed: int) -> str:
         try:
-            return str(tampered(Tampering.FLIP, seed))
+            return str(tampered(Corruption.FLIP, seed))
         except Violation as violation:
             return f"violation: {violation}"
 
@@ -109,7 +109,7 @@ def test_a_violation_breaks_the_conversation_at_both_ends_and_is_counted() -> No
             heard.append(await conversation.receive())
             await conversation.send(heard[-1])
 
-        hub = Hub()
+        hub = SimNetwork()
         a, b = hub.network("a"), hub.network("b")
         await b.serve("load", SCHEMA, listen)
 
@@ -119,12 +119,12 @@ def test_a_violation_breaks_the_conversation_at_both_ends_and_is_counted() -> No
                 answer: Load = await conversation.receive()
                 return answer
 
-        hub.tamper("a", Tampering.NOT_FINITE)
+        hub.tamper("a", Corruption.NOT_FINITE)
         with pytest.raises(ConnectionResetError, match=r"b ended with an error: .*not finite"):
             await exchange()
         assert heard == []
         assert b.statistics()["violations.a"] == 1
-        hub.tamper("b", Tampering.SHAPE)
+        hub.tamper("b", Corruption.SHAPE)
         with pytest.raises(Violation, match="expected"):
             await exchange()
         assert a.statistics()["violations.b"] == 1

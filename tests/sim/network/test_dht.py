@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from noloco_node.sim.network.dht import Records
+from noloco_node.sim.network.dht import SimDht
 
 LIFETIME_S = 30.0
 steps = st.lists(
@@ -13,7 +13,7 @@ steps = st.lists(
 )
 
 
-def put(records: Records, subkey: str, value: bytes, now_s: float, side: int | None = None) -> bool:
+def put(records: SimDht, subkey: str, value: bytes, now_s: float, side: int | None = None) -> bool:
     return records.publish(("key", subkey), (value, LIFETIME_S), now_s, side=side)
 
 
@@ -21,7 +21,7 @@ def put(records: Records, subkey: str, value: bytes, now_s: float, side: int | N
 @example([(0.0, "a", 10.0)] * 3)
 @given(steps)
 def test_without_a_lag_a_reader_finds_exactly_what_lives(history: list[tuple[float, str, float]]) -> None:
-    records, lives, now_s = Records(), {}, 0.0
+    records, lives, now_s = SimDht(), {}, 0.0
     for number, (wait_s, subkey, lifetime_s) in enumerate(history):
         now_s += wait_s
         value = str(number).encode()
@@ -41,7 +41,7 @@ def test_without_a_lag_a_reader_finds_exactly_what_lives(history: list[tuple[flo
 def test_with_a_lag_a_reader_finds_the_past_but_nothing_that_has_expired(
     history: list[tuple[float, str, float]], lag_s: float
 ) -> None:
-    records, log, now_s = Records(), [], 0.0
+    records, log, now_s = SimDht(), [], 0.0
     for number, (wait_s, subkey, _) in enumerate(history):
         now_s += wait_s
         value = str(number).encode()
@@ -58,7 +58,7 @@ def test_with_a_lag_a_reader_finds_the_past_but_nothing_that_has_expired(
 
 
 def test_readers_share_one_mapping_that_does_not_change_under_them() -> None:
-    records = Records()
+    records = SimDht()
     put(records, "a", b"1", 0.0)
     first = records.read("key", 1.0, lag_s=0.0, side=None)
     assert records.read("key", 2.0, lag_s=0.0, side=None) is first
@@ -71,7 +71,7 @@ def test_readers_share_one_mapping_that_does_not_change_under_them() -> None:
 
 
 def test_each_side_of_a_partition_has_its_own_truth_and_afterwards_the_longest_lived_is_everybodys() -> None:
-    records = Records()
+    records = SimDht()
     put(records, "a", b"before", 0.0)
     put(records, "b", b"before", 0.0)
     records.unite()

@@ -165,7 +165,7 @@ def _blocks() -> dict[str, Any]:
 def initial_weights() -> dict[str, Any]:
     """Return of each parameter that a run starts from its shape, and figures that say which numbers it holds."""
     run = recipe().run
-    plan = product.blueprint(run)
+    plan = product.model_layout(run)
     found = {}
     for number in range(run.pipeline.stages):
         for name, weight in product.build_stage(run, plan, number, torch.device("cpu")).named_parameters():

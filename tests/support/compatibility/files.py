@@ -41,7 +41,7 @@ def recipe() -> product.Recipe:
 
 @cache
 def shapes(stage: int) -> Mapping[str, tuple[int, ...]]:
-    return product.blueprint(recipe().run).shapes[stage]
+    return product.model_layout(recipe().run).shapes[stage]
 
 
 def weights(stage: int, first: int) -> tuple[Tensor, ...]:
