@@ -121,9 +121,18 @@ RULES: tuple[Callable[[], Broken], ...] = (
     folders_of_tests_are_those_of_packages,
 )
 EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
+    arrows_follow_the_order: {
+        "noloco_node.data.text_source -> noloco_node.cli.node_config": "until NodeConfig has found its place",
+    },
+    no_circle: {
+        "noloco_node.cli noloco_node.data noloco_node.demo noloco_node.doctor noloco_node.export noloco_node.inference "
+        "noloco_node.node noloco_node.planning noloco_node.sim": "until NodeConfig has found its place",
+        "noloco_node.sim.network.conversation noloco_node.sim.network.hub noloco_node.sim.network.outbox "
+        "noloco_node.sim.network.peer_network": "until the medium leaves the hub",
+    },
     a_package_says_at_most_what_it_is: {"noloco_node": "setup.cfg reads the version there"},
     public_classes_have_names_of_their_own: {
-        "Compute": "gossip and pipeline each say what they need of a device, and know nothing of each other",
+        **dict.fromkeys(("Deferred", "Lost", "OuterStep", "TooStale"), "to be declared once: journal and gossip"),
         "Conversation": "gossip says what it needs of a conversation, and does not know the network's interface",
     },
     module_names_are_nouns: {
@@ -180,7 +189,7 @@ def test_one_module_imports_hivemind() -> None:
 
 
 def test_only_the_command_line_knows_uvloop() -> None:
-    assert importers("uvloop") == {"noloco_node.cli.main.main"}
+    assert importers("uvloop") == {"noloco_node.cli.main"}
 
 
 def test_no_collective_anywhere() -> None:
@@ -196,7 +205,7 @@ def test_production_does_not_know_the_simulator() -> None:
 def test_a_bootstrap_peer_and_the_command_line_do_not_load_torch() -> None:
     """In a process of its own: this one has loaded torch long ago."""
     program = (
-        "import sys, noloco_node.cli.main.main, noloco_node.cli.main.bootstrap, noloco_node.libp2p.network as network\n"
+        "import sys, noloco_node.cli.main, noloco_node.cli.bootstrap, noloco_node.libp2p.network as network\n"
         "network._load_hivemind()\n"
         "heavy = {'torch', 'transformers', 'scipy', 'pandas', 'matplotlib', 'datasets'} & sys.modules.keys()\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"

@@ -153,9 +153,9 @@ def events() -> list[Any]:
         journal.Traffic(sent={"gossip": 2468, "microbatch": 9}, received={"state": 70_000}),
         journal.Budget(bytes={"upload.allowed": 250_000.0, "upload.used": 1234.5}),
         journal.Noticed(what="slept", text='the machine slept for 90 s, "they say"', over=True),
-        journal.Refused(peer=DONOR, reason="full", here=True, count=3),
+        journal.RefusedMicrobatch(peer=DONOR, reason="full", here=True, count=3),
         journal.Lost(peer=DONOR, what="microbatch", why="the stream broke", count=2),
-        journal.Violation(peer=DONOR, topic="gossip/0", why="Weights.fast[0] is not finite"),
+        journal.PeerViolation(peer=DONOR, topic="gossip/0", why="Weights.fast[0] is not finite"),
         journal.CatchUp(
             what="began",
             stage=1,
@@ -183,8 +183,8 @@ def write_home(path: Path) -> None:
         home.keep_run_file(recipe().text)
         times = iter(range(1000))
         first, *others = events()
-        for name, several in ((product.journal.rotated(home.journal), [first]), (home.journal, others)):
-            with product.journal.Journal(name, now=lambda: BEGAN_AT + next(times)) as journal:
+        for name, several in ((product.journal_writer.rotated(home.journal), [first]), (home.journal, others)):
+            with product.journal_writer.Journal(name, now=lambda: BEGAN_AT + next(times)) as journal:
                 for event in several:
                     journal.write(event)
         ledger = product.Ledger(path / "traffic.json", lambda: NOW, unheard)

@@ -156,7 +156,7 @@ def _services() -> Iterator[tuple[str, Said]]:
         "send me": measuring.SendMe(pieces=16),
         "take from me": measuring.TakeFromMe(pieces=2),
         "go": measuring.Go(),
-        "a piece": measuring.Piece(content=bytes(range(16))),
+        "a piece": measuring.SpeedTestPayload(content=bytes(range(16))),
         "took": measuring.Took(count=262_144, seconds=0.125),
         "not now": measuring.NotNow(retry_after_s=2.0),
     }.items():
@@ -164,7 +164,7 @@ def _services() -> Iterator[tuple[str, Said]]:
     dialback = product.dialback
     yield "reach: dial me", Said(dialback.DialMe(ports=(4001, 4002)), dialback.SCHEMA)
     place, relay = "/ip4/192.0.2.1/tcp/4001", "/ip4/192.0.2.2/tcp/4001/p2p/12D3KooW"
-    dialled = dialback.Dialled(place=place, tried=True, relays=(relay,))
+    dialled = dialback.DialBackReply(place=place, tried=True, relays=(relay,))
     yield "reach: dialled", Said(dialled, dialback.SCHEMA)
 
 

@@ -46,6 +46,8 @@ from noloco_node.export.replica_fetch import FetchedReplica as Copy
 from noloco_node.export.replica_files import MergedReplicas as Merged
 from noloco_node.export.replica_files import in_home
 from noloco_node.journal import events as journal
+from noloco_node.journal import writer as journal_writer
+from noloco_node.journal.reader import read as read_journal
 from noloco_node.libp2p.dht import relay_records as told
 from noloco_node.libp2p.dht import signing
 from noloco_node.libp2p.endpoint import identity
@@ -56,8 +58,7 @@ from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
 from noloco_node.network.wire import FrameDecoder as Intake
 from noloco_node.network.wire import Schema, beat, encode, end, error
 from noloco_node.network.wrapper import NetworkWrapper as Around
-from noloco_node.planning.model_layout import build_stage
-from noloco_node.planning.model_layout import model_layout as blueprint
+from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.planning.plan_text import report as check_report
 from noloco_node.run.peer_state import PeerState as State
 from noloco_node.run.presets import PRESETS, run_text
