@@ -353,7 +353,7 @@ def test_the_format_needs_no_torch_until_a_tensor_comes() -> None:
         "import sys; from noloco_node.network.wire import *\n"
         "from pipeline.messages import *; from gossip.exchange.messages import *\n"
         "s = Schema({Refused: MessageSpec('Refused'), Offer: MessageSpec('Offer')})\n"
-        "i = Intake(s)\n"
+        "i = FrameDecoder(s)\n"
         "b = b''.join(encode(Offer(round=3), s))\n"
         "f = None\n"
         "while f is None:\n"

@@ -761,7 +761,7 @@ def test_a_seed_gives_the_same_turmoil_to_the_bit_in_any_process() -> None:
             env={
                 **os.environ,
                 "PYTHONHASHSEED": hash_seed,
-                "PYTHONPATH": os.pathsep.join(map(str, (here, Path(__file__).parent))),
+                "PYTHONPATH": os.pathsep.join(map(str, (here, here / "tests" / "support", Path(__file__).parent))),
             },
             cwd=here,
             capture_output=True,
