@@ -43,9 +43,10 @@ class Watched(Switchboard):
 
     opened: Callable[[], None]
 
-    def call(self, stream: Stream, peer: str, topic: str, schema: Schema) -> None:
-        super().call(stream, peer, topic, schema)
+    def call(self, transport: asyncio.Transport, peer: str, topic: str, schema: Schema) -> Stream:
+        stream = super().call(transport, peer, topic, schema)
         self.opened()
+        return stream
 
 
 def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]], None]) -> tuple[str, Switchboard]:
