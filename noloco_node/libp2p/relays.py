@@ -27,7 +27,6 @@ from typing import NamedTuple, NoReturn
 from noloco_node.errors import UserError
 from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, relay_arguments
 from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import start_daemon
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.daemon.restart_backoff import MOST_DEATHS, pause_s
@@ -44,7 +43,8 @@ from noloco_node.libp2p.endpoint.addresses import (
 )
 from noloco_node.libp2p.endpoint.identity import ensure_identity
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
-from noloco_node.libp2p.session import attached, daemon_trouble, places
+from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
+from noloco_node.libp2p.session import attached, places
 
 logger = logging.getLogger(__name__)
 

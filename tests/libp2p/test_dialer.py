@@ -19,7 +19,7 @@ from noloco_node.libp2p.daemon.framing import delimited, read_delimited
 from noloco_node.libp2p.endpoint.addresses import place_text
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import Capacity
-from noloco_node.libp2p.network import _load_hivemind
+from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
@@ -53,7 +53,7 @@ def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]
     """Dial by way of a daemon that answers so; `opened` is told of the task in the moment in which it opens."""
 
     async def main() -> tuple[str, Switchboard]:
-        parts, patience = _load_hivemind(), PATIENT
+        parts, patience = load_hivemind(), PATIENT
         pb = parts.messages
 
         async def daemon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.framing import delimited
-from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import Daemon
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, place_text
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import TimeoutSettings
+from noloco_node.libp2p.hivemind_compat import HivemindParts
 from noloco_node.libp2p.streams.stream import Stream, StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.network.wire import Schema
