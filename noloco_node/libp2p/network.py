@@ -21,8 +21,8 @@ import msgspec
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import relays
 from noloco_node.libp2p.daemon.arguments import DaemonConfig
+from noloco_node.libp2p.daemon.process import MOST_DEATHS, restart_pause_s
 from noloco_node.libp2p.daemon.relay_grant import Grant
-from noloco_node.libp2p.daemon.restart_backoff import MOST_DEATHS, pause_s
 from noloco_node.libp2p.daemon.socket_dir import private_directory
 from noloco_node.libp2p.dht.relay_records import KEY, listed
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen, with_ports_chosen
@@ -58,9 +58,6 @@ class Libp2pNetwork:
         self._service: asyncio.Task[None] | None = None
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
         self._died = self._rejoined = 0
-
-    def __repr__(self) -> str:
-        return f"Libp2p({self.peer_id}, {self._switchboard!r})"
 
     @classmethod
     @asynccontextmanager
@@ -189,7 +186,7 @@ class Libp2pNetwork:
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start: conversations, bytes by topic, violations, failures of our own."""
         session = self._session
-        records = {} if session is None else session.records.statistics()
+        records = {} if session is None else {"publish.failed": session.records.unpublished}
         rejoined = self._rejoined + (0 if session is None else session.rejoined)
         own = {"rejoined": rejoined, "daemon.died": self._died}
         return self._switchboard.statistics() | records | own
@@ -253,7 +250,7 @@ class Libp2pNetwork:
                 why = f"{trouble.what} {trouble.why}"
             self._died += 1
             self._deaths.append(loop.time())
-            wait_s = pause_s(self._deaths, loop.time())
+            wait_s = restart_pause_s(self._deaths, loop.time())
             if wait_s is None:
                 raise UserError(
                     "The libp2p daemon died, again and again.",

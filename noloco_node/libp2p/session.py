@@ -73,9 +73,6 @@ class Session:
         self.calls = StreamDialer(ground.parts, self._control, daemon, ground.exchange)
         self.records = DhtRecords(self._control, self._patience.dht_s, posture.identity)
 
-    def __repr__(self) -> str:
-        return f"Session({self.peer_id}, {self.daemon!r})"
-
     @classmethod
     @asynccontextmanager
     async def open(

@@ -85,7 +85,7 @@ def test_what_is_remembered_of_signatures_is_bounded(two: tuple[Identity, Identi
     value = one.signer.signed(PLACE, 7.0, b"kept")
     for number in range(signing.VERDICTS + 10):
         assert content_of(PLACE, one.name, float(number + 8), value) is None
-    assert len(signing._verdicts) == signing.VERDICTS
+    assert signing._known_verdict.cache_info().currsize == signing.VERDICTS
     assert content_of(PLACE, one.name, 7.0, value) == b"kept"
 
 

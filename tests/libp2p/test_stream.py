@@ -739,7 +739,7 @@ def test_room_is_counted_to_the_byte(acts: list[tuple[int, int, bool]]) -> None:
         for peers in ({"a"}, {"b"}, {"c"}, set("abc")):
             held = [each.held for each in rooms if each.peer in peers and each.held]
             assert sum(held) <= (50 if len(peers) == 1 else 100) or len(held) == 1
-        assert unread.statistics()["unread.bytes"] == sum(each.held for each in rooms)
+        assert unread.held_bytes == sum(each.held for each in rooms)
         assert all(rooms[each].held == 0 for each in gone)
         gone.clear()
     for room in rooms:

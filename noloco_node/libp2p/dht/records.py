@@ -59,16 +59,13 @@ class DhtRecords:
         self._begun: dict[bytes, list[Any]] = {}
         """What we kept at a place ourselves when the readings of it began that are under way."""
         self._expiry: dict[tuple[str, str], float] = {}
-        self._unpublished = 0
+        self.unpublished = 0
+        """Records that the DHT did not take."""
 
     @property
     def neighbours(self) -> int:
         """How many other nodes of the DHT we know."""
         return self._joined().neighbours
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start."""
-        return {"publish.failed": self._unpublished}
 
     async def join(
         self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
@@ -106,7 +103,7 @@ class DhtRecords:
             stored = await self._control.bounded(storing, self._wait_s)
         except ConnectionError:
             stored = False
-        self._unpublished += not stored
+        self.unpublished += not stored
         return stored
 
     async def read(self, key: str) -> Mapping[str, bytes]:

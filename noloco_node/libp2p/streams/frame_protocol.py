@@ -220,11 +220,12 @@ class FrameProtocol:
     # Inside.
 
     def _check_open(self) -> None:
+        if self.closed is None and self.send_state is not SendState.ENDED:
+            return
         error = None if self.closed is None else self.closed.error
         if error is not None:
             raise type(error)(*error.args)
-        if self.closed is not None or self.send_state is SendState.ENDED:
-            raise ConnectionResetError(f"the conversation with {self.peer} is over")
+        raise ConnectionResetError(f"the conversation with {self.peer} is over")
 
     def _receive_message(self, message: Any, last_bytes: int) -> Event | None:
         """Take a message that is whole now, with the last bytes that came of it."""

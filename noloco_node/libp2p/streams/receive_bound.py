@@ -24,11 +24,13 @@ class ReceiveBudget:
         self._streams: dict[StreamBudget, None] = {}
         """Of streams that hold something, in the order in which they began to."""
         self._held: Counter[str] = Counter()
-        self._evicted = 0
+        self.evicted = 0
+        """Streams broken off for their bytes."""
 
-    def statistics(self) -> dict[str, int | float]:
-        """Return the bytes that are held, and the streams broken off for them since the start."""
-        return {"unread.bytes": self._held.total(), "unread.evicted": self._evicted}
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that are held now."""
+        return self._held.total()
 
     def expect(self, message_bytes: int) -> None:
         """Have room for two peers who each have two messages of this size on a stream, whatever the bound was."""
@@ -67,7 +69,7 @@ class ReceiveBudget:
         for stream in streams[:-1]:
             if not too_many():
                 return
-            self._evicted += 1
+            self.evicted += 1
             logger.info("Breaking a stream with %s off: %d bytes wait on it to be received", stream.peer, stream.held)
             stream.evict()
             self.less(stream, stream.held)

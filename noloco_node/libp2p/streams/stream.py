@@ -106,6 +106,7 @@ class Stream(asyncio.BufferedProtocol):
         self._transport, self._protocol, self._traffic, self._lost = transport, protocol, traffic, lost
         self.origin = origin
         """The multiaddr from which the other side came to us; empty for a stream that we opened."""
+        self._next_buffer = protocol.next_buffer
         self._time = asyncio.get_running_loop().time
         self._budget = None if receive_budget is None else StreamBudget(receive_budget, protocol.peer, self._evict)
         self._news, self._writable, self._sending = asyncio.Event(), asyncio.Event(), asyncio.Lock()
@@ -167,11 +168,12 @@ class Stream(asyncio.BufferedProtocol):
         return size
 
     def _next_message(self) -> Any:
-        was_full = self._protocol.is_full
-        message = self._protocol.next_message(self._time())
+        protocol = self._protocol
+        was_full = protocol.is_full
+        message = protocol.next_message(self._time())
         if self._budget is not None:
-            self._budget.hold(self._protocol.held_bytes)
-        if was_full and not self._protocol.is_full:
+            self._budget.hold(protocol.held_bytes)
+        if was_full and not protocol.is_full:
             self._transport.resume_reading()
         return message
 
@@ -208,16 +210,17 @@ class Stream(asyncio.BufferedProtocol):
     # What the event loop calls.
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._protocol.next_buffer()
+        return self._next_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         self._traffic.received_bytes += nbytes
-        event = self._protocol.receive_bytes(nbytes, self._time())
+        protocol = self._protocol
+        event = protocol.receive_bytes(nbytes, self._time())
         if self._budget is not None:
-            self._budget.hold(self._protocol.held_bytes)
+            self._budget.hold(protocol.held_bytes)
         if type(event) is MessageReceived:
             self._news.set()
-            if self._protocol.is_full:
+            if protocol.is_full:
                 self._transport.pause_reading()
         elif event is not None:
             self._react(event)

@@ -58,7 +58,8 @@ class Switchboard:
             counts[f"bytes.received.{topic}"] = traffic.received_bytes
         for peer, number in self._violations.items():
             counts[f"violations.{peer}"] = number
-        return counts | {"conversations.now": len(self._streams)} | self._receive_budget.statistics()
+        counts |= {"unread.bytes": self._receive_budget.held_bytes, "unread.evicted": self._receive_budget.evicted}
+        return counts | {"conversations.now": len(self._streams)}
 
     def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         """Answer streams about `topic` from now on."""
