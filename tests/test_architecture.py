@@ -29,7 +29,7 @@ TOP_ORDER = """
 """
 INNER_ORDERS = {
     "gossip": "rule | exchange | interface | rounds transfer",
-    "noloco_node.libp2p": "endpoint | daemon | streams dht | session | relays preflight | network",
+    "noloco_node.libp2p": "endpoint hivemind_compat | daemon | streams dht | session | relays preflight | network",
     "noloco_node.sim": "clock hardware network | scenario | peer | stall fault_injection | world | explore | report",
 }
 MOST_FILES = 15
@@ -185,7 +185,7 @@ def test_siblings_know_neither_each_other_nor_the_shell(package: str) -> None:
 
 
 def test_one_module_imports_hivemind() -> None:
-    assert importers("hivemind") == {"noloco_node.libp2p.network"}
+    assert importers("hivemind") == {"noloco_node.libp2p.hivemind_compat"}
 
 
 def test_only_the_command_line_knows_uvloop() -> None:
@@ -205,8 +205,8 @@ def test_production_does_not_know_the_simulator() -> None:
 def test_a_bootstrap_peer_and_the_command_line_do_not_load_torch() -> None:
     """In a process of its own: this one has loaded torch long ago."""
     program = (
-        "import sys, noloco_node.cli.main, noloco_node.cli.bootstrap, noloco_node.libp2p.network as network\n"
-        "network._load_hivemind()\n"
+        "import sys, noloco_node.cli.main, noloco_node.cli.bootstrap, noloco_node.libp2p.network\n"
+        "noloco_node.libp2p.hivemind_compat.load_hivemind()\n"
         "heavy = {'torch', 'transformers', 'scipy', 'pandas', 'matplotlib', 'datasets'} & sys.modules.keys()\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )

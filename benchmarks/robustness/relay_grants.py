@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from noloco_node.libp2p import network
 from noloco_node.libp2p.daemon.arguments import DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.process import start_daemon
@@ -23,6 +22,7 @@ from noloco_node.libp2p.daemon.relay_grant import Grant, granted
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
 from noloco_node.libp2p.endpoint.identity import ensure_identity
 from noloco_node.libp2p.endpoint.settings import Reachability
+from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.session import attached, connect, places
 
 WAIT_S = 30.0
@@ -30,7 +30,7 @@ WAIT_S = 30.0
 
 async def main(count: int) -> None:
     """Start relays one after the other and print what they grant."""
-    parts, found, seconds = network._load_hivemind(), Counter[Grant](), list[float]()
+    parts, found, seconds = load_hivemind(), Counter[Grant](), list[float]()
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
 

@@ -1,14 +1,5 @@
 """The network over libp2p: conversations on raw streams, records in hivemind's DHT, one daemon, one event loop.
 
-This is the only module that knows hivemind. It uses three parts of it: the daemon program p2pd with its protobuf
-messages, `P2P` (which the DHT speaks through), and `DHTNode`. It uses neither `hivemind.DHT` (a forked process) nor its
-averager.
-
-hivemind is loaded without torch. `import hivemind` would load torch and scipy, seconds and hundreds of megabytes that a
-bootstrap peer or `status` has no use for; the parts named above need neither. So its package and two subpackages are
-entered in `sys.modules` as shells, which know where their modules lie but do not run their `__init__`. If somebody has
-imported hivemind already, nothing is replaced.
-
 One `Session` is one daemon's life. When it dies, what was under way breaks at once, and another session begins: the
 same identity, the same ports, the topics served again, the swarm joined again by whoever is left of it. Calls that
 begin meanwhile wait for it. Before the first one a `scout` may find out how it must be started: to be reached through
@@ -18,11 +9,7 @@ relays, say, or at an address that only others see.
 from __future__ import annotations
 
 import asyncio
-import functools
-import importlib.util
 import logging
-import os
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -34,19 +21,18 @@ import msgspec
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import relays
 from noloco_node.libp2p.daemon.arguments import DaemonConfig
-from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts, enter_shell
+from noloco_node.libp2p.daemon.process import MOST_DEATHS, restart_pause_s
 from noloco_node.libp2p.daemon.relay_grant import Grant
-from noloco_node.libp2p.daemon.restart_backoff import MOST_DEATHS, pause_s
 from noloco_node.libp2p.daemon.socket_dir import private_directory
-from noloco_node.libp2p.dht.records import overlook_orphans
 from noloco_node.libp2p.dht.relay_records import KEY, listed
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen, with_ports_chosen
 from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
 from noloco_node.libp2p.endpoint.identity import ensure_identity
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
 from noloco_node.libp2p.preflight import preflight, preflight_goal
-from noloco_node.libp2p.session import LinkContext, Session, daemon_trouble
+from noloco_node.libp2p.session import LinkContext, Session
 from noloco_node.libp2p.streams import dialback
 from noloco_node.libp2p.streams.dialer import StreamContext
 from noloco_node.libp2p.streams.stream import Stream
@@ -73,9 +59,6 @@ class Libp2pNetwork:
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
         self._died = self._rejoined = 0
 
-    def __repr__(self) -> str:
-        return f"Libp2p({self.peer_id}, {self._switchboard!r})"
-
     @classmethod
     @asynccontextmanager
     async def open(
@@ -91,8 +74,8 @@ class Libp2pNetwork:
         """
         check_listen(settings.listen)
         check_announce(settings.announce)
-        parts = _load_hivemind()
-        overlook_orphans(asyncio.get_running_loop())
+        parts = load_hivemind()
+        ignore_orphaned_waits(asyncio.get_running_loop())
         switchboard = Switchboard(settings.patience, settings.capacity)
         with private_directory() as directory:
             exchange = StreamContext(switchboard, met or KnownPeers(), settings.prefix, settings.patience)
@@ -203,7 +186,7 @@ class Libp2pNetwork:
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start: conversations, bytes by topic, violations, failures of our own."""
         session = self._session
-        records = {} if session is None else session.records.statistics()
+        records = {} if session is None else {"publish.failed": session.records.unpublished}
         rejoined = self._rejoined + (0 if session is None else session.rejoined)
         own = {"rejoined": rejoined, "daemon.died": self._died}
         return self._switchboard.statistics() | records | own
@@ -267,7 +250,7 @@ class Libp2pNetwork:
                 why = f"{trouble.what} {trouble.why}"
             self._died += 1
             self._deaths.append(loop.time())
-            wait_s = pause_s(self._deaths, loop.time())
+            wait_s = restart_pause_s(self._deaths, loop.time())
             if wait_s is None:
                 raise UserError(
                     "The libp2p daemon died, again and again.",
@@ -342,34 +325,3 @@ class Libp2pNetwork:
         if self._service is not None:
             self._service.cancel()
             await asyncio.wait({self._service}, timeout=self._settings.patience.linger_s)
-
-
-@functools.cache
-def _load_hivemind() -> HivemindParts:
-    """Import the parts in use, quietly, and without torch (see the module's docstring)."""
-    spec = importlib.util.find_spec("hivemind")
-    if spec is None or spec.origin is None:
-        raise daemon_trouble("the package hivemind is not installed")
-    root = os.path.dirname(spec.origin)
-    if "hivemind" not in sys.modules:
-        utils = {
-            "MSGPackSerializer": "serializer",
-            "SerializerBase": "serializer",
-            "get_logger": "logging",
-            "DHTExpiration": "timed_storage",
-            "get_dht_time": "timed_storage",
-        }
-        enter_shell("hivemind", root, {})
-        enter_shell("hivemind.utils", f"{root}/utils", {name: f"hivemind.utils.{m}" for name, m in utils.items()})
-        enter_shell("hivemind.dht", f"{root}/dht", {})
-    from hivemind.dht.node import DHTNode
-    from hivemind.p2p.p2p_daemon import P2P
-    from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
-    from hivemind.proto import p2pd_pb2
-    from hivemind.utils.logging import use_hivemind_log_handler
-    from hivemind.utils.multiaddr import Multiaddr as OwnMultiaddr
-
-    use_hivemind_log_handler("nowhere")
-    logging.getLogger("hivemind").setLevel(logging.ERROR)
-    logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
-    return HivemindParts(P2P, PeerID, OwnMultiaddr, DHTNode, p2pd_pb2, f"{root}/hivemind_cli/p2pd")

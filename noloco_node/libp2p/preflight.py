@@ -21,14 +21,14 @@ import msgspec
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.arguments import DaemonConfig
 from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import start_daemon
 from noloco_node.libp2p.dht.relay_records import checked_relays
 from noloco_node.libp2p.endpoint.addresses import beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
 from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
-from noloco_node.libp2p.session import LinkContext, attached, connect, daemon_trouble, dialled, places
+from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
+from noloco_node.libp2p.session import LinkContext, attached, connect, dialled, places
 from noloco_node.libp2p.streams.dialback import ASK_S, SCHEMA, TOPIC, DialBackReply, DialMe, ReachVerdict, judge
 from noloco_node.libp2p.streams.dialer import StreamDialer
 

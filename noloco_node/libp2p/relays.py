@@ -27,10 +27,8 @@ from typing import NamedTuple, NoReturn
 from noloco_node.errors import UserError
 from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, relay_arguments
 from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
-from noloco_node.libp2p.daemon.process import start_daemon
+from noloco_node.libp2p.daemon.process import MOST_DEATHS, restart_pause_s, start_daemon
 from noloco_node.libp2p.daemon.relay_grant import Grant
-from noloco_node.libp2p.daemon.restart_backoff import MOST_DEATHS, pause_s
 from noloco_node.libp2p.dht.relay_records import MOST_PLACES, record_of
 from noloco_node.libp2p.endpoint.addresses import (
     PeerAddress,
@@ -44,7 +42,8 @@ from noloco_node.libp2p.endpoint.addresses import (
 )
 from noloco_node.libp2p.endpoint.identity import ensure_identity
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
-from noloco_node.libp2p.session import attached, daemon_trouble, places
+from noloco_node.libp2p.hivemind_compat import HivemindParts, daemon_trouble
+from noloco_node.libp2p.session import attached, places
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +154,7 @@ async def _keep(yard: RelayPool, posture: DaemonConfig, ready: asyncio.Future[tu
                 ready.set_exception(error)  # or whoever waits for it would for ever
             raise
         deaths.append(loop.time())
-        wait_s = pause_s(deaths, loop.time())
+        wait_s = restart_pause_s(deaths, loop.time())
         yard.tell(f"the relay on port {port_of(posture.listen[0])} died ({why}); starting it again")
         await asyncio.sleep(30.0 if wait_s is None else wait_s)
 

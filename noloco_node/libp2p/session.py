@@ -15,14 +15,13 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from multiaddr import Multiaddr
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.arguments import DaemonConfig, arguments
 from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import Daemon, start_daemon
 from noloco_node.libp2p.daemon.relay_grant import Grant, granted
 from noloco_node.libp2p.dht.records import DhtRecords
@@ -36,6 +35,7 @@ from noloco_node.libp2p.endpoint.addresses import (
 from noloco_node.libp2p.endpoint.dial_errors import plain_cause, unreachable
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import Reachability, TimeoutSettings
+from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
 from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 
 logger = logging.getLogger(__name__)
@@ -64,17 +64,14 @@ class LinkContext(NamedTuple):
 class Session:
     """Made by `Session.open`; `died` of its daemon ends it."""
 
-    def __init__(self, ground: LinkContext, posture: DaemonConfig, daemon: Daemon, p2p: Any) -> None:
-        self.daemon, self.peer_id = daemon, str(p2p.peer_id.to_base58())
+    def __init__(self, ground: LinkContext, posture: DaemonConfig, daemon: Daemon, client: DaemonClient) -> None:
+        self.daemon, self.peer_id = daemon, client.peer_id.to_base58()
         self.rejoined = 0
-        self._parts, self._posture, self._p2p = ground.parts, posture, p2p
+        self._parts, self._posture, self._client = ground.parts, posture, client
         self._patience: TimeoutSettings = ground.exchange.patience
         self._control = Control(daemon, ground.parts.messages)
         self.calls = StreamDialer(ground.parts, self._control, daemon, ground.exchange)
         self.records = DhtRecords(self._control, self._patience.dht_s, posture.identity)
-
-    def __repr__(self) -> str:
-        return f"Session({self.peer_id}, {self.daemon!r})"
 
     @classmethod
     @asynccontextmanager
@@ -89,8 +86,8 @@ class Session:
         chosen = arguments(posture, ground.reach)
         async with start_daemon(ground.parts.binary, chosen, ground.directory, start_s) as daemon:
             control = Control(daemon, ground.parts.messages)
-            async with attached(ground.parts, control, daemon, start_s) as p2p:
-                session = cls(ground, posture, daemon, p2p)
+            async with attached(ground.parts, control, daemon, start_s) as client:
+                session = cls(ground, posture, daemon, client)
                 try:
                     await session._join(doors, alone)
                     yield session
@@ -182,7 +179,7 @@ class Session:
             except UserError:
                 if not alone:
                     raise
-            await self.records.join(self._parts.DHTNode, self._p2p, reached, self._patience.start_s)
+            await self.records.join(self._parts, self._client, reached, self._patience.start_s)
         except ConnectionError as error:
             raise daemon_trouble(str(error)) from None
         if doors and not self.records.neighbours and not alone:
@@ -203,21 +200,18 @@ class Session:
 
 
 @asynccontextmanager
-async def attached(parts: HivemindParts, control: Control, daemon: Daemon, wait_s: float) -> AsyncIterator[Any]:
+async def attached(
+    parts: HivemindParts, control: Control, daemon: Daemon, wait_s: float
+) -> AsyncIterator[DaemonClient]:
     """Hold hivemind's P2P on a daemon of ours; Trouble when it does not answer. Without it the daemon would end."""
     try:
-        place = parts.Multiaddr(f"/unix{daemon.control_path}")
-        p2p = await control.bounded(parts.P2P.replicate(place), wait_s)
+        client = await control.bounded(parts.connect(daemon.control_path), wait_s)
     except ConnectionError as error:
         raise daemon_trouble(str(error)) from None
     try:
-        yield p2p
+        yield client
     finally:
-        await p2p.shutdown()
-        # hivemind's reader fails with a daemon that is killed, and nobody would ask it why.
-        reader = p2p._client.control._read_task
-        if reader is not None and reader.done() and not reader.cancelled():
-            reader.exception()
+        await disconnect(client)
 
 
 async def places(parts: HivemindParts, control: Control, wait_s: float) -> list[str]:
@@ -259,16 +253,6 @@ async def dialled(knocks: Mapping[asyncio.Future[str | None], PeerAddress]) -> d
             task.cancel()
         # Where our daemon died all have failed alike, and one of them is raised.
         await asyncio.gather(*knocks, return_exceptions=True)
-
-
-def daemon_trouble(why: str) -> UserError:
-    """Return the error of a daemon that runs and does not do what it should."""
-    return UserError(
-        "The libp2p daemon did not work.",
-        why=why,
-        attempt="start again; if it happens again, reinstall hivemind, whose package holds the daemon",
-        code=Exit.DAEMON,
-    )
 
 
 def _is_circuit(place: str) -> bool:

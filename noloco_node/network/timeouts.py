@@ -86,9 +86,6 @@ class AdaptiveTimeout:
         self._first: RttEstimate | None = None
         """Of first contacts, with anybody."""
 
-    def __repr__(self) -> str:
-        return f"Timing({len(self._peers)} peers, first contacts {self._first})"
-
     def deadline_s(self, peer: str) -> float:
         """Return how long to wait for a peer."""
         known = self._peers.get(peer, _Known())
@@ -121,9 +118,6 @@ class AdaptiveTimeoutNetwork(NetworkWrapper):
         super().__init__(network)
         self._timing = AdaptiveTimeout(DIALS)
         self._given_up = 0
-
-    def __repr__(self) -> str:
-        return f"PatientNetwork({self._network!r}, {self._given_up} dials given up)"
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
         """Open a conversation; see `port.PeerNetwork.talk`. ConnectionRefusedError too when the peer takes too long."""

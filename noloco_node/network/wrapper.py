@@ -18,9 +18,6 @@ class NetworkWrapper:
     def __init__(self, network: PeerNetwork) -> None:
         self._network = network
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._network!r})"
-
     @property
     def peer_id(self) -> str:
         """Our own peer id."""

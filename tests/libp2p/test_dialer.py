@@ -19,7 +19,7 @@ from noloco_node.libp2p.daemon.framing import delimited, read_delimited
 from noloco_node.libp2p.endpoint.addresses import place_text
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import Capacity
-from noloco_node.libp2p.network import _load_hivemind
+from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
@@ -43,16 +43,17 @@ class Watched(Switchboard):
 
     opened: Callable[[], None]
 
-    def call(self, stream: Stream, peer: str, topic: str, schema: Schema) -> None:
-        super().call(stream, peer, topic, schema)
+    def call(self, transport: asyncio.Transport, peer: str, topic: str, schema: Schema) -> Stream:
+        stream = super().call(transport, peer, topic, schema)
         self.opened()
+        return stream
 
 
 def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]], None]) -> tuple[str, Switchboard]:
     """Dial by way of a daemon that answers so; `opened` is told of the task in the moment in which it opens."""
 
     async def main() -> tuple[str, Switchboard]:
-        parts, patience = _load_hivemind(), PATIENT
+        parts, patience = load_hivemind(), PATIENT
         pb = parts.messages
 
         async def daemon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -30,12 +30,13 @@ from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S
+from noloco_node.libp2p.daemon.process import WITHIN_S, restart_pause_s
 from noloco_node.libp2p.daemon.relay_grant import Grant
-from noloco_node.libp2p.daemon.restart_backoff import WITHIN_S, pause_s
 from noloco_node.libp2p.daemon.socket_dir import private_directory, remove_stale
-from noloco_node.libp2p.dht.records import RecordLimits, overlook_orphans
+from noloco_node.libp2p.dht.records import RecordLimits
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
+from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.streams import dialback
 from noloco_node.libp2p.streams.dialback import DialBackReply, DialMe
@@ -382,14 +383,14 @@ def test_daemons_that_die_again_and_again_are_given_up() -> None:
 def test_a_daemon_is_started_again_at_once_then_ever_later_then_never(deaths: list[float], later: float) -> None:
     now = (deaths[-1] if deaths else 0.0) + later
     recent = [death for death in deaths if now - death <= WITHIN_S]
-    wait = pause_s(deaths, now)
+    wait = restart_pause_s(deaths, now)
     if len(recent) <= 1:
         assert wait == 0
     elif wait is None:
         assert len(recent) > 10
     else:
         assert 0 < wait <= 30
-        sooner = pause_s(recent[1:], now)
+        sooner = restart_pause_s(recent[1:], now)
         assert sooner is not None
         assert sooner <= wait
 
@@ -641,7 +642,7 @@ def test_a_daemon_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
 
 def test_hivemind_is_loaded_without_torch() -> None:
     program = (
-        "import sys; from noloco_node.libp2p import network; network._load_hivemind();"
+        "import sys; from noloco_node.libp2p.hivemind_compat import load_hivemind; load_hivemind();"
         "assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
@@ -684,7 +685,7 @@ def test_only_hivemind_s_forgotten_searches_are_overlooked(
         told: list[str] = []
         running = asyncio.get_running_loop()
         running.set_exception_handler(lambda _, context: told.append(context["message"]))
-        overlook_orphans(running)
+        ignore_orphaned_waits(running)
 
         async def ours() -> None:
             await asyncio.get_running_loop().create_future()

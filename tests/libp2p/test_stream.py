@@ -18,7 +18,7 @@ from torch import Tensor
 from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
 from noloco_node.libp2p.streams.liveness import LivenessTable, PeerLiveness
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
-from noloco_node.libp2p.streams.stream import Stream
+from noloco_node.libp2p.streams.stream import Stream, StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.limits.budget import LEAST_RATE, full_bucket
 from noloco_node.limits.rate_limit import FairLimiter, RateLimitedConversation
@@ -116,6 +116,10 @@ class Pipe(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closing
 
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        assert isinstance(protocol, asyncio.BufferedProtocol)
+        self.protocol = protocol
+
     def pause_reading(self) -> None:
         self.reading = False
 
@@ -127,6 +131,10 @@ class Pipe(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return sum(map(len, self.unsent))
+
+
+def answered(board: Switchboard, transport: asyncio.Transport, peer: str) -> None:
+    board.answer(transport, peer, "work")
 
 
 class Line:
@@ -144,8 +152,9 @@ class Line:
         """What callers wrote: when, and how many bytes."""
 
     def call(self, name: str = "a") -> Stream:
-        calling = Stream(PATIENCE, lambda stream, _: self.a.call(stream, "b", "work", SCHEMA), self.a.lost)
-        called = Stream(PATIENCE, lambda stream, _: self.b.answer(stream, name, "work"), self.b.lost)
+        calls: list[Stream] = []
+        calling = StreamOpening(lambda transport, _: calls.append(self.a.call(transport, "b", "work", SCHEMA)))
+        called = StreamOpening(lambda transport, _: answered(self.b, transport, name))
         near, far = Pipe(calling, self.rate, self.written), Pipe(called, self.rate, [])
         near.other, far.other = far, near
         near.step_s = far.step_s = self.step_s
@@ -154,7 +163,7 @@ class Line:
             pipe.protocol.connection_made(pipe)
             pipe.protocol.get_buffer(-1)[:] = b"\0"
             pipe.protocol.buffer_updated(1)
-        return calling
+        return calls[0]
 
     def cut(self, *which: int) -> None:
         for number in which or range(len(self.pipes)):
@@ -670,17 +679,18 @@ def test_what_came_with_the_end_of_its_stream_is_forgotten_with_it() -> None:
     # uvloop may hand over a whole conversation at once, before the handler's task has begun.
     async def play(line: Line) -> None:
         for end in (wire.error("enough"), wire.end(), b"", b"\xff"):
-            called = Stream(PATIENCE, lambda stream, _: line.b.answer(stream, "a", "work"), line.b.lost)
-            called.connection_made(Pipe(called, 1.0, []))
+            called = StreamOpening(lambda transport, _: answered(line.b, transport, "a"))
+            pipe = Pipe(called, 1.0, [])
+            called.connection_made(pipe)
             first = b"".join(map(bytes, wire.encode(Ask(text="hello"), SCHEMA)))
             for content in (b"\0", first, end):
                 while content:
-                    room = called.get_buffer(-1)
+                    room = pipe.protocol.get_buffer(-1)
                     count = min(len(room), len(content))
                     room[:count] = content[:count]
                     content = content[count:]
-                    called.buffer_updated(count)
-            called.connection_lost(None)
+                    pipe.protocol.buffer_updated(count)
+            pipe.protocol.connection_lost(None)
         await asyncio.sleep(1)
         assert line.b.statistics()["unread.bytes"] == 0
 
@@ -723,19 +733,19 @@ def test_room_is_counted_to_the_byte(acts: list[tuple[int, int, bool]]) -> None:
     for number, size, takes in acts:
         room = rooms[number]
         if takes:
-            room.more(size)
+            room.hold(room.held + size)
         else:
-            room.less(min(size, room.held))
+            room.hold(room.held - min(size, room.held))
         for peers in ({"a"}, {"b"}, {"c"}, set("abc")):
             held = [each.held for each in rooms if each.peer in peers and each.held]
             assert sum(held) <= (50 if len(peers) == 1 else 100) or len(held) == 1
-        assert unread.statistics()["unread.bytes"] == sum(each.held for each in rooms)
+        assert unread.held_bytes == sum(each.held for each in rooms)
         assert all(rooms[each].held == 0 for each in gone)
         gone.clear()
     for room in rooms:
-        room.less(room.held)
+        room.hold(0)
     assert not unread._held
-    assert not unread._rooms
+    assert not unread._streams
 
 
 # Paced by a budget.
@@ -867,7 +877,7 @@ def test_nothing_is_forgotten_after_many_conversations() -> None:
         for board in (line.a, line.b):
             assert board.statistics()["conversations.now"] == 0
             assert board.statistics()["unread.bytes"] == 0
-            assert not any(pulse.streams for pulse in board._pulses._peers.values())
+            assert not any(pulse.streams for pulse in board._liveness._peers.values())
             assert not board._answering
 
     scene(echo, play)

@@ -22,9 +22,6 @@ class Control:
     def __init__(self, daemon: Daemon, messages: Any) -> None:
         self._daemon, self._messages = daemon, messages
 
-    def __repr__(self) -> str:
-        return f"Control({self._daemon!r})"
-
     async def ask(self, request: Any, wait_s: float) -> Any:
         """Make one request.
 

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -31,6 +31,10 @@ from noloco_node.errors import Exit, UserError
 
 logger = logging.getLogger(__name__)
 
+WITHIN_S = 600.0
+"""Deaths that lie farther back say nothing about the next one."""
+MOST_DEATHS = 10
+_LONGEST_PAUSE_S = 30.0
 _READY = "Peer ID:"
 _GREETINGS = ("Control socket:", "Peer Addrs:", "/")
 _TERMINATE_S = 2.0
@@ -55,9 +59,6 @@ class Daemon:
         self._words: deque[str] = deque(maxlen=8)
         os.set_blocking(self._output.fileno(), False)
         self._loop.add_reader(self._output.fileno(), self._read_output)
-
-    def __repr__(self) -> str:
-        return f"Daemon(pid {self._process.pid}, {'dead' if self.died.done() else 'alive'})"
 
     async def wait_until_ready(self, start_s: float) -> None:
         """Wait until the daemon can be asked; Trouble when it is not there in time, or not any more."""
@@ -174,3 +175,13 @@ def _did_not_start(why: str) -> UserError:
         "and that its address to listen on is right",
         code=Exit.DAEMON,
     )
+
+
+def restart_pause_s(deaths: Iterable[float], now: float) -> float | None:
+    """Return how long to wait before a daemon is started again, after `deaths` (loop seconds): not at all, then ever
+    longer; None where it is in vain.
+    """
+    recent = sum(now - death <= WITHIN_S for death in deaths)
+    if recent > MOST_DEATHS:
+        return None
+    return 0.0 if recent <= 1 else min(_LONGEST_PAUSE_S, 2.0 ** (recent - 2))

@@ -17,8 +17,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.framing import delimited, read_delimited
-from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import Daemon
+from noloco_node.libp2p.hivemind_compat import HivemindParts
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 _RESERVE = b"\x02\x08\x00"

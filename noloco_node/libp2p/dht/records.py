@@ -17,7 +17,6 @@ one be refused. So the expiry of what we publish never falls, as far as others s
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import os
@@ -32,8 +31,9 @@ import msgspec
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.dht.signing import SIGNATURE_BYTES, Signer, content_of, place_of, read_signer
-from noloco_node.libp2p.dht.storage_bounds import MOST_SUBKEYS, bounded_store, shorten
+from noloco_node.libp2p.dht.storage_bounds import MOST_SUBKEYS, BoundedStorage, shorten
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
+from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
 
 _RECORD_BYTES = 8 * 1024
 _RECORD_LIFETIME_S = 3600.0
@@ -53,61 +53,42 @@ class DhtRecords:
     def __init__(self, control: Control, wait_s: float, identity: Path) -> None:
         self._control, self._wait_s, self._identity = control, wait_s, identity
         self._signer: Signer | None = None
-        self._node: Any = None
+        self._node: DhtNode | None = None
         self._known: dict[bytes, frozenset[str]] = {}
         """The subkeys that the last reading of each place found."""
         self._begun: dict[bytes, list[Any]] = {}
         """What we kept at a place ourselves when the readings of it began that are under way."""
         self._expiry: dict[tuple[str, str], float] = {}
-        self._unpublished = 0
-
-    def __repr__(self) -> str:
-        return f"Records({0 if self._node is None else self.neighbours} neighbours)"
+        self.unpublished = 0
+        """Records that the DHT did not take."""
 
     @property
     def neighbours(self) -> int:
         """How many other nodes of the DHT we know."""
-        return len(self._node.protocol.routing_table.uid_to_peer_id)
+        return self._joined().neighbours
 
-    def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start."""
-        return {"publish.failed": self._unpublished}
-
-    async def join(self, kind: Any, p2p: Any, bootstrap: Sequence[PeerAddress], wait_s: float) -> None:
-        """Become a node of the DHT that the bootstrap peers are in; `kind` is hivemind's DHTNode."""
-        creating = kind.create(
-            p2p=p2p,
-            initial_peers=[f"/p2p/{address.peer}" for address in bootstrap],
-            wait_timeout=_ANSWER_S,
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-            cache_refresh_before_expiry=0,
-            record_validator=Signatures(),
-            ensure_bootstrap_success=False,
-            strict=False,
-        )
-        self._node = await self._control.bounded(creating, wait_s)
-        protocol = self._node.protocol
-        protocol.storage.store_subkey = bounded_store(protocol.storage)
-        # Else a stranger could have its records put there, unbounded, and answered with instead of those stored.
-        protocol.cache.store = protocol.cache.store_subkey = lambda *_: False
+    async def join(
+        self, parts: HivemindParts, client: DaemonClient, bootstrap: Sequence[PeerAddress], wait_s: float
+    ) -> None:
+        """Become a node of the DHT that the bootstrap peers are in."""
+        peers = [address.peer for address in bootstrap]
+        node = await self._control.bounded(DhtNode.create(parts, client, peers, Signatures(), _ANSWER_S), wait_s)
+        node.replace_store(BoundedStorage(node.storage).store)
         salt = os.urandom(16)
 
-        def prune(place: bytes, dictionary: Any) -> bool:
+        def prune(place: bytes, dictionary: DhtEntries) -> None:
             own = self._kept(place)
             # What was put there since a reading began is no part of it.
             ours = all(begun is own for begun in self._begun.get(place, ()))
             kept = {subkey: entry.expiration_time for subkey, entry in own.items()} if ours else {}
             keep_signed(place, dictionary, self._known.get(place, frozenset()), salt, kept)
-            return True
 
-        # It says whether an answer with many records is good as a whole; we make it good.
-        protocol._validate_dictionary = prune
+        node.filter_answers(prune)
+        self._node = node
 
-    async def greet(self, peer_id: Any) -> None:
-        """Make ourselves known to a node (again); `peer_id` is hivemind's PeerID."""
-        await self._control.bounded(self._node.protocol.call_ping(peer_id), self._wait_s)
+    async def greet(self, peer_id: PeerId) -> None:
+        """Make ourselves known to a node (again)."""
+        await self._control.bounded(self._joined().ping(peer_id), self._wait_s)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record of ours; False when the DHT refused it or did not answer in time."""
@@ -117,12 +98,12 @@ class DhtRecords:
         signed = self._sign(key, expiry, value)
         self._expiry = {place: until for place, until in self._expiry.items() if until > time.time()}
         self._expiry[key, subkey] = expiry
-        storing = self._node.store(key, signed, expiry, subkey=subkey)
+        storing = self._joined().store(key, subkey, signed, expiry)
         try:
-            stored = bool(await self._control.bounded(storing, self._wait_s))
+            stored = await self._control.bounded(storing, self._wait_s)
         except ConnectionError:
             stored = False
-        self._unpublished += not stored
+        self.unpublished += not stored
         return stored
 
     async def read(self, key: str) -> Mapping[str, bytes]:
@@ -134,7 +115,7 @@ class DhtRecords:
         before = frozenset(dict(own.items()))
         self._begun.setdefault(place, []).append(own)
         try:
-            found = await self._control.bounded(self._node.get(key, latest=True), self._wait_s)
+            found = await self._control.bounded(self._joined().get(key), self._wait_s)
         finally:
             begun = self._begun[place]
             del begun[next(number for number, each in enumerate(begun) if each is own)]
@@ -155,7 +136,12 @@ class DhtRecords:
 
     def _kept(self, place: bytes) -> Any:
         """Return hivemind's dictionary of what we keep at a place, or an empty one."""
-        return getattr(self._node.protocol.storage.get(int.from_bytes(place)), "value", {})
+        return getattr(self._joined().storage.get(int.from_bytes(place)), "value", {})
+
+    def _joined(self) -> DhtNode:
+        if self._node is None:
+            raise ConnectionResetError("we are no node of the DHT")
+        return self._node
 
     def _sign(self, key: str, expiry: float, content: bytes) -> bytes:
         if self._signer is None:
@@ -174,27 +160,6 @@ class DhtRecords:
         if self._node is not None:
             with contextlib.suppress(ConnectionError):
                 await self._control.bounded(self._node.shutdown(), _CLOSE_S)
-
-
-def overlook_orphans(loop: asyncio.AbstractEventLoop) -> None:
-    """Keep asyncio from complaining about one thing: tasks that hivemind's search drops while they wait for an event.
-
-    A search starts such a task at each hop and forgets it; when the search is cut off, as all are when the daemon dies,
-    the garbage collector finds them pending, and asyncio would print a line for each on the person's screen.
-    """
-    before = loop.get_exception_handler()
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        task = context.get("task")
-        orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
-        if orphan and "was destroyed" in context.get("message", ""):
-            return
-        if before is not None:
-            before(loop, context)
-        else:
-            loop.default_exception_handler(context)
-
-    loop.set_exception_handler(handle)
 
 
 class RecordLimits:
@@ -276,7 +241,11 @@ def chosen(subkeys: Iterable[str], known: Collection[str], salt: bytes, most: in
 
 
 def keep_signed(
-    place: bytes, dictionary: Any, known: Collection[str], salt: bytes, kept: Mapping[str, float] = MappingProxyType({})
+    place: bytes,
+    dictionary: DhtEntries,
+    known: Collection[str],
+    salt: bytes,
+    kept: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Drop from hivemind's dictionary of records what is not signed, too much, or no later than what we keep ourselves.
 
@@ -287,12 +256,12 @@ def keep_signed(
         entries = dict(dictionary.items())
         texts = [
             subkey
-            for subkey, (_, expires) in entries.items()
-            if isinstance(subkey, str) and expires > kept.get(subkey, 0.0)
+            for subkey, entry in entries.items()
+            if isinstance(subkey, str) and entry.expiration_time > kept.get(subkey, 0.0)
         ]
         wanted = {}
         for subkey in chosen(texts, known, salt):
-            value, expires = entries[subkey]
+            value, expires = entries[subkey].value, entries[subkey].expiration_time
             if isinstance(value, bytes) and limits.validate(_Record(place, _packed(subkey), value, expires)):
                 wanted[subkey] = expires
         for subkey in entries:

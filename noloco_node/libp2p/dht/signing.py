@@ -8,6 +8,7 @@ nothing else. So whoever repeats an old record cannot have it outlive a later on
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import struct
@@ -29,10 +30,6 @@ _FILE_HEADER = bytes((0x08, 0x01, 0x12, 0x40))
 _DIGITS = {letter: value for value, letter in enumerate("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")}
 VERDICTS = 2**12
 _SECRET = os.urandom(32)
-_verdicts: dict[bytes, bool] = {}
-"""Whether a record is signed, by its digest, the newest last: a record is read many times, and to keep it would take up
-to 8 KiB.
-"""
 
 
 class Signer:
@@ -40,9 +37,6 @@ class Signer:
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
-
-    def __repr__(self) -> str:
-        return "Signer()"
 
     def signed(self, place: bytes, expiry: float, content: bytes) -> bytes:
         """Return a record's value: the signature, then the content. `expiry`: Unix seconds."""
@@ -72,13 +66,16 @@ def _is_signed(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
     # Lengths first: no other place, peer and value, which strangers choose, may make the same bytes.
     told = f"{len(peer)} {len(place)} {peer}".encode(errors="surrogatepass") + _signable(place, expiry, value)
     digest = hashlib.blake2b(told, key=_SECRET, digest_size=16).digest()
-    verdict = _verdicts.pop(digest, None)
-    if verdict is None:
-        verdict = _verifies(place, peer, expiry, value)
-    while len(_verdicts) >= VERDICTS:
-        del _verdicts[next(iter(_verdicts))]
-    _verdicts[digest] = verdict
-    return verdict
+    verdict = _known_verdict(digest)
+    if not verdict:
+        verdict.append(_verifies(place, peer, expiry, value))
+    return verdict[0]
+
+
+@functools.lru_cache(maxsize=VERDICTS)
+def _known_verdict(digest: bytes) -> list[bool]:
+    """Return the place for the verdict on a record, empty at first. By digest: the record itself takes up to 8 KiB."""
+    return []
 
 
 def _signable(place: bytes, expiry: float, content: bytes) -> bytes:

@@ -8,9 +8,10 @@ reading adds what others answer to what we keep ourselves.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
+
+from noloco_node.libp2p.hivemind_compat import LocalStorage, forget_ghosts
 
 _MOST_KEYS = 4096
 MOST_SUBKEYS = 2048
@@ -19,45 +20,48 @@ _KEY_BYTES = 2 * 1024 * 1024
 _ALL_BYTES = 128 * 1024 * 1024
 """Of all records kept for others, with what Python adds to each."""
 _ENTRY_BYTES = 512
-_MOST_GHOSTS = 64
 _SLACK = 1.5
 """Beyond the bounds, for what is kept already and grows."""
 
 
-def bounded_store(storage: Any) -> Callable[..., bool]:
-    """Return `store_subkey` of hivemind's storage with bounds on what is kept: under one key, in keys, and in all.
+class BoundedStorage:
+    """hivemind's storage with bounds on what is kept: under one key, in keys, and in all.
 
     Newcomers beyond them are refused: hivemind would rather drop what expires first, which is whom we need. So is what
     expires no later than what is there: by a fault of hivemind's that would end the later one's life as well.
     """
-    store, sizes = storage.store_subkey, dict[Any, int]()
 
-    def has_room(key: Any, size: int, count: int, slack: float) -> bool:
-        others = sum(sizes.values()) - sizes.get(key, 0)
-        if others + size > slack * _ALL_BYTES or (key not in sizes and len(sizes) >= _MOST_KEYS):
-            for other in [other for other in sizes if other not in storage]:
-                del sizes[other]
-            others = sum(sizes.values()) - sizes.get(key, 0)
-        room = others + size + count * _ENTRY_BYTES <= slack * _ALL_BYTES and size <= slack * _KEY_BYTES
-        return room and count <= MOST_SUBKEYS and (key in sizes or len(sizes) < _MOST_KEYS)
+    def __init__(self, storage: LocalStorage) -> None:
+        self._storage, self._store = storage, storage.store_subkey
+        self._sizes: dict[Any, int] = {}
+        """By key, in bytes."""
 
-    def bounded(key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        kept: Any = getattr(storage.get(key), "value", {})
+    def store(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """Store a record if there is room for it; says whether it was stored, as hivemind's `store_subkey` does."""
+        kept: Any = getattr(self._storage.get(key), "value", {})
         before = kept.get(subkey)
         if before is not None and not expiration_time > before.expiration_time:
             return False
         if before is None or len(value) > len(before.value):
             size = sum(len(entry.value) for other, entry in kept.items() if other != subkey) + len(value)
             count = len(kept) + (before is None)
-            if not has_room(key, size, count, 1.0 if before is None else _SLACK):
+            if not self._has_room(key, size, count, 1.0 if before is None else _SLACK):
                 return False
-            sizes[key] = size + count * _ENTRY_BYTES
-        stored = bool(store(key, subkey, value, expiration_time))
-        forget_ghosts(storage)
+            self._sizes[key] = size + count * _ENTRY_BYTES
+        stored = bool(self._store(key, subkey, value, expiration_time))
+        forget_ghosts(self._storage)
         forget_ghosts(kept)
         return stored
 
-    return bounded
+    def _has_room(self, key: Any, size: int, count: int, slack: float) -> bool:
+        sizes = self._sizes
+        others = sum(sizes.values()) - sizes.get(key, 0)
+        if others + size > slack * _ALL_BYTES or (key not in sizes and len(sizes) >= _MOST_KEYS):
+            for other in [other for other in sizes if other not in self._storage]:
+                del sizes[other]
+            others = sum(sizes.values()) - sizes.get(key, 0)
+        room = others + size + count * _ENTRY_BYTES <= slack * _ALL_BYTES and size <= slack * _KEY_BYTES
+        return room and count <= MOST_SUBKEYS and (key in sizes or len(sizes) < _MOST_KEYS)
 
 
 def shorten(kept: Any, before: Collection[str]) -> None:
@@ -67,11 +71,3 @@ def shorten(kept: Any, before: Collection[str]) -> None:
         for subkey in entries.keys() - before:
             del kept[subkey]
     forget_ghosts(kept)
-
-
-def forget_ghosts(timed: Any) -> None:
-    """Shorten the heap of a timed storage of hivemind's, which grows with everything that is stored once more."""
-    heap = getattr(timed, "expiration_heap", None)
-    if heap is not None and len(heap) > 2 * len(timed.key_to_heap) + _MOST_GHOSTS:
-        heap[:] = timed.key_to_heap.values()
-        heapq.heapify(heap)

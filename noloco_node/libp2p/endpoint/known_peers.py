@@ -17,9 +17,6 @@ class KnownPeers:
     def __init__(self) -> None:
         self._places: dict[str, PeerAddress] = {}
 
-    def __repr__(self) -> str:
-        return f"Acquaintances({len(self._places)})"
-
     def note(self, addresses: Iterable[PeerAddress]) -> None:
         """Remember these as the latest. Who was met through a relay alone is not at a place that can be dialled."""
         for address in addresses:

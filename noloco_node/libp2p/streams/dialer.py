@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.framing import delimited
-from noloco_node.libp2p.daemon.hivemind_parts import HivemindParts
 from noloco_node.libp2p.daemon.process import Daemon
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, place_text
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import TimeoutSettings
-from noloco_node.libp2p.streams.stream import Stream
+from noloco_node.libp2p.hivemind_compat import HivemindParts
+from noloco_node.libp2p.streams.stream import Stream, StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.network.wire import Schema
 
@@ -42,14 +42,10 @@ class StreamDialer:
         self._server: asyncio.Server | None = None
         self._offered: set[str] = set()
 
-    def __repr__(self) -> str:
-        return f"Calls({self._exchange.switchboard!r})"
-
     async def listen(self) -> None:
         """Accept streams for the topics that the daemon is told of."""
-        patience, lost = self._exchange.patience, self._exchange.switchboard.lost
         self._server = await asyncio.get_running_loop().create_unix_server(
-            lambda: Stream(patience, self._welcome, lost), self._daemon.stream_path
+            lambda: StreamOpening(self._answer), self._daemon.stream_path
         )
 
     async def offer(self, topic: str) -> None:
@@ -67,30 +63,31 @@ class StreamDialer:
     async def dial(self, peer: str, topic: str, schema: Schema) -> Stream:
         """Open a stream; ConnectionRefusedError when that cannot be, ConnectionResetError without a daemon."""
         pb, loop, patience = self._parts.messages, asyncio.get_running_loop(), self._exchange.patience
-        opened: asyncio.Future[None] = loop.create_future()
+        opened: asyncio.Future[Stream] = loop.create_future()
+        connection: StreamOpening | Stream
 
-        def introduce(stream: Stream, raw: bytes) -> None:
+        def introduce(transport: asyncio.Transport, raw: bytes) -> None:
+            nonlocal connection
             answer = pb.Response.FromString(raw)
             if answer.type == pb.Response.ERROR:
-                stream.break_off(_refused(peer, topic, answer.error.msg))
-            else:
-                self._exchange.switchboard.call(stream, peer, topic, schema)
-                if not opened.done():
-                    opened.set_result(None)
-
-        def lost(stream: Stream, error: ConnectionError | None) -> None:
+                raise _refused(peer, topic, answer.error.msg)
+            connection = self._exchange.switchboard.call(transport, peer, topic, schema)
             if not opened.done():
-                opened.set_exception(error or ConnectionResetError("the stream broke"))
-            self._exchange.switchboard.lost(stream, error)
+                opened.set_result(connection)
 
-        stream, is_open = Stream(patience, introduce, lost), False
+        def lost(error: ConnectionError) -> None:
+            if not opened.done():
+                opened.set_exception(error)
+
+        connection = opening = StreamOpening(introduce, lost)
+        is_open = False
         wanted = pb.StreamOpenRequest(peer=self._parts.peer_bytes(peer), proto=[self._exchange.prefix + topic])
         try:
             async with asyncio.timeout(patience.open_s):
-                connecting = loop.create_unix_connection(lambda: stream, self._daemon.control_path)
-                await self._control.reach(connecting)
-                stream.write_raw(delimited(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=wanted)))
-                await opened
+                connecting = loop.create_unix_connection(lambda: opening, self._daemon.control_path)
+                transport, _ = await self._control.reach(connecting)
+                transport.write(delimited(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=wanted)))
+                stream = await opened
             is_open = True
         except TimeoutError:
             raise ConnectionRefusedError(f"{peer} did not accept a stream within {patience.open_s:g} s") from None
@@ -100,7 +97,7 @@ class StreamDialer:
                 opened.exception()  # asked for, or asyncio would complain that nobody did
             if not is_open:
                 # Also where it opened in the very moment in which we were cancelled.
-                stream.break_off(ConnectionResetError("the stream was not opened"))
+                connection.break_off(ConnectionResetError("the stream was not opened"))
                 self._exchange.switchboard.unopened()
         return stream
 
@@ -109,15 +106,14 @@ class StreamDialer:
         if self._server is not None:
             self._server.close()
 
-    def _welcome(self, stream: Stream, raw: bytes) -> None:
+    def _answer(self, transport: asyncio.Transport, raw: bytes) -> None:
         """Pass on a stream that a peer has opened."""
         arrival = self._parts.messages.StreamInfo.FromString(raw)
-        stream.origin = place_text(arrival.addr)
+        origin, peer = place_text(arrival.addr), self._parts.peer_text(arrival.peer)
+        if origin:
+            self._exchange.acquaintances.note([PeerAddress(origin, peer)])
         topic = str(arrival.proto).removeprefix(self._exchange.prefix)
-        peer = self._parts.peer_text(arrival.peer)
-        if stream.origin:
-            self._exchange.acquaintances.note([PeerAddress(stream.origin, peer)])
-        self._exchange.switchboard.answer(stream, peer, topic)
+        self._exchange.switchboard.answer(transport, peer, topic, origin)
 
 
 def _refused(peer: str, topic: str, words: str) -> ConnectionRefusedError:

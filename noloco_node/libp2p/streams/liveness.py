@@ -22,18 +22,15 @@ from noloco_node.network.timeouts import MOST_PEERS, RttEstimate, deadline_s, ob
 class PeerLiveness:
     """Of one peer, shared by all streams with it."""
 
-    def __init__(self, patience: TimeoutSettings) -> None:
+    def __init__(self, timeouts: TimeoutSettings) -> None:
         self.streams = 0
-        self._least_gap_s = patience.beat_s / 2
-        self._silences, self._stalls = patience.silences(), patience.stalls()
+        self._least_gap_s = timeouts.beat_s / 2
+        self._silences, self._stalls = timeouts.silences(), timeouts.stalls()
         self._gaps: RttEstimate | None = None
         self._pauses: RttEstimate | None = None
         self._heard_s = float("-inf")
         self._silent_since_s: float | None = None
         """From when on it was silent, if it was given up for that."""
-
-    def __repr__(self) -> str:
-        return f"Pulse({self.streams} streams, given up after {self.silence_s:.1f} s)"
 
     @property
     def silence_s(self) -> float:
@@ -75,30 +72,27 @@ class PeerLiveness:
 class LivenessTable:
     """Of all peers: those with whom we converse, and the last with whom we did."""
 
-    def __init__(self, patience: TimeoutSettings) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: TimeoutSettings) -> None:
+        self._timeouts = timeouts
         self._peers: dict[str, PeerLiveness] = {}
-
-    def __repr__(self) -> str:
-        return f"Pulses({len(self._peers)} peers)"
 
     def streams(self, peer: str) -> int:
         """Return how many streams are open with a peer."""
         return self._peers[peer].streams if peer in self._peers else 0
 
     def begin(self, peer: str) -> PeerLiveness:
-        """Return the pulse of a peer with whom another stream begins.
+        """Return what is known of a peer with whom another stream begins.
 
         That is no sign of life: daemons open streams for programs that hang.
         """
-        pulse = self._peers.pop(peer, None) or PeerLiveness(self._patience)
+        liveness = self._peers.pop(peer, None) or PeerLiveness(self._timeouts)
         if len(self._peers) >= MOST_PEERS:
             idle = next((other for other, each in self._peers.items() if not each.streams), None)
             if idle is not None:
                 del self._peers[idle]
-        self._peers[peer] = pulse
-        pulse.streams += 1
-        return pulse
+        self._peers[peer] = liveness
+        liveness.streams += 1
+        return liveness
 
     def end(self, peer: str) -> None:
         """Note that a stream with a peer is over."""

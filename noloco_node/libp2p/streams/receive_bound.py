@@ -21,41 +21,42 @@ class ReceiveBudget:
     def __init__(self, most_bytes: int) -> None:
         """Bear with so many bytes in all, and half of them of one peer; one stream alone may have more."""
         self._most_bytes = most_bytes
-        self._rooms: dict[StreamBudget, None] = {}
+        self._streams: dict[StreamBudget, None] = {}
         """Of streams that hold something, in the order in which they began to."""
         self._held: Counter[str] = Counter()
-        self._evicted = 0
+        self.evicted = 0
+        """Streams broken off for their bytes."""
 
-    def __repr__(self) -> str:
-        return f"Unread({self._held.total()} of {self._most_bytes} bytes on {len(self._rooms)} streams)"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the bytes that are held, and the streams broken off for them since the start."""
-        return {"unread.bytes": self._held.total(), "unread.evicted": self._evicted}
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that are held now."""
+        return self._held.total()
 
     def expect(self, message_bytes: int) -> None:
         """Have room for two peers who each have two messages of this size on a stream, whatever the bound was."""
         self._most_bytes = max(self._most_bytes, 4 * message_bytes)
 
-    def more(self, room: StreamBudget, size: int) -> None:
+    def more(self, stream: StreamBudget, size: int) -> None:
         """Hold more bytes; streams may be broken off for them, this one as well."""
-        if not room.held:
-            self._rooms[room] = None
-        room.held += size
-        self._held[room.peer] += size
-        if self._is_greedy(room.peer):
-            self._evict([each for each in self._rooms if each.peer == room.peer], lambda: self._is_greedy(room.peer))
+        if not stream.held:
+            self._streams[stream] = None
+        stream.held += size
+        self._held[stream.peer] += size
+        if self._is_greedy(stream.peer):
+            self._evict(
+                [each for each in self._streams if each.peer == stream.peer], lambda: self._is_greedy(stream.peer)
+            )
         if self._is_full():
-            self._evict(list(self._rooms), self._is_full)
+            self._evict(list(self._streams), self._is_full)
 
-    def less(self, room: StreamBudget, size: int) -> None:
+    def less(self, stream: StreamBudget, size: int) -> None:
         """Hold fewer bytes."""
-        room.held -= size
-        self._held[room.peer] -= size
-        if not room.held:
-            self._rooms.pop(room, None)
-        if not self._held[room.peer]:
-            del self._held[room.peer]
+        stream.held -= size
+        self._held[stream.peer] -= size
+        if not stream.held:
+            self._streams.pop(stream, None)
+        if not self._held[stream.peer]:
+            del self._held[stream.peer]
 
     def _is_full(self) -> bool:
         return self._held.total() > self._most_bytes
@@ -63,33 +64,27 @@ class ReceiveBudget:
     def _is_greedy(self, peer: str) -> bool:
         return self._held[peer] > self._most_bytes / 2
 
-    def _evict(self, rooms: list[StreamBudget], too_many: Callable[[], bool]) -> None:
+    def _evict(self, streams: list[StreamBudget], too_many: Callable[[], bool]) -> None:
         """Break off streams, all but the youngest at most."""
-        for room in rooms[:-1]:
+        for stream in streams[:-1]:
             if not too_many():
                 return
-            self._evicted += 1
-            logger.info("Breaking a stream with %s off: %d bytes wait on it to be received", room.peer, room.held)
-            room.evict()
-            self.less(room, room.held)
+            self.evicted += 1
+            logger.info("Breaking a stream with %s off: %d bytes wait on it to be received", stream.peer, stream.held)
+            stream.evict()
+            self.less(stream, stream.held)
 
 
 class StreamBudget:
     """What one stream holds; `evict` breaks it off."""
 
-    def __init__(self, unread: ReceiveBudget, peer: str, evict: Callable[[], None]) -> None:
+    def __init__(self, budget: ReceiveBudget, peer: str, evict: Callable[[], None]) -> None:
         self.peer, self.evict, self.held = peer, evict, 0
-        self._unread = unread
+        self._budget = budget
 
-    def __repr__(self) -> str:
-        return f"Room({self.held} bytes of {self.peer})"
-
-    def more(self, size: int) -> None:
-        """Hold more bytes; the stream may be broken off for them."""
-        if size:
-            self._unread.more(self, size)
-
-    def less(self, size: int) -> None:
-        """Hold fewer bytes."""
-        if size:
-            self._unread.less(self, size)
+    def hold(self, size: int) -> None:
+        """Hold so many bytes from now on; the stream may be broken off for them."""
+        if size > self.held:
+            self._budget.more(self, size - self.held)
+        elif size < self.held:
+            self._budget.less(self, self.held - size)

@@ -1,41 +1,30 @@
-"""One conversation over one socket: frames both ways, heartbeats, silence, and how it ends.
+"""One conversation over one socket: `FrameProtocol` on asyncio.
 
 The socket leads to the libp2p daemon, which sends one message of its own first (whom this stream connects with, or why
-it does not) and then the raw bytes of the stream. `Stream` is asyncio's `BufferedProtocol`, so the kernel writes
-received bytes straight to where `wire.FrameDecoder` wants them: into the tensor itself.
+it does not) and then the raw bytes of the stream. `StreamOpening` waits for the former; `Stream` is made when it is
+there. Both are asyncio's `BufferedProtocol`, so the kernel writes received bytes straight to where the decoder wants
+them: into the tensor itself.
 
-Liveness. Both sides send a BEAT when they have sent nothing else for `beat_s`. A peer of whom no byte came for longer
-than is borne with on any of our streams is given up (one `PeerLiveness` per peer, not per stream: on a slow link the
-beats of one stream queue up behind the bulk of another). Beats come from the event loop, not from the work, so they
-vouch for the peer, not for its progress; the caller's deadline bounds that.
-
-Ends. Leaving politely sends END: the other's handler may finish what it does. Everything else that closes a stream
-breaks it and cancels the handler: a caller that was cancelled or killed wants nothing any more. Whoever ended politely
-keeps the socket open until the other has ended as well, for libp2p drops what is under way when one side closes early.
-
-Flow. Reading pauses while two messages wait to be received (of all streams together: see `unread`); writing waits until
-the kernel has taken every byte, so that a sent tensor may be changed when `send` returns. `send_paced` asks before each
-piece of a message whether it may pass. No beat fits between the pieces, so they must come oftener than beats would;
-until the first one, beats go on.
+Flow. Reading pauses while two messages wait to be received (for the bytes of all streams see `receive_bound`); writing
+waits until the kernel has taken every byte, so that a sent tensor may be changed when `send` returns. `send_paced` asks
+before each piece of a message whether it may pass. No beat fits between the pieces, so they must come oftener than
+beats would; until the first one, beats go on.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import functools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
 from noloco_node.libp2p.daemon.framing import Preamble
-from noloco_node.libp2p.endpoint.settings import TimeoutSettings
-from noloco_node.libp2p.streams.liveness import PeerLiveness
+from noloco_node.libp2p.streams.frame_protocol import Closed, Event, FrameProtocol, MessageReceived, SendState
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
 from noloco_node.network import wire
 from noloco_node.network.schema import Buffer
 
 _CHUNK_BYTES = 1 << 20
-_WAITING_MESSAGES = 2
-
 
 Admit: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Returns when so many bytes may pass, which are (a piece of) a message of so many."""
@@ -48,54 +37,89 @@ class ByteCounts:
         self.sent_bytes = self.received_bytes = 0
 
 
-class Stream(asyncio.BufferedProtocol):
-    """One end of a conversation; implements `port.Conversation`.
+class StreamOpening(asyncio.BufferedProtocol):
+    """A connection to the daemon until the daemon's first message has come.
 
-    `introduce` is called once with the daemon's first message and calls `begin` or `break_off`; `lost` is called when
-    the stream is of no use any more, with the error, or with None after a polite end.
+    `introduce` is called once with that message, and makes a `Stream` of the connection or raises a ConnectionError;
+    `lost` is called with the error when there will be no stream.
     """
 
     def __init__(
         self,
-        patience: TimeoutSettings,
-        introduce: Callable[[Stream, bytes], None],
-        lost: Callable[[Stream, ConnectionError | None], None],
+        introduce: Callable[[asyncio.Transport, bytes], None],
+        lost: Callable[[ConnectionError], None] = lambda _: None,
     ) -> None:
-        self._patience, self._introduce, self._lost = patience, introduce, lost
-        self._loop = asyncio.get_running_loop()
+        self._introduce, self._lost = introduce, lost
+        self._preamble = Preamble()
         self._transport: asyncio.Transport | None = None
-        self._intake: Preamble | wire.FrameDecoder = Preamble()
-        self._schema: wire.Schema | None = None
-        self._peer = ""
-        self.origin = ""
-        """The multiaddr from which the other side came to us; empty for a stream that we opened."""
-        self._pulse = PeerLiveness(patience)
-        self._traffic = ByteCounts()
-        self._inbox: deque[tuple[Any, int]] = deque()
-        """Messages that nobody has received, and the bytes of each."""
-        self._coming_bytes = 0
-        """Of the message under way."""
-        self._room: StreamBudget | None = None
-        self._news = asyncio.Event()
-        self._writable = asyncio.Event()
-        self._sending = asyncio.Lock()
-        self._broken: ConnectionError | None = None
-        self._peer_ended = self._left = self._reading_paused = self._over = False
-        self._is_mid_frame = False
-        """Whether a part of a frame is out: then nothing but the rest of it may follow."""
-        self._sent_s = self._moved_s = self._left_s = self._listening_s = self._loop.time()
-        self._unsent_bytes = 0
+        self._is_over = False
 
-    def __repr__(self) -> str:
-        state = "broken" if self._broken else "ended" if self._peer_ended or self._left else "open"
-        return f"Stream(with {self._peer or 'nobody yet'}, {state})"
+    def break_off(self, error: ConnectionError) -> None:
+        """Close the connection at once, unless it is a stream's by now."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._transport is not None:
+            self._transport.abort()
+        self._lost(error)
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._is_over:
+            self._transport.abort()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._preamble.wants()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._is_over or self._transport is None:
+            return
+        try:
+            if self._preamble.got(nbytes):
+                self._introduce(self._transport, bytes(self._preamble.content))
+                self._is_over = True
+        except ConnectionError as error:
+            self.break_off(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.break_off(ConnectionResetError("the stream with the daemon broke"))
+
+
+class Stream(asyncio.BufferedProtocol):
+    """One end of a conversation; implements `interface.Conversation`.
+
+    `lost` is called when the stream is of no use any more, with the error, or with None after a polite end.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        protocol: FrameProtocol,
+        traffic: ByteCounts,
+        lost: Callable[[Stream, ConnectionError | None], None],
+        receive_budget: ReceiveBudget | None = None,
+        origin: str = "",
+    ) -> None:
+        """Take the transport over. `receive_budget`: where what comes must find room."""
+        self._transport, self._protocol, self._traffic, self._lost = transport, protocol, traffic, lost
+        self.origin = origin
+        """The multiaddr from which the other side came to us; empty for a stream that we opened."""
+        self._next_buffer = protocol.next_buffer
+        self._time = asyncio.get_running_loop().time
+        self._budget = None if receive_budget is None else StreamBudget(receive_budget, protocol.peer, self._evict)
+        self._news, self._writable, self._sending = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._writable.set()
+        transport.set_protocol(self)
+        transport.set_write_buffer_limits(high=0)
 
     # What conversations need.
 
     @property
     def peer(self) -> str:
         """The other's peer id."""
-        return self._peer
+        return self._protocol.peer
 
     async def send(self, message: Any) -> None:
         """Send one message; return when the kernel has taken all of it."""
@@ -106,291 +130,155 @@ class Stream(asyncio.BufferedProtocol):
         await self._send(message, piece_bytes, admit)
 
     async def _send(self, message: Any, piece_bytes: int, admit: Admit | None) -> None:
-        self._check()
-        if self._peer_ended:
-            raise ConnectionResetError(f"{self._peer} ended the conversation")
-        assert self._schema is not None
-        buffers = wire.encode(message, self._schema)
+        protocol = self._protocol
+        buffers = protocol.encode(message)
         message_bytes = sum(map(len, buffers))
         async with self._sending:
             try:
                 for piece in _pieces(buffers, piece_bytes):
                     if admit is not None:
                         await admit(len(piece), message_bytes)
-                    self._check()
-                    self._is_mid_frame = True
+                    protocol.start_piece(self._time())
                     self._write(piece)
                     await self._writable.wait()
-                self._check()
-                self._is_mid_frame = False
+                protocol.finish_message()
             finally:
-                if self._is_mid_frame:
-                    # Half a frame is out; nothing that follows would make sense.
+                if protocol.send_state is SendState.IN_MESSAGE:
+                    # Half a message is out; nothing that follows would make sense.
                     self.break_off(ConnectionResetError("a message was cut short by its sender"))
 
     async def receive(self) -> Any:
         """Return the next message; a `ConnectionError` when none can come any more."""
         await self._wait_for_message()
-        return self._received()
+        return self._next_message()
 
     async def receive_paced(self, admit: Admit) -> Any:
-        """Return the next message when `admit` lets it pass; until then it counts as unread."""
-        await self._wait_for_message()
-        size = self._inbox[0][1]
+        """Return the next message when `admit` lets it pass; until then it counts as not received."""
+        size = await self._wait_for_message()
         await admit(size, size)
         await self._wait_for_message()  # it may be gone with the stream
-        return self._received()
+        return self._next_message()
 
-    async def _wait_for_message(self) -> None:
-        while not self._inbox:
-            self._check()
-            if self._peer_ended:
-                raise ConnectionResetError(f"{self._peer} ended the conversation")
+    async def _wait_for_message(self) -> int:
+        """Return the size of the next message when it is there."""
+        while (size := self._protocol.next_message_bytes) is None:
+            self._protocol.check_receive()
             self._news.clear()
             await self._news.wait()
+        return size
 
-    def _received(self) -> Any:
-        message, size = self._inbox.popleft()
-        self._forget(size)
-        self._resume_reading()
+    def _next_message(self) -> Any:
+        protocol = self._protocol
+        was_full = protocol.is_full
+        message = protocol.next_message(self._time())
+        if self._budget is not None:
+            self._budget.hold(protocol.held_bytes)
+        if was_full and not protocol.is_full:
+            self._transport.resume_reading()
         return message
 
-    # What the network needs.
+    # What the switchboard needs.
 
     @property
     def peer_ended(self) -> bool:
         """Whether the other side ended politely: then a lost stream is no reason to cancel our handler."""
-        return self._peer_ended
-
-    def begin(
-        self,
-        peer: str,
-        schema: wire.Schema,
-        pulse: PeerLiveness,
-        traffic: ByteCounts,
-        unread: ReceiveBudget | None = None,
-    ) -> None:
-        """Start talking in frames; `unread`: where what comes must find room."""
-        self._peer, self._schema, self._pulse, self._traffic = peer, schema, pulse, traffic
-        self._room = None if unread is None else StreamBudget(unread, peer, self._evicted)
-        self._intake = wire.FrameDecoder(schema)
-        self._listening_s = self._loop.time()
-
-    def write_raw(self, content: bytes) -> None:
-        """Write bytes that are for the daemon itself."""
-        self._write(content)
+        return self._protocol.peer_ended
 
     def leave(self) -> None:
         """End politely: say END, and close when the other has ended too."""
-        if self._over or self._left:
-            return
-        if self._is_mid_frame:
-            self.break_off(ConnectionResetError("the conversation was left while a message was being sent"))
-            return
-        self._write(wire.end())
-        self._linger()
+        self._end(self._protocol.leave)
 
     def fail(self, sentence: str) -> None:
         """End with an error that the other side gets to read."""
-        if self._over or self._left:
-            return
-        if self._is_mid_frame:
-            self.break_off(ConnectionResetError(sentence))
-            return
-        self._write(wire.error(sentence))
-        self._linger()
+        self._end(functools.partial(self._protocol.fail, sentence))
 
     def break_off(self, error: ConnectionError) -> None:
         """Break the stream at once, whatever is under way."""
-        if self._over:
-            return
-        self._over = True
-        self._broken = error
-        self._drop_frame()
-        self._wake()
-        if self._transport is not None:
-            # A violator is told why, as far as that is possible without waiting.
-            if isinstance(error, wire.Violation):
-                self._transport.close()
-            else:
-                self._transport.abort()
-        self._lost(self, error)
+        self._react(self._protocol.break_off(error))
 
     def discard(self) -> None:
         """Drop what came and was not received: nobody will ask for it."""
-        self._forget(sum(size for _, size in self._inbox))
-        self._inbox.clear()
+        self._protocol.discard()
+        self._count_held()
 
-    def excuse(self, now: float) -> None:
-        """Count silence and standstill from now on: until now it was we who did not listen."""
-        self._listening_s = self._moved_s = now
-
-    def tick(self, now: float) -> None:
-        """Beat if it is time to, and give the peer up if it is silent; called every half beat."""
-        if self._over or self._schema is None or self._transport is None:
-            return
-        patience, listening = self._patience, not (self._reading_paused or self._peer_ended)
-        if listening and self._pulse.is_silent(now, self._listening_s):
-            self._pulse.give_up(self._listening_s)
-            self.break_off(ConnectionAbortedError(f"{self._peer} was silent for {self._pulse.silence_s:.1f} s"))
-        elif self._left and now - self._left_s > patience.linger_s:
-            self._close()
-        elif not self._is_moving(now):
-            self.break_off(ConnectionAbortedError(f"{self._peer} took no byte for {self._pulse.stall_s:.0f} s"))
-        elif not self._left and not self._is_mid_frame and now - self._sent_s >= patience.beat_s:
-            self._write(wire.beat())
+    def tick(self, now_s: float, we_listened: bool) -> None:
+        """Beat if it is time to, and give the peer up if it is silent while `we_listened`; called every half beat."""
+        if not we_listened:
+            self._protocol.restart_timers(now_s)
+        self._react(self._protocol.tick(now_s, self._transport.get_write_buffer_size()))
 
     # What the event loop calls.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=0)
-        self._writable.set()
-        if self._over:
-            self._transport.abort()
-
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._intake.wants()
+        return self._next_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         self._traffic.received_bytes += nbytes
-        if self._over:
-            return
-        try:
-            if isinstance(self._intake, wire.FrameDecoder):
-                self._pulse.hear(self._loop.time(), self._listening_s)
-                frame = self._intake.got(nbytes)
-                if frame is None and self._intake.in_message:
-                    self._note_coming(nbytes)
-                elif frame is not None:
-                    self._take(frame, nbytes)
-            elif self._intake.got(nbytes):
-                self._introduce(self, bytes(self._intake.content))
-        except wire.Violation as violation:
-            if not self._over and self._schema is not None and not self._is_mid_frame:
-                self._write(wire.error(str(violation)))
-            self.break_off(violation)
+        protocol = self._protocol
+        event = protocol.receive_bytes(nbytes, self._time())
+        if self._budget is not None:
+            self._budget.hold(protocol.held_bytes)
+        if type(event) is MessageReceived:
+            self._news.set()
+            if protocol.is_full:
+                self._transport.pause_reading()
+        elif event is not None:
+            self._react(event)
 
     def eof_received(self) -> bool:
-        self._stream_ended(None)
+        self._react(self._protocol.lose_connection())
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._stream_ended(error)
+        self._react(self._protocol.lose_connection())
 
     def pause_writing(self) -> None:
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        # Ticks alone might see one piece after another, all of a size, and take them for the same.
-        self._note_moved(self._loop.time(), 0)
+        self._protocol.resume_sending(self._time())
         self._writable.set()
 
     # Inside.
 
-    def _check(self) -> None:
-        if self._broken is not None:
-            raise type(self._broken)(*self._broken.args)
-        if self._over or self._left:
-            raise ConnectionResetError(f"the conversation with {self._peer} is over")
-
-    def _write(self, content: bytes | memoryview) -> None:
-        if self._transport is None or self._transport.is_closing():
+    def _react(self, event: Event | None) -> None:
+        """Write what the protocol has to say, and do what its event asks for."""
+        if content := self._protocol.data_to_send():
+            self._write(content)
+        if event is None:
             return
-        self._sent_s = self._loop.time()
-        self._traffic.sent_bytes += len(content)
-        self._transport.write(content)
+        self._news.set()
+        if isinstance(event, Closed):
+            self._writable.set()
+            self._count_held()
+            # A polite end gets through, and a violator is told why, as far as that is possible without waiting.
+            if event.error is None or isinstance(event.error, wire.Violation):
+                self._transport.close()
+            else:
+                self._transport.abort()
+            self._lost(self, event.error)
 
-    def _is_moving(self, now: float) -> bool:
-        """Say whether the other end takes what we write, as far as the socket lets us see."""
-        assert self._transport is not None
-        unsent = self._transport.get_write_buffer_size()
-        if unsent == 0 or unsent != self._unsent_bytes:
-            self._note_moved(now, unsent)
-        return now - self._moved_s <= self._pulse.stall_s
-
-    def _note_moved(self, now: float, unsent_bytes: int) -> None:
-        if self._unsent_bytes:
-            self._pulse.take(now - self._moved_s)
-        self._unsent_bytes, self._moved_s = unsent_bytes, now
-
-    def _note_coming(self, size: int) -> None:
-        self._coming_bytes += size
-        if self._room is not None:
-            self._room.more(size)
-
-    def _forget(self, size: int) -> None:
-        """Note that so many bytes of what came are no longer kept."""
-        if self._room is not None:
-            self._room.less(size)
-
-    def _evicted(self) -> None:
-        self.discard()
-        self.break_off(ConnectionResetError("too much waits here to be received, and this has waited longest"))
-
-    def _take(self, frame: wire.Frame, last_bytes: int) -> None:
-        """Take a frame that is whole now, with the last bytes that came of it."""
-        if frame.kind is wire.FrameKind.MESSAGE:
-            if self._left:
-                self._drop_frame()
-                return
-            self._note_coming(last_bytes)
-            if self._over:
-                return
-            self._inbox.append((frame.content, self._coming_bytes))
-            self._coming_bytes = 0
-            if len(self._inbox) >= _WAITING_MESSAGES and self._transport is not None:
-                self._transport.pause_reading()
-                self._reading_paused = True
-            self._news.set()
-        elif frame.kind is wire.FrameKind.END:
-            self._peer_ended = True
-            self._news.set()
-            if self._left:
-                self._close()
-        elif frame.kind is wire.FrameKind.ERROR:
-            self.break_off(ConnectionResetError(f"{self._peer} ended with an error: {_printable(frame.content)}"))
-
-    def _resume_reading(self) -> None:
-        if self._reading_paused and self._transport is not None:
-            self._reading_paused = False
-            self._listening_s = self._loop.time()
-            self._transport.resume_reading()
-
-    def _linger(self) -> None:
-        """Wait for the other's end, unless it has come already."""
-        self._left, self._left_s = True, self._loop.time()
-        self.discard()
-        self._wake()
-        if self._peer_ended:
-            self._close()
-        else:
-            self._resume_reading()
-
-    def _close(self) -> None:
-        if self._over:
-            return
-        self._over = True
-        self._drop_frame()
-        self._wake()
-        if self._transport is not None:
-            self._transport.close()
-        self._lost(self, None)
-
-    def _stream_ended(self, error: Exception | None) -> None:
-        if self._peer_ended or self._left:
-            self._close()
-        else:
-            self.break_off(ConnectionResetError(f"the stream with {self._peer or 'the daemon'} broke"))
-
-    def _drop_frame(self) -> None:
-        """Count no more what came of a frame that will not come to its end; whole ones can still be received."""
-        size, self._coming_bytes = self._coming_bytes, 0
-        self._forget(size)
-
-    def _wake(self) -> None:
+    def _end(self, end: Callable[[float], Closed | None]) -> None:
+        was_full = self._protocol.is_full
+        self._react(end(self._time()))
+        self._count_held()
         self._news.set()
         self._writable.set()
+        if was_full and self._protocol.closed is None:
+            self._transport.resume_reading()
+
+    def _write(self, content: bytes | memoryview) -> None:
+        if not self._transport.is_closing():
+            self._traffic.sent_bytes += len(content)
+            self._transport.write(content)
+
+    def _count_held(self) -> None:
+        if self._budget is not None:
+            self._budget.hold(self._protocol.held_bytes)
+
+    def _evict(self) -> None:
+        self._protocol.discard()
+        self.break_off(ConnectionResetError("too much waits here to be received, and this has waited longest"))
 
 
 def _pieces(buffers: Sequence[Buffer], most_bytes: int) -> Iterator[memoryview]:
@@ -399,7 +287,3 @@ def _pieces(buffers: Sequence[Buffer], most_bytes: int) -> Iterator[memoryview]:
         view = memoryview(buffer)
         for start in range(0, len(view), most_bytes):
             yield view[start : start + most_bytes]
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in text)

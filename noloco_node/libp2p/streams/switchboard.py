@@ -14,6 +14,7 @@ from collections import Counter
 from typing import NoReturn
 
 from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
+from noloco_node.libp2p.streams.frame_protocol import FrameProtocol
 from noloco_node.libp2p.streams.liveness import LivenessTable
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget
 from noloco_node.libp2p.streams.stream import ByteCounts, Stream
@@ -31,21 +32,18 @@ together, and of each."""
 class Switchboard:
     """Keeps every open stream; `run` must be running while streams are answered."""
 
-    def __init__(self, patience: TimeoutSettings, capacity: Capacity) -> None:
-        self._patience, self._capacity = patience, capacity
+    def __init__(self, timeouts: TimeoutSettings, capacity: Capacity) -> None:
+        self._timeouts, self._capacity = timeouts, capacity
         self._handlers = asyncio.TaskGroup()
         self._answers = False
         self._topics: dict[str, tuple[Schema, Handler]] = {}
         self._streams: dict[Stream, asyncio.Task[None] | None] = {}
-        self._pulses = LivenessTable(patience)
-        self._unread = ReceiveBudget(capacity.unread_bytes)
+        self._liveness = LivenessTable(timeouts)
+        self._receive_budget = ReceiveBudget(capacity.unread_bytes)
         self._traffic: dict[str, ByteCounts] = {}
         self._answering: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._violations: Counter[str] = Counter()
-
-    def __repr__(self) -> str:
-        return f"Switchboard({len(self._streams)} conversations, {len(self._topics)} topics)"
 
     @property
     def topics(self) -> tuple[str, ...]:
@@ -60,18 +58,19 @@ class Switchboard:
             counts[f"bytes.received.{topic}"] = traffic.received_bytes
         for peer, number in self._violations.items():
             counts[f"violations.{peer}"] = number
-        return counts | {"conversations.now": len(self._streams)} | self._unread.statistics()
+        counts |= {"unread.bytes": self._receive_budget.held_bytes, "unread.evicted": self._receive_budget.evicted}
+        return counts | {"conversations.now": len(self._streams)}
 
     def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         """Answer streams about `topic` from now on."""
-        self._unread.expect(schema.body_bytes)
+        self._receive_budget.expect(schema.body_bytes)
         self._topics[topic] = (schema, handler)
 
     async def run(self, started: asyncio.Event) -> NoReturn:
         """Keep all streams beating, and answer new ones, until cancelled; set `started` when that can begin."""
         loop = asyncio.get_running_loop()
-        least_silence_s = min(self._patience.silence_s, self._patience.silences().least_s)
-        period_s = min(self._patience.beat_s, least_silence_s) / 2
+        least_silence_s = min(self._timeouts.silence_s, self._timeouts.silences().least_s)
+        period_s = min(self._timeouts.beat_s, least_silence_s) / 2
         async with self._handlers:
             self._answers = True
             started.set()
@@ -82,32 +81,34 @@ class Switchboard:
                     now = loop.time()
                     we_listened = now - begun <= period_s + least_silence_s / 4
                     for stream in list(self._streams):
-                        if not we_listened:
-                            stream.excuse(now)
-                        stream.tick(now)
+                        stream.tick(now, we_listened)
             finally:
                 self._answers = False
 
-    def call(self, stream: Stream, peer: str, topic: str, schema: Schema) -> None:
-        """Take in a stream that we opened."""
+    def call(self, transport: asyncio.Transport, peer: str, topic: str, schema: Schema) -> Stream:
+        """Make a stream of a connection that we opened."""
         self._counts["conversations.opened"] += 1
-        self._begin(stream, peer, topic, schema)
+        stream = Stream(transport, self._protocol(peer, schema), self._topic_traffic(topic), self.lost)
+        self._streams[stream] = None
+        return stream
 
     def unopened(self) -> None:
         """Count a stream that we could not open."""
         self._counts["conversations.unopened"] += 1
 
-    def answer(self, stream: Stream, peer: str, topic: str) -> None:
-        """Take in a stream that `peer` opened, and run the handler of its topic if there is room for one more."""
+    def answer(self, transport: asyncio.Transport, peer: str, topic: str, origin: str = "") -> Stream:
+        """Make a stream of a connection that `peer` opened, and run the handler of its topic if there is room for one
+        more; a ConnectionError where there will be no stream.
+        """
         if not self._answers or topic not in self._topics:
-            stream.break_off(ConnectionResetError(f"nobody serves {topic} here"))
-            return
-        crowded = len(self._streams) >= _MOST_STREAMS * self._capacity.conversations
-        if crowded or self._pulses.streams(peer) >= _MOST_STREAMS * self._capacity.per_peer:
-            stream.break_off(ConnectionResetError("too many streams linger here"))
-            return
+            raise ConnectionResetError(f"nobody serves {topic} here")
+        is_crowded = len(self._streams) >= _MOST_STREAMS * self._capacity.conversations
+        if is_crowded or self._liveness.streams(peer) >= _MOST_STREAMS * self._capacity.per_peer:
+            raise ConnectionResetError("too many streams linger here")
         schema, handler = self._topics[topic]
-        self._begin(stream, peer, topic, schema, self._unread)
+        protocol, traffic = self._protocol(peer, schema), self._topic_traffic(topic)
+        stream = Stream(transport, protocol, traffic, self.lost, self._receive_budget, origin)
+        self._streams[stream] = None
         if self._answering.total() >= self._capacity.conversations:
             self._counts["conversations.busy"] += 1
             stream.fail(f"busy with {self._capacity.conversations} conversations")
@@ -120,13 +121,14 @@ class Switchboard:
             task = self._handlers.create_task(self._run_handler(stream, handler), name=f"{topic} for {peer}")
             self._streams[stream] = task
             task.add_done_callback(lambda _: self._done(stream, peer))
+        return stream
 
     def lost(self, stream: Stream, error: ConnectionError | None) -> None:
         """Forget a stream; its handler is cancelled unless the other side ended politely."""
         if stream not in self._streams:
             return
         task = self._streams.pop(stream)
-        self._pulses.end(stream.peer)
+        self._liveness.end(stream.peer)
         if error is not None:
             self._counts[f"lost.{type(error).__name__}"] += 1
         if isinstance(error, Violation):
@@ -147,12 +149,12 @@ class Switchboard:
         for stream in list(self._streams):
             stream.break_off(ConnectionResetError("the network was closed"))
 
-    def _begin(
-        self, stream: Stream, peer: str, topic: str, schema: Schema, unread: ReceiveBudget | None = None
-    ) -> None:
-        pulse = self._pulses.begin(peer)
-        self._streams[stream] = None
-        stream.begin(peer, schema, pulse, self._traffic.setdefault(topic, ByteCounts()), unread)
+    def _protocol(self, peer: str, schema: Schema) -> FrameProtocol:
+        now_s = asyncio.get_running_loop().time()
+        return FrameProtocol(peer, schema, self._liveness.begin(peer), self._timeouts, now_s)
+
+    def _topic_traffic(self, topic: str) -> ByteCounts:
+        return self._traffic.setdefault(topic, ByteCounts())
 
     async def _run_handler(self, stream: Stream, handler: Handler) -> None:
         try:

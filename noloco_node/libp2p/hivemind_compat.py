@@ -1,0 +1,302 @@
+"""Everything that we know of hivemind's insides; the rest of the product sees the classes of this module.
+
+Three parts of hivemind are used: the daemon program p2pd with its protobuf messages, `P2P` (which the DHT speaks
+through), and `DHTNode`. Neither `hivemind.DHT` (a forked process) nor its averager is. Where hivemind has no public way
+to do what we need, its attributes are read or replaced here and nowhere else; tests/libp2p/test_hivemind_compat.py
+names each of them, and fails by that name when hivemind changes it.
+
+hivemind is loaded without torch. `import hivemind` would load torch and scipy, seconds and hundreds of megabytes that a
+bootstrap peer or `status` has no use for; the parts named above need neither. So its package and two subpackages are
+entered in `sys.modules` as shells, which know where their modules lie but do not run their `__init__`. If somebody has
+imported hivemind already, nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+import importlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import sys
+import types
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from noloco_node.errors import Exit, UserError
+
+_MOST_GHOSTS = 64
+
+
+class PeerId(Protocol):
+    """hivemind's PeerID."""
+
+    def to_base58(self) -> str:
+        """Return it as text."""
+
+    def to_bytes(self) -> bytes:
+        """Return it as the daemon takes it."""
+
+
+class DaemonClient(Protocol):
+    """hivemind's P2P on a daemon."""
+
+    peer_id: PeerId
+
+    async def shutdown(self) -> None:
+        """Let go of the daemon."""
+
+
+class DhtEntry(Protocol):
+    """A value in the DHT: bytes, or the records of all subkeys."""
+
+    value: Any
+    expiration_time: float
+
+
+class DhtEntries(Protocol):
+    """What hivemind keeps for some time, by key or by subkey: its TimedStorage."""
+
+    maxsize: float
+    latest_expiration_time: float
+
+    def get(self, key: Any) -> DhtEntry | None:
+        """Return what is kept under a key."""
+
+    def items(self) -> Iterator[tuple[Any, DhtEntry]]:
+        """Return all keys with what is kept under them."""
+
+    def freeze(self) -> AbstractContextManager[Any]:
+        """Forget nothing meanwhile."""
+
+    def __contains__(self, key: Any) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def __delitem__(self, key: Any) -> None: ...
+
+
+class StoreSubkey(Protocol):
+    """`store_subkey` of hivemind's local storage; says whether it kept the value."""
+
+    def __call__(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool: ...
+
+
+class LocalStorage(DhtEntries, Protocol):
+    """What a node keeps for others."""
+
+    store_subkey: StoreSubkey
+
+
+class RecordValidator(Protocol):
+    """Decides which records are stored and believed."""
+
+    def validate(self, record: Any) -> bool:
+        """Say whether a record is good."""
+
+    def sign_value(self, record: Any) -> bytes:
+        """Return the value to store."""
+
+    def strip_value(self, record: Any) -> bytes:
+        """Return the value to hand out."""
+
+
+class HivemindParts(NamedTuple):
+    """hivemind's classes, the module of the daemon's protobuf `messages`, and the path of the daemon's program."""
+
+    P2P: Any
+    PeerID: Any
+    Multiaddr: Any
+    DHTNode: Any
+    messages: Any
+    binary: str
+
+    def peer_bytes(self, peer: str) -> bytes:
+        """Return a peer id as the daemon takes it; ConnectionRefusedError when it is none."""
+        try:
+            return bytes(self.PeerID.from_base58(peer).to_bytes())
+        except ValueError:
+            raise ConnectionRefusedError(f"{peer!r} is no peer id") from None
+
+    def peer_text(self, peer: bytes) -> str:
+        """Return a peer id in base 58."""
+        return str(self.PeerID(peer).to_base58())
+
+    def connect(self, control_path: str) -> Coroutine[Any, Any, DaemonClient]:
+        """Return a call that connects hivemind's P2P with a daemon of ours."""
+        call: Coroutine[Any, Any, DaemonClient] = self.P2P.replicate(self.Multiaddr(f"/unix{control_path}"))
+        return call
+
+
+async def disconnect(client: DaemonClient) -> None:
+    """Shut hivemind's P2P down, without a complaint of asyncio's about its reader."""
+    await client.shutdown()
+    # It fails with a daemon that is killed, and nobody would ask it why.
+    reader: asyncio.Task[None] | None = client._client.control._read_task  # type: ignore[attr-defined]
+    if reader is not None and reader.done() and not reader.cancelled():
+        reader.exception()
+
+
+class DhtNode:
+    """hivemind's DHTNode, made to keep and believe what we decide; made by `DhtNode.create`."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self.storage: LocalStorage = node.protocol.storage
+        """What we keep for others."""
+
+    @classmethod
+    async def create(
+        cls,
+        parts: HivemindParts,
+        client: DaemonClient,
+        peers: Sequence[str],
+        validator: RecordValidator,
+        answer_s: float,
+    ) -> DhtNode:
+        """Become a node of the DHT that peers are in, who have `answer_s` for each answer; it caches nothing."""
+        node = await parts.DHTNode.create(
+            p2p=client,
+            initial_peers=[f"/p2p/{peer}" for peer in peers],
+            wait_timeout=answer_s,
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            record_validator=validator,
+            ensure_bootstrap_success=False,
+            strict=False,
+        )
+        # Else a stranger could have its records put there, unbounded, and answered with instead of those stored.
+        node.protocol.cache.store = node.protocol.cache.store_subkey = lambda *_: False
+        return cls(node)
+
+    @property
+    def neighbours(self) -> int:
+        """How many other nodes of the DHT we know."""
+        return len(self._node.protocol.routing_table.uid_to_peer_id)
+
+    def replace_store(self, store: StoreSubkey) -> None:
+        """Have others' records stored by a function of ours."""
+        self.storage.store_subkey = store
+
+    def filter_answers(self, keep_good: Callable[[bytes, DhtEntries], None]) -> None:
+        """Have what is bad in the answers of others dropped, by place and records.
+
+        hivemind asks whether an answer with many records is good as a whole; it is made good instead.
+        """
+
+        def validate(place: bytes, dictionary: DhtEntries) -> bool:
+            keep_good(place, dictionary)
+            return True
+
+        self._node.protocol._validate_dictionary = validate
+
+    def ping(self, peer_id: PeerId) -> Coroutine[Any, Any, Any]:
+        """Return a call that makes us known to a node."""
+        call: Coroutine[Any, Any, Any] = self._node.protocol.call_ping(peer_id)
+        return call
+
+    def store(self, key: str, subkey: str, value: bytes, expiry: float) -> Coroutine[Any, Any, bool]:
+        """Return a call that stores a record, and says whether others took it."""
+        call: Coroutine[Any, Any, bool] = self._node.store(key, value, expiry, subkey=subkey)
+        return call
+
+    def get(self, key: str) -> Coroutine[Any, Any, DhtEntry | None]:
+        """Return a call that looks the latest records up: the value is a mapping where there are some."""
+        call: Coroutine[Any, Any, DhtEntry | None] = self._node.get(key, latest=True)
+        return call
+
+    def shutdown(self) -> Coroutine[Any, Any, None]:
+        """Return a call that stops answering others."""
+        call: Coroutine[Any, Any, None] = self._node.shutdown()
+        return call
+
+
+def forget_ghosts(entries: Any) -> None:
+    """Shorten the heap of a timed storage of hivemind's, which grows with everything that is stored once more."""
+    heap = getattr(entries, "expiration_heap", None)
+    if heap is not None and len(heap) > 2 * len(entries.key_to_heap) + _MOST_GHOSTS:
+        heap[:] = entries.key_to_heap.values()
+        heapq.heapify(heap)
+
+
+def ignore_orphaned_waits(loop: asyncio.AbstractEventLoop) -> None:
+    """Keep asyncio from complaining about one thing: tasks that hivemind's search drops while they wait for an event.
+
+    A search starts such a task at each hop and forgets it; when the search is cut off, as all are when the daemon dies,
+    the garbage collector finds them pending, and asyncio would print a line for each on the person's screen.
+    """
+    before = loop.get_exception_handler()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        task = context.get("task")
+        orphan = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "__qualname__", "") == "Event.wait"
+        if orphan and "was destroyed" in context.get("message", ""):
+            return
+        if before is not None:
+            before(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+
+
+@functools.cache
+def load_hivemind() -> HivemindParts:
+    """Import the parts in use, quietly, and without torch (see the module's docstring)."""
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or spec.origin is None:
+        raise daemon_trouble("the package hivemind is not installed")
+    root = os.path.dirname(spec.origin)
+    if "hivemind" not in sys.modules:
+        utils = {
+            "MSGPackSerializer": "serializer",
+            "SerializerBase": "serializer",
+            "get_logger": "logging",
+            "DHTExpiration": "timed_storage",
+            "get_dht_time": "timed_storage",
+        }
+        _enter_shell("hivemind", root, {})
+        _enter_shell("hivemind.utils", f"{root}/utils", {name: f"hivemind.utils.{m}" for name, m in utils.items()})
+        _enter_shell("hivemind.dht", f"{root}/dht", {})
+    from hivemind.dht.node import DHTNode
+    from hivemind.p2p.p2p_daemon import P2P
+    from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+    from hivemind.proto import p2pd_pb2
+    from hivemind.utils.logging import use_hivemind_log_handler
+    from hivemind.utils.multiaddr import Multiaddr
+
+    use_hivemind_log_handler("nowhere")
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
+    return HivemindParts(P2P, PeerID, Multiaddr, DHTNode, p2pd_pb2, f"{root}/hivemind_cli/p2pd")
+
+
+def _enter_shell(name: str, path: str, names: Mapping[str, str]) -> None:
+    """Enter a package in `sys.modules` whose modules can be imported and whose `__init__` is not run."""
+    shell = types.ModuleType(name)
+    shell.__path__ = [path]
+    shell.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+
+    def find(attribute: str) -> Any:
+        if attribute in names:
+            return getattr(importlib.import_module(names[attribute]), attribute)
+        raise AttributeError(attribute)
+
+    shell.__getattr__ = find  # type: ignore[method-assign]
+    sys.modules[name] = shell
+
+
+def daemon_trouble(why: str) -> UserError:
+    """Return the error of hivemind's daemon that runs and does not do what it should."""
+    return UserError(
+        "The libp2p daemon did not work.",
+        why=why,
+        attempt="start again; if it happens again, reinstall hivemind, whose package holds the daemon",
+        code=Exit.DAEMON,
+    )

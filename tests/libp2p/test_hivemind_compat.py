@@ -1,0 +1,175 @@
+"""What we rely on inside hivemind, by name: whoever upgrades it reads here what has changed.
+
+The classes are looked at after all of hivemind's modules in use were loaded as a node loads them; no daemon is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import os
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from noloco_node.libp2p.hivemind_compat import DhtNode, disconnect, forget_ghosts, load_hivemind
+
+SIGNATURES = {
+    "p2p.p2p_daemon:P2P.replicate": "daemon_listen_maddr",
+    "p2p.p2p_daemon:P2P.shutdown": "self",
+    "p2p.p2p_daemon_bindings.datastructures:PeerID.from_base58": "base58_id",
+    "p2p.p2p_daemon_bindings.datastructures:PeerID.to_base58": "self",
+    "p2p.p2p_daemon_bindings.datastructures:PeerID.to_bytes": "self",
+    "dht.node:DHTNode.store": "self key value expiration_time subkey kwargs",
+    "dht.node:DHTNode.get": "self key latest kwargs",
+    "dht.node:DHTNode.shutdown": "self",
+    "dht.protocol:DHTProtocol.call_ping": "self peer validate strict",
+    "dht.protocol:DHTProtocol._validate_dictionary": "self key_bytes dictionary",
+    "dht.storage:DHTLocalStorage.store": "self key value expiration_time subkey",
+    "dht.storage:DHTLocalStorage.store_subkey": "self key subkey value expiration_time",
+    "dht.storage:DictionaryDHTValue.store": "self key value expiration_time",
+    "dht.storage:DictionaryDHTValue.freeze": "self",
+    "dht.storage:DictionaryDHTValue.items": "self",
+    "dht.storage:DictionaryDHTValue.get": "self key",
+    "dht.validation:RecordValidatorBase.validate": "self record",
+    "dht.validation:RecordValidatorBase.sign_value": "self record",
+    "dht.validation:RecordValidatorBase.strip_value": "self record",
+}
+CREATE_OPTIONS = """
+    p2p initial_peers wait_timeout cache_locally cache_nearest cache_on_store cache_refresh_before_expiry
+    record_validator ensure_bootstrap_success strict
+"""
+MESSAGES = {
+    "Request": "type streamOpen streamHandler connect",
+    "Response": "type error identify peers",
+    "ErrorResponse": "msg",
+    "StreamInfo": "peer addr proto",
+    "StreamOpenRequest": "peer proto",
+    "StreamHandlerRequest": "addr proto balanced",
+    "ConnectRequest": "peer addrs",
+    "IdentifyResponse": "addrs",
+    "PeerInfo": "id addrs",
+}
+KINDS = "IDENTIFY CONNECT STREAM_OPEN STREAM_HANDLER LIST_PEERS"
+
+
+def inside(name: str) -> Any:
+    """Return what stands at `module:attribute.attribute` in hivemind."""
+    load_hivemind()
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(f"hivemind.{module}")
+    for attribute in path.split("."):
+        found = getattr(found, attribute)
+    return found
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_function_takes_what_we_give(name: str) -> None:
+    assert " ".join(inspect.signature(inside(name)).parameters) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("option", CREATE_OPTIONS.split())
+def test_a_node_is_created_with_our_options(option: str) -> None:
+    assert option in inspect.signature(inside("dht.node:DHTNode.create")).parameters
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_of_the_daemon_has_its_fields(name: str) -> None:
+    fields = {field.name for field in getattr(load_hivemind().messages, name).DESCRIPTOR.fields}
+    assert not set(MESSAGES[name].split()) - fields
+
+
+@pytest.mark.parametrize("kind", KINDS.split())
+def test_the_daemon_knows_a_kind_of_request(kind: str) -> None:
+    assert isinstance(getattr(load_hivemind().messages.Request, kind), int)
+
+
+def test_the_daemon_s_program_is_in_the_package() -> None:
+    assert os.access(load_hivemind().binary, os.X_OK)
+
+
+def attributes(function: Callable[..., Any]) -> set[str]:
+    """Return the names that a function's code reads or assigns as attributes."""
+    return set(inspect.unwrap(function).__code__.co_names)
+
+
+@pytest.mark.parametrize("attribute", ["storage", "cache", "routing_table"])
+def test_the_protocol_of_a_node_has_its_parts(attribute: str) -> None:
+    assert attribute in inside("dht.protocol:DHTProtocol").__annotations__
+
+
+def test_the_routing_table_knows_peers_by_node() -> None:
+    table = inside("dht.routing:RoutingTable")(inside("dht.routing:DHTID")(7), bucket_size=20, depth_modulo=5)
+    assert len(table.uid_to_peer_id) == 0
+
+
+def test_answers_are_judged_by_the_function_that_we_replace() -> None:
+    for asking in ("call_find", "rpc_store"):
+        assert "_validate_dictionary" in inspect.getsource(inside(f"dht.protocol:DHTProtocol.{asking}"))
+
+
+def test_records_are_kept_by_the_function_that_we_replace() -> None:
+    assert "store_subkey" in inspect.getsource(inside("dht.storage:DHTLocalStorage.store"))
+
+
+def test_the_reader_of_the_daemon_is_where_we_look_for_it() -> None:
+    """P2P._client.control._read_task."""
+    assert "_client" in attributes(inside("p2p.p2p_daemon:P2P.__init__"))
+    assert "control" in inside("p2p.p2p_daemon_bindings.p2pclient:Client").__annotations__
+    assert "_read_task" in attributes(inside("p2p.p2p_daemon_bindings.control:ControlClient.__init__"))
+
+
+def test_a_timed_storage_has_a_heap_that_can_be_shortened() -> None:
+    kept = inside("dht.storage:DictionaryDHTValue")()
+    for number in range(1000):
+        kept.store("one", b"x", time.time() + 1000.0 + number)
+    assert len(kept.expiration_heap) == 1000
+    forget_ghosts(kept)
+    assert kept.expiration_heap == list(kept.key_to_heap.values())
+    assert kept.get("one").value == b"x"
+    assert kept.latest_expiration_time > time.time()
+    assert kept.maxsize == float("inf")
+
+
+def test_a_node_keeps_and_believes_what_we_decide() -> None:
+    """On hivemind's own protocol object, which needs no daemon as long as it asks nobody."""
+    protocol = inside("dht.protocol:DHTProtocol")(_initialized_with_create=True)
+    protocol.storage, protocol.cache = (inside("dht.storage:DHTLocalStorage")() for _ in range(2))
+    node = DhtNode(SimpleNamespace(protocol=protocol))
+    taken: list[Any] = []
+
+    def store(key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        taken.append((key, subkey, value, expiration_time))
+        return False
+
+    node.replace_store(store)
+    assert not protocol.storage.store(inside("dht.routing:DHTID")(7), b"x", 9.0, subkey="me")
+    node.filter_answers(lambda place, dictionary: taken.append((place, dictionary)))
+    assert protocol._validate_dictionary(b"place", "records")
+    assert taken == [(7, "me", b"x", 9.0), (b"place", "records")]
+
+
+def test_a_reader_that_failed_is_asked_why() -> None:
+    async def main() -> None:
+        async def fail() -> None:
+            raise OSError("the daemon was killed")
+
+        async def shutdown() -> None:
+            pass
+
+        complaints: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        reader = asyncio.ensure_future(fail())
+        await asyncio.wait([reader])
+        client: Any = SimpleNamespace(
+            shutdown=shutdown, _client=SimpleNamespace(control=SimpleNamespace(_read_task=reader))
+        )
+        await disconnect(client)
+        del reader, client
+        assert complaints == []
+
+    asyncio.run(main())
