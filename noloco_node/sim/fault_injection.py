@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from noloco_node.sim.hardware.device import Stutter
-from noloco_node.sim.network.hub import Corruption, SimNetwork
+from noloco_node.sim.network.corruption import Corruption
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access, NetworkConditions
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import faults
@@ -46,14 +47,14 @@ class FaultInjector:
                 if peer.running:
                     self._hub.set_access(peer.name, peer.access)
             case faults.Tamper() if peer is not None and peer.running:
-                self._hub.tamper(peer.name, Corruption(fault.how), fault.count)
+                self._hub.corrupt(peer.name, Corruption(fault.how), fault.count)
             case faults.Silence():
                 self._hub.silence(fault.peer)
             case faults.Partition():
                 self._lasting = [other for other in self._lasting if not isinstance(other, faults.Partition)]
                 self._hub.partition(fault.groups)
             case faults.Storm():
-                self._hub.weather = self._stormy((*self._storms(), fault))
+                self._hub.conditions = self._stormy((*self._storms(), fault))
             case faults.Disk() if peer is not None:
                 peer.disk_refuses = True
             case _:
@@ -73,7 +74,7 @@ class FaultInjector:
             case faults.Partition():
                 self._hub.heal()
             case faults.Storm():
-                self._hub.weather = self._stormy(self._storms())
+                self._hub.conditions = self._stormy(self._storms())
             case faults.Disk() if fault.peer in self._peers and not self._lasts(faults.Disk, fault.peer):
                 self._peers[fault.peer].disk_refuses = False
             case _:

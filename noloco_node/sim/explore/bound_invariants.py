@@ -79,11 +79,11 @@ class BoundInvariants:
         hub, setting = self.scene.world.hub, self.scene.world.setting
         peers, scenario = len(self.scene.world.peers), setting.scenario
         # A stream is there while it is open; one that was left in a cut is dropped when patience ends.
-        self._check("messages and streams held back", hub.held, most_streams)
+        self._check("messages and streams held back", len(hub.holding), most_streams)
         # Under the key of each stage that a peer has served, and as a source.
         places = peers * (setting.run.pipeline.stages + 1)
         versions = VERSIONS + math.ceil(2 * scenario.network.roster_lag_s / scenario.swarm.refresh_s)
-        kept = int(hub.records.statistics()["records.kept"])
+        kept = int(hub.dht.statistics()["records.kept"])
         self._check("versions of records kept in the network", kept, places * versions)
 
     def _check_timers(self) -> None:

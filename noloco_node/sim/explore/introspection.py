@@ -42,8 +42,3 @@ def answered(hub: SimNetwork, peer: str, stage: int) -> int:
     """Return how many microbatches of others a peer is handling: each holds one slot, or one place in the queue."""
     network, kind = hub.peer(peer), topic(MICROBATCH, stage)
     return 0 if network is None else sum(end.topic == kind for end in network.answering)
-
-
-def is_tampered(hub: SimNetwork, peer: str) -> bool:
-    """Say whether some of the next messages of a peer are to arrive wrong."""
-    return peer in hub._tamperings

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from noloco_node.node.replica import Replica
-from noloco_node.sim.explore.introspection import is_tampered
 from noloco_node.sim.explore.invariant_error import InvariantBroken
 from noloco_node.sim.explore.life_records import Delays, LifeRecord, Lives, replica_of
 from noloco_node.sim.world import World
@@ -81,13 +80,13 @@ class CheckerContext:
             if record.ended_s is None and running.get(name) != life:
                 record.end(now_s)
         for name, until_s in self._spoilt_s.items():
-            if until_s == float("inf") and not is_tampered(self.world.hub, name):
+            if until_s == float("inf") and not self.world.hub.is_corrupting(name):
                 # The last of them was sent since the last look.
                 self._spoilt_s[name] = now_s
 
     def spoil(self, peer: str) -> None:
         """Note that messages of a peer will arrive wrong: what is plausible in them is believed."""
-        if is_tampered(self.world.hub, peer):
+        if self.world.hub.is_corrupting(peer):
             self._spoilt_s[peer] = float("inf")
 
     def is_spoilt(self, peer: str, since_s: float) -> bool:

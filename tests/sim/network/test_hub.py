@@ -211,7 +211,7 @@ def test_a_cancelled_caller_cancels_the_work_and_a_polite_one_does_not(cancelled
         await asyncio.sleep(10)
         calling.cancel()
         await asyncio.sleep(1)
-        assert repr(a).endswith("0 conversations)")
+        assert not a.ends
         hub.silence("a")
         await work.ended.wait()
         assert work.outcome == outcome
@@ -319,7 +319,7 @@ def test_a_late_message_comes_so_much_later_and_the_next_with_it() -> None:
         async with a.talk("b", "listen", SCHEMA) as conversation:
             begun = now()
             await conversation.send(Ask(number=0))
-            hub.weather = WEATHER
+            hub.conditions = WEATHER
             await conversation.send(Ask(number=1))
             await asyncio.sleep(1)
             await conversation.send(Ask(number=2))
@@ -342,7 +342,7 @@ def test_a_lost_message_breaks_its_stream_at_both_ends_and_a_lost_dial_refuses()
         async def call() -> None:
             async with a.talk("b", "work", SCHEMA) as conversation:
                 await conversation.send(Ask(number=0))
-                hub.weather = replace(WEATHER, loss=1.0)
+                hub.conditions = replace(WEATHER, loss=1.0)
                 began.append(now())
                 await conversation.send(Ask(number=1))
                 await conversation.receive()
@@ -481,21 +481,23 @@ def test_a_dial_into_a_silence_that_has_just_begun_fails_when_others_do() -> Non
 
 def test_nothing_grows_behind_a_peer_that_stays_silent() -> None:
     async def main() -> None:
-        hub, arrived = SimNetwork(WEATHER), []
+        hub, answered = SimNetwork(WEATHER), []
         a, b = hub.network("a"), hub.network("b")
-        await b.serve("echo", SCHEMA, echo)
-        async with a.talk("b", "echo", SCHEMA) as conversation:
+
+        async def listen(conversation: Conversation) -> None:
+            answered.append(await conversation.receive())
+
+        await b.serve("listen", SCHEMA, listen)
+        async with a.talk("b", "listen", SCHEMA) as conversation:
             hub.silence("b")
             for number in range(10):
                 await conversation.send(Ask(number=number))
-            hub.carry("a", "b", lambda: arrived.append("first"))
-        assert hub.statistics()["held"] == 2
-        await asyncio.sleep(5)
-        hub.carry("a", "b", lambda: arrived.append("second"))
-        await asyncio.sleep(2)
+        assert hub.statistics()["held"] == 1
+        await asyncio.sleep(7)
+        assert hub.statistics()["held"] == 0
         hub.resume("b")
         await asyncio.sleep(1)
-        assert arrived == ["second"]
+        assert answered == []
         assert hub.statistics()["held"] == 0
         assert hub.open_calls("a") == hub.open_calls("b") == 0
 
@@ -510,7 +512,7 @@ def test_a_message_lost_just_before_a_short_silence_breaks_both_ends_all_the_sam
         async def answer(conversation: Conversation) -> None:
             message = await conversation.receive()
             hub.silence("a")
-            hub.weather = replace(WEATHER, loss=1.0)
+            hub.conditions = replace(WEATHER, loss=1.0)
             await conversation.send(message)
 
         await b.serve("answer", SCHEMA, answer)
@@ -573,13 +575,13 @@ def test_a_transfer_that_nobody_wants_any_more_frees_the_line(end: str) -> None:
         await b.serve("work", SCHEMA, work)
         call = asyncio.create_task(ask(a, "b", "work"))
         await asyncio.sleep(10)
-        assert hub.line("a").up.statistics()["transfers"] == 1
+        assert hub.line("a").up.flows
         if end == "cancel":
             call.cancel()
         else:
             hub.kill("a" if end == "kill sender" else "b")
         await asyncio.sleep(1)
-        assert hub.line("a").up.statistics()["transfers"] == 0
+        assert not hub.line("a").up.flows
         assert hub.link_use("a")[0].moved_bytes == pytest.approx(10_000, rel=0.02)
         assert work.outcome == "cancelled"
         assert call.done()
@@ -639,20 +641,6 @@ def test_the_end_of_a_conversation_is_held_back_too_and_a_kill_breaks_it_when_th
             await asyncio.sleep(1)
         assert heard == [1, "a ended the conversation", "cancelled"]
         assert hub.open_calls("b") == hub.statistics()["held"] == 0
-
-    run(main())
-
-
-def test_things_are_carried_one_way_after_transfer_and_latency() -> None:
-    async def main() -> None:
-        hub, arrived = SimNetwork(WEATHER), []
-        hub.carry("a", "b", lambda: arrived.append(now()))
-        hub.set_access("a", SLOW)
-        hub.carry("a", "b", lambda: arrived.append(now()), 1000)
-        hub.carry("a", "b", lambda: arrived.append(now()), 1000)
-        hub.carry("b", "c", lambda: arrived.append(now()), 1000)
-        await asyncio.sleep(10)
-        assert arrived == pytest.approx([LATENCY_S, LATENCY_S, 2 + LATENCY_S, 2 + LATENCY_S])
 
     run(main())
 
@@ -761,7 +749,7 @@ def test_a_seed_gives_the_same_turmoil_to_the_bit_in_any_process() -> None:
             env={
                 **os.environ,
                 "PYTHONHASHSEED": hash_seed,
-                "PYTHONPATH": os.pathsep.join(map(str, (here, Path(__file__).parent))),
+                "PYTHONPATH": os.pathsep.join(map(str, (here, here / "tests/support", Path(__file__).parent))),
             },
             cwd=here,
             capture_output=True,
