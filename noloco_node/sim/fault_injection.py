@@ -27,13 +27,6 @@ class FaultInjector:
         self._hub, self._peers, self._weather = hub, peers, weather
         self._lasting: list[Fault] = []
 
-    def __repr__(self) -> str:
-        return f"Conditions({len(self._lasting)} faults last)"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many faults last."""
-        return {"lasting": len(self._lasting)}
-
     def begin(self, fault: Fault) -> bool:
         """Let a fault happen; return False where there is nothing for it to happen to."""
         peer = self._peers.get(getattr(fault, "peer", ""))

@@ -75,10 +75,6 @@ class SimulatedPeer:
         self.devices: list[VirtualDevice] = []
         self._setting, self._hub, self._observe = setting, hub, observe
 
-    def __repr__(self) -> str:
-        state = "not started" if not self.lives else "running" if self.life.running else "gone"
-        return f"SimulatedPeer({self.name}, life {len(self.lives)}, {state})"
-
     @property
     def life(self) -> PeerLife:
         """The present life, or the last."""

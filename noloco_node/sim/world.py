@@ -81,10 +81,6 @@ class World:
             peer.stutter = Stutter(devices.stutter_share, devices.stutter_pause_s)
         self._make_unreachable(setting.scenario.network.dials_only)
 
-    def __repr__(self) -> str:
-        running = sum(peer.running for peer in self.peers.values())
-        return f"World({running} of {len(self.peers)} peers running, {self.hub!r})"
-
     @property
     def now_s(self) -> float:
         """Virtual seconds since the start."""

@@ -26,18 +26,11 @@ TIMERS_A_PEER = 20
 """Deadlines and sleeps of a node's own tasks."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class BoundInvariants:
     """Checks at every look that nothing has grown too large."""
 
     scene: CheckerContext
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how often a size was compared with its bound."""
-        return {"bounds": self.scene.checked["bound"]}
-
-    def __repr__(self) -> str:
-        return f"BoundsWatch({self.scene.checked['bound']} sizes checked)"
 
     def look(self) -> None:
         """Complain of what is larger than it may be."""
@@ -92,4 +85,4 @@ class BoundInvariants:
         calls = sum(self.scene.world.hub.open_calls(name) for name in self.scene.running)
         live = TIMERS_A_CALL * calls + TIMERS_A_PEER * len(self.scene.world.peers)
         # Cancelled ones are thrown away when they are more than half, and many.
-        self._check("timers of the loop", int(loop.statistics()["timers"]), 2 * live + MANY_TIMERS)
+        self._check("timers of the loop", loop.timer_count, 2 * live + MANY_TIMERS)

@@ -69,9 +69,6 @@ class InvariantChecker:
         self._moved = 0
         self._disks: dict[str, None] = {}
 
-    def __repr__(self) -> str:
-        return f"Watch({self._steps} inner steps, {sum(self._struck.values())} faults, {self._rounds!r})"
-
     def statistics(self) -> dict[str, int | float]:
         """Return virtual seconds, inner steps, moves, rounds, faults by kind, whether it was excused from ending, and
         how often each invariant was evaluated.

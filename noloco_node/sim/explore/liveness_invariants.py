@@ -39,7 +39,7 @@ A run has dozens of such stretches, and a search hundreds of runs.
 """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class LivenessInvariants:
     """Checks at every look that everybody gets on. `slowest`: the largest factor by which a device was slowed down."""
 
@@ -52,13 +52,6 @@ class LivenessInvariants:
     """The last meeting of each stage."""
     _talks: dict[object, float] = field(default_factory=dict)
     _asked: dict[tuple[str, int], float] = field(default_factory=dict)
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return requests to leave that were followed."""
-        return {"asked_to_leave": len(self._asked)}
-
-    def __repr__(self) -> str:
-        return f"PaceWatch({len(self._talks)} talks, {len(self._asked)} asked to leave)"
 
     def look(self) -> None:
         """Complain of whoever waits in vain."""

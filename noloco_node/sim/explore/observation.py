@@ -14,7 +14,7 @@ LIFETIME_S = 30.0
 """Of a record in the roster (`Presence`)."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class CheckerContext:
     """The world as the watch has seen it so far. `quiet_s`: since when nothing has happened to it."""
 
@@ -31,9 +31,6 @@ class CheckerContext:
     broken: InvariantBroken | None = None
     _spoilt_s: dict[str, float] = field(default_factory=dict)
     """Until when messages of a peer may have arrived wrong."""
-
-    def __repr__(self) -> str:
-        return f"Scene({len(self.running)} peers, quiet since {self.quiet_s:.1f} s, {self.broken})"
 
     def statistics(self) -> dict[str, int | float]:
         """Return how often each invariant was evaluated."""

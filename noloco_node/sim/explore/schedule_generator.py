@@ -151,9 +151,6 @@ class _Schedule:
             *(self._storm, self._slow, self._stutter, self._line, self._tamper, self._disk, self._join),
         )
 
-    def __repr__(self) -> str:
-        return f"_Schedule(until {self._last_s:.0f} s, anchors {', '.join(self._anchors)})"
-
     def draw(self) -> tuple[Fault, ...]:
         """Return one to nine faults with what belongs to them, in order."""
         found: list[Fault] = []

@@ -45,9 +45,6 @@ class ScheduleTrace:
     def __init__(self, world: World, say: Say) -> None:
         self._world, self._say = world, say
 
-    def __repr__(self) -> str:
-        return f"Trace({self._world!r})"
-
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Say an event, but for the totals."""
         if not isinstance(event, events.Hops | events.Traffic):

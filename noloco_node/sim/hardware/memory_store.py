@@ -14,9 +14,6 @@ class MemoryStore:
         self._present = present
         self._aside: dict[int, Checkpoint] = {}
 
-    def __repr__(self) -> str:
-        return f"MemoryShelf(stages {sorted(self._aside)})"
-
     async def served(self) -> int | None:
         """Return the stage of the last checkpoint; None without one."""
         present = self._present()

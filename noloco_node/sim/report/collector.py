@@ -118,13 +118,6 @@ class EventCollector:
         self._bad_until_s: dict[str, float] = {}
         self._cut_until_s, self._sides = 0.0, dict[str, int]()
 
-    def __repr__(self) -> str:
-        return f"Tally({len(self.stints.all)} lives, {self._looks} looks, {len(self.rows)} rows)"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how much has been seen."""
-        return {"lives": len(self.stints.all), "looks": self._looks, "rows": len(self.rows)}
-
     # What the world tells.
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:

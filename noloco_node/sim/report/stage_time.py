@@ -100,13 +100,6 @@ class StageTimes:
         self._busy_s, self._alive_s = [0.0] * stages, [0.0] * stages
         self._microbatches = self._forgotten = 0
 
-    def __repr__(self) -> str:
-        return f"Stints({len(self.all)}, {len(self.open)} open)"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many there were, and how many may still change."""
-        return {"stints": len(self.all), "open": len(self.open)}
-
     def begin(self, peer: SimulatedPeer, now_s: float) -> None:
         """Note that a peer has come, or gone on to another stage."""
         device = peer.device
