@@ -1,8 +1,9 @@
-"""What the peers of a world live with: lines, weather, partitions, devices and disks, and what faults make of them.
+"""What faults do to the peers of a world: to their lines, the network's conditions, partitions, devices and disks.
 
 Some faults last, and may overlap. What several of them ask for holds until the last of them ends: a peer is silent
-while any silence of it lasts, and the weather is as bad as the worst of its storms. Partitions are the exception, for
-groups of two partitions have no union: a second one takes the place of the first, whose end then heals nothing.
+while any silence of it lasts, and the conditions are as bad as in the worst of the storms. Partitions are the
+exception, for groups of two partitions have no union: a second one takes the place of the first, whose end then heals
+nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from noloco_node.sim.scenario.faults import Fault
 
 
 class FaultInjector:
-    """The conditions of one world. `weather`: when no storm rages."""
+    """The faults of one world. `conditions`: of its network when no storm lasts."""
 
-    def __init__(self, hub: SimNetwork, peers: Mapping[str, SimulatedPeer], weather: NetworkConditions) -> None:
-        self._hub, self._peers, self._weather = hub, peers, weather
+    def __init__(self, hub: SimNetwork, peers: Mapping[str, SimulatedPeer], conditions: NetworkConditions) -> None:
+        self._hub, self._peers, self._conditions = hub, peers, conditions
         self._lasting: list[Fault] = []
 
     def begin(self, fault: Fault) -> bool:
@@ -80,8 +81,8 @@ class FaultInjector:
         return tuple(fault for fault in self._lasting if isinstance(fault, faults.Storm))
 
     def _stormy(self, storms: tuple[faults.Storm, ...]) -> NetworkConditions:
-        """Return the weather with all these storms: of each share the worst."""
-        usual = self._weather
+        """Return the conditions with all these storms: of each share the worst."""
+        usual = self._conditions
         return replace(
             usual,
             loss=max(usual.loss, *(storm.loss for storm in storms), 0.0),

@@ -94,8 +94,8 @@ def kept() -> Seen:
 
 
 def test_no_figure_depends_on_when_lives_are_added_up(seen: Seen, kept: Seen) -> None:
-    assert len(kept.tally.stints.open) == len(kept.tally.stints.all) == len(seen.tally.stints.all)
-    assert len(seen.tally.stints.open) < len(seen.tally.stints.all) / 2
+    assert len(kept.tally.stage_times.open) == len(kept.tally.stage_times.all) == len(seen.tally.stage_times.all)
+    assert len(seen.tally.stage_times.open) < len(seen.tally.stage_times.all) / 2
     assert seen.report.digest == kept.report.digest
     alike(json.decode(json.encode(seen.report)), json.decode(json.encode(kept.report)))
 
@@ -116,7 +116,7 @@ def alike(one: Any, other: Any) -> None:
 
 def test_the_nodes_of_lives_that_are_over_are_let_go_of(seen: Seen, kept: Seen) -> None:
     assert len(seen.earlier) >= 10
-    unsettled = sum(each.life is not each.peer.life for each in seen.tally.stints.open)
+    unsettled = sum(each.life is not each.peer.life for each in seen.tally.stage_times.open)
     assert seen.still_there <= unsettled
     assert kept.still_there == len(kept.earlier)
 

@@ -1,6 +1,6 @@
-"""What the watch reads of a node that no public counter shows: one place for all of it, and nothing is ever changed.
+"""What the checker reads of a node that no public counter shows: one place for all of it, and nothing is ever changed.
 
-A counter for each of these would be there for the watch alone, and would be updated by the very code that is watched.
+A counter for each of these would be there for the checker alone, and would be updated by the very code that is checked.
 """
 
 from __future__ import annotations

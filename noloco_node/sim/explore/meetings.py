@@ -29,7 +29,7 @@ from noloco_node.run.config import OuterConfig
 from noloco_node.sim.explore.life_records import Complain, LifeRecord, Lives, Spoilt
 
 TOLERANCE = 1e-3
-"""As in `watch_rounds`."""
+"""As in `round_invariants`."""
 NO_GAP = 1e-6
 """A gap that tells no meeting from another: of two replicas alone, by arithmetic."""
 LATE_S = 30.0

@@ -1,4 +1,4 @@
-"""What all parts of the watch know: who is there, since when nothing has happened, and what was found to be broken."""
+"""What all parts of the checker know: who is there, since when nothing has happened, and what was found broken."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from noloco_node.sim.explore.life_records import Delays, LifeRecord, Lives, repl
 from noloco_node.sim.world import World
 
 LIFETIME_S = 30.0
-"""Of a record in the roster (`Presence`)."""
+"""Of a record in the roster (`Membership`)."""
 
 
 @dataclass(slots=True, repr=False)
 class CheckerContext:
-    """The world as the watch has seen it so far. `quiet_s`: since when nothing has happened to it."""
+    """The world as the checker has seen it so far. `quiet_s`: since when nothing has happened to it."""
 
     world: World
     delays: Delays

@@ -8,7 +8,7 @@ from noloco_node.storage.checkpoint import Checkpoint
 
 
 class MemoryStore:
-    """Implements `machine.FormerStages`. `present`: returns the last checkpoint that the peer has saved."""
+    """Implements `machine.interface.ArchivedStages`. `present`: returns the last checkpoint that the peer has saved."""
 
     def __init__(self, present: Callable[[], Checkpoint | None]) -> None:
         self._present = present
