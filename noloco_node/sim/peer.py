@@ -217,6 +217,6 @@ class SimulatedPeer:
         return say
 
     def _over(self, life: PeerLife) -> None:
-        """Take the network of a process that ended by itself off the hub."""
+        """Take a process that ended by itself out of the network."""
         if not life.crashed:
             self._hub.kill(self.name)

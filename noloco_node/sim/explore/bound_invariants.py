@@ -12,10 +12,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from noloco_node.node.replica import Replica
+from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.sim.clock import MANY_TIMERS, VirtualLoop
-from noloco_node.sim.explore.introspection import answered, sizes
+from noloco_node.sim.explore.introspection import sizes
 from noloco_node.sim.explore.life_records import LifeRecord
 from noloco_node.sim.explore.observation import CheckerContext
+from noloco_node.sim.network.hub import SimNetwork
 
 SPARE_CALLS = 8
 VERSIONS = 4
@@ -57,7 +59,7 @@ class BoundInvariants:
         if gate.queued > gate.queue_limit or gate.in_flight + gate.succeeded > gate.windows * gate.window:
             self.context.complain("bound", f"{record.name} has let in too many: {gate!r}")
         if record.stage > 0:
-            handled = answered(self.context.world.hub, record.name, record.stage)
+            handled = _answered_count(self.context.world.hub, record.name, record.stage)
             self.context.checked["slot"] += 1
             if gate.in_flight + gate.queued > handled:
                 sentence = f"{record.name} handles {handled} microbatches, and more slots and places are taken"
@@ -88,3 +90,9 @@ class BoundInvariants:
         live = TIMERS_A_CALL * calls + TIMERS_A_PEER * len(self.context.world.peers)
         # Cancelled ones are thrown away when they are more than half, and many.
         self._check("timers of the loop", loop.timer_count, 2 * live + MANY_TIMERS)
+
+
+def _answered_count(network: SimNetwork, name: str, stage: int) -> int:
+    """Return how many microbatches of others a peer is handling: each holds one slot, or one place in the queue."""
+    peer, kind = network.peer(name), topic(MICROBATCH, stage)
+    return 0 if peer is None else sum(end.topic == kind for end in peer.answering)

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from noloco_node.node.replica import Replica
-from noloco_node.run.protocols import MICROBATCH, topic
-from noloco_node.sim.network.hub import SimNetwork
 
 
 def meets(replica: Replica) -> str | None:
@@ -36,9 +34,3 @@ def sizes(replica: Replica) -> Iterator[tuple[str, int, int]]:
         yield "replicas of the next stage that rest", stage + 1, len(replica.downstream._resting)
         yield "replicas of the next stage that were called", stage + 1, len(replica.downstream.hop_totals)
         yield "suspects", stage + 1, len(replica.downstream.suspects)
-
-
-def answered(hub: SimNetwork, peer: str, stage: int) -> int:
-    """Return how many microbatches of others a peer is handling: each holds one slot, or one place in the queue."""
-    network, kind = hub.peer(peer), topic(MICROBATCH, stage)
-    return 0 if network is None else sum(end.topic == kind for end in network.answering)
