@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -150,12 +150,3 @@ def replay(seed: int, trace: bool, say: Say) -> int:
     say(f"{told}\ndigest {result.digest}")
     say("all invariants held" if result.broken is None else str(result.broken))
     return 0 if result.broken is None else 1
-
-
-def totals(results: Iterable[ExploreResult]) -> dict[str, float]:
-    """Return the sums of what the checkers of many runs counted."""
-    found: dict[str, float] = {}
-    for result in results:
-        for name, value in result.counts.items():
-            found[name] = found.get(name, 0) + value
-    return found
