@@ -68,7 +68,7 @@ def patient(scenario: Scenario) -> Scenario:
     return structs.replace(scenario, swarm=structs.replace(scenario.swarm, impatient=False))
 
 
-def in_fair_weather(scenario: Scenario) -> Scenario:
+def on_a_good_network(scenario: Scenario) -> Scenario:
     """Without lost messages; where meetings break by chance, it takes more of them to complain."""
     return structs.replace(scenario, network=structs.replace(scenario.network, loss=0.0, duplicate=0.0))
 
@@ -359,7 +359,7 @@ def test_a_swarm_in_which_nobody_meets_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, bug: object
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert first_broken(in_fair_weather).kind == "meet"
+    assert first_broken(on_a_good_network).kind == "meet"
 
 
 # What is found is said.

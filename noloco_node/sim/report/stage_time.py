@@ -1,8 +1,7 @@
 """What each peer of a simulation did at each stage, and the sum of it.
 
-What is over is added to totals once, and its node let go of: in a day of
-comings and goings a peer lives a dozen lives, and a look at all of them must not become dearer with each, nor the
-memory fuller.
+What is over is added to totals once, and its node let go of: in a day of comings and goings a peer lives a dozen lives,
+and a look at all of them must not become dearer with each, nor the memory fuller.
 """
 
 from __future__ import annotations
