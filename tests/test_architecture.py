@@ -127,8 +127,6 @@ EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
     no_circle: {
         "noloco_node.cli noloco_node.data noloco_node.demo noloco_node.doctor noloco_node.export noloco_node.inference "
         "noloco_node.node noloco_node.planning noloco_node.sim": "until NodeConfig has found its place",
-        "noloco_node.sim.network.conversation noloco_node.sim.network.hub noloco_node.sim.network.outbox "
-        "noloco_node.sim.network.peer_network": "until the medium leaves the hub",
     },
     a_package_says_at_most_what_it_is: {"noloco_node": "setup.cfg reads the version there"},
     public_classes_have_names_of_their_own: {

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.latency.tree import Carry, Member, plant
+from benchmarks.latency.tree import Carry, Member, carrier, plant
 from noloco_node.sim import clock
 from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
@@ -157,7 +157,7 @@ def measure(cell: Cell) -> Waits:
 async def all_for_all(cell: Cell, phases: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return when each replica finished each outer step of DiLoCo; `phases`: its seconds between two of them."""
     hub = SimNetwork(STILL, seed=cell.seed)
-    workers = plant("complete", cell.replicas, hub.carry)
+    workers = plant("complete", cell.replicas, carrier(hub))
     replicas = [InStep(worker, mine) for worker, mine in zip(workers, phases, strict=True)]
     async with asyncio.TaskGroup() as group:
         for replica in replicas:
@@ -168,7 +168,7 @@ async def all_for_all(cell: Cell, phases: Sequence[Sequence[float]]) -> list[lis
 async def two_for_two(cell: Cell, phases: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return when each replica finished each outer step of NoLoCo."""
     hub = SimNetwork(STILL, seed=cell.seed)
-    replicas = [InPairs(number, hub.carry, mine) for number, mine in enumerate(phases)]
+    replicas = [InPairs(number, carrier(hub), mine) for number, mine in enumerate(phases)]
     async with asyncio.TaskGroup() as group:
         for replica in replicas:
             group.create_task(replica.live(replicas, cell.seed))

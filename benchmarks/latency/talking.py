@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from benchmarks.latency.tree import Member, Times, Trials, moments, plant, world
+from benchmarks.latency.tree import Member, Times, Trials, carrier, moments, plant, world
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.wire import MessageSpec, Schema
 from noloco_node.sim import clock
@@ -99,7 +99,7 @@ def measure(batch: Trials) -> Times:
 async def _trials(batch: Trials) -> list[float]:
     loop = asyncio.get_running_loop()
     hub = world(batch)
-    workers = plant(batch.shape, batch.workers, hub.carry)
+    workers = plant(batch.shape, batch.workers, carrier(hub))
     members = {member.name: member for worker in workers for member in _upwards(worker)}
     for worker in workers:
         worker.arrived = lambda total: None

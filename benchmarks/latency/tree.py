@@ -196,12 +196,21 @@ def world(batch: Trials) -> SimNetwork:
     return SimNetwork(weather, seed=Random(f"{batch.seed}|latency|{what}").getrandbits(63))
 
 
+def carrier(hub: SimNetwork) -> Carry:
+    """Return what delivers each message after a latency of its own, whatever went before."""
+
+    def carry(sender: str, receiver: str, arrive: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(hub.draw_latency(), arrive)
+
+    return carry
+
+
 def measure(batch: Trials) -> Times:
     """Take a batch of trials, one after the other, on the simulator's lines."""
 
     async def trials() -> list[float]:
         hub = world(batch)
-        together = Together(plant(batch.shape, batch.workers, hub.carry))
+        together = Together(plant(batch.shape, batch.workers, carrier(hub)))
         return [await together.once() for _ in range(batch.trials)]
 
     return moments(clock.run(trials()))

@@ -67,27 +67,8 @@ def loop_future() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
 
-def carries(weather: NetworkConditions) -> Callable[[int, int], Coroutine[Any, Any, None]]:
-    """Return a job that carries one thing after the other."""
-
-    async def main(calls: int, peers: int) -> None:
-        hub, done, left = SimNetwork(weather), loop_future(), [calls]
-
-        def arrive() -> None:
-            left[0] -= 1
-            if left[0]:
-                hub.carry("a", "b", arrive)
-            else:
-                done.set_result(None)
-
-        hub.carry("a", "b", arrive)
-        await done
-
-    return main
-
-
 def conversations(
-    weather: NetworkConditions, access: Access | None = None
+    conditions: NetworkConditions, access: Access | None = None
 ) -> Callable[[int, int], Coroutine[Any, Any, None]]:
     """Return a job that holds `calls` conversations between `peers` peers."""
 
@@ -95,7 +76,7 @@ def conversations(
         await conversation.send(await conversation.receive())
 
     async def main(calls: int, peers: int) -> None:
-        hub = SimNetwork(weather, size_bytes=message_bytes)
+        hub = SimNetwork(conditions, size_bytes=message_bytes)
         networks = [hub.network(f"peer-{number}", access) for number in range(peers)]
         for network in networks:
             await network.serve("ask", SCHEMA, answer)
@@ -114,7 +95,7 @@ def conversations(
         async with asyncio.TaskGroup() as group:
             for first in range(peers):
                 group.create_task(talk(first))
-        assert lost[0] <= calls * (4 * weather.loss)
+        assert lost[0] <= calls * (4 * conditions.loss)
 
     return main
 
@@ -133,10 +114,6 @@ async def readings(calls: int, peers: int) -> None:
 CALM = NetworkConditions(latency=Latency(mean_s=0.02))
 JOBS: dict[str, Callable[[int, int], Coroutine[Any, Any, None]]] = {
     "a timer of the event loop": timers,
-    "one delivery (carry)": carries(CALM),
-    "one delivery, log-normal latency": carries(
-        NetworkConditions(latency=Latency(shape="lognormal", mean_s=0.02, std_s=0.02)),
-    ),
     "a conversation": conversations(CALM),
     "a conversation, log-normal latency": conversations(
         NetworkConditions(latency=Latency(shape="lognormal", mean_s=0.02, std_s=0.02))

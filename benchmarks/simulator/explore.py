@@ -13,11 +13,12 @@ import argparse
 import multiprocessing
 import sys
 import time
+from collections.abc import Iterable
 
 import torch
 
 from noloco_node.sim.explore.schedule_generator import draw
-from noloco_node.sim.explore.search import ExploreResult, examine, report, totals
+from noloco_node.sim.explore.search import ExploreResult, examine, report
 
 LINE_EVERY_S = 10.0
 
@@ -35,33 +36,42 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="processes, one core each")
     arguments = parser.parse_args()
     begun_s = said_s = time.monotonic()
-    verdicts: list[ExploreResult] = []
+    results: list[ExploreResult] = []
     with multiprocessing.get_context("spawn").Pool(arguments.processes, torch.set_num_threads, (1,)) as pool:
         seeds = range(arguments.first, arguments.first + arguments.count)
-        for verdict in pool.imap(examine_seed, seeds, chunksize=4):
-            verdicts.append(verdict)
-            if verdict.broken is not None:
-                print(f"seed {verdict.scenario.seed}: {verdict.broken}", flush=True)
+        for result in pool.imap(examine_seed, seeds, chunksize=4):
+            results.append(result)
+            if result.broken is not None:
+                print(f"seed {result.scenario.seed}: {result.broken}", flush=True)
             now_s = time.monotonic()
             if now_s - said_s >= LINE_EVERY_S:
                 said_s = now_s
-                rate = len(verdicts) / (now_s - begun_s)
-                left_s = (arguments.count - len(verdicts)) / rate
-                print(f"{len(verdicts)} of {arguments.count}, {rate:.1f} a second, {left_s:.0f} s to go", flush=True)
-    broken = [verdict for verdict in verdicts if verdict.broken is not None]
-    table(verdicts, time.monotonic() - begun_s, arguments.processes)
-    for verdict in broken[:3]:
-        report(verdict, print)
+                rate = len(results) / (now_s - begun_s)
+                left_s = (arguments.count - len(results)) / rate
+                print(f"{len(results)} of {arguments.count}, {rate:.1f} a second, {left_s:.0f} s to go", flush=True)
+    broken = [result for result in results if result.broken is not None]
+    table(results, time.monotonic() - begun_s, arguments.processes)
+    for result in broken[:3]:
+        report(result, print)
     return 1 if broken else 0
 
 
-def table(verdicts: list[ExploreResult], real_s: float, processes: int) -> None:
+def totals(results: Iterable[ExploreResult]) -> dict[str, float]:
+    """Return the sums of what the checkers of many runs counted."""
+    found: dict[str, float] = {}
+    for result in results:
+        for name, value in result.counts.items():
+            found[name] = found.get(name, 0) + value
+    return found
+
+
+def table(results: list[ExploreResult], real_s: float, processes: int) -> None:
     """Print the totals over all schedules."""
-    sums = totals(verdicts)
+    sums = totals(results)
     struck = {name.removeprefix("struck."): count for name, count in sums.items() if name.startswith("struck.")}
     kinds = ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(struck.items()))
-    print(f"seeds              {len(verdicts)}")
-    print(f"violations         {sum(verdict.broken is not None for verdict in verdicts)}")
+    print(f"seeds              {len(results)}")
+    print(f"violations         {sum(result.broken is not None for result in results)}")
     print(f"excused            {sums['excused']:.0f} did not end: a newcomer waits for donors nobody can dial")
     print(f"virtual hours      {sums['virtual_s'] / 3600:.1f}")
     print(f"faults             {sum(struck.values()):.0f}: {kinds}")

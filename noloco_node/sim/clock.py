@@ -78,9 +78,6 @@ class _Entry:
         self.loop: VirtualLoop | None = None
         """The loop in whose heap of timers it is."""
 
-    def __repr__(self) -> str:
-        return f"<_Entry at {self.when_s} s: {self.callback}>"
-
     def cancel(self) -> None:
         """Forget the callback, and what it holds, at once; its place in the loop's queue stays for a while."""
         self.is_cancelled, self.callback, self.args = True, _nothing, ()
@@ -120,12 +117,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._numbers = itertools.count()
         self.set_task_factory(_numbered)  # type: ignore[arg-type] # typeshed knows no context there
 
-    def __repr__(self) -> str:
-        return f"<VirtualLoop at {self._now_s} s: {len(self._ready)} ready, {len(self._timers)} timers>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the virtual time and what is pending, cancelled timers included."""
-        return {"now_s": self._now_s, "ready": len(self._ready), "timers": len(self._timers)}
+    @property
+    def timer_count(self) -> int:
+        """How many timers are set, cancelled ones included."""
+        return len(self._timers)
 
     def time(self) -> float:
         return self._now_s

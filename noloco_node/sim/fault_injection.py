@@ -1,8 +1,9 @@
-"""What the peers of a world live with: lines, weather, partitions, devices and disks, and what faults make of them.
+"""What faults do to the peers of a world: to their lines, the network's conditions, partitions, devices and disks.
 
 Some faults last, and may overlap. What several of them ask for holds until the last of them ends: a peer is silent
-while any silence of it lasts, and the weather is as bad as the worst of its storms. Partitions are the exception, for
-groups of two partitions have no union: a second one takes the place of the first, whose end then heals nothing.
+while any silence of it lasts, and the conditions are as bad as in the worst of the storms. Partitions are the
+exception, for groups of two partitions have no union: a second one takes the place of the first, whose end then heals
+nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from noloco_node.sim.hardware.device import Stutter
-from noloco_node.sim.network.hub import Corruption, SimNetwork
+from noloco_node.sim.network.corruption import Corruption
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access, NetworkConditions
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import faults
@@ -20,18 +22,11 @@ from noloco_node.sim.scenario.faults import Fault
 
 
 class FaultInjector:
-    """The conditions of one world. `weather`: when no storm rages."""
+    """The faults of one world. `conditions`: of its network when no storm lasts."""
 
-    def __init__(self, hub: SimNetwork, peers: Mapping[str, SimulatedPeer], weather: NetworkConditions) -> None:
-        self._hub, self._peers, self._weather = hub, peers, weather
+    def __init__(self, hub: SimNetwork, peers: Mapping[str, SimulatedPeer], conditions: NetworkConditions) -> None:
+        self._hub, self._peers, self._conditions = hub, peers, conditions
         self._lasting: list[Fault] = []
-
-    def __repr__(self) -> str:
-        return f"Conditions({len(self._lasting)} faults last)"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many faults last."""
-        return {"lasting": len(self._lasting)}
 
     def begin(self, fault: Fault) -> bool:
         """Let a fault happen; return False where there is nothing for it to happen to."""
@@ -46,14 +41,14 @@ class FaultInjector:
                 if peer.running:
                     self._hub.set_access(peer.name, peer.access)
             case faults.Tamper() if peer is not None and peer.running:
-                self._hub.tamper(peer.name, Corruption(fault.how), fault.count)
+                self._hub.corrupt(peer.name, Corruption(fault.how), fault.count)
             case faults.Silence():
                 self._hub.silence(fault.peer)
             case faults.Partition():
                 self._lasting = [other for other in self._lasting if not isinstance(other, faults.Partition)]
                 self._hub.partition(fault.groups)
             case faults.Storm():
-                self._hub.weather = self._stormy((*self._storms(), fault))
+                self._hub.conditions = self._stormy((*self._storms(), fault))
             case faults.Disk() if peer is not None:
                 peer.disk_refuses = True
             case _:
@@ -73,7 +68,7 @@ class FaultInjector:
             case faults.Partition():
                 self._hub.heal()
             case faults.Storm():
-                self._hub.weather = self._stormy(self._storms())
+                self._hub.conditions = self._stormy(self._storms())
             case faults.Disk() if fault.peer in self._peers and not self._lasts(faults.Disk, fault.peer):
                 self._peers[fault.peer].disk_refuses = False
             case _:
@@ -86,8 +81,8 @@ class FaultInjector:
         return tuple(fault for fault in self._lasting if isinstance(fault, faults.Storm))
 
     def _stormy(self, storms: tuple[faults.Storm, ...]) -> NetworkConditions:
-        """Return the weather with all these storms: of each share the worst."""
-        usual = self._weather
+        """Return the conditions with all these storms: of each share the worst."""
+        usual = self._conditions
         return replace(
             usual,
             loss=max(usual.loss, *(storm.loss for storm in storms), 0.0),

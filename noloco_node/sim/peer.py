@@ -75,10 +75,6 @@ class SimulatedPeer:
         self.devices: list[VirtualDevice] = []
         self._setting, self._hub, self._observe = setting, hub, observe
 
-    def __repr__(self) -> str:
-        state = "not started" if not self.lives else "running" if self.life.running else "gone"
-        return f"SimulatedPeer({self.name}, life {len(self.lives)}, {state})"
-
     @property
     def life(self) -> PeerLife:
         """The present life, or the last."""
@@ -221,6 +217,6 @@ class SimulatedPeer:
         return say
 
     def _over(self, life: PeerLife) -> None:
-        """Take the network of a process that ended by itself off the hub."""
+        """Take a process that ended by itself out of the network."""
         if not life.crashed:
             self._hub.kill(self.name)

@@ -59,7 +59,7 @@ class World:
 
     def __init__(self, setting: SimSetup) -> None:
         self.setting = setting
-        self.hub = SimNetwork(setting.weather, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
+        self.hub = SimNetwork(setting.conditions, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
         self.peers: dict[str, SimulatedPeer] = {}
         self.watchers: list[Watcher] = []
         self.ended_s = 0.0
@@ -71,7 +71,7 @@ class World:
         self._sent_home = False
         self._ended: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._conditions = FaultInjector(self.hub, self.peers, setting.weather)
+        self._fault_injector = FaultInjector(self.hub, self.peers, setting.conditions)
         slowness = setting.scenario.devices.slowness
         devices = setting.scenario.devices
         for number, name in enumerate(setting.peers):
@@ -80,10 +80,6 @@ class World:
             peer.first_slowness = peer.slowness = slowness[replica % len(slowness)]
             peer.stutter = Stutter(devices.stutter_share, devices.stutter_pause_s)
         self._make_unreachable(setting.scenario.network.dials_only)
-
-    def __repr__(self) -> str:
-        running = sum(peer.running for peer in self.peers.values())
-        return f"World({running} of {len(self.peers)} peers running, {self.hub!r})"
 
     @property
     def now_s(self) -> float:
@@ -228,7 +224,7 @@ class World:
 
     async def _end_later(self, fault: Fault) -> None:
         await asyncio.sleep(max(0.0, faults.ends_s(fault) - self.now_s))
-        self._conditions.end(fault)
+        self._fault_injector.end(fault)
 
     def _happens(self, fault: Fault) -> bool:
         """Let a fault happen; return whether it did: a peer that is gone cannot crash again."""
@@ -249,7 +245,7 @@ class World:
             case faults.Join() | faults.Restart() | faults.Crash() | faults.Leave():
                 return False
             case _:
-                return self._conditions.begin(fault)
+                return self._fault_injector.begin(fault)
         return True
 
     def _crash(self, peer: SimulatedPeer) -> None:

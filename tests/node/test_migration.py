@@ -59,7 +59,7 @@ class Cast:
 
     def __init__(self) -> None:
         self.setting = build_setup(decode_scenario(SCENARIO, "the test's scenario"))
-        self.hub = SimNetwork(self.setting.weather, size_bytes=self.setting.size_bytes)
+        self.hub = SimNetwork(self.setting.conditions, size_bytes=self.setting.size_bytes)
         self.events: dict[str, list[events.Event]] = {}
         self.peers: list[SimulatedPeer] = []
 

@@ -17,8 +17,9 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.corruption import Corruption
-from noloco_node.sim.network.hub import SimNetwork, SimPeerNetwork
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_distribution import RunFileText
@@ -385,7 +386,7 @@ def test_weights_that_violate_the_protocol_are_journalled_by_whoever_gets_them()
         peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
         await until(lambda: len(peers[1].of(events.InnerStep)) >= 2)
         # Of the messages that a replica of the only stage sends, weights alone hold tensors.
-        hub.tamper("peer-a", Corruption.SHAPE, 4)
+        hub.corrupt("peer-a", Corruption.SHAPE, 4)
         await asyncio.gather(*[peer.task for peer in peers])
         return peers
 

@@ -388,12 +388,12 @@ def test_who_interrupts_finds_nothing_half_done(tmp_path: Path, monkeypatch: pyt
     looks = 0
     look = EventCollector.look
 
-    def interrupted(tally: EventCollector) -> None:
+    def interrupted(collector: EventCollector) -> None:
         nonlocal looks
         looks += 1
         if looks == 5:
             signal.raise_signal(signal.SIGINT)
-        look(tally)
+        look(collector)
 
     monkeypatch.setattr(EventCollector, "look", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -21,6 +21,7 @@ from msgspec import structs
 import gossip.rounds.meeting
 import gossip.rounds.offers
 import gossip.rounds.outer_optimiser
+from benchmarks.simulator.explore import totals
 from gossip.exchange.messages import Declined, DeclineReason, Offer, Received
 from gossip.exchange.swap import Conversation
 from gossip.rounds.matching import AnswerState
@@ -32,7 +33,7 @@ from noloco_node.node.node import Node
 from noloco_node.node.replica import Replica
 from noloco_node.sim.explore.invariant_error import InvariantBroken
 from noloco_node.sim.explore.schedule_generator import draw
-from noloco_node.sim.explore.search import ExploreResult, examine, explore, replay, totals
+from noloco_node.sim.explore.search import ExploreResult, examine, explore, replay
 from noloco_node.sim.explore.shrink import shrink
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.scenario import faults
@@ -49,9 +50,9 @@ FEW = 6
 
 def first_broken(prepare: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> InvariantBroken:
     for seed in range(FEW):
-        verdict = examine(prepare(draw(seed)))
-        if verdict.broken is not None:
-            return verdict.broken
+        result = examine(prepare(draw(seed)))
+        if result.broken is not None:
+            return result.broken
     raise AssertionError(f"not found within {FEW} seeds")
 
 
@@ -67,7 +68,7 @@ def patient(scenario: Scenario) -> Scenario:
     return structs.replace(scenario, swarm=structs.replace(scenario.swarm, impatient=False))
 
 
-def in_fair_weather(scenario: Scenario) -> Scenario:
+def on_a_good_network(scenario: Scenario) -> Scenario:
     """Without lost messages; where meetings break by chance, it takes more of them to complain."""
     return structs.replace(scenario, network=structs.replace(scenario.network, loss=0.0, duplicate=0.0))
 
@@ -107,8 +108,8 @@ def examined(seed: int) -> ExploreResult:
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 10))
 def test_random_schedules_keep_the_invariants(first: int) -> None:
-    verdicts = [examined(seed) for seed in range(first, first + 10)]
-    assert [str(verdict.broken) for verdict in verdicts if verdict.broken is not None] == []
+    results = [examined(seed) for seed in range(first, first + 10)]
+    assert [str(result.broken) for result in results if result.broken is not None] == []
 
 
 def test_random_schedules_evaluate_every_invariant() -> None:
@@ -186,9 +187,9 @@ at_s = 41.0
 
 def test_a_newcomer_that_waits_for_a_donor_that_nobody_can_dial_is_excused_and_counted() -> None:
     """s1r1 goes on saying that it lives, and a newcomer rather waits for its weights than bring the first ones."""
-    verdict = examine(decode_scenario(UNREACHABLE_DONOR, "here"))
-    assert verdict.broken is None
-    assert verdict.counts["excused"] == 1
+    result = examine(decode_scenario(UNREACHABLE_DONOR, "here"))
+    assert result.broken is None
+    assert result.counts["excused"] == 1
 
 
 # What must not hold is found.
@@ -358,7 +359,7 @@ def test_a_swarm_in_which_nobody_meets_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str, bug: object
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert first_broken(in_fair_weather).kind == "meet"
+    assert first_broken(on_a_good_network).kind == "meet"
 
 
 # What is found is said.

@@ -60,7 +60,7 @@ class Lives:
 
 
 class Seen:
-    """What one simulation left: its report, its tally, and how many nodes of earlier lives are still there."""
+    """What one simulation left: its report, its collector, and how many nodes of earlier lives are still there."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -68,11 +68,11 @@ class Seen:
         self.report: Report = simulate(build_setup(decode_scenario(HOURLY, "x")), self._watch, self._finish)
 
     def _watch(self, world: World) -> list[Any]:
-        self.tally = EventCollector(world)
-        return [self.tally, self.lives]
+        self.collector = EventCollector(world)
+        return [self.collector, self.lives]
 
     def _finish(self, world: World) -> Report:
-        report = make_report(world, self.tally)
+        report = make_report(world, self.collector)
         gc.collect()
         last = {(name, peer.life.number) for name, peer in world.peers.items()}
         self.earlier = [node for life, node in self.lives.nodes.items() if life not in last]
@@ -94,8 +94,12 @@ def kept() -> Seen:
 
 
 def test_no_figure_depends_on_when_lives_are_added_up(seen: Seen, kept: Seen) -> None:
-    assert len(kept.tally.stints.open) == len(kept.tally.stints.all) == len(seen.tally.stints.all)
-    assert len(seen.tally.stints.open) < len(seen.tally.stints.all) / 2
+    assert (
+        len(kept.collector.stage_times.open)
+        == len(kept.collector.stage_times.all)
+        == len(seen.collector.stage_times.all)
+    )
+    assert len(seen.collector.stage_times.open) < len(seen.collector.stage_times.all) / 2
     assert seen.report.digest == kept.report.digest
     alike(json.decode(json.encode(seen.report)), json.decode(json.encode(kept.report)))
 
@@ -116,7 +120,7 @@ def alike(one: Any, other: Any) -> None:
 
 def test_the_nodes_of_lives_that_are_over_are_let_go_of(seen: Seen, kept: Seen) -> None:
     assert len(seen.earlier) >= 10
-    unsettled = sum(each.life is not each.peer.life for each in seen.tally.stints.open)
+    unsettled = sum(each.life is not each.peer.life for each in seen.collector.stage_times.open)
     assert seen.still_there <= unsettled
     assert kept.still_there == len(kept.earlier)
 
@@ -124,7 +128,7 @@ def test_the_nodes_of_lives_that_are_over_are_let_go_of(seen: Seen, kept: Seen) 
 def test_a_few_looks_that_count_for_more_divide_the_time_alike(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "MOST_ROWS", 150)
     fewer = Seen()
-    assert len(fewer.tally.rows) <= 151 < len(seen.tally.rows)
+    assert len(fewer.collector.rows) <= 151 < len(seen.collector.rows)
     assert fewer.report.digest == seen.report.digest
     # A suspicion is soon over: none is overlooked.
     assert fewer.report.true_suspects == seen.report.true_suspects
@@ -137,17 +141,17 @@ def test_a_few_looks_that_count_for_more_divide_the_time_alike(seen: Seen, monke
 
 
 def test_garbage_is_collected_once_in_many_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    stints, count = StageTimes(1), 2 * stage_time.FORGOTTEN + 1
+    times, count = StageTimes(1), 2 * stage_time.FORGOTTEN + 1
     collected: list[float] = []
-    monkeypatch.setattr(gc, "collect", lambda: collected.append(stints.seconds(0.0)[0][0]))
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(times.seconds(0.0)[0][0]))
     peer = SimulatedPeer.__new__(SimulatedPeer)
     peer.lives, device = [PeerLife(0)], VirtualDevice()
     for _ in range(count):
         over = StageTime(peer=peer, life=PeerLife(1), device=device, stage=0, begun_s=0.0, ended_s=2.0, busy_s=1.0)
-        stints.open[over] = None
-        stints.settle(2.0 + stage_time.SETTLED_S / 2)
-        assert over in stints.open
-        stints.settle(2.0 + stage_time.SETTLED_S)
-        assert not stints.open
+        times.open[over] = None
+        times.settle(2.0 + stage_time.SETTLED_S / 2)
+        assert over in times.open
+        times.settle(2.0 + stage_time.SETTLED_S)
+        assert not times.open
     assert collected == [stage_time.FORGOTTEN, 2 * stage_time.FORGOTTEN]
-    assert stints.seconds(100.0) == ((1.0 * count,), (2.0 * count,))
+    assert times.seconds(100.0) == ((1.0 * count,), (2.0 * count,))

@@ -46,7 +46,7 @@ class Record:
 
     def look(self) -> None:
         counts = Counter(self.world.hub.counts)
-        counts["held"] = self.world.hub.held
+        counts["held"] = len(self.world.hub.holding)
         self.counts.append((self.world.now_s, counts))
 
     def of(self, peer: str, kind: type[events.Event]) -> list[tuple[float, events.Event]]:
@@ -221,7 +221,7 @@ class Moments:
     [
         ("silence", "peer = 's1r0'\n", lambda world: world.hub.is_cut("s1r0", "s1r1")),
         ("disk", "peer = 's1r0'\n", lambda world: world.peers["s1r0"].disk_refuses),
-        ("storm", "late = 0.1\n", lambda world: world.hub.weather.late == 0.1),
+        ("storm", "late = 0.1\n", lambda world: world.hub.conditions.late == 0.1),
     ],
 )
 def test_of_faults_that_overlap_the_last_to_end_ends_them(
@@ -250,7 +250,7 @@ def test_storms_add_up_and_a_second_partition_takes_the_place_of_the_first() -> 
 
     def ask(world: World) -> object:
         hub = world.hub
-        return hub.weather.loss, hub.weather.late, hub.is_cut("s0r0", "s0r1"), hub.is_cut("s1r0", "s1r1")
+        return hub.conditions.loss, hub.conditions.late, hub.is_cut("s0r0", "s0r1"), hub.is_cut("s1r0", "s1r1")
 
     def watch(world: World) -> list[Moments]:
         moments.append(Moments(world, ask))

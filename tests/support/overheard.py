@@ -80,7 +80,7 @@ class Cast:
 
     def __init__(self, text: str) -> None:
         setting = build_setup(decode_scenario(text, "the test's scenario"))
-        self.hub = SimNetwork(setting.weather, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
+        self.hub = SimNetwork(setting.conditions, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
         self._events: defaultdict[tuple[str, type[events.Event]], list[tuple[float, events.Event]]] = defaultdict(list)
         self.listen: Tell | None = None
         replicas = setting.run.pipeline.replicas

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import VirtualLoop, run
-from noloco_node.sim.network.hub import SimNetwork, SimPeerNetwork
+from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.peer_records import CLOCK_S, DhtRead, is_doubtful
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -500,7 +501,7 @@ def test_a_flood_of_records_is_bounded_and_the_known_stay() -> None:
         await one.claim(record("z", 0))
         for number in range(5000):
             name = f"a{number:05}"
-            hub.records.publish((f"{RUN}/stage/0", name), (stored(1, record(name, 0)), 300.0), 0.0, side=None)
+            hub.dht.publish((f"{RUN}/stage/0", name), (stored(1, record(name, 0)), 300.0), 0.0, side=None)
         roster = await one.peek()
         assert len(roster.stage(0)) <= 4097
         assert {"y", "z"} <= {record.peer for record in roster.stage(0)}

@@ -217,7 +217,7 @@ def train_simulated(run: Path, real: Swarm) -> Swarm:
         return not peer.running or len(meetings(outer)) >= MEETINGS
 
     async def main() -> dict[str, Trace]:
-        hub = SimNetwork(setting.weather, seed=SEED, size_bytes=setting.size_bytes)
+        hub = SimNetwork(setting.conditions, seed=SEED, size_bytes=setting.size_bytes)
         peers = [SimulatedPeer(name, trace.started.stage, setting, hub, observe) for name, trace in real.peers.items()]
         for peer in peers:
             peer.start()

@@ -1,6 +1,6 @@
 """Everything that grows stays within what windows, replicas and lifetimes allow: queues, conversations, memory, timers.
 
-Each bound says how much there can be at once when all is well, in the worst weather. Only those of calls and timers
+Each bound says how much there can be at once when all is well, in the worst conditions. Only those of calls and timers
 have room to spare, and name it.
 """
 
@@ -12,10 +12,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from noloco_node.node.replica import Replica
+from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.sim.clock import MANY_TIMERS, VirtualLoop
-from noloco_node.sim.explore.introspection import answered, sizes
+from noloco_node.sim.explore.introspection import sizes
 from noloco_node.sim.explore.life_records import LifeRecord
 from noloco_node.sim.explore.observation import CheckerContext
+from noloco_node.sim.network.hub import SimNetwork
 
 SPARE_CALLS = 8
 VERSIONS = 4
@@ -26,70 +28,71 @@ TIMERS_A_PEER = 20
 """Deadlines and sleeps of a node's own tasks."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class BoundInvariants:
     """Checks at every look that nothing has grown too large."""
 
-    scene: CheckerContext
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how often a size was compared with its bound."""
-        return {"bounds": self.scene.checked["bound"]}
-
-    def __repr__(self) -> str:
-        return f"BoundsWatch({self.scene.checked['bound']} sizes checked)"
+    context: CheckerContext
 
     def look(self) -> None:
         """Complain of what is larger than it may be."""
         most_calls = self._most_calls()
-        served = Counter(stage for _, stage in {(name, each.stage) for (name, _), each in self.scene.lives.items()})
-        for record, replica in self.scene.training():
+        served = Counter(stage for _, stage in {(name, each.stage) for (name, _), each in self.context.lives.items()})
+        for record, replica in self.context.training():
             self._check_gate(record, replica)
-            self._check(f"{record.name}: open conversations", self.scene.world.hub.open_calls(record.name), most_calls)
+            self._check(
+                f"{record.name}: open conversations", self.context.world.hub.open_calls(record.name), most_calls
+            )
             for what, stage, size in sizes(replica):
                 # One entry at most for each that ever trained there.
                 self._check(f"{record.name}: {what}", size, served[stage])
-        self._check_network(len(self.scene.world.peers) * most_calls)
+        self._check_network(len(self.context.world.peers) * most_calls)
         self._check_timers()
 
     def _check(self, what: str, size: int, limit: int) -> None:
-        self.scene.checked["bound"] += 1
+        self.context.checked["bound"] += 1
         if size > limit:
-            self.scene.complain("bound", f"{what}: {size}, more than {limit}")
+            self.context.complain("bound", f"{what}: {size}, more than {limit}")
 
     def _check_gate(self, record: LifeRecord, replica: Replica) -> None:
         gate = replica.gate
         if gate.queued > gate.queue_limit or gate.in_flight + gate.succeeded > gate.windows * gate.window:
-            self.scene.complain("bound", f"{record.name} has let in too many: {gate!r}")
+            self.context.complain("bound", f"{record.name} has let in too many: {gate!r}")
         if record.stage > 0:
-            handled = answered(self.scene.world.hub, record.name, record.stage)
-            self.scene.checked["slot"] += 1
+            handled = _answered_count(self.context.world.hub, record.name, record.stage)
+            self.context.checked["slot"] += 1
             if gate.in_flight + gate.queued > handled:
                 sentence = f"{record.name} handles {handled} microbatches, and more slots and places are taken"
-                self.scene.complain("slot", f"{sentence}: {gate!r}")
+                self.context.complain("slot", f"{sentence}: {gate!r}")
 
     def _most_calls(self) -> int:
         """Return how many conversations a peer may have open: its windows and queue, and the gossip of a stage."""
-        replicas = max(Counter(record.stage for record in self.scene.present.values()).values(), default=0)
-        pipeline = self.scene.world.setting.run.pipeline
+        replicas = max(Counter(record.stage for record in self.context.present.values()).values(), default=0)
+        pipeline = self.context.world.setting.run.pipeline
         window = pipeline.microbatches_per_step * pipeline.windows_in_flight
         return (replicas + 1) * window + 2 * replicas + SPARE_CALLS
 
     def _check_network(self, most_streams: int) -> None:
-        hub, setting = self.scene.world.hub, self.scene.world.setting
-        peers, scenario = len(self.scene.world.peers), setting.scenario
+        hub, setting = self.context.world.hub, self.context.world.setting
+        peers, scenario = len(self.context.world.peers), setting.scenario
         # A stream is there while it is open; one that was left in a cut is dropped when patience ends.
-        self._check("messages and streams held back", hub.held, most_streams)
+        self._check("messages and streams held back", len(hub.holding), most_streams)
         # Under the key of each stage that a peer has served, and as a source.
         places = peers * (setting.run.pipeline.stages + 1)
         versions = VERSIONS + math.ceil(2 * scenario.network.roster_lag_s / scenario.swarm.refresh_s)
-        kept = int(hub.records.statistics()["records.kept"])
+        kept = int(hub.dht.statistics()["records.kept"])
         self._check("versions of records kept in the network", kept, places * versions)
 
     def _check_timers(self) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        calls = sum(self.scene.world.hub.open_calls(name) for name in self.scene.running)
-        live = TIMERS_A_CALL * calls + TIMERS_A_PEER * len(self.scene.world.peers)
+        calls = sum(self.context.world.hub.open_calls(name) for name in self.context.running)
+        live = TIMERS_A_CALL * calls + TIMERS_A_PEER * len(self.context.world.peers)
         # Cancelled ones are thrown away when they are more than half, and many.
-        self._check("timers of the loop", int(loop.statistics()["timers"]), 2 * live + MANY_TIMERS)
+        self._check("timers of the loop", loop.timer_count, 2 * live + MANY_TIMERS)
+
+
+def _answered_count(network: SimNetwork, name: str, stage: int) -> int:
+    """Return how many microbatches of others a peer is handling: each holds one slot, or one place in the queue."""
+    peer, kind = network.peer(name), topic(MICROBATCH, stage)
+    return 0 if peer is None else sum(end.topic == kind for end in peer.answering)

@@ -1,22 +1,22 @@
 """What must hold in every simulated run, whatever happens to it: the invariants, each with the kind it is reported as.
 
-- `wait`: nobody waits for ever (`watch_pace`). While every stage has a replica that can be reached, somebody takes an
-  inner step every now and then; no window that was begun stays; the run ends by itself before `duration_s`; whoever is
-  asked to leave goes, and for that reason; an offer is answered at once, so that no conversation of two replicas that
-  do not meet each other lasts.
-- `meet`: while nothing happens, replicas of a stage that can reach each other meet (`watch_pace`).
+- `wait`: nobody waits for ever (`liveness_invariants`). While every stage has a replica that can be reached, somebody
+  takes an inner step every now and then; no window that was begun stays; the run ends by itself before `duration_s`;
+  whoever is asked to leave goes, and for that reason; an offer is answered at once, so that no conversation of two
+  replicas that do not meet each other lasts.
+- `meet`: while nothing happens, replicas of a stage that can reach each other meet (`liveness_invariants`).
 - `slot`: each slot and each place in the queue is somebody's whose microbatch is being handled; after the last life
   every gate is free and no task is left.
 - `batch`: each inner step uses exactly its microbatches, on weights that did not change under them.
 - `finite`: weights and momenta are finite.
-- `pair`, `rule`, `round`: see `watch_rounds` and `meetings`.
+- `pair`, `rule`, `round`: see `round_invariants` and `meetings`.
 - `roster`: when nothing has happened for a record's lifetime and a few refreshes, all rosters show who is there.
-- `bound`: queues, conversations, memory and timers stay within what windows and replicas allow (`watch_bounds`).
+- `bound`: queues, conversations, memory and timers stay within what windows and replicas allow (`bound_invariants`).
 - `failure`: no answer to a call and no node ends with an error that is neither a loss nor the node's own message.
 
-Everything is read from journals, public counters and the little in `inside`; nothing here touches the run. A violation
-is kept until the next look, for an exception in the middle of a node's work would be that node's. How often each
-invariant was really evaluated is counted: one that is never looked at holds always.
+Everything is read from journals, public counters and the little in `introspection`; nothing here touches the run. A
+violation is kept until the next look, for an exception in the middle of a node's work would be that node's. How often
+each invariant was really evaluated is counted: one that is never looked at holds always.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ class InvariantChecker:
     def __init__(self, world: World) -> None:
         run = world.setting.run
         self._world, self._window = world, run.pipeline.microbatches_per_step
-        scene = self._scene = CheckerContext(world, delays_of(world))
+        context = self._context = CheckerContext(world, delays_of(world))
         meetings = self._meetings = MeetingChecker(
-            run.outer, scene.lives, scene.is_spoilt, scene.complain, scene.checked
+            run.outer, context.lives, context.is_spoilt, context.complain, context.checked
         )
-        self._rounds = RoundInvariants(run.outer, scene.delays, scene.present, meetings, scene.complain, scene.checked)
-        self._pace, self._bounds = LivenessInvariants(scene), BoundInvariants(scene)
+        self._rounds = RoundInvariants(
+            run.outer, context.delays, context.present, meetings, context.complain, context.checked
+        )
+        self._liveness, self._bounds = LivenessInvariants(context), BoundInvariants(context)
         self._kept_steps = run.outer.inner_steps_per_round + run.outer.overlap_steps + 2
         self._looked_s = 0.0
         self._states: dict[str, tuple[int, PeerState]] = {}
@@ -69,29 +71,26 @@ class InvariantChecker:
         self._moved = 0
         self._disks: dict[str, None] = {}
 
-    def __repr__(self) -> str:
-        return f"Watch({self._steps} inner steps, {sum(self._struck.values())} faults, {self._rounds!r})"
-
     def statistics(self) -> dict[str, int | float]:
         """Return virtual seconds, inner steps, moves, rounds, faults by kind, whether it was excused from ending, and
         how often each invariant was evaluated.
         """
         struck = {f"struck.{kind}": count for kind, count in self._struck.items()}
         late = self._looked_s >= self._world.setting.scenario.swarm.duration_s - 2 * LOOK_S
-        excused = int((late or self._world.standstill is not None) and not self._pace.finished)
+        excused = int((late or self._world.standstill is not None) and not self._liveness.finished)
         seen = {"virtual_s": self._looked_s, "inner_steps": self._steps, "moved": self._moved, "excused": excused}
-        return {**seen, **self._rounds.statistics(), **self._scene.statistics(), **struck}
+        return {**seen, **self._rounds.statistics(), **self._context.statistics(), **struck}
 
     def _raise(self) -> None:
-        if self._scene.broken is not None:
-            raise self._scene.broken
+        if self._context.broken is not None:
+            raise self._context.broken
 
     # What happens.
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Take note of an event, and check what it tells."""
         now_s = self._world.now_s
-        record = self._scene.lives.get((peer.name, peer.life.number))
+        record = self._context.lives.get((peer.name, peer.life.number))
         match event:
             case events.StateChanged(state=state):
                 self._note_state(peer, state, now_s)
@@ -99,18 +98,18 @@ class InvariantChecker:
                 self._steps += 1
                 record.note_step(now_s, fast_of(peer))
                 record.forget_pauses(KEPT_PAUSES)
-                self._pace.note_step(record)
+                self._liveness.note_step(record)
             case events.OuterStep() if record is not None:
-                self._rounds.hear(record, event, now_s, self._scene.quiet_s)
+                self._rounds.hear(record, event, now_s, self._context.quiet_s)
                 self._check_finite(record)
                 if event.partner is not None:
-                    self._pace.note_meeting(record.stage)
+                    self._liveness.note_meeting(record.stage)
             case events.Lost(what="exchange") | events.PeerViolation(topic="gossip") if record is not None:
                 record.breaks.append(Break(now_s, event.peer))
             case events.Finished() if record is not None:
                 record.end(now_s)
-                self._scene.disturb()
-                self._pace.note_finished(record, event.why)
+                self._context.disturb()
+                self._liveness.note_finished(record, event.why)
             case events.Moved() if record is not None:
                 self._note_moved(record, now_s)
 
@@ -118,9 +117,9 @@ class InvariantChecker:
         """Close the record of a stage that a peer leaves; the other stage begins one of its own, in the same life."""
         self._moved += 1
         record.end(now_s)
-        self._scene.disturb()
+        self._context.disturb()
         self._check_samples(record)
-        lives = self._scene.lives
+        lives = self._context.lives
         lives[record.name, -len(lives)] = lives.pop((record.name, record.life))
 
     def _note_state(self, peer: SimulatedPeer, state: PeerState, now_s: float) -> None:
@@ -128,59 +127,59 @@ class InvariantChecker:
         if self._states.get(peer.name) == known:
             return
         self._states[peer.name] = known
-        self._scene.disturb()
+        self._context.disturb()
         if state is PeerState.TRAINING:
             record = begin_record(peer, self._kept_steps, now_s)
-            self._scene.present[peer.name] = self._scene.lives[peer.name, record.life] = record
+            self._context.present[peer.name] = self._context.lives[peer.name, record.life] = record
 
     def struck(self, fault: Fault) -> None:
         """Take note of a fault."""
         self._struck[faults.kind_of(fault)] += 1
-        self._scene.disturb(faults.ends_s(fault))
+        self._context.disturb(faults.ends_s(fault))
         match fault:
             case faults.Tamper():
-                self._scene.spoil(fault.peer)
+                self._context.spoil(fault.peer)
             case faults.Disk():
                 self._disks[fault.peer] = None
             case faults.Slow():
-                self._pace.slowest = max(self._pace.slowest, fault.factor)
+                self._liveness.slowest = max(self._liveness.slowest, fault.factor)
             case faults.Leave() if fault.peer in self._world.peers:
-                self._pace.note_leave(self._world.peers[fault.peer])
+                self._liveness.note_leave(self._world.peers[fault.peer])
 
     # The look around, once a second.
 
     def look(self) -> None:
-        """Check all that can be seen from outside; raise `Broken`."""
+        """Check all that can be seen from outside; raise `InvariantBroken`."""
         self._looked_s = self._world.now_s
-        self._scene.look()
+        self._context.look()
         self._check_lives()
         self._check_rosters()
         self._bounds.look()
-        self._pace.look()
+        self._liveness.look()
         self._raise()
 
     def _check_lives(self) -> None:
         for name, error in self._world.hub.failures:
-            self._scene.complain("failure", f"{name} failed to answer: {told(error)}")
+            self._context.complain("failure", f"{name} failed to answer: {told(error)}")
         for peer in self._world.peers.values():
             for life in peer.lives:
                 if life.wrong:
-                    self._scene.complain("batch", f"{peer.name}: {life.wrong[0]}")
+                    self._context.complain("batch", f"{peer.name}: {life.wrong[0]}")
                 self._check_task(peer, life)
 
     def _check_task(self, peer: SimulatedPeer, life: PeerLife) -> None:
         task = life.task
         if task is None or not task.done() or task.cancelled():
             return
-        self._scene.checked["failure"] += 1
+        self._context.checked["failure"] += 1
         error = task.exception()
         trouble = user_error_of(error)
         refused = trouble is not None and trouble.code is Exit.STORAGE and peer.name in self._disks
         if error is not None and not refused:
-            self._scene.complain("failure", f"{peer.name} ended with an error: {told(error)}")
+            self._context.complain("failure", f"{peer.name} ended with an error: {told(error)}")
 
     def _check_rosters(self) -> None:
-        training, now_s, roster_s = self._scene.training(), self._world.now_s, self._scene.delays.roster_s
+        training, now_s, roster_s = self._context.training(), self._world.now_s, self._context.delays.roster_s
         # Who drains before it moves says that it leaves: as long as that is news it may be seen, and then no more.
         going, gone = set[str](), set[str]()
         for record, replica in training:
@@ -188,7 +187,7 @@ class InvariantChecker:
             record.closed_s = (record.closed_s or now_s) if moves else None
             if record.closed_s is not None:
                 (gone if now_s - record.closed_s > roster_s else going).add(record.name)
-        if self._scene.idle_s <= roster_s or self._scene.sent_home:
+        if self._context.idle_s <= roster_s or self._context.sent_home:
             return
         stages = range(self._world.setting.run.pipeline.stages)
         truth = {stage: {record.name for record, _ in training if record.stage == stage} for stage in stages}
@@ -197,31 +196,31 @@ class InvariantChecker:
             assert node is not None
             for stage in sorted({0, record.stage, min(record.stage + 1, stages[-1])}):
                 seen = {entry.peer for entry in node.roster.stage(stage) if entry.state is PeerState.TRAINING}
-                self._scene.checked["roster"] += 1
+                self._context.checked["roster"] += 1
                 if seen - going != truth[stage] - going - gone:
                     sentence = f"{record.name} sees {sorted(seen)} at stage {stage}, where {sorted(truth[stage])} train"
-                    quiet = f"nothing has happened for {self._scene.idle_s:.0f} s"
-                    self._scene.complain("roster", f"{sentence}; {quiet}")
+                    quiet = f"nothing has happened for {self._context.idle_s:.0f} s"
+                    self._context.complain("roster", f"{sentence}; {quiet}")
 
     def _check_finite(self, record: LifeRecord) -> None:
-        self._scene.checked["finite"] += 1
+        self._context.checked["finite"] += 1
         for what, tensors in (("slow weights", record.state.slow), ("momentum", record.state.momentum)):
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
-                self._scene.complain("finite", f"{record.name}: its {what} are not finite")
+                self._context.complain("finite", f"{record.name}: its {what} are not finite")
         if not bool(torch.isfinite(record.fast).all()):
-            self._scene.complain("finite", f"{record.name}: its fast weights are not finite")
+            self._context.complain("finite", f"{record.name}: its fast weights are not finite")
 
     # The end.
 
     async def end(self) -> None:
-        """Check what must be so when all lives are over; raise `Broken`."""
+        """Check what must be so when all lives are over; raise `InvariantBroken`."""
         await asyncio.sleep(SETTLED_S)
-        self._scene.look()
+        self._context.look()
         self._check_lives()
         for peer in self._world.peers.values():
             for life in peer.lives:
                 self._check_rest(peer, life)
-        for (_, number), record in self._scene.lives.items():
+        for (_, number), record in self._context.lives.items():
             if number == record.life:
                 self._check_finite(record)
                 self._check_samples(record)
@@ -229,18 +228,18 @@ class InvariantChecker:
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if left:
             places = "\n  ".join(sorted(f"{task.get_name()}: {clock.waits_at(task)}" for task in left))
-            self._scene.complain("slot", f"all lives are over, and these tasks are left:\n  {places}")
+            self._context.complain("slot", f"all lives are over, and these tasks are left:\n  {places}")
         self._raise()
 
     def _check_rest(self, peer: SimulatedPeer, life: PeerLife) -> None:
         replica = life.node.replica if life.node is not None else None
-        self._scene.checked["rest"] += 1
+        self._context.checked["rest"] += 1
         if replica is not None and (replica.gate.in_flight or replica.gate.queued):
             sentence = f"life {life.number} of {peer.name} is over, and not all slots are free: {replica.gate!r}"
-            self._scene.complain("slot", sentence)
+            self._context.complain("slot", sentence)
         if self._world.hub.open_calls(peer.name):
             calls = self._world.hub.open_calls(peer.name)
-            self._scene.complain("slot", f"{peer.name} is gone, and has {calls} calls open")
+            self._context.complain("slot", f"{peer.name} is gone, and has {calls} calls open")
 
     def _check_samples(self, record: LifeRecord) -> None:
         """Each microbatch that succeeded is in an inner step, or in the partial window that the last life left."""
@@ -250,15 +249,15 @@ class InvariantChecker:
         replica = life.node.replica
         succeeded = int(replica.worker.statistics()["succeeded"])
         used = record.steps * self._window + replica.gate.succeeded
-        self._scene.checked["batch"] += 1
+        self._context.checked["batch"] += 1
         # The window of the last step may not have been opened again.
         if succeeded != used and succeeded != used - replica.gate.succeeded:
             sentence = f"{record.name}: {succeeded} microbatches succeeded and {used} are accounted for"
-            self._scene.complain("batch", sentence)
+            self._context.complain("batch", sentence)
 
 
 def delays_of(world: World) -> Delays:
-    """Return how late news may be in this world's weather: a record is made every half refresh, published every
+    """Return how late news may be in this world's conditions: a record is made every half refresh, published every
     refresh, and read every refresh.
     """
     network, swarm = world.setting.scenario.network, world.setting.scenario.swarm

@@ -19,31 +19,31 @@ STANDSTILL_S = 90.0
 ENDED_S = 200.0
 """After a node has found the run over, until all have: the records that say so live longer."""
 ANSWER_S = 6.0
-"""An answer is due at once; a node that has patience gives up after 5 s."""
+"""An answer is due at once; a node with deadlines gives up after 5 s."""
 EXCHANGE_S = 60.0
-"""A meeting under way is given up after about so long (`gossip.port.Patience`), by a node that has patience."""
+"""A meeting under way is given up after about so long by a node with deadlines."""
 GOING_S = LONGEST_DRAIN_S + EXCHANGE_S + 10.0
 """From being asked to leave until the process is gone: microbatches, a meeting, and the slowest of lines and disks."""
 STEPS_AFTER = 2
 """Inner steps that may follow a request to leave: the one under way, and that of the window that it let begin."""
 OPENINGS_OF_STAGE = 4
-"""Rounds that two replicas of a stage may open without any meeting in it, in fair weather."""
+"""Rounds that two replicas of a stage may open without any meeting in it, on a good network."""
 OPENINGS_OF_ONE = 3
 """Times as many a replica may open without a meeting, while somebody else of its stage opens rounds too."""
 MESSAGES = 8
 """Of a meeting: offer and answer, two probes, two sets of weights, two receipts."""
 BAD_LUCK = 0.002
-"""Chance of meeting nobody in so many rounds because of the weather, above which they are too few to complain.
+"""Chance of meeting nobody in so many rounds because of the network, above which they are too few to complain.
 
 A run has dozens of such stretches, and a search hundreds of runs.
 """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class LivenessInvariants:
     """Checks at every look that everybody gets on. `slowest`: the largest factor by which a device was slowed down."""
 
-    scene: CheckerContext
+    context: CheckerContext
     slowest: float = 1.0
     finished: bool = False
     """Whether somebody has found the run over."""
@@ -52,13 +52,6 @@ class LivenessInvariants:
     """The last meeting of each stage."""
     _talks: dict[object, float] = field(default_factory=dict)
     _asked: dict[tuple[str, int], float] = field(default_factory=dict)
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return requests to leave that were followed."""
-        return {"asked_to_leave": len(self._asked)}
-
-    def __repr__(self) -> str:
-        return f"PaceWatch({len(self._talks)} talks, {len(self._asked)} asked to leave)"
 
     def look(self) -> None:
         """Complain of whoever waits in vain."""
@@ -75,71 +68,71 @@ class LivenessInvariants:
         """Note that a peer was asked to leave, if it is there."""
         if not peer.running:
             return
-        now_s = self.scene.world.now_s
+        now_s = self.context.world.now_s
         self._asked.setdefault((peer.name, peer.life.number), now_s)
-        record, replica = self.scene.lives.get((peer.name, peer.life.number)), replica_of(peer)
+        record, replica = self.context.lives.get((peer.name, peer.life.number)), replica_of(peer)
         if record is not None and record.asked is None and replica is not None:
             record.asked = Asked(now_s, record.steps, record.training and not is_closed(replica))
 
     def note_step(self, record: LifeRecord) -> None:
         """Check an inner step against a request to leave."""
-        self.stepped_s = self.scene.world.now_s
+        self.stepped_s = self.context.world.now_s
         if record.asked is not None and record.steps - record.asked.steps > STEPS_AFTER:
-            since_s = self.scene.world.now_s - record.asked.at_s
-            self.scene.complain("wait", f"{record.name} was asked to leave {since_s:.1f} s ago, and trains on")
+            since_s = self.context.world.now_s - record.asked.at_s
+            self.context.complain("wait", f"{record.name} was asked to leave {since_s:.1f} s ago, and trains on")
 
     def note_finished(self, record: LifeRecord, why: str) -> None:
         """Check the reason for which a life has ended."""
         over = why == "the run is over"
         self.finished = self.finished or over
         if record.asked is not None and record.asked.training:
-            self.scene.checked["left"] += 1
+            self.context.checked["left"] += 1
             if over:
-                self.scene.complain("wait", f"{record.name} was asked to leave, and stayed until the run was over")
+                self.context.complain("wait", f"{record.name} was asked to leave, and stayed until the run was over")
 
     def _check_gone(self) -> None:
-        now_s = self.scene.world.now_s
+        now_s = self.context.world.now_s
         for (name, life), at_s in self._asked.items():
-            if self.scene.running.get(name) == life:
-                self.scene.checked["gone"] += 1
-                if now_s - at_s > GOING_S + self.scene.delays.trip_s:
+            if self.context.running.get(name) == life:
+                self.context.checked["gone"] += 1
+                if now_s - at_s > GOING_S + self.context.delays.trip_s:
                     sentence = f"{name} was asked to leave {now_s - at_s:.0f} s ago, and is still there"
-                    self.scene.complain("wait", f"{sentence}:\n  " + self._waits())
+                    self.context.complain("wait", f"{sentence}:\n  " + self._waits())
 
     # Who asks is answered.
 
     def _check_talks(self) -> None:
         """Complain of gossip that lasts between two who neither meet nor swap: somebody waits for an answer."""
-        scene, now_s = self.scene, self.scene.world.now_s
+        context, now_s = self.context, self.context.world.now_s
         known, self._talks = self._talks, {}
-        limit_s = ANSWER_S + scene.delays.trip_s
-        partners = {record.name: (meets(replica), swaps(replica)) for record, replica in scene.training()}
+        limit_s = ANSWER_S + context.delays.trip_s
+        partners = {record.name: (meets(replica), swaps(replica)) for record, replica in context.training()}
         for name in partners:
-            network = scene.world.hub.peer(name)
+            network = context.world.hub.peer(name)
             for end in network.ends if network is not None else ():
                 engaged = end.peer in partners[name] or name in partners.get(end.peer, ())
                 if not end.topic.startswith(GOSSIP) or engaged:
                     continue
-                scene.checked["talk"] += 1
+                context.checked["talk"] += 1
                 since_s = self._talks[end] = known.get(end, now_s)
-                if now_s - since_s > limit_s and scene.idle_s > limit_s:
+                if now_s - since_s > limit_s and context.idle_s > limit_s:
                     sentence = f"{name} and {end.peer} have waited for an answer for {now_s - since_s:.0f} s"
-                    scene.complain("wait", sentence)
+                    context.complain("wait", sentence)
 
     # Who looks for a partner finds one.
 
     def note_meeting(self, stage: int) -> None:
         """Note that a replica of a stage has met another."""
-        self._met_s[stage] = self.scene.world.now_s
+        self._met_s[stage] = self.context.world.now_s
 
     def _check_meetings(self) -> None:
         """Complain of a stage, or of one replica, that meets nobody although somebody else opens rounds too."""
-        if self.scene.idle_s <= self.scene.delays.news_s or self.finished or self.scene.sent_home:
+        if self.context.idle_s <= self.context.delays.news_s or self.finished or self.context.sent_home:
             return
-        hub, per_round = self.scene.world.hub, self.scene.world.setting.run.outer.inner_steps_per_round
-        base_s = self.scene.quiet_s + self.scene.delays.news_s
-        records = [record for record, _ in self.scene.training()]
-        of_stage = _openings(self.scene.world.setting.scenario.network)
+        hub, per_round = self.context.world.hub, self.context.world.setting.run.outer.inner_steps_per_round
+        base_s = self.context.quiet_s + self.context.delays.news_s
+        records = [record for record, _ in self.context.training()]
+        of_stage = _openings(self.context.world.setting.scenario.network)
         for record in records:
             others = [
                 other
@@ -155,43 +148,43 @@ class LivenessInvariants:
                 since_s, due = max(base_s, met_s), openings * per_round
                 if not any(other.steps_since(since_s) >= of_stage * per_round for other in others):
                     continue
-                self.scene.checked["meet"] += 1
+                self.context.checked["meet"] += 1
                 if record.steps_since(since_s) >= due:
                     sentence = f"{record.name} has opened {openings} rounds since {since_s:.1f} s and met nobody"
-                    self.scene.complain("meet", f"{sentence}, nor has anybody else of its stage")
+                    self.context.complain("meet", f"{sentence}, nor has anybody else of its stage")
 
     # Who works gets on.
 
     def _check_end(self) -> None:
         """Complain when the run is over and somebody does not see it."""
-        scene = self.scene
-        if self.finished and scene.idle_s > ENDED_S and scene.running and not scene.sent_home:
-            names = ", ".join(scene.running)
-            scene.complain("wait", f"the run is over, and {names} do not see it:\n  " + self._waits())
+        context = self.context
+        if self.finished and context.idle_s > ENDED_S and context.running and not context.sent_home:
+            names = ", ".join(context.running)
+            context.complain("wait", f"the run is over, and {names} do not see it:\n  " + self._waits())
 
     def _check_steps(self) -> None:
         """Complain when nobody steps, or the run does not end, though nothing is in the way."""
-        scene, now_s = self.scene, self.scene.world.now_s
-        scenario, run = scene.world.setting.scenario, scene.world.setting.run
+        context, now_s = self.context, self.context.world.now_s
+        scenario, run = context.world.setting.scenario, context.world.setting.run
         devices = scenario.devices
         window_s = 3 * devices.forward_s * run.pipeline.microbatches_per_step * max(devices.slowness) * self.slowest
-        scene.checked["pace"] += 1
-        idle_s = now_s - max(scene.quiet_s, self.stepped_s)
+        context.checked["pace"] += 1
+        idle_s = now_s - max(context.quiet_s, self.stepped_s)
         if idle_s > STANDSTILL_S + 2 * window_s:
-            scene.complain("wait", f"nobody has taken an inner step for {idle_s:.0f} s:\n  " + self._waits())
-        for record, replica in scene.training():
+            context.complain("wait", f"nobody has taken an inner step for {idle_s:.0f} s:\n  " + self._waits())
+        for record, replica in context.training():
             gate = replica.gate
             if not gate.in_flight and gate.succeeded < gate.window:
                 # Nothing is in its hands: whoever suspects it lets it wait for minutes, which are not its own.
                 record.idle_s += now_s - (record.looked_s or now_s)
             record.looked_s = now_s
             stepped_s = record.stepped_s[-1] if record.stepped_s else record.began_s
-            idle_s = now_s - max(scene.quiet_s, stepped_s) - record.idle_s
+            idle_s = now_s - max(context.quiet_s, stepped_s) - record.idle_s
             if idle_s > STANDSTILL_S + 8 * window_s and (gate.in_flight or gate.succeeded == gate.window):
                 sentence = f"{record.name} has begun a window and not ended it for {idle_s:.0f} s"
-                scene.complain("wait", f"{sentence}: {gate!r}\n  " + self._waits())
+                context.complain("wait", f"{sentence}: {gate!r}\n  " + self._waits())
         if now_s >= scenario.swarm.duration_s - 2 * LOOK_S:
-            scene.complain("wait", f"the run does not end by itself within {now_s:.0f} s:\n  " + self._waits())
+            context.complain("wait", f"the run does not end by itself within {now_s:.0f} s:\n  " + self._waits())
 
     def _possible(self) -> bool:
         """Say whether every stage has a replica that others can call, or a newcomer that will be one.
@@ -199,9 +192,9 @@ class LivenessInvariants:
         A newcomer copies a living replica or waits (`joining`): where nobody can dial the only ones, it waits on
         purpose, and the run with it. Such runs are counted as `excused`.
         """
-        world, found = self.scene.world, dict[int, None]()
-        training = {record.name for record, _ in self.scene.training()}
-        peers = [world.peers[name] for name in self.scene.running]
+        world, found = self.context.world, dict[int, None]()
+        training = {record.name for record, _ in self.context.training()}
+        peers = [world.peers[name] for name in self.context.running]
         hidden = {peer.name for peer in peers if world.hub.dials_only(peer.name)}
         unreachable = {peer.stage for peer in peers if peer.name in training & hidden}
         for peer in peers:
@@ -212,7 +205,7 @@ class LivenessInvariants:
         return all(stage in found for stage in range(world.setting.run.pipeline.stages))
 
     def _waits(self) -> str:
-        return "\n  ".join(self.scene.world.waits())
+        return "\n  ".join(self.context.world.waits())
 
 
 def _openings(network: NetworkConfig) -> int:

@@ -29,7 +29,7 @@ from noloco_node.run.config import OuterConfig
 from noloco_node.sim.explore.life_records import Complain, LifeRecord, Lives, Spoilt
 
 TOLERANCE = 1e-3
-"""As in `watch_rounds`."""
+"""As in `round_invariants`."""
 NO_GAP = 1e-6
 """A gap that tells no meeting from another: of two replicas alone, by arithmetic."""
 LATE_S = 30.0
@@ -91,7 +91,7 @@ class MeetingSide:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class MeetingChecker:
     """Finds the other side of each, and checks both."""
 
@@ -108,9 +108,6 @@ class MeetingChecker:
     def statistics(self) -> dict[str, int | float]:
         """Return meetings whose two sides were compared, and sides that had no other in the end."""
         return {"compared": self.compared, "unmatched": self.unmatched}
-
-    def __repr__(self) -> str:
-        return f"Meetings({self.compared} compared, {sum(map(len, self._open.values()))} half)"
 
     def hear(self, record: LifeRecord, event: events.OuterStep, side: MeetingSide) -> None:
         """Compare a side that has just been applied with its other side, if that is there already."""

@@ -1,4 +1,4 @@
-"""What all parts of the watch know: who is there, since when nothing has happened, and what was found to be broken."""
+"""What all parts of the checker know: who is there, since when nothing has happened, and what was found broken."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from noloco_node.node.replica import Replica
-from noloco_node.sim.explore.introspection import is_tampered
 from noloco_node.sim.explore.invariant_error import InvariantBroken
 from noloco_node.sim.explore.life_records import Delays, LifeRecord, Lives, replica_of
 from noloco_node.sim.world import World
 
 LIFETIME_S = 30.0
-"""Of a record in the roster (`Presence`)."""
+"""Of a record in the roster (`Membership`)."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class CheckerContext:
-    """The world as the watch has seen it so far. `quiet_s`: since when nothing has happened to it."""
+    """The world as the checker has seen it so far. `quiet_s`: since when nothing has happened to it."""
 
     world: World
     delays: Delays
@@ -32,9 +31,6 @@ class CheckerContext:
     broken: InvariantBroken | None = None
     _spoilt_s: dict[str, float] = field(default_factory=dict)
     """Until when messages of a peer may have arrived wrong."""
-
-    def __repr__(self) -> str:
-        return f"Scene({len(self.running)} peers, quiet since {self.quiet_s:.1f} s, {self.broken})"
 
     def statistics(self) -> dict[str, int | float]:
         """Return how often each invariant was evaluated."""
@@ -81,13 +77,13 @@ class CheckerContext:
             if record.ended_s is None and running.get(name) != life:
                 record.end(now_s)
         for name, until_s in self._spoilt_s.items():
-            if until_s == float("inf") and not is_tampered(self.world.hub, name):
+            if until_s == float("inf") and not self.world.hub.is_corrupting(name):
                 # The last of them was sent since the last look.
                 self._spoilt_s[name] = now_s
 
     def spoil(self, peer: str) -> None:
         """Note that messages of a peer will arrive wrong: what is plausible in them is believed."""
-        if is_tampered(self.world.hub, peer):
+        if self.world.hub.is_corrupting(peer):
             self._spoilt_s[peer] = float("inf")
 
     def is_spoilt(self, peer: str, since_s: float) -> bool:

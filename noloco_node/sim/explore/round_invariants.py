@@ -49,7 +49,7 @@ ROUNDING = 1e-5
 """Of a difference of weights, relative to the largest of them: a few sums in float32."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class RoundInvariants:
     """Checks every outer step."""
 
@@ -67,9 +67,6 @@ class RoundInvariants:
     def statistics(self) -> dict[str, int | float]:
         """Return outer steps seen with, without and to the weights of a partner, and what the meetings count."""
         return {"met": self.met, "solo": self.solo, "adopted": self.adopted, **self.meetings.statistics()}
-
-    def __repr__(self) -> str:
-        return f"RoundsWatch({self.met} met, {self.solo} solo, {self.meetings!r})"
 
     def hear(self, record: LifeRecord, event: events.OuterStep, now_s: float, quiet_s: float) -> None:
         """Check a step that has just been applied. `quiet_s`: since when nothing has happened to the world."""

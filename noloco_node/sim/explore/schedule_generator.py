@@ -1,4 +1,4 @@
-"""Random schedules: a swarm of three stages and three replicas, its weather, and what happens to it, all from one seed.
+"""Random schedules: a swarm of three stages and three replicas, its network, and what happens to it, all from one seed.
 
 Every kind of fault is drawn, at any time: while peers join, in the middle, while they leave, in the last round. Most
 schedules leave the swarm in peace for its second half, so that what must come right after the last fault can be seen
@@ -150,9 +150,6 @@ class _Schedule:
             ),
             *(self._storm, self._slow, self._stutter, self._line, self._tamper, self._disk, self._join),
         )
-
-    def __repr__(self) -> str:
-        return f"_Schedule(until {self._last_s:.0f} s, anchors {', '.join(self._anchors)})"
 
     def draw(self) -> tuple[Fault, ...]:
         """Return one to nine faults with what belongs to them, in order."""

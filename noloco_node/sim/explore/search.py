@@ -1,14 +1,14 @@
 """Many random schedules, each a whole swarm in virtual time, and what to do with one that breaks an invariant.
 
-A seed means a scenario (`schedule_draw`), and a scenario a run that is the same to the bit each time. So a violation is
-its seed: it can be replayed with every event, and shortened (`shrink`) to the few faults that it needs.
+A seed means a scenario (`schedule_generator`), and a scenario a run that is the same to the bit each time. So a
+violation is its seed: it can be replayed with every event, and shortened (`shrink`) to the few faults that it needs.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class ExploreResult(NamedTuple):
-    """What became of a run. `broken`: the invariant that did not hold. `counts`: of the watch."""
+    """What became of a run. `broken`: the invariant that did not hold. `counts`: of the checker."""
 
     scenario: Scenario
     broken: InvariantBroken | None
@@ -44,9 +44,6 @@ class ScheduleTrace:
 
     def __init__(self, world: World, say: Say) -> None:
         self._world, self._say = world, say
-
-    def __repr__(self) -> str:
-        return f"Trace({self._world!r})"
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Say an event, but for the totals."""
@@ -76,11 +73,11 @@ def examine(scenario: Scenario, say: Say | None = None) -> ExploreResult:
 
     async def main() -> None:
         world = World(setting)
-        watch = InvariantChecker(world)
-        seen.append((world, watch))
-        world.watchers += [ScheduleTrace(world, say), watch] if say is not None else [watch]
+        checker = InvariantChecker(world)
+        seen.append((world, checker))
+        world.watchers += [ScheduleTrace(world, say), checker] if say is not None else [checker]
         await world.run()
-        await watch.end()
+        await checker.end()
 
     broken = None
     try:
@@ -89,18 +86,18 @@ def examine(scenario: Scenario, say: Say | None = None) -> ExploreResult:
         if not seen:
             raise
         broken = _as_broken(error, seen[0][1])
-    world, watch = seen[0]
-    return ExploreResult(scenario, broken, watch.statistics(), world.digest())
+    world, checker = seen[0]
+    return ExploreResult(scenario, broken, checker.statistics(), world.digest())
 
 
-def _as_broken(error: BaseException, watch: InvariantChecker) -> InvariantBroken:
+def _as_broken(error: BaseException, checker: InvariantChecker) -> InvariantBroken:
     inner = error
     while isinstance(inner, BaseExceptionGroup):
         known = inner.subgroup(InvariantBroken) or inner
         inner = known.exceptions[0]
     if isinstance(inner, InvariantBroken):
         return inner
-    looked_s = float(watch.statistics()["virtual_s"])
+    looked_s = float(checker.statistics()["virtual_s"])
     if isinstance(inner, Stuck | clock.Deadlock):
         return InvariantBroken("wait", looked_s, str(inner))
     return InvariantBroken("failure", looked_s, "".join(traceback.format_exception(inner)))
@@ -114,10 +111,10 @@ def explore(count: int, first_seed: int, say: Say) -> int:
     begun_s = said_s = time.monotonic()
     found = 0
     for done, seed in enumerate(range(first_seed, first_seed + count), start=1):
-        verdict = examine(draw(seed))
-        if verdict.broken is not None:
+        result = examine(draw(seed))
+        if result.broken is not None:
             found += 1
-            report(verdict, say)
+            report(result, say)
         now_s = time.monotonic()
         if now_s - said_s >= LINE_EVERY_S or done == count:
             said_s = now_s
@@ -128,15 +125,15 @@ def explore(count: int, first_seed: int, say: Say) -> int:
     return 1 if found else 0
 
 
-def report(verdict: ExploreResult, say: Say) -> None:
+def report(result: ExploreResult, say: Say) -> None:
     """Say what is wrong with a run, and a shorter schedule that shows it."""
-    assert verdict.broken is not None
-    kind = verdict.broken.kind
-    say(f"seed {verdict.scenario.seed} breaks an invariant.\n{verdict.broken}")
-    shorter = shrink(verdict.scenario, lambda scenario: _breaks(scenario, kind))
-    say(f"A shorter schedule that breaks the same one ({len(shorter.fault)} of {len(verdict.scenario.fault)} faults):")
+    assert result.broken is not None
+    kind = result.broken.kind
+    say(f"seed {result.scenario.seed} breaks an invariant.\n{result.broken}")
+    shorter = shrink(result.scenario, lambda scenario: _breaks(scenario, kind))
+    say(f"A shorter schedule that breaks the same one ({len(shorter.fault)} of {len(result.scenario.fault)} faults):")
     say(scenario_text(shorter))
-    say(f"Replay: noloco-node simulate --seed {verdict.scenario.seed} --trace")
+    say(f"Replay: noloco-node simulate --seed {result.scenario.seed} --trace")
 
 
 def _breaks(scenario: Scenario, kind: str) -> bool:
@@ -148,17 +145,8 @@ def replay(seed: int, trace: bool, say: Say) -> int:
     """Run the schedule of one seed again; return 0 if all invariants held, 1 otherwise. `trace`: say every event."""
     scenario = draw(seed)
     say(scenario_text(scenario))
-    verdict = examine(scenario, say if trace else None)
-    told = ", ".join(f"{name} {value:g}" for name, value in verdict.counts.items())
-    say(f"{told}\ndigest {verdict.digest}")
-    say("all invariants held" if verdict.broken is None else str(verdict.broken))
-    return 0 if verdict.broken is None else 1
-
-
-def totals(verdicts: Iterable[ExploreResult]) -> dict[str, float]:
-    """Return the sums of what the watches of many runs counted."""
-    found: dict[str, float] = {}
-    for verdict in verdicts:
-        for name, value in verdict.counts.items():
-            found[name] = found.get(name, 0) + value
-    return found
+    result = examine(scenario, say if trace else None)
+    told = ", ".join(f"{name} {value:g}" for name, value in result.counts.items())
+    say(f"{told}\ndigest {result.digest}")
+    say("all invariants held" if result.broken is None else str(result.broken))
+    return 0 if result.broken is None else 1

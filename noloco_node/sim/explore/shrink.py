@@ -1,6 +1,6 @@
 """A shorter schedule that breaks the same invariant: what is left in it is what matters.
 
-Greedy, and as long as something still goes: leave out faults (halves first, then one by one), then what the weather
+Greedy, and as long as something still goes: leave out faults (halves first, then one by one), then what the network
 adds, then let what lasts last for a shorter time. Every attempt is a whole run, so that their number is bounded.
 """
 
@@ -24,7 +24,7 @@ def shrink(scenario: Scenario, breaks: Callable[[Scenario], bool], most_runs: in
     changed = True
     while changed:
         changed = False
-        for steps in (_fewer_faults, _fairer_weather, _shorter_faults):
+        for steps in (_fewer_faults, _better_network, _shorter_faults):
             found, left = _follow(scenario, steps, breaks, left)
             changed = changed or found != scenario
             scenario = found
@@ -58,7 +58,7 @@ def _fewer_faults(scenario: Scenario) -> Iterator[Scenario]:
         size //= 2
 
 
-def _fairer_weather(scenario: Scenario) -> Iterator[Scenario]:
+def _better_network(scenario: Scenario) -> Iterator[Scenario]:
     network, devices = scenario.network, scenario.devices
     calm = Latency(mean_s=network.latency.mean_s)
     plainer: dict[str, Any] = dict.fromkeys(("loss", "late", "duplicate", "roster_lag_s", "dials_only"), 0.0)

@@ -129,10 +129,3 @@ class VirtualDevice:
             entry.waiter.set_exception(failure)
         if self._queue:
             self._begin()
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the virtual seconds of work and the number of jobs so far."""
-        return {"busy_s": self.busy_s, "jobs": self.jobs}
-
-    def __repr__(self) -> str:
-        return f"VirtualDevice({self.jobs} jobs, busy {self.busy_s:.1f} s)"

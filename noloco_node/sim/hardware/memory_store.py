@@ -8,14 +8,11 @@ from noloco_node.storage.checkpoint import Checkpoint
 
 
 class MemoryStore:
-    """Implements `machine.FormerStages`. `present`: returns the last checkpoint that the peer has saved."""
+    """Implements `machine.interface.ArchivedStages`. `present`: returns the last checkpoint that the peer has saved."""
 
     def __init__(self, present: Callable[[], Checkpoint | None]) -> None:
         self._present = present
         self._aside: dict[int, Checkpoint] = {}
-
-    def __repr__(self) -> str:
-        return f"MemoryShelf(stages {sorted(self._aside)})"
 
     async def served(self) -> int | None:
         """Return the stage of the last checkpoint; None without one."""

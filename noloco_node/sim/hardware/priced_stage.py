@@ -71,9 +71,6 @@ class PricedStage:
         self._collected = 0
         self._version = _Version()
 
-    def __repr__(self) -> str:
-        return f"PricedStage({self._stage!r})"
-
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
         """The shape of each parameter."""

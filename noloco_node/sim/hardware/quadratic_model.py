@@ -77,9 +77,6 @@ class QuadraticModel:
         self._frequencies = [place * (7.0 + math.sqrt(2.0) * (number + 1)) for place in range(1, SIZE + 1)]
         self._steps = self._skipped = self._passes = 0
 
-    def __repr__(self) -> str:
-        return f"Bowl(inner step {self._steps})"
-
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of the weights."""

@@ -45,13 +45,6 @@ class Link:
         self._capacity_bytes = self._busy_s = 0.0
         self._changed_s = self._since_s = now_s
 
-    def __repr__(self) -> str:
-        return f"Link({self.rate:g} bytes/s, {len(self.flows)} transfers)"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the transfers under way, the bytes moved and the rate."""
-        return {"transfers": len(self.flows), "moved_bytes": self.moved_bytes, "rate": self.rate}
-
     def use(self, now_s: float) -> LinkUse:
         """Return what was moved since the beginning, transfers under way included."""
         moved_bytes = self.moved_bytes + sum(flow.unsettled_bytes(now_s) for flow in self.flows)
@@ -103,9 +96,6 @@ class Transfer:
         up.add(self, now_s)
         down.add(self, now_s)
         self._retime_neighbours(now_s)
-
-    def __repr__(self) -> str:
-        return f"Transfer({self.remaining_bytes:.0f} bytes to go at {self._rate:g} bytes/s)"
 
     def cancel(self) -> None:
         """Stop: what has not passed never will, and the others get this transfer's share. No more after the end."""

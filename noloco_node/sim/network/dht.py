@@ -46,9 +46,6 @@ class SimDht:
         self._views: dict[tuple[str, int | None], _View] = {}
         self._published = self._declined = self._rebuilt = self._forged = 0
 
-    def __repr__(self) -> str:
-        return f"Records({sum(map(len, self._versions.values()))} under {len(self._versions)} keys)"
-
     def statistics(self) -> dict[str, int | float]:
         """Return how many records were published, declined and forged, how many are kept, and views rebuilt."""
         kept = sum(len(history) for records in self._versions.values() for history in records.values())

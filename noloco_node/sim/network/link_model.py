@@ -1,6 +1,6 @@
 """What the lines between simulated peers are like: how long a message takes, and how often it does not arrive.
 
-Times are seconds, rates bytes a second. Everything here is data and its draws; `network` acts on it.
+Times are seconds, rates bytes a second. Everything here is data and its draws; `medium` acts on it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,6 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         variance = math.log1p((self.std_s / mean_s) ** 2)
         mu, sigma, gauss, exp = math.log(mean_s) - variance / 2, math.sqrt(variance), rng.gauss, math.exp
         return lambda: exp(gauss(mu, sigma))
-
-    def draw(self, rng: Random) -> float:
-        """Return one latency in seconds, never negative; for many draws take a `sampler`."""
-        return self.sampler(rng)()
 
 
 _STEADY = Latency()

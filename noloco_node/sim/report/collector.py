@@ -106,7 +106,7 @@ class EventCollector:
     def __init__(self, world: World) -> None:
         self._world = world
         self._stages = world.setting.run.pipeline.stages
-        self.stints = StageTimes(self._stages)
+        self.stage_times = StageTimes(self._stages)
         self.struck_faults: list[Struck] = []
         self.migrations: list[Migration] = []
         self.causes: tuple[Counter[Cause], ...] = tuple(Counter() for _ in range(self._stages))
@@ -118,44 +118,37 @@ class EventCollector:
         self._bad_until_s: dict[str, float] = {}
         self._cut_until_s, self._sides = 0.0, dict[str, int]()
 
-    def __repr__(self) -> str:
-        return f"Tally({len(self.stints.all)} lives, {self._looks} looks, {len(self.rows)} rows)"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how much has been seen."""
-        return {"lives": len(self.stints.all), "looks": self._looks, "rows": len(self.rows)}
-
     # What the world tells.
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Count what only events tell."""
         match event:
             case events.StateChanged(state=PeerState.JOINING):
-                self.stints.begin(peer, self._world.now_s)
+                self.stage_times.begin(peer, self._world.now_s)
             case events.Moved():
                 self._note_move(peer, event)
             case events.Started():
-                self.stints.of(peer).stage = event.stage
+                self.stage_times.of(peer).stage = event.stage
             case events.InnerStep():
-                self._note_step(self.stints.of(peer).stage or 0, event)
+                self._note_step(self.stage_times.of(peer).stage or 0, event)
             case events.OuterStep() if event.gap is not None:
-                stage = self.stints.of(peer).stage or 0
+                stage = self.stage_times.of(peer).stage or 0
                 self.sums.gap[stage] += event.gap
                 self.sums.gaps[stage] += 1
             case events.Traffic():
-                self.stints.of(peer).traffic = event
+                self.stage_times.of(peer).traffic = event
             case events.Finished():
                 self.sums.discarded += event.discarded
-                self._end(self.stints.of(peer))
+                self._end(self.stage_times.of(peer))
             case _:
                 pass
 
     def _note_move(self, peer: SimulatedPeer, event: events.Moved) -> None:
-        """End the stint at one stage; what the peer says next begins that at the other."""
-        stint = self.stints.of(peer)
-        # Traffic is counted for a life: the stint at its last stage tells all of it.
-        stint.left, stint.traffic = stint.replica, None
-        self._end(stint)
+        """End the time at one stage; what the peer says next begins that at the other."""
+        stage_time = self.stage_times.of(peer)
+        # Traffic is counted for a life: that at its last stage tells all of it.
+        stage_time.left, stage_time.traffic = stage_time.replica, None
+        self._end(stage_time)
         self.migrations.append(Migration(self._world.now_s, peer.name, event))
         self.sums.discarded += event.discarded
 
@@ -180,21 +173,21 @@ class EventCollector:
             case _:
                 pass
         if isinstance(fault, faults.Crash) and fault.peer in self._world.peers:
-            self._end(self.stints.of(self._world.peers[fault.peer]))
+            self._end(self.stage_times.of(self._world.peers[fault.peer]))
 
     def _suspect(self, peer: str, until_s: float) -> None:
         self._bad_until_s[peer] = max(until_s, self._bad_until_s.get(peer, 0.0))
 
     def look(self) -> None:
         """Look at whom everybody suspects, and at times at what everybody does, and write a row."""
-        for stint in self.stints.open:
-            if stint.ended_s is None:
-                if stint.life.running:
-                    self._note_suspects(stint)
+        for stage_time in self.stage_times.open:
+            if stage_time.ended_s is None:
+                if stage_time.life.running:
+                    self._note_suspects(stage_time)
                 else:
-                    self._end(stint)
+                    self._end(stage_time)
         if self._looks % self._stride == 0:
-            self.stints.settle(self._world.now_s)
+            self.stage_times.settle(self._world.now_s)
             done = self.microbatches()
             self._see(done >= self.budget)
             self.rows.append(self._row(done))
@@ -204,39 +197,39 @@ class EventCollector:
 
     def _see(self, over: bool) -> None:
         """Count what those wait for that have nothing to do; one look counts for those that are left out."""
-        step = len(self.stints.open) // SEEN_AT_ONCE + 1
-        for stint in islice(self.stints.open, len(self.rows) % step, None, step):
-            if stint.ended_s is None and stint.stage is not None and not stint.device.busy:
-                self.causes[stint.stage][waits_for(stint, over)] += self._stride
+        step = len(self.stage_times.open) // SEEN_AT_ONCE + 1
+        for stage_time in islice(self.stage_times.open, len(self.rows) % step, None, step):
+            if stage_time.ended_s is None and stage_time.stage is not None and not stage_time.device.busy:
+                self.causes[stage_time.stage][waits_for(stage_time, over)] += self._stride
 
-    def _note_suspects(self, stint: StageTime) -> None:
+    def _note_suspects(self, stage_time: StageTime) -> None:
         """Count new suspicions. They may be over after a few seconds, so that no look is left out."""
-        replica = stint.replica
+        replica = stage_time.replica
         if replica is None or replica.downstream is None:
             return
         suspects = replica.downstream.suspects
-        if suspects != stint.suspects:
-            rightly = [self._is_bad(stint.peer.name, peer) for peer in suspects - stint.suspects]
+        if suspects != stage_time.suspects:
+            rightly = [self._is_bad(stage_time.peer.name, peer) for peer in suspects - stage_time.suspects]
             self.true_suspects += sum(rightly)
             self.false_suspects += len(rightly) - sum(rightly)
-            stint.suspects = suspects
+            stage_time.suspects = suspects
 
     # What follows.
 
     def close(self) -> None:
         """Write the last row; end what has not ended."""
-        for stint in self.stints.open:
-            self._end(stint)
+        for stage_time in self.stage_times.open:
+            self._end(stage_time)
         self.rows.append(self._row(self.microbatches()))
 
     def microbatches(self) -> int:
         """Return the microbatches whose gradient came back where they were drawn."""
-        return self.stints.microbatches()
+        return self.stage_times.microbatches()
 
     def _row(self, microbatches: int) -> Row:
         """Return the totals of this moment."""
         now_s, sums = self._world.now_s, self.sums
-        busy_s, alive_s = self.stints.seconds(now_s)
+        busy_s, alive_s = self.stage_times.seconds(now_s)
         return Row(
             at_s=now_s,
             microbatches=microbatches,
@@ -250,13 +243,15 @@ class EventCollector:
 
     def placed(self) -> Iterator[StageTime]:
         """Yield the lives that had a stage."""
-        return (stint for stint in self.stints.all if stint.stage is not None)
+        return (stage_time for stage_time in self.stage_times.all if stage_time.stage is not None)
 
-    def _end(self, stint: StageTime) -> None:
-        if stint.ended_s is None:
-            stint.ended_s = self._world.now_s
-            stint.busy_s = min(stint.device.busy_s - stint.before_s, stint.ended_s - stint.begun_s)
-            stint.lines = self._world.hub.link_use(stint.peer.name)
+    def _end(self, stage_time: StageTime) -> None:
+        if stage_time.ended_s is None:
+            stage_time.ended_s = self._world.now_s
+            stage_time.busy_s = min(
+                stage_time.device.busy_s - stage_time.before_s, stage_time.ended_s - stage_time.begun_s
+            )
+            stage_time.lines = self._world.hub.link_use(stage_time.peer.name)
 
     def _is_bad(self, me: str, name: str) -> bool:
         """Say whether a suspicion of `me` against a peer is true."""
@@ -268,13 +263,13 @@ class EventCollector:
         return now_s < self._cut_until_s and self._sides.get(me) != self._sides.get(name)
 
 
-def waits_for(stint: StageTime, over: bool) -> Cause:
+def waits_for(stage_time: StageTime, over: bool) -> Cause:
     """Return what an idle device waits for. `over`: the run's tokens are used up."""
-    replica = stint.replica
+    replica = stage_time.replica
     if replica is None:
         return Cause.JOINING
     gate, downstream = replica.gate, replica.downstream
-    if (over and not gate.in_flight) or stint.life.leave.is_set():
+    if (over and not gate.in_flight) or stage_time.life.leave.is_set():
         return Cause.ENDING
     if gate.succeeded == gate.window or (replica.post.run.outer.blocking and replica.rounds.statistics()["engaged"]):
         return Cause.GOSSIP
@@ -288,4 +283,4 @@ def waits_for(stint: StageTime, over: bool) -> Cause:
     if gate.succeeded + gate.in_flight == gate.windows * gate.window:
         return Cause.WINDOW if gate.queued else Cause.REPLIES
     # A source fills its window at once; where it does not it was refused, and pauses.
-    return Cause.ROUTE if stint.stage == 0 else Cause.MICROBATCHES
+    return Cause.ROUTE if stage_time.stage == 0 else Cause.MICROBATCHES

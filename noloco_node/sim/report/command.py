@@ -189,8 +189,8 @@ def _simulate(setting: SimSetup, trace: Path | None) -> Report:
     torch.set_num_threads(1)  # threads would cost more than they give, and the sums would depend on their number
     begun_s = time.perf_counter()
     with ExitStack() as stack:
-        meter = stack.enter_context(ProgressBar())
-        tallies: list[EventCollector] = []
+        progress = stack.enter_context(ProgressBar())
+        collectors: list[EventCollector] = []
         traces: list[EventTrace] = []
         if trace is not None:
             stack.callback(_unmake, trace)
@@ -198,11 +198,11 @@ def _simulate(setting: SimSetup, trace: Path | None) -> Report:
             traces.append(stack.enter_context(EventTrace(trace / "events.jsonl")))
 
         def watch(world: World) -> list[Watcher]:
-            tallies.append(EventCollector(world))
-            return [*tallies, meter.watch(world), *(each.watch(world) for each in traces)]
+            collectors.append(EventCollector(world))
+            return [*collectors, progress.watch(world), *(each.watch(world) for each in traces)]
 
         try:
-            report = simulate(setting, watch, lambda world: make_report(world, tallies[0]))
+            report = simulate(setting, watch, lambda world: make_report(world, collectors[0]))
         except (Stuck, Deadlock, BaseExceptionGroup) as error:
             raise _plainly(error, setting) from error
     return structs.replace(report, real_s=time.perf_counter() - begun_s)

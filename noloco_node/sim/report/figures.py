@@ -131,16 +131,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Who waited for ever, where nobody could take a step any more."""
 
 
-def make_report(world: World, tally: EventCollector) -> Report:
+def make_report(world: World, collector: EventCollector) -> Report:
     """Sum up a world that has come to its end; to be called within its loop."""
-    tally.close()
+    collector.close()
     setting, run, hub = world.setting, world.setting.run, world.hub.statistics()
     # What comes after the last step is no part of the course; its last row says what became of all.
-    rows = [row for row in tally.rows if row.at_s < world.ended_s]
-    rows.append(tally.rows[-1]._replace(at_s=world.ended_s or tally.rows[-1].at_s))
+    rows = [row for row in collector.rows if row.at_s < world.ended_s]
+    rows.append(collector.rows[-1]._replace(at_s=world.ended_s or collector.rows[-1].at_s))
     course, lasted_s = timeline_of(rows, setting), training_s(rows, world.ended_s)
-    totals = _totals(tally)
-    microbatches = tally.microbatches()
+    totals = _totals(collector)
+    microbatches = collector.microbatches()
     tokens = microbatches * setting.microbatch_tokens
     losses = [moment.loss for moment in course if moment.loss is not None]
     several = max(1, round(ENDS * len(losses)))
@@ -156,39 +156,39 @@ def make_report(world: World, tally: EventCollector) -> Report:
         virtual_s=world.ended_s,
         training_s=lasted_s,
         tokens=tokens,
-        budget_tokens=tally.budget * setting.microbatch_tokens,
+        budget_tokens=collector.budget * setting.microbatch_tokens,
         microbatches=microbatches,
         tokens_per_s=tokens / lasted_s if lasted_s else 0.0,
         loss_first=_mean(losses[:several]),
         loss_last=_mean(losses[-several:]),
-        stages=tuple(_stage(number, world, tally, course) for number in range(run.pipeline.stages)),
+        stages=tuple(_stage(number, world, collector, course) for number in range(run.pipeline.stages)),
         retried=_nonzero(totals, "downstream.lost_", "downstream.refused_"),
         given_up={reason: totals[f"source.{reason}"] for reason in ("expired", "no_route")},
         counted_twice=totals["worker.counted_twice"],
-        discarded=tally.sums.discarded,
-        true_suspects=tally.true_suspects,
-        false_suspects=tally.false_suspects,
+        discarded=collector.sums.discarded,
+        true_suspects=collector.true_suspects,
+        false_suspects=collector.false_suspects,
         exchanges_lost=totals["rounds.lost"],
         sent_bytes=_purposes(hub),
         microbatch_bytes=_directions(setting, hub),
         network=_network(hub),
-        happened=tuple(Happened(at_s=struck.at_s, fault=struck.fault) for struck in tally.struck_faults),
+        happened=tuple(Happened(at_s=struck.at_s, fault=struck.fault) for struck in collector.struck_faults),
         course=course,
         moved=tuple(
             Migrated(at_s=at_s, peer=peer, origin=event.origin, target=event.target, why=event.why)
-            for at_s, peer, event in tally.migrations
+            for at_s, peer, event in collector.migrations
         ),
         standstill=world.standstill,
     )
 
 
-def _totals(tally: EventCollector) -> Counter[str]:
+def _totals(collector: EventCollector) -> Counter[str]:
     """Return the replicas' counters, summed over all lives."""
     totals: Counter[str] = Counter()
-    for stint in tally.placed():
-        found = stint.counters()
+    for stage_time in collector.placed():
+        found = stage_time.counters()
         totals.update({name: int(value) for name, value in found.items() if isinstance(value, int)})
-        if found and stint.stage == 0:
+        if found and stage_time.stage == 0:
             totals.update({f"source.{name}": int(found[f"worker.{name}"]) for name in ("expired", "no_route")})
     return totals
 
@@ -205,22 +205,22 @@ def _nonzero(totals: Counter[str], *prefixes: str) -> dict[str, int]:
     return found
 
 
-def _stage(number: int, world: World, tally: EventCollector, course: Sequence[TimelinePoint]) -> StageReport:
-    stints = [stint for stint in tally.placed() if stint.stage == number]
-    devices = _devices(stints)
-    counts = [counters for stint in stints if (counters := stint.counters())]
+def _stage(number: int, world: World, collector: EventCollector, course: Sequence[TimelinePoint]) -> StageReport:
+    stage_times = [stage_time for stage_time in collector.placed() if stage_time.stage == number]
+    devices = _devices(stage_times)
+    counts = [counters for stage_time in stage_times if (counters := stage_time.counters())]
     gaps = [moment.gap[number] for moment in course if moment.gap[number] is not None]
-    traffic = [stint.traffic for stint in stints if stint.traffic is not None]
-    up, down = _lines(stints)
+    traffic = [stage_time.traffic for stage_time in stage_times if stage_time.traffic is not None]
+    up, down = _lines(stage_times)
     return StageReport(
         stage=number,
-        peers=len({stint.peer.name for stint in stints}),
+        peers=len({stage_time.peer.name for stage_time in stage_times}),
         forward_s=world.setting.prices[number].forward_s,
         devices=devices,
         up=up,
         down=down,
-        time=_time(devices.mean, tally.causes[number]),
-        inner_steps=tally.sums.inner_steps[number],
+        time=_time(devices.mean, collector.causes[number]),
+        inner_steps=collector.sums.inner_steps[number],
         met=sum(int(count["rounds.met"]) for count in counts),
         deferred=sum(int(count["rounds.deferred"]) for count in counts),
         solo=sum(int(count["rounds.solo"]) for count in counts),
@@ -231,14 +231,14 @@ def _stage(number: int, world: World, tally: EventCollector, course: Sequence[Ti
     )
 
 
-def _devices(stints: Sequence[StageTime]) -> PeerSpread:
+def _devices(stage_times: Sequence[StageTime]) -> PeerSpread:
     """Return the share of time at work: the mean over all time, the extremes over peers."""
     worked_s: dict[str, float] = {}
     alive_s: dict[str, float] = {}
-    for stint in stints:
-        name = stint.peer.name
-        worked_s[name] = worked_s.get(name, 0.0) + stint.busy_s
-        alive_s[name] = alive_s.get(name, 0.0) + stint.alive_s(0.0)
+    for stage_time in stage_times:
+        name = stage_time.peer.name
+        worked_s[name] = worked_s.get(name, 0.0) + stage_time.busy_s
+        alive_s[name] = alive_s.get(name, 0.0) + stage_time.alive_s(0.0)
     shares = [worked_s[name] / alive_s[name] for name in alive_s if alive_s[name] > 0.0]
     total_s = sum(alive_s.values())
     mean = sum(worked_s.values()) / total_s if total_s else 0.0
@@ -253,9 +253,9 @@ def _time(work: float, causes: Counter[Cause]) -> dict[str, float]:
     return {COMPUTING: work} | {str(cause): (1.0 - work) * causes[cause] / looks for cause in Cause if causes[cause]}
 
 
-def _lines(stints: Sequence[StageTime]) -> tuple[PeerSpread | None, PeerSpread | None]:
+def _lines(stage_times: Sequence[StageTime]) -> tuple[PeerSpread | None, PeerSpread | None]:
     """Return how full uplinks and downlinks were, each peer's by the end of its last life."""
-    last = {stint.peer.name: stint.lines for stint in stints}
+    last = {stage_time.peer.name: stage_time.lines for stage_time in stage_times}
     up, down = (
         [lines[side].utilisation for lines in last.values() if lines and 0.0 < lines[side].capacity_bytes < math.inf]
         for side in (0, 1)

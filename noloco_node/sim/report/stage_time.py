@@ -1,8 +1,7 @@
 """What each peer of a simulation did at each stage, and the sum of it.
 
-A stint is one life of a peer at one stage. What is over is added to totals once, and its node let go of: in a day of
-comings and goings a peer lives a dozen lives, and a look at all of them must not become dearer with each, nor the
-memory fuller.
+What is over is added to totals once, and its node let go of: in a day of comings and goings a peer lives a dozen lives,
+and a look at all of them must not become dearer with each, nor the memory fuller.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from noloco_node.sim.network.bandwidth import LinkUse
 from noloco_node.sim.peer import PeerLife, SimulatedPeer
 
 SETTLED_S = 10.0
-"""After its end a stint's counters may still move: its last calls break."""
+"""After the end of a time at a stage its counters may still move: its last calls break."""
 FORGOTTEN = 100
 """Lives after which garbage is collected: the parts of a node refer to each other, and by itself the collector looks
 through what is old once in many hours (`noloco_node.sim.clock`).
@@ -90,7 +89,7 @@ class StageTime:
 
 
 class StageTimes:
-    """All stints of one world: those that may still change, and the totals of the others."""
+    """All times of peers at stages in one world: those that may still change, and the totals of the others."""
 
     def __init__(self, stages: int) -> None:
         self.all: list[StageTime] = []
@@ -100,54 +99,47 @@ class StageTimes:
         self._busy_s, self._alive_s = [0.0] * stages, [0.0] * stages
         self._microbatches = self._forgotten = 0
 
-    def __repr__(self) -> str:
-        return f"Stints({len(self.all)}, {len(self.open)} open)"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many there were, and how many may still change."""
-        return {"stints": len(self.all), "open": len(self.open)}
-
     def begin(self, peer: SimulatedPeer, now_s: float) -> None:
         """Note that a peer has come, or gone on to another stage."""
         device = peer.device
-        stint = StageTime(
+        stage_time = StageTime(
             peer=peer, life=peer.life, device=device, stage=peer.stage, begun_s=now_s, before_s=device.busy_s
         )
-        self.all.append(stint)
-        self.open[stint] = None
-        self._now[peer.name] = stint
+        self.all.append(stage_time)
+        self.open[stage_time] = None
+        self._now[peer.name] = stage_time
 
     def of(self, peer: SimulatedPeer) -> StageTime:
-        """Return the present stint of a peer, or its last."""
+        """Return the present stage time of a peer, or its last."""
         return self._now[peer.name]
 
     def settle(self, now_s: float) -> None:
         """Add what is over to the totals."""
-        for stint in list(self.open):
-            if stint.ended_s is not None and now_s - stint.ended_s >= SETTLED_S and stint.past:
-                self._settle(stint)
+        for stage_time in list(self.open):
+            if stage_time.ended_s is not None and now_s - stage_time.ended_s >= SETTLED_S and stage_time.past:
+                self._settle(stage_time)
 
-    def _settle(self, stint: StageTime) -> None:
-        self._forgotten += stint.settle()
-        del self.open[stint]
-        if stint.stage is not None:
-            self._busy_s[stint.stage] += stint.busy_s
-            self._alive_s[stint.stage] += stint.alive_s(0.0)
-        if stint.stage == 0:
-            self._microbatches += stint.succeeded
+    def _settle(self, stage_time: StageTime) -> None:
+        self._forgotten += stage_time.settle()
+        del self.open[stage_time]
+        if stage_time.stage is not None:
+            self._busy_s[stage_time.stage] += stage_time.busy_s
+            self._alive_s[stage_time.stage] += stage_time.alive_s(0.0)
+        if stage_time.stage == 0:
+            self._microbatches += stage_time.succeeded
         if self._forgotten == FORGOTTEN:
             self._forgotten = 0
             gc.collect()
 
     def microbatches(self) -> int:
         """Return the microbatches whose gradient came back where they were drawn."""
-        return self._microbatches + sum(stint.succeeded for stint in self.open if stint.stage == 0)
+        return self._microbatches + sum(stage_time.succeeded for stage_time in self.open if stage_time.stage == 0)
 
     def seconds(self, now_s: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return by stage for how long devices were at work so far, and for how long peers were there."""
         busy_s, alive_s = self._busy_s.copy(), self._alive_s.copy()
-        for stint in self.open:
-            if stint.stage is not None:
-                busy_s[stint.stage] += stint.worked_s()
-                alive_s[stint.stage] += stint.alive_s(now_s)
+        for stage_time in self.open:
+            if stage_time.stage is not None:
+                busy_s[stage_time.stage] += stage_time.worked_s()
+                alive_s[stage_time.stage] += stage_time.alive_s(now_s)
         return tuple(busy_s), tuple(alive_s)

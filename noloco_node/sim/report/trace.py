@@ -27,18 +27,10 @@ class EventTrace:
         self._path, self._aside = path, path.with_name(f".{path.name}.part")
         self._encoder = msgspec.json.Encoder()
         self._world: World | None = None
-        self._events = 0
         try:
             self._file = self._aside.open("wb")
         except OSError as error:
             raise _refused(path, error) from error
-
-    def __repr__(self) -> str:
-        return f"Trace({self._path.name}, {self._events} events)"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many events were written."""
-        return {"events": self._events}
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +69,6 @@ class EventTrace:
             self._file.write(self._encoder.encode({**fields, "at": self._world.now_s}) + b"\n")
         except OSError as error:
             raise _refused(self._path, error) from error
-        self._events += 1
 
 
 def _refused(path: Path, error: OSError) -> UserError:

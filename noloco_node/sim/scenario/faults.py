@@ -83,7 +83,7 @@ class Partition(_At, frozen=True, tag="partition"):
 
 
 class Storm(_At, frozen=True, tag="storm"):
-    """The weather turns bad for a while: shares of messages that are lost, late and doubled."""
+    """The network is bad for a while: shares of messages that are lost, late and doubled."""
 
     for_s: float
     loss: float = 0.0

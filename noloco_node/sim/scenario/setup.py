@@ -54,7 +54,7 @@ class SimSetup(NamedTuple):
     prices: tuple[Prices, ...]
     build: Callable[[int], StageModel]
     size_bytes: Callable[[object, str], int]
-    weather: NetworkConditions
+    conditions: NetworkConditions
     faults: tuple[Fault, ...]
     microbatch_tokens: int
     parameters: int = 0
@@ -118,9 +118,9 @@ def build_setup(scenario: Scenario) -> SimSetup:
             attempt="fewer stages or replicas",
             code=Exit.CONFIG,
         )
-    plan = _blueprint(run) if transformer or swarm.run is not None else None
+    plan = _layout(run) if transformer or swarm.run is not None else None
     if not transformer:
-        run = _as_bowls(run)
+        run = _with_shapes_of_bowls(run)
     if not swarm.impatient:
         run = structs.replace(run, pipeline=structs.replace(run.pipeline, budget_s=FOREVER_S))
     prices = _prices(scenario, run, start, plan)
@@ -133,7 +133,7 @@ def build_setup(scenario: Scenario) -> SimSetup:
         prices=prices,
         build=_transformers(run, plan) if plan is not None and transformer else QuadraticModel,
         size_bytes=_sizes(scenario, start, run.outer, plan),
-        weather=_weather(scenario),
+        conditions=_conditions(scenario),
         faults=faults.unfold(scenario.fault, planned(run.pipeline.stages, run.pipeline.replicas), scenario.seed),
         microbatch_tokens=start.pipeline.microbatch_size * start.pipeline.sequence_length,
         parameters=0 if plan is None else sum(math.prod(shape) for part in plan.shapes for shape in part.values()),
@@ -184,7 +184,7 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
     return structs.replace(start, seed=seed, pipeline=pipeline, inner=inner, outer=outer)
 
 
-def _as_bowls(run: RunConfig) -> RunConfig:
+def _with_shapes_of_bowls(run: RunConfig) -> RunConfig:
     """A bowl's activations are one number: the run's other shapes would only cost time."""
     pipeline = structs.replace(
         run.pipeline, sequence_length=1, microbatch_size=1, wire_dtype="float32", boundaries=None
@@ -192,7 +192,7 @@ def _as_bowls(run: RunConfig) -> RunConfig:
     return structs.replace(run, pipeline=pipeline)
 
 
-def _blueprint(run: RunConfig) -> ModelLayout:
+def _layout(run: RunConfig) -> ModelLayout:
     from noloco_node.planning.model_layout import model_layout
 
     return model_layout(run)
@@ -267,7 +267,7 @@ def _weights_bytes(scenario: Scenario, plan: ModelLayout | None) -> int:
     return max(4 * sum(math.prod(shape) for shape in shapes.values()) for shapes in plan.shapes)
 
 
-def _weather(scenario: Scenario) -> NetworkConditions:
+def _conditions(scenario: Scenario) -> NetworkConditions:
     network = scenario.network
     return NetworkConditions(
         latency=network.latency,

@@ -15,8 +15,8 @@ from torch import Tensor
 from noloco_node.network.interface import Conversation
 from noloco_node.network.wire import MessageSpec, Schema, TensorSpec, Violation
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.corruption import GARBLING, spoil, tensors_of
-from noloco_node.sim.network.hub import Corruption, SimNetwork
+from noloco_node.sim.network.corruption import GARBLING, Corruption, spoil, tensors_of
+from noloco_node.sim.network.hub import SimNetwork
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,12 +119,12 @@ def test_a_violation_breaks_the_conversation_at_both_ends_and_is_counted() -> No
                 answer: Load = await conversation.receive()
                 return answer
 
-        hub.tamper("a", Corruption.NOT_FINITE)
+        hub.corrupt("a", Corruption.NOT_FINITE)
         with pytest.raises(ConnectionResetError, match=r"b ended with an error: .*not finite"):
             await exchange()
         assert heard == []
         assert b.statistics()["violations.a"] == 1
-        hub.tamper("b", Corruption.SHAPE)
+        hub.corrupt("b", Corruption.SHAPE)
         with pytest.raises(Violation, match="expected"):
             await exchange()
         assert a.statistics()["violations.b"] == 1

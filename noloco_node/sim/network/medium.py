@@ -1,0 +1,200 @@
+"""What all conversations of a simulation go through: lines, latencies, losses, wrong messages, and who is cut off.
+
+`SimNetwork` adds the peers. Every draw comes from a generator of its purpose, in the order of events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+from noloco_node.sim.network.bandwidth import AccessLine, Link, LinkUse
+from noloco_node.sim.network.corruption import Corruption, tensors_of
+from noloco_node.sim.network.link_model import Access, NetworkConditions
+
+CALM = NetworkConditions()
+HEAD_BYTES = 100
+"""About what a message takes on the line beside its tensors."""
+_UNNAMED_SIDE = -1
+"""The side of the peers that no group of a partition names."""
+
+
+def message_bytes(message: object, topic: str) -> int:
+    """Return the bytes of a message's tensors as they are in memory, and of a header."""
+    return HEAD_BYTES + sum(tensor.nbytes for tensor in tensors_of(message))
+
+
+class Releasable(Protocol):
+    """What holds messages back while nothing passes between two peers."""
+
+    def release(self) -> None:
+        """Let them go, if the two peers reach each other again."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediumState:
+    """What is asked for every message: made anew when conditions, lines or faults change."""
+
+    has_cuts: bool
+    """Whether nothing passes between some peers."""
+    is_free: bool
+    """Whether nothing keeps any message from being put in flight at once."""
+    affected_share: float
+    """Share of messages that are lost, late or doubled."""
+
+
+class Medium:
+    """Lines and faults; `size_bytes(message, topic)` says what a message takes on the line."""
+
+    state: MediumState
+
+    def __init__(
+        self,
+        conditions: NetworkConditions = CALM,
+        *,
+        seed: int = 0,
+        size_bytes: Callable[[Any, str], int] = message_bytes,
+    ) -> None:
+        self.size_bytes = size_bytes
+        self.counts: Counter[str] = Counter()
+        self.message_counts: Counter[str] = Counter()
+        self.fate_rng, self.corruption_rng = Random(f"{seed}|network|fate"), Random(f"{seed}|network|tamper")
+        self.lag_rng, self._latency_rng = Random(f"{seed}|network|lag"), Random(f"{seed}|network|latency")
+        self.holding: dict[Releasable, None] = {}
+        """What holds messages back just now."""
+        self._lines: dict[str, AccessLine] = {}
+        self._accesses: dict[str, Access] = {}
+        self._limited: set[str] = set()
+        self._silent: set[str] = set()
+        self._sides: dict[str, int] | None = None
+        self._corruptions: dict[str, deque[Corruption]] = {}
+        self.conditions = conditions
+
+    # How long a message takes.
+
+    @property
+    def conditions(self) -> NetworkConditions:
+        """What all lines have in common; others may be set at any moment."""
+        return self._conditions
+
+    @conditions.setter
+    def conditions(self, conditions: NetworkConditions) -> None:
+        self._conditions = conditions
+        self.draw_latency = conditions.latency.sampler(self._latency_rng)
+        self._update_state()
+
+    def round_trip_s(self) -> float:
+        """Draw the time of a dial, or of a question to the DHT, and its answer."""
+        conditions, late_s = self._conditions, 0.0
+        if conditions.late and self.fate_rng.random() < conditions.late:
+            self.counts["dials.late"] += 1
+            late_s = conditions.late_s
+        return self.draw_latency() + late_s + self.draw_latency()
+
+    # The lines of the peers.
+
+    def set_access(self, peer: str, access: Access) -> None:
+        """Give a peer another line; transfers under way take the new rates at once."""
+        now_s = asyncio.get_running_loop().time()
+        line = self.line(peer)
+        self._accesses[peer] = access
+        line.up.change(access.up_bytes_per_s, now_s)
+        line.down.change(access.down_bytes_per_s, now_s)
+        if min(line.up.rate, line.down.rate) < math.inf:
+            self._limited.add(peer)
+        else:
+            self._limited.discard(peer)
+        self._update_state()
+
+    def dials_only(self, peer: str) -> bool:
+        """Say whether nobody can open a stream to a peer."""
+        access = self._accesses.get(peer)
+        return access is not None and access.dials_only
+
+    def line(self, peer: str) -> AccessLine:
+        """Return a peer's line; it outlives the peer's restarts."""
+        line = self._lines.get(peer)
+        if line is None:
+            now_s = asyncio.get_running_loop().time()
+            line = self._lines[peer] = AccessLine(Link(math.inf, now_s), Link(math.inf, now_s))
+        return line
+
+    def link_use(self, peer: str) -> tuple[LinkUse, LinkUse]:
+        """Return the use of a peer's uplink and of its downlink since it came."""
+        now_s = asyncio.get_running_loop().time()
+        line = self.line(peer)
+        return line.up.use(now_s), line.down.use(now_s)
+
+    # Who cannot be reached.
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Say whether nothing passes between two peers."""
+        return one in self._silent or other in self._silent or self.side(one) != self.side(other)
+
+    def side(self, peer: str) -> int | None:
+        """Return on which side of the partition a peer is; None when there is no partition."""
+        return None if self._sides is None else self._sides.get(peer, _UNNAMED_SIDE)
+
+    def set_silent(self, peer: str, silent: bool) -> None:
+        """Let nothing leave or reach a peer, or everything again."""
+        if silent:
+            self._silent.add(peer)
+        else:
+            self._silent.discard(peer)
+        self._update_state()
+
+    def set_groups(self, groups: Sequence[Collection[str]] | None) -> None:
+        """Let nothing pass between peers of different groups, those of no group being one more; None: no partition."""
+        sides: dict[str, int] = {}
+        for number, group in enumerate(groups or ()):
+            for peer in group:
+                if sides.setdefault(peer, number) != number:
+                    raise ValueError(f"{peer} is in two groups")
+        self._sides = None if groups is None else sides
+        self._update_state()
+
+    def release(self) -> None:
+        """Let go of what was held back between peers that reach each other again."""
+        for held in list(self.holding):
+            held.release()
+
+    # Wrong messages, and those that broke.
+
+    def corrupt(self, peer: str, how: Corruption, count: int = 1) -> None:
+        """Let the next `count` messages with tensors that a peer sends arrive wrong."""
+        self._corruptions.setdefault(peer, deque()).extend([how] * count)
+        self._update_state()
+
+    def is_corrupting(self, peer: str) -> bool:
+        """Say whether some of the next messages of a peer are to arrive wrong."""
+        return peer in self._corruptions
+
+    def next_corruption(self, peer: str, message: Any) -> Corruption | None:
+        """Take what is to be wrong with this message that a peer sends, if anything."""
+        waiting = self._corruptions.get(peer)
+        if waiting is None or not any(tensor.numel() for tensor in tensors_of(message)):
+            return None
+        how = waiting.popleft()
+        if not waiting:
+            del self._corruptions[peer]
+            self._update_state()
+        return how
+
+    def count_break(self, kind: type[ConnectionError]) -> None:
+        """Count one end of a conversation that broke."""
+        given_up = kind is ConnectionAbortedError
+        self.counts["conversations.given_up" if given_up else "conversations.broken"] += 1
+        self.counts[f"lost.{kind.__name__}"] += 1
+
+    def _update_state(self) -> None:
+        conditions, has_cuts = self._conditions, bool(self._silent) or self._sides is not None
+        self.state = MediumState(
+            has_cuts=has_cuts,
+            is_free=not (has_cuts or self._limited or self._corruptions),
+            affected_share=1 - (1 - conditions.loss) * (1 - conditions.late) * (1 - conditions.duplicate),
+        )
