@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -22,8 +23,8 @@ from torch import Tensor
 from noloco_node.data.blocks import open_blocks
 from noloco_node.demo.summary import ModelScores
 from noloco_node.errors import COMPLAINT, UserError
-from noloco_node.export.exporter import write_merged
-from noloco_node.export.replica_fetch import FetchedReplica, gather
+from noloco_node.export.exporter import SwarmExport, merge_files, parts_of, write
+from noloco_node.export.replica_files import ReplicaFile, ReplicaReader
 from noloco_node.inference.evaluation import BATCH, open_model, unigram_entropy, validation_loss
 from noloco_node.inference.generation import generate_sample
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
@@ -36,16 +37,20 @@ BATCHES = 64
 MOST_ROUTES = 16
 PROMPT = "import os\n\n\ndef "
 
+T = TypeVar("T")
 
-async def fetch(invite: str) -> tuple[RunFileText, ModelLayout, tuple[tuple[FetchedReplica, ...], ...]]:
-    """Return the run and the weights of every replica that answers."""
+
+async def fetch(invite: str, directory: Path) -> tuple[RunFileText, ModelLayout, list[list[ReplicaFile]]]:
+    """Return the run, and of each stage the files of every replica that answers, laid beside `directory`."""
     async with visited(invite) as (network, recipe, membership):
-        plan = await asyncio.to_thread(model_layout, recipe.run)
-        return recipe, plan, await gather(network, recipe, membership, plan)
+        layout = await asyncio.to_thread(model_layout, recipe.run)
+        parts = parts_of(directory, recipe, layout)
+        export = SwarmExport(network=network, recipe=recipe, look=membership.peek, layout=layout, parts=parts)
+        return recipe, layout, await export.replicas()
 
 
 def judge(
-    directory: Path, recipe: RunFileText, plan: ModelLayout, stages: Sequence[Sequence[FetchedReplica]]
+    directory: Path, recipe: RunFileText, layout: ModelLayout, stages: Sequence[Sequence[ReplicaFile]]
 ) -> ModelScores:
     """Evaluate the checkpoint in `directory`, and the replicas that it was merged from."""
     run = recipe.run
@@ -62,9 +67,9 @@ def judge(
     merged = loss()
     losses = {}
     for route in routes(stages):
-        model.load_state_dict({name: tensor for copy in route for name, tensor in copy.weights.items()})
-        losses["/".join(copy.peer for copy in route)] = loss()
-    model.load_state_dict(_initial_weights(run, plan))
+        model.load_state_dict(_weights_of(route, layout))
+        losses["/".join(each.peer for each in route)] = loss()
+    model.load_state_dict(_initial_weights(run, layout))
     untrained = loss()
     return ModelScores(
         merged=merged,
@@ -78,28 +83,39 @@ def judge(
     )
 
 
-def routes(stages: Sequence[Sequence[FetchedReplica]]) -> list[tuple[FetchedReplica, ...]]:
+def routes(stages: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
     """Return all routes through single replicas, or, where they are many, some in which each replica occurs."""
     count = 1
-    for copies in stages:
-        count *= len(copies)
+    for replicas in stages:
+        count *= len(replicas)
     if count <= MOST_ROUTES:
         return list(itertools.product(*stages))
     number = max(MOST_ROUTES, max(map(len, stages)))
-    return [tuple(copies[place % len(copies)] for copies in stages) for place in range(number)]
+    return [tuple(replicas[place % len(replicas)] for replicas in stages) for place in range(number)]
 
 
-def _initial_weights(run: RunConfig, plan: ModelLayout) -> dict[str, Tensor]:
+def _weights_of(route: Sequence[ReplicaFile], layout: ModelLayout) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for replica, shapes in zip(route, layout.shapes, strict=True):
+        with ReplicaReader([replica], shapes) as reader:
+            weights |= reader.weights(0)
+    return weights
+
+
+def _initial_weights(run: RunConfig, layout: ModelLayout) -> dict[str, Tensor]:
     device = torch.device("cpu")
-    parts = (build_stage(run, plan, number, device) for number in range(len(plan.cuts)))
+    parts = (build_stage(run, layout, number, device) for number in range(len(layout.cuts)))
     return {name: weight.detach() for part in parts for name, weight in part.named_parameters()}
 
 
 def main(invite: str, directory: Path) -> None:
-    """Print the verdict on the swarm of `invite`, and leave its merged model in `directory`."""
-    recipe, plan, stages = asyncio.run(fetch(invite))
-    say(write_merged(directory, recipe, plan, stages))
-    print(msgspec.json.encode(judge(directory, recipe, plan, stages)).decode(), flush=True)
+    """Print the scores of the swarm of `invite`, and leave its merged model in `directory`."""
+    recipe, layout, stages = asyncio.run(fetch(invite, directory))
+    try:
+        say(write(directory, recipe, layout, merge_files(list(itertools.chain(*stages)), recipe, layout)))
+        print(msgspec.json.encode(judge(directory, recipe, layout, stages)).decode(), flush=True)
+    finally:
+        parts_of(directory, recipe, layout).remove()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""One ordinary Hugging Face checkpoint out of a swarm: replicas merged, stages joined, written whole or not at all.
+"""One ordinary Hugging Face checkpoint out of a swarm: stages joined, written whole or not at all.
 
-Replicas of a stage differ a little by the nature of gossip; the model of the run is their mean. Parameters keep their
-transformers names in every stage, so joining stages is a union of dictionaries. The library itself writes the files
-(shards, config, and the layout that a family has on the hub), into a directory beside the target that is renamed at
-the end: whoever sees the target sees a complete checkpoint.
+Parameters keep their transformers names in every stage, so joining stages is a union of dictionaries. The library
+itself writes the files (shards, config, and the layout that a family has on the hub), into a directory beside the
+target that is renamed at the end: whoever sees the target sees a complete checkpoint.
 
 `noloco.json` beside the weights says where they come from, the run file included.
 """
@@ -29,7 +28,6 @@ from transformers.utils import logging
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.provenance import NOTES, Provenance
-from noloco_node.state_sync.replica_mean import mean_of
 from noloco_node.storage.atomic_file import flush
 from pipeline.partition import skeleton
 
@@ -38,16 +36,6 @@ def quiet_unless_watched() -> None:
     """Keep the library's progress bars out of output that is not a terminal."""
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-
-
-def merge(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean of a stage's replicas by name, float32; raise ValueError if names or shapes differ."""
-    if not replicas:
-        raise ValueError("there is no replica to merge")
-    shapes = [{name: tensor.shape for name, tensor in replica.items()} for replica in replicas]
-    if any(other != shapes[0] for other in shapes):
-        raise ValueError("these replicas are not of one stage: their names or shapes differ")
-    return {name: mean_of([replica[name] for replica in replicas]) for name in replicas[0]}
 
 
 def write_checkpoint(

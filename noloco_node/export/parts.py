@@ -1,14 +1,20 @@
-"""Stages of an unfinished export, kept beside its target so that the next try goes on from them."""
+"""What an unfinished export has so far, kept beside its target so that the next try goes on from it.
+
+A finished stage is one file, `stage-N.safetensors`. Of the stage that is under way each replica that came has its own.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple
 
 import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from noloco_node.export.replica_fetch import FetchedReplica
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader, Shapes
@@ -32,6 +38,46 @@ class FoundStage(NamedTuple):
 
     stage: MergedReplicas
     kept_by: str | None
+
+
+class PartsDirectory:
+    """Where the parts of one run's export lie. `shapes`: of each stage. `rounds_behind`: that weights may be."""
+
+    def __init__(self, path: Path, run_id: str, shapes: Sequence[Shapes], rounds_behind: int) -> None:
+        self.path = path
+        self._run_id, self._shapes, self._rounds_behind = run_id, shapes, rounds_behind
+
+    def make(self) -> None:
+        """Make the directory."""
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def remove(self) -> None:
+        """Remove everything: the export is complete."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def finished(self, stage: int, rounds: Sequence[int]) -> FoundStage | None:
+        """Return a finished stage that may be kept, its replicas being in `rounds` now; None where there is none."""
+        found = read_part(self.path, self._run_id, stage, self._shapes[stage])
+        return found if found is not None and is_kept(found, rounds, self._rounds_behind) else None
+
+    def finish(self, stage: int, found: FoundStage) -> None:
+        """Write a finished stage, and remove the replicas that it is the mean of."""
+        write_part(self.path, self._run_id, stage, found)
+        for path in self.path.glob(f"stage-{stage}-*.safetensors"):
+            path.unlink(missing_ok=True)
+
+    def replicas(self, stage: int, rounds: Sequence[int]) -> list[ReplicaFile]:
+        """Return the replicas of a stage that came before an interruption, and that it has not left behind since."""
+        lying = laid_down(self.path, self._run_id, stage, self._shapes[stage])
+        return [each for each in lying if not passed(each.counters.round, rounds, self._rounds_behind)]
+
+    def keep_replica(self, stage: int, copy: FetchedReplica) -> ReplicaFile:
+        """Keep a replica until its stage is complete."""
+        return write_replica(path_of(self.path, stage, copy.peer), self._run_id, stage, copy)
+
+    def keep_snapshot(self, stage: int, copy: FetchedReplica) -> ReplicaFile:
+        """Keep a snapshot until its stage is complete, as its keeper's own weights would be."""
+        return write_replica(self.path / f"stage-{stage}-snapshot.safetensors", self._run_id, stage, copy)
 
 
 def parts_beside(out: Path) -> Path:
@@ -61,7 +107,8 @@ def laid_down(parts: Path, run_id: str, stage: int, shapes: Shapes) -> list[Repl
     return found
 
 
-def _file(path: Path, run_id: str, stage: int, copy: FetchedReplica) -> ReplicaFile:
+def write_replica(path: Path, run_id: str, stage: int, copy: FetchedReplica) -> ReplicaFile:
+    """Write what was fetched as a checkpoint of slow weights."""
     counters = Counters(
         run_id=run_id,
         stage=stage,
@@ -77,7 +124,8 @@ def _file(path: Path, run_id: str, stage: int, copy: FetchedReplica) -> ReplicaF
     return ReplicaFile(path, copy.peer, counters)
 
 
-def _write_part(parts: Path, run_id: str, stage: int, found: FoundStage) -> None:
+def write_part(parts: Path, run_id: str, stage: int, found: FoundStage) -> None:
+    """Write a finished stage."""
     weights, taken, left_out = found.stage
     part = StagePart(run_id=run_id, stage=stage, taken=taken, left_out=left_out, kept_by=found.kept_by)
     arrays = [
@@ -92,9 +140,6 @@ _NOBODY = Counters(run_id="", stage=0, round=0, inner_steps=0, progress=0.0, sam
 
 def read_part(parts: Path, run_id: str, stage: int, shapes: Shapes) -> FoundStage | None:
     """Return a finished stage of an interrupted export; None where it is not there, or not as it was written."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = parts / f"stage-{stage}.safetensors"
     try:
         part = msgspec.json.decode(tensor_file.about(path) or "", type=StagePart)

@@ -67,8 +67,6 @@ def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]
 
     They are compared with the others, and with each other where there are none.
     """
-    pass
-
     notes = []
     for number, keeper in sorted(kept_by.items()):
         (snapshot,) = (each for each in stages[number] if each.peer == keeper)

@@ -1,8 +1,7 @@
 """Fetching the slow weights of a living swarm's replicas, one at a time.
 
 A replica that does not answer is left out and named; a stage of which nobody answers is an error, for half a model is
-none. What to do with the weights is for the caller: `exporting` lays each replica on the disk and merges from there,
-the demo keeps all of its small model in memory to measure single replicas too.
+none. What to do with the weights is for the caller (`noloco_node.export.exporter` lays each replica on the disk).
 
 A large model takes hours, and a swarm does not stand still meanwhile. So the roster is read again before each replica
 is asked: whoever has died or moved is not waited for, and whoever has come is asked too. A replica that serves others
@@ -25,13 +24,10 @@ from gossip.transfer.download import DonorBusy, download_state
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
-from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.manifests import WeightsOf
-from noloco_node.state_sync.replica_mean import ReplicaSummary, norm_of
-from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
@@ -59,31 +55,6 @@ class FetchedReplica(NamedTuple):
     inner_steps: int
     progress: float
     weights: dict[str, Tensor]
-
-    @property
-    def standing(self) -> ReplicaSummary:
-        """Where it stood, and the norm of its weights."""
-        weights = list(self.weights.values())
-        return ReplicaSummary(
-            peer=self.peer,
-            round=self.round,
-            inner_steps=self.inner_steps,
-            progress=self.progress,
-            norm=norm_of(weights.__getitem__, len(weights)),
-        )
-
-
-async def gather(
-    network: PeerNetwork, recipe: RunFileText, membership: Membership, plan: ModelLayout
-) -> tuple[tuple[FetchedReplica, ...], ...]:
-    """Fetch the slow weights of all replicas, stage by stage; raise `UserError` where a stage has none."""
-    stages = []
-    for number, shapes in enumerate(plan.shapes):
-        copies = [copy async for copy in fetched(network, membership.peek, number, shapes)]
-        if not copies:
-            raise nobody(recipe, membership.roster, number)
-        stages.append(tuple(copies))
-    return tuple(stages)
 
 
 async def fetched(

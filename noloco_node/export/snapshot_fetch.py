@@ -36,18 +36,18 @@ class SnapshotUnavailable(NamedTuple):
     busy: int
 
 
-async def fetch_kept(
+async def fetch_snapshot(
     network: PeerNetwork,
     recipe: RunFileText,
     look: Look,
-    stage: tuple[int, Mapping[str, tuple[int, ...]]],
+    number: int,
+    shapes: Mapping[str, tuple[int, ...]],
     own: int | None,
 ) -> FetchedReplica | SnapshotUnavailable:
     """Fetch the newest snapshot of a stage that is to be believed; the copy's `peer` is who keeps it.
 
     `own`: the newest round that is here already, None where nothing is; only what is clearly newer is fetched then.
     """
-    number, shapes = stage
     subject, refused, offered = WeightsOf(number, tuple(shapes.values()), SNAPSHOT), set[str](), set[str]()
     attempt = 0
     while True:

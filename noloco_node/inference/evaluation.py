@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from noloco_node.data.blocks import open_blocks
 from noloco_node.errors import Exit, UserError
-from noloco_node.export.exporter import merged_homes, of_homes, recipe_of
+from noloco_node.export.exporter import merge_files, of_homes, recipe_of
 from noloco_node.export.huggingface import joined, quiet_unless_watched
 from noloco_node.export.provenance import NOTES, read_provenance
 from noloco_node.export.replica_files import ReplicaReader, newest
@@ -175,18 +175,18 @@ def _of_directories(question: Question) -> Iterator[Measure]:
 def _of_homes(question: Question) -> Iterator[Measure]:
     """Measure the merged model, and then it with one stage after the other held by a single replica."""
     recipe = recipe_of(question.homes)
-    run, plan = recipe.run, model_layout(recipe.run)
+    run, layout = recipe.run, model_layout(recipe.run)
     data = run.data if question.data is None else _whole(with_source(run.data, question.data))
     text = _text(data, run.pipeline.sequence_length, run.seed, question.batches)
     entropy, filed = unigram_entropy(text), of_homes(question.homes, recipe)
-    stages = merged_homes(question.homes, recipe, plan)
-    model = joined(plan.prepared.config, [stage.weights for stage in stages]).eval()
+    stages = [each.stage for each in merge_files(filed, recipe, layout)]
+    model = joined(layout.prepared.config, [stage.weights for stage in stages]).eval()
 
     def loss() -> Loss:
         return validation_loss(_logits_of(model), text)
 
     yield Measure("merged", loss(), entropy)
-    for number, shapes in enumerate(plan.shapes):
+    for number, shapes in enumerate(layout.shapes):
         with ReplicaReader(newest(filed, number), shapes) as opened:
             for place, each in enumerate(opened.filed):
                 model.load_state_dict(opened.weights(place), strict=False, assign=True)

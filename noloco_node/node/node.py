@@ -40,7 +40,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig
-from noloco_node.state_sync.snapshot_server import SnapshotServer
+from noloco_node.state_sync.snapshot_server import FormerStageServer
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.checkpoint_writer import CheckpointWriter
 from noloco_node.swarm import speed_test
@@ -116,7 +116,7 @@ class Node:
         self._training: Training | None = None
         self._unfit: set[int] = set()
         """Stages that we could not build."""
-        self._lending = SnapshotServer(
+        self._lending = FormerStageServer(
             host,
             self._network,
             tuple(tuple(shapes.values()) for shapes in plan.shapes),

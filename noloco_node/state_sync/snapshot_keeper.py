@@ -7,40 +7,34 @@ and not at all while the donor is busy with newcomers. The last few of each stag
 the own stage is left out, for its checkpoints lie beside them. A stage that has begun anew replaces nothing: its rounds
 have to pass those of the snapshot first.
 
-What is kept is served under a topic of its own, as a replica serves its state: whoever revives a stage asks for it
-(`noloco_node.node.joining.revival`). Of all stages that live at most one is served at a time, which bounds the memory
-that strangers can cost; one that has lost its last replica is served in any case, or a stranger who asks for another
-one all the time would keep it dead.
+What is kept is served under a topic of its own (`noloco_node.state_sync.snapshot_server`): whoever revives a stage asks
+for it (`noloco_node.node.joining.revival`). A stage that has lost its last replica is served in any case, or a stranger
+who asks for another one all the time would keep it dead.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from random import Random
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from gossip.exchange.messages import Manifest, Parts, ReplicaState
-from gossip.exchange.swap import norm
-from gossip.transfer.chunks import cut
-from gossip.transfer.donor import Donor, DonorLimits
+from gossip.exchange.messages import Manifest, ReplicaState
 from gossip.transfer.donor_switch import OUTLYING_ROUNDS
-from gossip.transfer.download import download_state, piece_s
+from gossip.transfer.download import download_state
 from noloco_node.machine.interface import Reporter, Runner, SnapshotStore
 from noloco_node.run.peer_state import PeerState
-from noloco_node.run.protocols import STATE, topic
-from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, standings
+from noloco_node.run.protocols import STATE
+from noloco_node.state_sync.manifests import WeightsOf, ask_manifests, standings
 from noloco_node.state_sync.replica_mean import ReplicaSummary, drop_outliers
-from noloco_node.state_sync.snapshot_server import state_of, turn_away
+from noloco_node.state_sync.snapshot_server import SnapshotServer
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 if TYPE_CHECKING:
-    from noloco_node.network.interface import Conversation, PeerNetwork
+    from noloco_node.network.interface import PeerNetwork
 
 LOOK_S = 10.0
 """Between two looks at how far the stages are."""
@@ -77,40 +71,35 @@ class SnapshotKeeperConfig:
     every: int
     deadline_s: Callable[[int], float]
 
-    def subject(self, number: int, kind: str) -> WeightsOf:
-        """Return a stage as it is asked for."""
-        return WeightsOf(number, self.shapes[number], kind)
-
 
 class SnapshotKeeper:
     """Takes snapshots and serves them; `run` is to be awaited as long as we take part."""
 
     def __init__(
         self,
-        snapshot_keeper_config: SnapshotKeeperConfig,
+        config: SnapshotKeeperConfig,
         network: PeerNetwork,
         roster: Callable[[], Roster],
         store: SnapshotStore,
         device: Runner,
         reporter: Reporter,
     ) -> None:
-        self._keeping, self._network, self._roster = snapshot_keeper_config, network, roster
-        self._store, self._device, self._voice = store, device, reporter
-        self._rng = Random(f"{snapshot_keeper_config.seed}|snapshots|{network.peer_id}")
+        self._config, self._network, self._roster = config, network, roster
+        self._store, self._device, self._reporter = store, device, reporter
+        self._rng = Random(f"{config.seed}|snapshots|{network.peer_id}")
         self._rounds: dict[int, int] = {}
         self._not_before_s: dict[int, float] = {}
-        self._donors: dict[int, Donor] = {}
-        self._said: dict[int, ReplicaState] = {}
-        self._talking: Counter[int] = Counter()
-        self._counts = {"taken": 0, "failed": 0}
+        self._server = SnapshotServer(
+            network, device, config.shapes, config.deadline_s, store.newest, lambda number: not self._at_work(number)
+        )
 
     async def run(self) -> None:
         """Serve what is there, and take a snapshot of a stage whenever one is due, until cancelled."""
-        for number in range(len(self._keeping.shapes)):
+        for number in range(len(self._config.shapes)):
             await self._look_up(number)
         while True:
             await asyncio.sleep(LOOK_S)
-            due = next_stage(self._standing(), self._rounds, self._keeping.every)
+            due = next_stage(self._standing(), self._rounds, self._config.every)
             if due is not None:
                 await self._take(due)
 
@@ -123,37 +112,38 @@ class SnapshotKeeper:
         """Return the rounds of the replicas of each stage that may be asked now."""
         now_s = asyncio.get_running_loop().time()
         return [
-            [record.round for record in _at_work(self._roster().stage(number))]
-            if number != self._keeping.own and now_s >= self._not_before_s.get(number, 0.0)
+            [record.round for record in self._at_work(number)]
+            if number != self._config.own and now_s >= self._not_before_s.get(number, 0.0)
             else []
-            for number in range(len(self._keeping.shapes))
+            for number in range(len(self._config.shapes))
         ]
+
+    def _at_work(self, number: int) -> list[PeerRecord]:
+        return [record for record in self._roster().stage(number) if record.state is PeerState.TRAINING]
 
     async def _take(self, number: int) -> None:
         try:
             found = await self._fetch(number)
             await self._store.keep(found)
         except OSError as error:  # a lost connection is one too
-            self._counts["failed"] += 1
             self._not_before_s[number] = asyncio.get_running_loop().time() + FAILURE_S
-            self._voice.say(f"no snapshot of stage {number} this time: {error}")
+            self._reporter.say(f"no snapshot of stage {number} this time: {error}")
             return
         if number not in self._rounds:
-            self._voice.say(f"keeping snapshots of stage {number}, the first of round {found.counters.round}")
-        self._counts["taken"] += 1
+            self._reporter.say(f"keeping snapshots of stage {number}, the first of round {found.counters.round}")
         await self._note(found)
 
     async def _fetch(self, number: int) -> Checkpoint:
         """Return the slow weights of one replica of a stage; raise `OSError` where nobody gives them."""
-        subject = self._keeping.subject(number, STATE)
-        peers = [record.peer for record in _at_work(self._roster().stage(number))]
+        subject = WeightsOf(number, self._config.shapes[number], STATE)
+        peers = [record.peer for record in self._at_work(number)]
         told = await ask_manifests(self._network, self._rng.sample(peers, min(VOICES, len(peers))), subject)
-        found = possible(standings(told.manifests), self._keeping.every)
-        kept, _ = drop_outliers(found, self._keeping.every)
+        found = possible(standings(told.manifests), self._config.every)
+        kept, _ = drop_outliers(found, self._config.every)
         if not kept:
             raise ConnectionRefusedError("none of its replicas answered")
         chosen = found[self._rng.choice(kept)]
-        wanted = subject.wanted(self._keeping.deadline_s(subject.weight_bytes))
+        wanted = subject.wanted(self._config.deadline_s(subject.weight_bytes))
         state = await download_state(
             [chosen.peer],
             subject.converse(self._network),
@@ -161,11 +151,11 @@ class SnapshotKeeper:
             self._device.beside,
             passes=1,
         )
-        return snapshot_of(state, chosen.peer, number, self._keeping.run_id)
+        return snapshot_of(state, chosen.peer, number, self._config.run_id)
 
     def _objection(self, chosen: ReplicaSummary) -> Callable[[str, Manifest], Awaitable[str | None]]:
         async def objection(_: str, manifest: Manifest) -> str | None:
-            if manifest.round > chosen.round + max(self._keeping.every, OUTLYING_ROUNDS):
+            if manifest.round > chosen.round + max(self._config.every, OUTLYING_ROUNDS):
                 return f"it is in round {manifest.round}, and was in round {chosen.round} a moment ago"
             if chosen.norm / NORM_CHANGE <= manifest.norm <= chosen.norm * NORM_CHANGE:
                 return None
@@ -175,52 +165,8 @@ class SnapshotKeeper:
 
     async def _note(self, found: Checkpoint) -> None:
         """Remember how far a stage's snapshot is, and serve it from now on."""
-        number = found.counters.stage
-        size = await self._device.beside(norm, found.tensors["slow"])
-        self._rounds[number] = found.counters.round
-        # What it says of itself is asked by many, and must cost neither the disk nor memory for the weights.
-        self._said[number] = replace(state_of(found), slow=())
-        if number in self._donors:
-            self._donors[number].knows(found.counters.round, size)
-            return
-        subject = self._keeping.subject(number, SNAPSHOT)
-        deadline_s = self._keeping.deadline_s(subject.weight_bytes)
-        pieces = len(cut([4 * prod(shape) for shape in subject.shapes]))
-        terms = DonorLimits(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, pieces))
-
-        async def provide(parts: Parts) -> ReplicaState:
-            if parts is Parts.OUTLINE:
-                return self._said[number]
-            kept = await self._store.newest(number)
-            if kept is None or parts is Parts.ALL:
-                raise ConnectionAbortedError("a snapshot has slow weights, as long as it is there, and no more")
-            return state_of(kept)
-
-        async def serve(conversation: Conversation) -> None:
-            if _at_work(self._roster().stage(number)) and self._serves_beside(number):
-                await turn_away(conversation)
-                return
-            self._talking[number] += 1
-            try:
-                await self._donors[number].serve(conversation)
-            finally:
-                self._talking[number] -= 1
-
-        donor = self._donors[number] = Donor(provide, self._device.beside, subject.shapes, terms)
-        donor.knows(found.counters.round, size)
-        await self._network.serve(topic(SNAPSHOT, number), subject.schema, serve)
-
-    def _serves_beside(self, number: int) -> bool:
-        """Say whether another stage's snapshot is being served, or held for somebody."""
-        others = [other for other in self._donors if other != number]
-        return any(self._talking[other] or self._donors[other].statistics()["held"] for other in others)
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return snapshots taken and failed, and how many stages there are snapshots of."""
-        return {**self._counts, "stages": len(self._rounds)}
-
-    def __repr__(self) -> str:
-        return f"Keeper(rounds {self._rounds})"
+        self._rounds[found.counters.stage] = found.counters.round
+        await self._server.note(found)
 
 
 def snapshot_of(state: ReplicaState, peer: str, stage: int, run_id: str) -> Checkpoint:
@@ -243,7 +189,3 @@ def possible(found: Sequence[ReplicaSummary], every: int) -> list[ReplicaSummary
     """Return the replicas that are not far ahead of the others: a snapshot of such a round would never be replaced."""
     furthest = median_low([each.round for each in found]) + max(every, OUTLYING_ROUNDS) if found else 0
     return [each for each in found if each.round <= furthest]
-
-
-def _at_work(records: Sequence[PeerRecord]) -> list[PeerRecord]:
-    return [record for record in records if record.state is PeerState.TRAINING]

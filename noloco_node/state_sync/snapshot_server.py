@@ -1,17 +1,18 @@
-"""A peer gives the slow weights of stages that it served before to whoever revives one of them.
+"""A peer gives slow weights of stages that it does not serve itself to whoever revives one of them.
 
-Whoever moved away from a stage may be the last to have anything of it: the replicas that it left may die before anybody
-comes. What it has lies on its disk (`noloco_node.storage.checkpoint_store`) and is served like a snapshot
-(`noloco_node.state_sync.snapshot_keeper`), from the moment at which it leaves. Nothing is read before somebody asks,
-and of all stages together one is given at a time, which bounds the memory that strangers can cost.
+They lie on its disk: snapshots that it keeps (`noloco_node.state_sync.snapshot_keeper`), or its last checkpoints of
+stages that it served before (`noloco_node.storage.checkpoint_store`). Whoever moved away from a stage may be the last
+to have anything of it: the replicas that it left may die before anybody comes. So these are served from the moment at
+which it leaves. Of all stages together one is given at a time, which bounds the memory that strangers can cost.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -20,96 +21,136 @@ from gossip.exchange.swap import norm
 from gossip.transfer.chunks import cut
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import piece_s
-from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.run.protocols import topic
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
 from noloco_node.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from noloco_node.machine.interface import Host
+    from noloco_node.machine.interface import Host, Runner
     from noloco_node.network.interface import Conversation, PeerNetwork
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of a stage's parameters."""
+REQUEST_S = 10.0
+RETRY_S = 5.0
 
 
 class SnapshotServer:
-    """What one peer gives of stages that it served before.
+    """Serves slow weights that lie on the disk, of one stage at a time.
 
-    `shapes`: of each stage's parameters. `deadline_s`: for so many bytes to be fetched; None where nothing is given,
-    for whoever keeps snapshots of all stages gives these with them.
+    `shapes`: of each stage. `deadline_s`: for so many bytes to be fetched. `load`: reads a stage's weights, None where
+    there are none. `is_last`: says that nobody else serves a stage; it is then given besides others.
     """
 
     def __init__(
         self,
-        host: Host,
         network: PeerNetwork,
-        shapes: Sequence[tuple[tuple[int, ...], ...]],
-        deadline_s: Callable[[int], float] | None,
+        device: Runner,
+        shapes: Sequence[Shapes],
+        deadline_s: Callable[[int], float],
+        load: Callable[[int], Awaitable[Checkpoint | None]],
+        is_last: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self._machine, self._network, self._shapes, self._deadline_s = host, network, shapes, deadline_s
+        self._network, self._device, self._shapes, self._deadline_s = network, device, shapes, deadline_s
+        self._load, self._is_last = load, is_last
         self._donors: dict[int, Donor] = {}
-        self._said: dict[int, ReplicaState] = {}
+        self._outlines: dict[int, ReplicaState] = {}
         self._talking: Counter[int] = Counter()
 
-    def __repr__(self) -> str:
-        return f"Lending(stages {sorted(self._donors)})"
+    async def note(self, found: Checkpoint) -> None:
+        """Serve a stage of which `found` are the newest weights from now on."""
+        number = found.counters.stage
+        is_new = number not in self._donors
+        await self._outline(number, state_of(found))
+        if is_new:
+            await self._open(number)
 
-    def statistics(self) -> dict[str, int | float]:
-        """Return of how many stages there are weights to give."""
-        return {"stages": len(self._donors)}
+    async def serve(self, number: int) -> None:
+        """Serve a stage from now on; its weights are read when somebody asks for them."""
+        if number not in self._donors:
+            await self._open(number)
 
-    async def begin(self, own: int) -> None:
-        """Set aside what is there of other stages than our own, and serve it from now on."""
-        former = self._machine.former
-        if former is None:
-            return
-        await former.set_aside(own)
-        self._said.clear()
-        for number in await former.stages() if self._deadline_s is not None else ():
-            if number != own and number not in self._donors and number < len(self._shapes):
-                await self._serve(number)
+    def forget_outlines(self) -> None:
+        """Read anew what there is of each stage when somebody asks."""
+        self._outlines.clear()
 
-    async def _serve(self, number: int) -> None:
-        assert self._deadline_s is not None
-        subject = WeightsOf(number, self._shapes[number], SNAPSHOT)
-        deadline_s = self._deadline_s(subject.weight_bytes)
-        pieces = len(cut([4 * prod(shape) for shape in subject.shapes]))
-        terms = DonorLimits(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, pieces))
+    def _donor(self, number: int) -> Donor:
+        if number not in self._donors:
+            subject = self._subject(number)
+            deadline_s = self._deadline_s(subject.weight_bytes)
+            pieces = len(cut([4 * prod(shape) for shape in subject.shapes]))
+            limits = DonorLimits(deadline_s=2 * deadline_s, piece_s=piece_s(deadline_s, pieces))
+            provide = partial(self._provide, number)
+            self._donors[number] = Donor(provide, self._device.beside, subject.shapes, limits)
+        return self._donors[number]
 
-        async def provide(parts: Parts) -> ReplicaState:
-            return await self._provide(number, parts)
+    async def _open(self, number: int) -> None:
+        self._donor(number)
+        serve = partial(self._converse, number)
+        await self._network.serve(topic(SNAPSHOT, number), self._subject(number).schema, serve)
 
-        async def serve(conversation: Conversation) -> None:
-            others = [other for other in self._donors if other != number]
-            if any(self._talking[other] or self._donors[other].statistics()["held"] for other in others):
-                await turn_away(conversation)
-                return
-            self._talking[number] += 1
-            try:
-                await self._donors[number].serve(conversation)
-            finally:
-                self._talking[number] -= 1
+    def _subject(self, number: int) -> WeightsOf:
+        return WeightsOf(number, self._shapes[number], SNAPSHOT)
 
-        self._donors[number] = Donor(provide, self._machine.device.beside, subject.shapes, terms)
-        await self._network.serve(topic(SNAPSHOT, number), subject.schema, serve)
+    async def _outline(self, number: int, state: ReplicaState) -> ReplicaState:
+        """Remember what weights say of themselves: many ask that, and it must cost neither the disk nor memory."""
+        size = await self._device.beside(norm, state.slow)
+        self._donor(number).knows(state.round, size)
+        outline = self._outlines[number] = replace(state, slow=())
+        return outline
 
     async def _provide(self, number: int, parts: Parts) -> ReplicaState:
         """Return what is known of a stage's weights, or they themselves, read from the disk."""
-        if parts is Parts.OUTLINE and number in self._said:
-            return self._said[number]
-        former = self._machine.former
-        kept = await former.slow(number) if former is not None and parts is not Parts.ALL else None
-        if kept is None:
-            raise ConnectionAbortedError("of a stage that we left there are slow weights, and no more")
-        whole = state_of(kept)
-        if number not in self._said:
-            size = await self._machine.device.beside(norm, whole.slow)
-            self._donors[number].knows(whole.round, size)
-            # What it says of itself is asked by many, and must cost neither the disk nor memory for the weights.
-            self._said[number] = replace(whole, slow=())
-        return self._said[number] if parts is Parts.OUTLINE else whole
+        if parts is Parts.OUTLINE and number in self._outlines:
+            return self._outlines[number]
+        found = await self._load(number) if parts is not Parts.ALL else None
+        if found is None:
+            raise ConnectionAbortedError("of another's stage there are slow weights, as long as they lie here, no more")
+        state = state_of(found)
+        if number not in self._outlines:
+            await self._outline(number, state)
+        return self._outlines[number] if parts is Parts.OUTLINE else state
+
+    async def _converse(self, number: int, conversation: Conversation) -> None:
+        if self._is_busy_with_others(number) and not self._is_last(number):
+            await turn_away(conversation)
+            return
+        self._talking[number] += 1
+        try:
+            await self._donors[number].serve(conversation)
+        finally:
+            self._talking[number] -= 1
+
+    def _is_busy_with_others(self, number: int) -> bool:
+        """Say whether weights of another stage are being given, or held for somebody."""
+        others = [other for other in self._donors if other != number]
+        return any(self._talking[other] or self._donors[other].statistics()["held"] for other in others)
 
 
-VOICE_S = 10.0
-RETRY_S = 5.0
+class FormerStageServer:
+    """Serves what one peer has of the stages that it served before.
+
+    `deadline_s`: as for `SnapshotServer`; None serves nothing, for whoever keeps snapshots of all stages gives these
+    with them.
+    """
+
+    def __init__(
+        self, host: Host, network: PeerNetwork, shapes: Sequence[Shapes], deadline_s: Callable[[int], float] | None
+    ) -> None:
+        self._former, self._stages, self._server = host.former, len(shapes), None
+        if host.former is not None and deadline_s is not None:
+            self._server = SnapshotServer(network, host.device, shapes, deadline_s, host.former.slow)
+
+    async def begin(self, own: int) -> None:
+        """Set aside what is there of other stages than our own, and serve it from now on."""
+        if self._former is None:
+            return
+        await self._former.set_aside(own)
+        if self._server is not None:
+            self._server.forget_outlines()
+            for number in await self._former.stages():
+                if number != own and number < self._stages:
+                    await self._server.serve(number)
 
 
 def state_of(kept: Checkpoint) -> ReplicaState:
@@ -130,7 +171,7 @@ def state_of(kept: Checkpoint) -> ReplicaState:
 async def turn_away(conversation: Conversation) -> None:
     """Tell whoever asks to come back later; raise ConnectionAbortedError where it asks nothing."""
     try:
-        async with asyncio.timeout(VOICE_S):
+        async with asyncio.timeout(REQUEST_S):
             await conversation.receive()
             await conversation.send(Busy(retry_after_s=RETRY_S))
     except TimeoutError as silence:

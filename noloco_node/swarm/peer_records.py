@@ -16,14 +16,13 @@ has a part in it, the writer's: what is old by no more than `CLOCK_S` beyond a l
 stage only now and then (`pipeline.migration`) sees every record of it for the first time, and would never see such a
 peer.
 
-A record that is still found after its lifetime stays in the books, so that it is not taken for news once more.
+A record that is still found after its lifetime is remembered, so that it is not taken for news once more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ import msgspec
 from noloco_node.swarm.roster import PeerRecord
 
 RECORD_BYTES = 4096
-SOURCE_BYTES = 64
 MOST_RECORDS = 4096
 MOST_DECODED = 4 * MOST_RECORDS
 USUAL_BYTES = 1024
@@ -43,8 +41,6 @@ CLOCK_S = 60.0
 """By which the clock of whoever wrote a record may be behind without a doubt."""
 LONGEST_LIFETIME_S = 300.0
 """For which a record is believed, whatever it asks for."""
-SOURCE_LIFETIME_S = 600.0
-"""For which the record of a source's samples is kept."""
 CLOCK_ERROR_S = 300.0
 """By which the clocks of a swarm may differ without harm."""
 
@@ -59,13 +55,6 @@ class Published(msgspec.Struct, frozen=True, array_like=True):
     record: PeerRecord
     at: float = 0.0
     lifetime_s: float = 0.0
-
-
-class SourceRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What outlives a source: its samples, and whether it finished."""
-
-    samples: int
-    finished: bool
 
 
 class PeerEntry(msgspec.Struct, frozen=True):
@@ -86,13 +75,13 @@ class DhtRead(NamedTuple):
     """The circumstances of one reading. `now_s`: loop seconds; `unix_s`: by our clock. `youngest_at`: when the
     youngest record so far was written.
 
-    `sighted`: whether anybody was heard in it, in this stage or another; if not, nobody ages.
+    `heard`: whether news of anybody came in it, of this stage or another; if not, nobody ages.
     """
 
     now_s: float
     unix_s: float
     youngest_at: float
-    sighted: bool
+    heard: bool
 
 
 class PeerTable:
@@ -102,59 +91,56 @@ class PeerTable:
 
     def __init__(self, lifetime_s: float) -> None:
         self._lifetime_s = lifetime_s
-        self._seen: dict[str, PeerEntry] = {}
+        self._entries: dict[str, PeerEntry] = {}
         self._clock_s = 0.0
-        self._sighted_s: float | None = None
+        self._heard_s: float | None = None
         self._believed: dict[str, PeerRecord] | None = {}
         """What `believed` returns, until something changes."""
-
-    def __repr__(self) -> str:
-        return f"Sightings({len(self.believed)} of {len(self._seen)})"
 
     @property
     def believed(self) -> dict[str, PeerRecord]:
         """The records of those who count as there, by peer."""
         if self._believed is None:
-            self._believed = {peer: each.published.record for peer, each in self._seen.items() if each.believed}
+            self._believed = {peer: each.published.record for peer, each in self._entries.items() if each.believed}
         return self._believed
 
     @property
     def known(self) -> Mapping[str, PeerEntry]:
-        """All that is in the books."""
-        return self._seen
+        """All that is remembered."""
+        return self._entries
 
     def clear(self) -> None:
         """Forget everybody."""
-        self._seen.clear()
-        self._sighted_s = self._believed = None
+        self._entries.clear()
+        self._heard_s = self._believed = None
 
     def take(self, news: Mapping[str, Published], raws: Mapping[str, bytes], reading: DhtRead) -> None:
         """Note the later records that a reading found, checked, and let the others age. `raws`: all that was found."""
-        if reading.sighted:
-            if self._sighted_s is not None:
-                self._clock_s += min(reading.now_s - self._sighted_s, self._lifetime_s / 2)
-            self._sighted_s = reading.now_s
+        if reading.heard:
+            if self._heard_s is not None:
+                self._clock_s += min(reading.now_s - self._heard_s, self._lifetime_s / 2)
+            self._heard_s = reading.now_s
         for peer, published in news.items():
             believed, offset_s = True, None
-            if peer not in self._seen:
+            if peer not in self._entries:
                 believed = not is_doubtful(published.at, reading, self._life_s(published))
             elif published.at:
                 offset_s = reading.unix_s - published.at
-            self._seen[peer] = PeerEntry(published, raws[peer], self._clock_s, believed, offset_s)
+            self._entries[peer] = PeerEntry(published, raws[peer], self._clock_s, believed, offset_s)
         aged = [
             peer
-            for peer, sighting in self._seen.items()
-            if sighting.heard_s + self._lifetime_s <= self._clock_s  # nobody's is shorter
-            and sighting.heard_s + self._life_s(sighting.published) <= self._clock_s
+            for peer, entry in self._entries.items()
+            if entry.heard_s + self._lifetime_s <= self._clock_s  # nobody's is shorter
+            and entry.heard_s + self._life_s(entry.published) <= self._clock_s
         ]
         if news or aged:
             self._believed = None
         for peer in aged:
-            sighting = self._seen[peer]
-            if raws.get(peer) == sighting.raw:
-                self._seen[peer] = msgspec.structs.replace(sighting, believed=False)
+            entry = self._entries[peer]
+            if raws.get(peer) == entry.raw:
+                self._entries[peer] = msgspec.structs.replace(entry, believed=False)
             else:
-                del self._seen[peer]
+                del self._entries[peer]
 
     def _life_s(self, published: Published) -> float:
         return max(self._lifetime_s, min(published.lifetime_s, LONGEST_LIFETIME_S))
@@ -224,50 +210,3 @@ def _is_possible(published: Published) -> bool:
         and 0.0 <= published.lifetime_s < math.inf
         and all(0 <= count <= LARGEST_COUNT for count in counts)
     )
-
-
-@lru_cache(maxsize=1024)  # for the many readers of a simulation: one node decodes as many in a millisecond
-def decode_source(raw: bytes) -> SourceRecord | None:
-    """Return what a source left behind, if it can be."""
-    if len(raw) > SOURCE_BYTES:
-        return None
-    try:
-        source = msgspec.msgpack.decode(raw, type=SourceRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return source if 0 <= source.samples <= LARGEST_COUNT else None
-
-
-class SourceCount(NamedTuple):
-    """What is known of a source: the most that it said, and when its record was found last (loop seconds).
-
-    `first`: its samples when we first heard of it. `forgotten`: those of an earlier life that it counts no more itself.
-    """
-
-    said: SourceRecord
-    found_s: float
-    first: int
-    forgotten: int = 0
-
-    @property
-    def samples(self) -> int:
-        """All that it did."""
-        return min(LARGEST_COUNT, self.forgotten + self.said.samples)
-
-
-def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> SourceCount:
-    """Return what is known of a source once it says `news`.
-
-    A smaller count than before is an old copy of its record, unless all copies have expired: then the source has lost
-    count, and whatever it says beyond `news` comes on top of what it had done.
-    """
-    if known is None:
-        return SourceCount(news, now_s, first=news.samples)
-    samples, forgotten, lost = news.samples, known.forgotten, known.said.samples - news.samples
-    if lost > 0:
-        if now_s - known.found_s > SOURCE_LIFETIME_S + CLOCK_ERROR_S:
-            forgotten += lost
-        else:
-            samples += lost
-    said = SourceRecord(samples, known.said.finished or news.finished)
-    return SourceCount(said, now_s, known.first, forgotten)

@@ -33,8 +33,8 @@ from noloco_node.cli.continue_run import continuing_text
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
-from noloco_node.export.exporter import ExportRequest, export, from_swarm, merged_homes, recipe_of
-from noloco_node.export.parts import is_kept, parts_beside
+from noloco_node.export.exporter import ExportRequest, SwarmExport, export, merge_files, of_homes, parts_of, recipe_of
+from noloco_node.export.parts import FoundStage, is_kept
 from noloco_node.export.provenance import read_provenance
 from noloco_node.export.replica_files import in_home, newest
 from noloco_node.inference.evaluation import Question, evaluate
@@ -235,25 +235,31 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
         hub, what = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3)
         peers = [Peer(hub, what, f"peer-{stage}{number}", stage) for stage in (0, 1) for number in (0, 1)]
         await until(lambda: all(len(peer.of(events.OuterStep)) >= 2 for peer in peers))
-        roster, plan, parts = peers[0].node.roster, peers[0].plan, parts_beside(tmp_path / "model")
+        roster, plan = peers[0].node.roster, peers[0].plan
+        directory = parts_of(tmp_path / "model", what, plan)
+        parts = directory.path
         whole = msgspec.structs.replace(roster, stages=(roster.stages[0], peers[2].node.roster.stages[1]))
         visitor = hub.network("visitor")
+
+        async def stages_of(look: replica_fetch.Look) -> list[FoundStage]:
+            return await SwarmExport(network=visitor, recipe=what, look=look, layout=plan, parts=directory).stages()
+
         without = seen(msgspec.structs.replace(whole, stages=(whole.stages[0], ())))
         roster = seen(whole)
         with pytest.raises(UserError, match="Nobody serves stage 1, and nobody keeps a snapshot of it"):
-            await from_swarm(visitor, what, without, plan, (parts, ()))
+            await stages_of(without)
         assert asked == ["peer-00", "peer-01"]
         assert [path.name for path in parts.iterdir()] == ["stage-0.safetensors"], "replicas are removed once merged"
-        found = await from_swarm(visitor, what, roster, plan, (parts, ()))
+        found = await stages_of(roster)
         stages = [each.stage for each in found]
         assert asked[2:] == ["peer-10", "peer-11"]
         assert [[each.peer for each in stage.taken] for stage in stages] == [asked[:2], asked[2:]]
         assert all(list(stage.weights) == list(shapes) for stage, shapes in zip(stages, plan.shapes, strict=True))
-        assert "loaded again and compared" in exporter.write(tmp_path / "model", what, plan, stages)
+        assert "loaded again and compared" in exporter.write(tmp_path / "model", what, plan, found)
         # A finished stage that the disk has damaged is fetched again.
         part = parts / "stage-1.safetensors"
         part.write_bytes(part.read_bytes()[:-3] + b"???")
-        await from_swarm(visitor, what, roster, plan, (parts, ()))
+        await stages_of(roster)
         assert asked[4:] == ["peer-10", "peer-11"]
         # And so is one that its stage has left far behind.
         behind = what.run.outer.staleness_at_most
@@ -509,7 +515,7 @@ def test_evaluation_of_homes_is_that_of_the_export_and_of_each_replica(
     plain = json.loads(evaluate(replace(question, homes=(), directories=(out,)), as_json=True))
     assert plain["loss"] == pytest.approx(rows[0]["loss"], rel=1e-6)
     # The merged model is back in its place after each: stage 1's replicas were measured with the mean of stage 0.
-    mixed = merged_homes(homes, made.recipe, made.plan)
+    mixed = [each.stage for each in merge_files(of_homes(homes, made.recipe), made.recipe, made.plan)]
     alone = [each for each in homes if each.name in ("00", "10", "11")]
     assert len({row["loss"] for row in rows}) == 5
     assert mixed[0].taken[0].round == 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,12 +27,12 @@ from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
-from noloco_node.export import parts, replica_fetch, snapshot_fetch
-from noloco_node.export.exporter import ExportRequest, export, from_swarm
-from noloco_node.export.parts import FoundStage, is_kept, parts_beside, path_of
+from noloco_node.export import exporter, replica_fetch, snapshot_fetch
+from noloco_node.export.exporter import ExportRequest, SwarmExport, export, merge_files, parts_of
+from noloco_node.export.parts import FoundStage, PartsDirectory, is_kept, parts_beside, path_of, write_replica
 from noloco_node.export.provenance import noted, read_provenance, told_of
 from noloco_node.export.replica_fetch import FetchedReplica
-from noloco_node.export.replica_files import MergedReplicas, ReplicaFile
+from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.peer_state import PeerState
@@ -139,7 +139,12 @@ class Swarm:
     async def exported(self, *filed: ReplicaFile) -> list[FoundStage]:
         """Export, or go on with it; `asked` begins anew."""
         self.asked.clear()
-        return await from_swarm(self._network("visitor"), RUN, self.look, PLAN, (self.parts, filed))
+        return await self.export_to_come(filed).stages()
+
+    def export_to_come(self, filed: Sequence[ReplicaFile] = ()) -> SwarmExport:
+        parts = PartsDirectory(self.parts, RUN.digest, PLAN.shapes, BEHIND)
+        visitor = self._network("visitor")
+        return SwarmExport(network=visitor, recipe=RUN, look=self.look, layout=PLAN, parts=parts, filed=filed)
 
     async def interrupted(self, at: int) -> None:
         """Export until so many replicas have come."""
@@ -286,13 +291,33 @@ def test_a_finished_part_is_kept_until_its_stage_is_far_or_lives_again(
     assert is_kept(part, rounds, behind) == (near and not (of_snapshot and rounds))
 
 
+def test_single_replicas_are_files_of_which_each_stage_has_one_at_least(swarm: Swarm) -> None:
+    async def main() -> None:
+        for peer, stage in (("a", 0), ("b", 0), ("c", 1)):
+            await swarm.replica(peer, stage)
+        stages = await swarm.export_to_come().replicas()
+        assert [[each.peer for each in stage] for stage in stages] == [["a", "b"], ["c"]]
+        for number, stage in enumerate(stages):
+            with ReplicaReader(stage, PLAN.shapes[number]) as reader:
+                for place, each in enumerate(stage):
+                    assert same_tensors(tuple(reader.weights(place).values()), swarm.given(each.peer))
+        found = merge_files([each for stage in stages for each in stage], RUN, PLAN)
+        assert [peers_of(stage) for stage in found] == [["a", "b"], ["c"]]
+        del swarm.records["c"]
+        swarm.export_to_come().parts.remove()
+        with pytest.raises(UserError, match="Nobody gave the weights of stage 1"):
+            await swarm.export_to_come().replicas()
+
+    run(main())
+
+
 # A stage that died.
 
 
 def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
     swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("noloco_node.swarm.connection.visited", swarm.visited)
+    monkeypatch.setattr(exporter, "visited", swarm.visited)
     out = tmp_path / "model"
 
     async def main() -> str:
@@ -409,7 +434,7 @@ def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
         await swarm.keeper("a", 1, round)
         weights = dict(zip(PLAN.shapes[1], drawn(1, seed=9), strict=True))
         copy = FetchedReplica("of a home", 10, 30, 0.25, weights)
-        filed = parts._file(tmp_path / "home.safetensors", RUN.digest, 1, copy)
+        filed = write_replica(tmp_path / "home.safetensors", RUN.digest, 1, copy)
         found = (await swarm.exported(filed))[1]
         assert peers_of(found) == taken
         assert [each.peer for each in found.stage.left_out] == left_out
@@ -478,8 +503,9 @@ def test_a_stage_of_a_whole_swarm_that_died_is_taken_home(tmp_path: Path) -> Non
         await until(lambda: len(store.kept.get(1, [])) >= 2)
         await killed(hub, rest[1:])
         await until(lambda: forgotten(keeper, 1))
-        look, disk = seen(keeper.node.roster), (tmp_path / ".model.parts", ())
-        found = await from_swarm(hub.network("visitor"), what, look, keeper.plan, disk)
+        look, parts = seen(keeper.node.roster), parts_of(tmp_path / "model", what, keeper.plan)
+        visitor = hub.network("visitor")
+        found = await SwarmExport(network=visitor, recipe=what, look=look, layout=keeper.plan, parts=parts).stages()
         assert (found[0].kept_by, found[1].kept_by) == (None, "keeper")
         assert same_tensors(tuple(found[1].stage.weights.values()), store.kept[1][-1].tensors["slow"])
         assert found[1].stage.taken[0].round == store.kept[1][-1].counters.round

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.export.huggingface import merge, write_checkpoint
+from noloco_node.export.huggingface import write_checkpoint
 from noloco_node.export.provenance import Provenance, read_provenance
 from noloco_node.inference.evaluation import Loss, evaluate_directory, open_model, unigram_entropy, validation_loss
 from noloco_node.inference.generation import generate_sample
@@ -99,36 +99,6 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     export(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer("Grüße").input_ids == ByT5Tokenizer()("Grüße").input_ids
-
-
-@given(count=st.integers(1, 5), seed=st.integers(0, 1000))
-def test_merging_is_the_exact_mean_rounded_once(count: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    replicas = [
-        {"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator, dtype=torch.float64)}
-        for _ in range(count)
-    ]
-    before = [{name: tensor.clone() for name, tensor in replica.items()} for replica in replicas]
-    merged = merge(replicas)
-    for name in ("a", "b"):
-        exact = torch.stack([replica[name].double() for replica in replicas]).mean(0)
-        assert merged[name].dtype == torch.float32
-        torch.testing.assert_close(merged[name].double(), exact, rtol=1e-7, atol=1e-12)
-    for replica, old in zip(replicas, before, strict=True):
-        assert all(torch.equal(replica[name], old[name]) for name in old)
-
-
-def test_equal_replicas_merge_to_themselves() -> None:
-    replica = {"a": torch.randn(100, generator=torch.Generator().manual_seed(0))}
-    assert torch.equal(merge([replica] * 3)["a"], replica["a"])
-
-
-def test_only_replicas_of_one_stage_merge() -> None:
-    with pytest.raises(ValueError, match="no replica"):
-        merge([])
-    for other in ({"b": torch.zeros(2)}, {"a": torch.zeros(3)}, {}):
-        with pytest.raises(ValueError, match="not of one stage"):
-            merge([{"a": torch.zeros(2)}, other])
 
 
 def test_stages_that_are_not_the_whole_model_are_refused(tmp_path: Path) -> None:

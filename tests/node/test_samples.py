@@ -22,8 +22,9 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.peer_records import CLOCK_ERROR_S, LARGEST_COUNT, SOURCE_LIFETIME_S, SourceRecord, counted
+from noloco_node.swarm.peer_records import CLOCK_ERROR_S
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S
 from pipeline.messages import Gradient, Microbatch, Reply
 
 RUN = recipe(stages=1, steps=10_000, window=1).run
@@ -211,33 +212,6 @@ def test_who_comes_back_with_newer_news_of_the_run_than_its_stage_has_keeps_them
 
     stamp, true = run(main())
     assert abs(stamp - true) < 0.01
-
-
-# What is known of one source.
-
-
-def test_an_old_copy_of_a_record_takes_nothing_back_and_adds_nothing() -> None:
-    known = counted(None, SourceRecord(100, False), 0.0)
-    for samples, finished in ((90, False), (0, True), (100, False)):
-        known = counted(known, SourceRecord(samples, finished), known.found_s + SOURCE_LIFETIME_S)
-        assert (known.samples, known.first) == (100, 100)
-    assert known.said == SourceRecord(100, True), "nor does it take back the end of its part"
-
-
-def test_who_has_lost_count_is_counted_on_from_where_it_begins_anew() -> None:
-    known = counted(counted(None, SourceRecord(40, False), 0.0), SourceRecord(100, False), 5.0)
-    for samples, in_all in ((30, 100), (31, 101), (30, 101), (50, 120)):
-        known = counted(known, SourceRecord(samples, False), FORGOTTEN_S)
-        assert (known.samples, known.first) == (in_all, 40)
-
-
-@given(st.lists(st.tuples(st.integers(0, LARGEST_COUNT), st.sampled_from([1.0, FORGOTTEN_S])), min_size=1))
-def test_a_liar_lowers_nothing_and_stays_within_what_one_source_may_say(said: list[tuple[int, float]]) -> None:
-    known, now_s = None, 0.0
-    for samples, pause_s in said:
-        before, now_s = known, now_s + pause_s
-        known = counted(known, SourceRecord(samples, False), now_s)
-        assert (before.samples if before else 0) <= known.samples <= LARGEST_COUNT
 
 
 # Nodes.

@@ -128,13 +128,19 @@ def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
         _, other = present(hub, "b")
         now = asyncio.get_running_loop().time
         looks: list[int] = []
-        read_all = network.read_all
+        published: list[str] = []
+        read_all, publish = network.read_all, network.publish
 
         async def noted(keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
             looks.extend(int(key[-1]) for key in keys if "/stage/" in key)
             return await read_all(keys)
 
+        async def noted_too(key: str, subkey: str, raw: bytes, lifetime_s: float) -> bool:
+            published.append(key)
+            return await publish(key, subkey, raw, lifetime_s)
+
         monkeypatch.setattr(network, "read_all", noted)
+        monkeypatch.setattr(network, "publish", noted_too)
         await one.claim(record("a", 0))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(membership.run()) for membership in (one, other)]
@@ -151,7 +157,7 @@ def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
             looks.clear()
             await asyncio.sleep(30.0)
             assert 2 <= looks.count(1) <= 4
-            assert one.statistics()["published"] < now() / 8.5 + 3
+            assert len(published) < now() / 8.5 + 3
             for task in tasks:
                 task.cancel()
 
@@ -196,6 +202,7 @@ def test_trouble_of_our_own_empties_no_roster_and_is_marked(how: str, others: in
         await asyncio.sleep(200)
         assert peers(one.roster) == [["a"], names], "they may well be there"
         assert one.roster.old_since_s == pytest.approx(since_s, abs=12.0)
+        assert one.complete == (how != "fails")
         setattr(network, how, False)
         await asyncio.sleep(12)
         assert peers(one.roster) == [["a"], names]
@@ -204,7 +211,6 @@ def test_trouble_of_our_own_empties_no_roster_and_is_marked(how: str, others: in
             task.cancel()
         await asyncio.sleep(60)
         assert peers(one.roster) == [["a"], names[:1]], "with a clear sight the dead leave as ever"
-        assert (one.statistics().get("reads.failed", 0) > 0) == (how == "fails")
         for task in (watching, *living):
             task.cancel()
 
@@ -377,7 +383,7 @@ def test_an_old_record_that_somebody_repeats_is_no_news() -> None:
 )
 def test_a_first_record_is_doubted_only_if_two_clocks_say_so(age_s: float, ours_s: float, youngest_s: float) -> None:
     now_s = 1e6
-    reading = DhtRead(now_s=0.0, unix_s=now_s + ours_s, youngest_at=now_s + youngest_s, sighted=True)
+    reading = DhtRead(now_s=0.0, unix_s=now_s + ours_s, youngest_at=now_s + youngest_s, heard=True)
     doubted = is_doubtful(now_s - age_s, reading, 30.0)
     assert doubted == (age_s + ours_s > 30.0 + CLOCK_S and age_s + youngest_s > 30.0 + CLOCK_S)
     assert not is_doubtful(0.0, reading, 30.0), "it says no time"
@@ -463,14 +469,13 @@ BAD_RECORDS = {
 
 
 @pytest.mark.parametrize("raw", BAD_RECORDS.values(), ids=BAD_RECORDS.keys())
-def test_what_strangers_write_is_checked_and_counted(raw: bytes) -> None:
+def test_what_strangers_write_is_checked(raw: bytes) -> None:
     async def main() -> None:
         hub = SimNetwork(WEATHER)
         stranger, _ = present(hub, "m")
         _, one = present(hub, "a")
         assert await stranger.publish(f"{RUN}/stage/0", "m", raw, 30.0)
         assert peers(await one.claim(record("a", 0))) == [["a"], []]
-        assert one.statistics()["records.garbled"] == 1
         assert await stranger.publish(f"{RUN}/stage/0", "m", stored(2, record("m", 0)), 31.0)
         assert peers(await one.peek()) == [["a", "m"], []]
 
@@ -527,15 +532,14 @@ def test_an_update_cannot_change_the_stage() -> None:
     run(main())
 
 
-def test_a_lost_network_is_counted_and_not_raised() -> None:
+def test_a_lost_network_is_not_raised() -> None:
     async def main() -> None:
         hub = SimNetwork(WEATHER)
         _, one = present(hub, "a")
         await one.claim(record("a", 0))
         hub.kill("a")
         await one.withdraw()
-        await one.peek()
-        assert one.statistics()["publish.failed"] >= 1
+        assert peers(await one.peek()) == [[], []]
 
     run(main())
 
@@ -550,7 +554,6 @@ def test_samples_of_whom_nobody_saw_at_work_do_not_count() -> None:
         assert await stranger.publish(f"{RUN}/sources", "stranger", raw, 600.0)
         roster = await one.peek()
         assert (roster.run_samples, roster.sources, roster.sources_finished) == (100, 1, 0)
-        assert one.statistics()["sources.unknown"] == 1
 
     run(main())
 

@@ -38,10 +38,9 @@ from noloco_node.data.shuffled_blocks import shuffled as mixed
 from noloco_node.errors import Exit
 from noloco_node.export.exporter import ExportRequest as ExportOrder
 from noloco_node.export.exporter import export
-from noloco_node.export.parts import FoundStage, laid_down, read_part
-from noloco_node.export.parts import _file as lay_down
-from noloco_node.export.parts import _write_part as write_part
+from noloco_node.export.parts import FoundStage, laid_down, read_part, write_part
 from noloco_node.export.parts import path_of as replica_path
+from noloco_node.export.parts import write_replica as lay_down
 from noloco_node.export.replica_fetch import FetchedReplica as Copy
 from noloco_node.export.replica_files import MergedReplicas as Merged
 from noloco_node.export.replica_files import in_home
@@ -86,11 +85,12 @@ from noloco_node.swarm import speed_test as measuring
 from noloco_node.swarm.connection import prefix
 from noloco_node.swarm.invite import format as format_invite
 from noloco_node.swarm.invite import parse as parse_invite
-from noloco_node.swarm.peer_records import Published, SourceRecord, decode_record, decode_source
+from noloco_node.swarm.peer_records import Published, decode_record
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
 from noloco_node.swarm.run_distribution import RunFileReply as RunFile
 from noloco_node.swarm.run_distribution import RunFileText as Recipe
 from noloco_node.swarm.run_distribution import RunRequest
+from noloco_node.swarm.run_progress import SourceRecord, decode_source
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
