@@ -110,9 +110,9 @@ class StageTenure:
     async def _open_doors(self) -> None:
         """Serve what a replica serves."""
         context, replica = self._context, self.replica
-        run, number = context.recipe.run, replica.post.stage
+        run, number = context.recipe.run, replica.config.stage
         if number > 0:
-            await self._serve(MICROBATCH, microbatch_schema(run, context.plan.width), replica.serve_microbatch)
+            await self._serve(MICROBATCH, microbatch_schema(run, context.plan.width), replica.microbatches.serve)
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), replica.rounds.serve)
         await self._serve(STATE, state_schema(self._shapes), self._donor.serve)
         self._announce(PeerState.TRAINING)
@@ -120,7 +120,7 @@ class StageTenure:
 
     async def _serve(self, protocol: str, schema: Schema, handler: Handler) -> None:
         handler = violations_journalled(self._context.reporter.record, protocol, handler)
-        await self._context.network.serve(topic(protocol, self.replica.post.stage), schema, handler)
+        await self._context.network.serve(topic(protocol, self.replica.config.stage), schema, handler)
 
     def _donor_limits(self) -> DonorLimits:
         """Return the limits of copies: one outlives its newcomer's patience, so that one that comes back finds it."""
@@ -188,7 +188,7 @@ class StageTenure:
             run_id=context.recipe.digest,
             seed=context.recipe.run.seed,
             shapes=tuple(tuple(shapes.values()) for shapes in context.plan.shapes),
-            own=self.replica.post.stage,
+            own=self.replica.config.stage,
             every=context.options.keep_snapshots,
             deadline_s=lambda weight_bytes: copying_s(weight_bytes, context.options.slowest_bytes_per_s),
         )

@@ -88,7 +88,7 @@ class StageWork:
 
     async def run_until_done(self, replica: Replica) -> None:
         """Return when this peer's part of the run is done."""
-        if replica.post.stage == 0:
+        if replica.config.stage == 0:
             source = await self._make_source(replica)
             await source.run(self._run.pipeline.microbatches_per_step * self._run.pipeline.windows_in_flight)
             return
@@ -158,7 +158,7 @@ class Training:
 
         `in_pause` is called between two inner steps.
         """
-        self._reporter.say(f"training stage {replica.post.stage} from inner step {replica.inner_steps}")
+        self._reporter.say(f"training stage {replica.config.stage} from inner step {replica.inner_steps}")
         async with asyncio.TaskGroup() as group:
             gossip = group.create_task(replica.rounds.run(), name="gossip")
             steps = group.create_task(replica.train(in_pause), name="inner steps")

@@ -105,7 +105,7 @@ class SimulatedPeer:
         """The stage that the peer serves, or served last; None before it has one."""
         node = self.life.node if self.lives else None
         if node is not None and node.replica is not None:
-            return node.replica.post.stage
+            return node.replica.config.stage
         return self.disk.counters.stage if self.disk is not None else self.asked_stage
 
     def start(self) -> None:

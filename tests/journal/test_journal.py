@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossip import interface
 from noloco_node.errors import Exit, UserError
+from noloco_node.journal import events
 from noloco_node.journal.events import Deferred, Event, Hops, InnerStep, OuterStep, StateChanged
 from noloco_node.journal.reader import Tail, read
 from noloco_node.journal.writer import Journal, rotated
@@ -193,3 +196,15 @@ def test_tail_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
         file.write(line[20:])
     assert tail.poll() == [Deferred(round=2, in_a_row=1, at=5.0)]
     tail.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "journalled"),
+    [
+        (interface.OuterStepTaken, events.OuterStep),
+        (interface.PartnerTooStale, events.TooStale),
+        (interface.RoundDeferred, events.Deferred),
+    ],
+)
+def test_the_journal_takes_every_field_of_what_the_rounds_tell(told: type, journalled: type) -> None:
+    assert {field.name for field in dataclasses.fields(told)} == set(journalled.__struct_fields__) - {"at"}  # type: ignore[attr-defined]

@@ -116,7 +116,7 @@ class Cast:
 
 def at_stage(peer: SimulatedPeer) -> int | None:
     node = peer.life.node
-    return None if node is None or node.replica is None else node.replica.post.stage
+    return None if node is None or node.replica is None else node.replica.config.stage
 
 
 # What a peer has left.

@@ -276,7 +276,7 @@ def waits_for(stint: StageTime, over: bool) -> Cause:
     gate, downstream = replica.gate, replica.downstream
     if (over and not gate.in_flight) or stint.life.leave.is_set():
         return Cause.ENDING
-    if gate.succeeded == gate.window or (replica.post.run.outer.blocking and replica.rounds.statistics()["engaged"]):
+    if gate.succeeded == gate.window or (replica.config.run.outer.blocking and replica.rounds.statistics()["engaged"]):
         return Cause.GOSSIP
     wait = downstream.waiting if downstream is not None else None
     if wait is not None:
