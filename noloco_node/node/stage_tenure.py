@@ -22,7 +22,7 @@ from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
 from noloco_node.network.wire import Violation
 from noloco_node.node.joining.join import Start
-from noloco_node.node.migration import MigrationWatcher, close_doors
+from noloco_node.node.migration import MigrationWatcher, stop_serving
 from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
@@ -84,7 +84,7 @@ class StageTenure:
     async def run(self, leave: asyncio.Event) -> TenureEnd:
         """Serve, train and save until the run is over, or we are asked to leave or needed at another stage."""
         context, training = self._context, self._training
-        await self._open_doors()
+        await self._start_serving()
         async with background(context.writer.run()), background(self._keep_snapshots()):
             async with background(self._progress.run()):
                 try:
@@ -107,7 +107,7 @@ class StageTenure:
 
     # What others may ask of us.
 
-    async def _open_doors(self) -> None:
+    async def _start_serving(self) -> None:
         """Serve what a replica serves."""
         context, replica = self._context, self.replica
         run, number = context.recipe.run, replica.config.stage
@@ -131,7 +131,7 @@ class StageTenure:
     async def _depart(self, move: Move, device_s: float) -> None:
         """Take our place at another stage, and serve this one no more."""
         await self.migration.take_place(move, device_s)
-        await close_doors(self._context.network, self._context.recipe.run, self._context.plan, move.origin)
+        await stop_serving(self._context.network, self._context.recipe.run, self._context.plan, move.origin)
 
     async def _linger(self, leave: asyncio.Event) -> None:
         """Go on serving the weights after the end of a run."""
@@ -162,7 +162,7 @@ class StageTenure:
             waiting=waiting[:LONGEST_WAITING] or None,
             budget=spending(context.network.statistics()),
         )
-        context.membership.update(self.migration.told(record))
+        context.membership.update(self.migration.with_plans(record))
 
     # What lies on the disk.
 
