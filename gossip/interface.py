@@ -131,7 +131,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OuterStep:
+class OuterStepTaken:
     """An outer step was taken. `partner` and `gap` are None in a solo round.
 
     `staleness`: inner steps between snapshot and correction. `seconds`: from acceptance to the partner's receipt.
@@ -152,7 +152,7 @@ class OuterStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TooStale:
+class PartnerTooStale:
     """A partner's weights had met nobody for too many rounds: it took ours, and our round stays open."""
 
     round: int
@@ -163,7 +163,7 @@ class TooStale:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Deferred:
+class RoundDeferred:
     """No partner before the next round was due: no outer step. `in_a_row`: how often now without one."""
 
     round: int
@@ -171,7 +171,7 @@ class Deferred:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lost:
+class MeetingLost:
     """A meeting that had been agreed came to nothing. `implausible`: the partner's weights could not be right."""
 
     round: int
@@ -180,4 +180,4 @@ class Lost:
     implausible: bool
 
 
-Event = OuterStep | TooStale | Deferred | Lost
+Event = OuterStepTaken | PartnerTooStale | RoundDeferred | MeetingLost

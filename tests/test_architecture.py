@@ -130,7 +130,6 @@ EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
     },
     a_package_says_at_most_what_it_is: {"noloco_node": "setup.cfg reads the version there"},
     public_classes_have_names_of_their_own: {
-        **dict.fromkeys(("Deferred", "Lost", "OuterStep", "TooStale"), "to be declared once: journal and gossip"),
         "Conversation": "gossip says what it needs of a conversation, and does not know the network's interface",
     },
     module_names_are_nouns: {

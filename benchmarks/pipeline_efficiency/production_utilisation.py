@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from noloco_node.journal import events
 from noloco_node.machine.interface import Host, Reporter
-from noloco_node.node.node import Node, NodeOptions
+from noloco_node.node.node import Node
+from noloco_node.node.node_context import NodeOptions
 from noloco_node.planning.pipeline_model import PipelineShape
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
@@ -62,8 +63,8 @@ class _Peer:
         return self.device.busy_s / (self.time * pass_s)
 
     def count(self, name: str) -> int:
-        """Return one of the node's counters."""
-        return int(self.node.statistics().get(name, 0)) if self.node else 0
+        """Return one of the replica's counters."""
+        return int(self.node.replica.statistics().get(name, 0)) if self.node and self.node.replica else 0
 
 
 def measure(shape: PipelineShape, trial: Trial) -> Utilisation:

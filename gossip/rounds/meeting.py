@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from gossip.exchange.messages import Accepted, Implausible
 from gossip.exchange.swap import Conversation, conclude
-from gossip.interface import GossipReplica, Lost, OuterStep, RoundContext, TooStale
+from gossip.interface import GossipReplica, MeetingLost, OuterStepTaken, PartnerTooStale, RoundContext
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
 from gossip.rounds.prefetch_cache import PrefetchCache
 from gossip.rounds.round_state import Meeting, PendingStep, RoundState, now
@@ -89,7 +89,9 @@ class Meetings:
         round_state.counts["implausible"] += implausible
         self._put_off(engagement.partner)
         self._around.record(
-            Lost(round=round_state.round_schedule.round, partner=engagement.partner, why=why, implausible=implausible)
+            MeetingLost(
+                round=round_state.round_schedule.round, partner=engagement.partner, why=why, implausible=implausible
+            )
         )
         round_state.ring()
 
@@ -117,8 +119,8 @@ class Meetings:
 
         await conclude(conversation, commit, asked=asked)
 
-    def _event(self, engagement: Meeting, traded: ExchangeResult) -> OuterStep:
-        return OuterStep(
+    def _event(self, engagement: Meeting, traded: ExchangeResult) -> OuterStepTaken:
+        return OuterStepTaken(
             round=self._situation.round_schedule.round,
             seconds=now() - engagement.since_s,
             partner=engagement.partner,
@@ -138,7 +140,7 @@ class Meetings:
         round_state.counts["bytes_received"] += traded.bytes_received
         self._put_off(partner)
         self._around.record(
-            TooStale(
+            PartnerTooStale(
                 round=round_state.round_schedule.round,
                 partner=partner,
                 partner_staleness=traded.partner_staleness,

@@ -16,7 +16,7 @@ import asyncio
 from gossip.exchange.messages import NOTHING, Accepted, Declined, DeclineReason, Implausible, Probe, Received, Weights
 from gossip.exchange.messages import PrefetchOffer as Proposal
 from gossip.exchange.swap import Conversation, check_own, check_probe, size_bytes, swap
-from gossip.interface import Lost, RoundContext
+from gossip.interface import MeetingLost, RoundContext
 from gossip.rounds.outer_optimiser import OuterOptimiser
 from gossip.rounds.partners import SLACK_S
 from gossip.rounds.prefetch_cache import PrefetchCache, PrefetchReceived, PrefetchSent
@@ -155,7 +155,7 @@ class SlowWeightPrefetcher:
     def _note_implausible(self, peer: str, why: str) -> None:
         round_state = self._situation
         round_state.counts["implausible"] += 1
-        self._around.record(Lost(round=round_state.next_round, partner=peer, why=why, implausible=True))
+        self._around.record(MeetingLost(round=round_state.next_round, partner=peer, why=why, implausible=True))
 
     async def _swap_once(self, conversation: Conversation, *, asked: bool) -> None:
         optimiser, shelf, version = self._optimiser, self._shelf, self._optimiser.version

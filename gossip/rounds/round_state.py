@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gossip.interface import Origin, OuterStep, RoundContext, RoundSettings
+from gossip.interface import Origin, OuterStepTaken, RoundContext, RoundSettings
 from gossip.rounds.matching import AnswerState, heal
 from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.partners import SLACK_S, PartnerQueue, PartnerView
@@ -53,7 +53,7 @@ class PendingStep(NamedTuple):
 
     step: Step
     snapshot_step: int
-    event: OuterStep
+    event: OuterStepTaken
     last_met: int
 
 

@@ -35,11 +35,11 @@ from gossip.exchange.messages import PrefetchOffer as Proposal
 from gossip.exchange.swap import Conversation
 from gossip.interface import (
     UNKNOWN,
-    Deferred,
     GossipReplica,
     Origin,
-    OuterStep,
+    OuterStepTaken,
     RoundContext,
+    RoundDeferred,
     RoundProgress,
     RoundSettings,
 )
@@ -209,7 +209,7 @@ class Rounds:
         self._situation.open, self._situation.snapshot = False, None
         self._cadence.defer()
         self._counts["deferred"] += 1
-        self._around.record(Deferred(round=self._cadence.round, in_a_row=self._cadence.deferred_in_a_row))
+        self._around.record(RoundDeferred(round=self._cadence.round, in_a_row=self._cadence.deferred_in_a_row))
 
     async def _take_snapshot(self) -> Snapshot:
         return await self._optimiser.snapshot(self._cadence.inner_steps)
@@ -233,7 +233,9 @@ class Rounds:
         started_s = now()
         taken = await self._take_snapshot()
         step = await self._optimiser.alone(taken)
-        event = OuterStep(round=self._cadence.round, seconds=now() - started_s, staleness_rounds=round_state.staleness)
+        event = OuterStepTaken(
+            round=self._cadence.round, seconds=now() - started_s, staleness_rounds=round_state.staleness
+        )
         await self._apply(PendingStep(step, taken.inner_steps, event, round_state.last_met))
 
     async def _apply(self, settled: PendingStep) -> None:

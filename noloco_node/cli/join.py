@@ -26,7 +26,8 @@ from noloco_node.machine.interface import Host, Reporter
 from noloco_node.machine.memory import free_bytes, machine_free_bytes, share_arenas, trim
 from noloco_node.machine.signals import departure
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.node.node import Node, NodeOptions
+from noloco_node.node.node import Node
+from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, bandwidth_seconds, microbatch_bytes, slowest_bytes_per_s

@@ -38,7 +38,6 @@ class Tail:
         self._file = -1
         self._inode = -1
         self._rest = b""
-        self._events = self._passed_over = 0
 
     def poll(self) -> list[Event]:
         """Return the events that were written since the last call, at most about a mebibyte of them."""
@@ -53,20 +52,13 @@ class Tail:
             chunk = os.read(self._file, self.CHUNK_BYTES)
         *lines, rest = (self._rest + chunk).split(b"\n")
         self._rest = rest[-self.CHUNK_BYTES :]  # no event is that long: what is cut here would not decode anyway
-        events = [event for line in lines if line and (event := _decode(line)) is not None]
-        self._events += len(events)
-        self._passed_over += sum(1 for line in lines if line) - len(events)
-        return events
+        return [event for line in lines if line and (event := _decode(line)) is not None]
 
     def close(self) -> None:
         """Close the file; a later `poll` begins anew."""
         if self._file >= 0:
             os.close(self._file)
         self._file, self._rest = -1, b""
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return events read and lines passed over."""
-        return {"events": self._events, "passed_over": self._passed_over}
 
     def _open(self) -> bool:
         try:
@@ -82,9 +74,6 @@ class Tail:
             return os.stat(self._path).st_ino != self._inode
         except FileNotFoundError:
             return False
-
-    def __repr__(self) -> str:
-        return f"Tail({self._path}, events={self._events})"
 
 
 def _decode(line: bytes) -> Event | None:

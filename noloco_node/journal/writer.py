@@ -15,12 +15,12 @@ from noloco_node.journal.events import _ENCODER, MAX_BYTES, Event
 
 
 class Journal:
-    """The writing end; one process, one journal."""
+    """The writing end; one process, one journal. `dropped`: events that the disk did not take."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, now: Callable[[], float] = time.time) -> None:
         """Open `path` for appending; raise `UserError` where it cannot be opened at all."""
         self._path, self._max_bytes, self._now = path, max_bytes, now
-        self._events = self._dropped = self._rotations = self._bytes = 0
+        self.dropped = 0
         self._closed = False
         try:
             self._file = _open(path)
@@ -36,7 +36,7 @@ class Journal:
     def write(self, event: Event) -> None:
         """Append `event` with the time of now; never raises for the disk's sake."""
         if self._closed:
-            self._dropped += 1
+            self.dropped += 1
             return
         line = _ENCODER.encode(msgspec.structs.replace(event, at=self._now())) + b"\n"
         if self._torn:
@@ -47,15 +47,12 @@ class Journal:
                 line = line.lstrip(b"\n")
             written = os.write(self._file, line)
         except OSError:
-            self._dropped += 1
+            self.dropped += 1
             return
         self._size += written
-        self._bytes += written
         self._torn = written < len(line)
         if self._torn:
-            self._dropped += 1
-        else:
-            self._events += 1
+            self.dropped += 1
 
     def close(self) -> None:
         """Close the file; closing twice is harmless, and whatever is written later counts as dropped."""
@@ -63,21 +60,11 @@ class Journal:
             os.close(self._file)
         self._file, self._closed = -1, True
 
-    def statistics(self) -> dict[str, int | float]:
-        """Return events and bytes written, events dropped by a bad disk, and rotations."""
-        return {
-            "events": self._events,
-            "bytes": self._bytes,
-            "dropped": self._dropped,
-            "rotations": self._rotations,
-        }
-
     def _rotate(self) -> None:
         if self._file >= 0:
             os.replace(self._path, rotated(self._path))
             os.close(self._file)
             self._file = -1  # stays so when the next line raises, and the next write tries again
-            self._rotations += 1
         self._file = _open(self._path)
         self._size, self._torn = 0, False
 
@@ -86,9 +73,6 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"Journal({self._path}, events={self._events}, dropped={self._dropped})"
 
 
 def rotated(path: Path) -> Path:

@@ -128,17 +128,14 @@ class HealthMonitor:
         asleep_s: Callable[[], float],
         forgive: Callable[[float], None],
     ) -> None:
-        self._presence, self._voice, self._forgive = membership, reporter, forgive
+        self._membership, self._reporter, self._forgive = membership, reporter, forgive
         self._unix_time, self._asleep_s = unix_time, asleep_s
-        self._glance = self._look_at_clocks()
+        self._clocks = self._look_at_clocks()
         self._served_now = Derived(lambda: membership.roster, _served)
         self._empty_since: dict[int, float] = {}
         self._served: set[int] = set()
         self._said: dict[str, Said] = {}
         self._conditions: dict[str, Condition] = {}
-
-    def __repr__(self) -> str:
-        return f"Watch({self.trouble or 'all is well'})"
 
     @property
     def trouble(self) -> str | None:
@@ -153,38 +150,38 @@ class HealthMonitor:
 
     def look(self, expected_s: float) -> None:
         """Look at clocks and roster, `expected_s` after the last time, and say what is to be said."""
-        before, self._glance = self._glance, self._look_at_clocks()
-        happened = compare(before, self._glance, expected_s)
+        before, self._clocks = self._clocks, self._look_at_clocks()
+        happened = compare(before, self._clocks, expected_s)
         for happening in happened:
-            self._voice.say(sentence(happening))
-            self._voice.record(events.Noticed(what=str(happening.kind), text=sentence(happening)))
+            self._reporter.say(sentence(happening))
+            self._reporter.record(events.Noticed(what=str(happening.kind), text=sentence(happening)))
         if happened:
-            self._presence.publish_now()
+            self._membership.publish_now()
         if any(happening.kind is not JumpKind.CLOCK_SET or happening.seconds > 0.0 for happening in happened):
             self._forgive(GRACE_S)
-        self._conditions = self._look_around(self._presence.roster)
+        self._conditions = self._look_around(self._membership.roster)
         if not self._conditions and not self._said:
             return
         # What cannot be seen now is not over.
         blind = "roster" in self._conditions
         kept = {what: known for what, known in self._said.items() if blind and what not in self._conditions}
         known = {what: known for what, known in self._said.items() if what not in kept}
-        spoken, said = warnings_due(known, self._conditions, self._glance.loop_s)
+        spoken, said = warnings_due(known, self._conditions, self._clocks.loop_s)
         self._said = said | kept
         for what, text, over in spoken:
-            self._voice.say(text)
-            self._voice.record(events.Noticed(what=what, text=text, over=over))
+            self._reporter.say(text)
+            self._reporter.record(events.Noticed(what=what, text=text, over=over))
 
     def _look_at_clocks(self) -> ClockSample:
         return ClockSample(asyncio.get_running_loop().time(), self._unix_time(), self._asleep_s())
 
     def _look_around(self, roster: Roster) -> dict[str, Condition]:
-        now_s, found = self._glance.loop_s, {}
+        now_s, found = self._clocks.loop_s, {}
         if roster.old_since_s is not None:
             # Who is gone, and how right our clock is, cannot be said either.
             return {"roster": old_roster(now_s - roster.old_since_s)}
         over = run_over(roster.sources, roster.sources_finished)
-        for number in self._presence.watched:
+        for number in self._membership.watched:
             if over or self._served_now()[number]:
                 self._served.add(number)
                 self._empty_since.pop(number, None)
@@ -192,7 +189,7 @@ class HealthMonitor:
             empty_s = now_s - self._empty_since.setdefault(number, now_s)
             if number in self._served or empty_s >= NEVER_SERVED_S:
                 found[f"stage {number}"] = deserted(number, empty_s, len(roster.stage(number)))
-        skew_s = self._presence.skew_s
+        skew_s = self._membership.skew_s
         if skew_s is not None and abs(skew_s) >= SKEW_S:
             found["clock"] = wrong_clock(skew_s)
         return found

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
-from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
+from pipeline.messages import Gradient, Microbatch, Refused, Reply
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ class Process(Protocol):
 
 
 class MicrobatchSource:
-    """Draws, sends, counts."""
+    """Draws tokens, sends microbatches and counts the samples whose gradient came back."""
 
     def __init__(
         self,
@@ -49,15 +49,14 @@ class MicrobatchSource:
         self.samples = 0
         self._draw, self._process, self._progress = draw, process, progress
         self._me, self._budget_s, self._rng = me, budget_s, rng
-        self._refusals: dict[Reason, int] = {}
 
     async def run(self, in_flight: int) -> None:
         """Keep `in_flight` microbatches on their way until the run's token budget is used up."""
-        async with asyncio.TaskGroup() as flights:
+        async with asyncio.TaskGroup() as group:
             for _ in range(in_flight):
-                flights.create_task(self._fly())
+                group.create_task(self._keep_sending())
 
-    async def _fly(self) -> None:
+    async def _keep_sending(self) -> None:
         while self._progress(self.samples) < 1.0:
             tokens = await self._draw()
             while not await self._try(tokens):
@@ -75,17 +74,6 @@ class MicrobatchSource:
             case Gradient():
                 self.samples += len(tokens)
                 return True
-            case Refused(reason=reason, retry_after_s=retry_after_s):
-                self._refusals[reason] = self._refusals.get(reason, 0) + 1
+            case Refused(retry_after_s=retry_after_s):
                 await asyncio.sleep((retry_after_s or RETRY_S) * self._rng.uniform(0.8, 1.2))
                 return False
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the samples whose gradient came back and the refusals by reason."""
-        return {
-            "samples": self.samples,
-            **{f"refused_{reason.name.lower()}": n for reason, n in self._refusals.items()},
-        }
-
-    def __repr__(self) -> str:
-        return f"Source({self.samples} samples)"

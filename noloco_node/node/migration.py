@@ -58,9 +58,6 @@ class MigrationWatcher:
         self._me = OwnPlacement(claimant.me, claimant.run.seed, _now(), moves)
         self._mind = MigrationState()
 
-    def __repr__(self) -> str:
-        return f"Moving({self._me.peer} at stage {self._stage}, {self.moves} moves, {self._mind})"
-
     async def run(self, allowed: bool) -> Move:
         """Return when it is time to go, and where; never where the owner does not allow it."""
         if not allowed:
@@ -76,7 +73,7 @@ class MigrationWatcher:
             if move is not None:
                 return move
 
-    def told(self, record: PeerRecord) -> PeerRecord:
+    def with_plans(self, record: PeerRecord) -> PeerRecord:
         """Return a record of ours with what we would do and are about to do."""
         if not self.may_serve and self.moves_to is None:
             return record
@@ -134,13 +131,13 @@ class MigrationWatcher:
         return None
 
 
-async def close_doors(network: PeerNetwork, run: RunConfig, plan: Dimensions, stage: int) -> None:
+async def stop_serving(network: PeerNetwork, run: RunConfig, plan: Dimensions, stage: int) -> None:
     """Serve a stage no more: who still asks for it is told so, and no handler keeps its weights in memory."""
     shapes = tuple(plan.shapes[stage].values())
-    doors = {GOSSIP: gossip_schema(run, shapes), STATE: state_schema(shapes)}
+    schemas = {GOSSIP: gossip_schema(run, shapes), STATE: state_schema(shapes)}
     if stage > 0:
-        doors[MICROBATCH] = microbatch_schema(run, plan.width)
-    for name, schema in doors.items():
+        schemas[MICROBATCH] = microbatch_schema(run, plan.width)
+    for name, schema in schemas.items():
         await network.serve(topic(name, stage), schema, _gone)
 
 

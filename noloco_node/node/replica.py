@@ -11,30 +11,38 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from gossip.exchange.messages import Parts, ReplicaState
-from gossip.interface import Candidate, Deferred, Event, Lost, OuterStep, RoundContext, RoundProgress, TooStale
+from gossip.interface import (
+    Candidate,
+    Event,
+    MeetingLost,
+    OuterStepTaken,
+    PartnerTooStale,
+    RoundContext,
+    RoundDeferred,
+    RoundProgress,
+)
 from gossip.rounds.outer_optimiser import to_the_end
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Tensors
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.machine.interface import Runner, StageModel
-from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout, TimeoutBounds
-from noloco_node.network.wire import Violation
+from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
+from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, round_settings
 from noloco_node.run.peer_state import PeerState
-from noloco_node.run.protocols import GOSSIP, MICROBATCH, topic
+from noloco_node.run.protocols import GOSSIP, topic
 from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from pipeline.admission import AdmissionWindow, WindowOutcome
-from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.next_stage import Limits, NextStage, NextStageClient
-from pipeline.routing import Hop
 from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
 from pipeline.stage import OptimiserState
 from pipeline.worker import Worker, WorkerCompute
@@ -46,50 +54,54 @@ DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
 IDLE_S = 5.0
 """Shorter waits are not worth a word."""
-REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
-"""Of a reply to a microbatch, where one stage is below us."""
 
 
 class Replica:
     """The weights of one stage on this machine, and everything that moves them."""
 
     def __init__(
-        self, post: ReplicaConfig, stage: StageModel, device: Runner, world: ReplicaContext, beginning: StartingState
+        self,
+        config: ReplicaConfig,
+        stage: StageModel,
+        device: Runner,
+        context: ReplicaContext,
+        beginning: StartingState,
     ) -> None:
-        run = post.run
+        run = config.run
         window, windows = run.pipeline.microbatches_per_step, run.pipeline.windows_in_flight
         # The last stage waits for nobody: a second window would gain it nothing, and its gradients are always fresh.
         # It queues what it would have had in flight.
-        self.post, self.gate = post, AdmissionWindow(window, (1 + windows) * window, 1 if post.last else windows)
+        self.config, self.gate = config, AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows)
         self.inner_steps = beginning.origin.inner_steps
         self.progress: Progress = begin(beginning.progress, _now())
-        self._stage, self._device, self._world = stage, device, world
+        self._stage, self._device, self._context = stage, device, context
         self._schedule = Schedule(
             peak=run.inner.learning_rate,
             steps=run.inner.steps,
             warmup_steps=run.inner.warmup_steps,
             final_fraction=run.inner.final_fraction,
         )
-        rng = Random(f"{run.seed}|routing|{post.peer}")
-        ways = NextStageClient(hops=Derived(world.roster, self._hops), call=self._call)
-        self.downstream = None if post.last else NextStage(ways, Limits(), rng)
+        rng = Random(f"{run.seed}|routing|{config.peer}")
+        client = MicrobatchClient(config, context)
+        next_stage = NextStageClient(hops=Derived(context.roster, client.hops), call=client.call)
+        self.downstream = None if config.last else NextStage(next_stage, Limits(), rng)
         self.worker = Worker(
             stage, self.gate, WorkerCompute(run=device.run, clock=device.clock), self.downstream, run.pipeline.budget_s
         )
+        self.microbatches = MicrobatchServer(config, context, self.worker)
         self.rounds = Rounds(
-            post.peer,
-            round_settings(post, sum(tensor.nbytes for tensor in beginning.origin.state.slow)),
+            config.peer,
+            round_settings(config, sum(tensor.nbytes for tensor in beginning.origin.state.slow)),
             beginning.origin,
             self,
             RoundContext(
                 compute=device.beside,
-                partners=Derived(world.roster, self._partners),
+                partners=Derived(context.roster, self._partners),
                 converse=self._converse,
                 record=self._journal,
-                answers=AdaptiveTimeout(ANSWERS) if post.deadlines else None,
+                answers=AdaptiveTimeout(ANSWERS) if config.deadlines else None,
             ),
         )
-        self._replies = AdaptiveTimeout(REPLIES)
         self._loss: float | None = None
         self._gap: float | None = None
         self._partner: str | None = None
@@ -125,7 +137,7 @@ class Replica:
         self._stepped_at, self._busy_s = now_s, self._device.busy_s
         newest = tokens / self._seconds_per_step
         self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * newest if self._tokens_per_s else newest
-        self._world.record(
+        self._context.record(
             events.InnerStep(
                 step=self.inner_steps,
                 progress=self.progress.value,
@@ -160,28 +172,6 @@ class Replica:
 
     # What peers ask of us.
 
-    async def serve_microbatch(self, conversation: Conversation) -> None:
-        """Take one microbatch of another peer through our stage and send the reply."""
-        try:
-            async with asyncio.timeout(self.post.run.pipeline.budget_s):
-                microbatch = await conversation.receive()
-        except TimeoutError as silence:
-            raise ConnectionAbortedError(f"{conversation.peer} sent no microbatch") from silence
-        if not isinstance(microbatch, Microbatch):
-            raise Violation(f"expected a microbatch, got {type(microbatch).__name__}")
-        least, greatest = microbatch.targets.aminmax()
-        if int(least) < 0 or int(greatest) >= self._world.vocabulary:
-            raise Violation(f"targets outside the vocabulary of {self._world.vocabulary}")
-        reply = await self.worker.process(microbatch, conversation.peer)
-        try:
-            await conversation.send(reply)
-        except ConnectionError:
-            if isinstance(reply, Gradient):
-                self.worker.reply_lost()
-            raise
-        if isinstance(reply, Refused):
-            self._world.record(events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True))
-
     async def state(self, parts: Parts) -> ReplicaState:
         """Return a copy of our state for a newcomer, or its slow weights for an export."""
         outer, whole = self.rounds.state, parts is Parts.ALL
@@ -201,7 +191,7 @@ class Replica:
             last_met=last_met,
         )
 
-    # What the rounds ask of us (gossip.port.Replica).
+    # What the rounds ask of us (gossip.interface.GossipReplica).
 
     async def snapshot(self) -> Tensors:
         """Return a copy of the fast weights."""
@@ -213,107 +203,41 @@ class Replica:
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Shut the gate until nothing is in flight."""
-        return self.gate.alone(retry_after_s, DRAIN_S if self.post.deadlines else math.inf)
+        return self.gate.alone(retry_after_s, DRAIN_S if self.config.deadlines else math.inf)
 
     def _partners(self, roster: Roster) -> tuple[Candidate, ...]:
-        others = [record for record in roster.stage(self.post.stage) if record.peer != self.post.peer]
+        others = [record for record in roster.stage(self.config.stage) if record.peer != self.config.peer]
         return tuple([Candidate(r.peer, r.round, r.speed) for r in others if r.state is PeerState.TRAINING])
 
     def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
-        return self._world.network.talk(peer, topic(GOSSIP, self.post.stage), self._world.gossip_schema)
-
-    # What the worker asks of us.
-
-    def _hops(self, roster: Roster) -> tuple[Hop, ...]:
-        if self.post.last:
-            return ()
-        records = roster.stage(self.post.stage + 1)
-        return tuple([Hop(record.peer, record.device_s) for record in records if record.state is PeerState.TRAINING])
-
-    async def _call(self, peer: str, microbatch: Microbatch) -> Reply:
-        try:
-            reply = await self._reply(peer, microbatch)
-        except Violation as violation:
-            self._world.record(events.PeerViolation(peer=peer, topic=MICROBATCH, why=str(violation)))
-            raise
-        except ConnectionError as loss:
-            self._world.record(events.Lost(peer=peer, what="microbatch", why=str(loss) or type(loss).__name__))
-            raise
-        if isinstance(reply, Refused):
-            self._world.record(events.RefusedMicrobatch(peer=peer, reason=str(reply.reason)))
-        return reply
-
-    async def _reply(self, peer: str, microbatch: Microbatch) -> Reply:
-        """Send a microbatch and return what comes; ConnectionAbortedError when nothing does for very much too long."""
-        # Whoever is nearest to a replica that hangs must be the first to give up, with time left for another to answer,
-        # or the innocent are accused. (A usual deadline is twice the mean at least.) That is why waits in vain do not
-        # lengthen it: those who wait above would not know. Who needs three times as long as the others is left out.
-        begun_s, below = _now(), self.post.run.pipeline.stages - 1 - self.post.stage
-        most_s = (1.0 + below / 2) * self._replies.deadline_s(peer)
-        try:
-            async with (
-                asyncio.timeout(most_s if self.post.deadlines and most_s < math.inf else None),
-                self._world.network.talk(
-                    peer, topic(MICROBATCH, self.post.stage + 1), self._world.microbatch_schema
-                ) as conversation,
-            ):
-                await conversation.send(microbatch)
-                reply = await conversation.receive()
-                if not isinstance(reply, Gradient | Refused):
-                    raise Violation(f"expected a gradient, got {type(reply).__name__}")
-        except TimeoutError:
-            raise ConnectionAbortedError(f"{peer} has not answered for {most_s:.0f} s, though it is there") from None
-        if isinstance(reply, Gradient):
-            self._replies.took(peer, _now() - begun_s)
-        return reply
+        return self._context.network.talk(peer, topic(GOSSIP, self.config.stage), self._context.gossip_schema)
 
     # What we say of ourselves.
 
     def _journal(self, event: Event) -> None:
         match event:
-            case OuterStep():
+            case OuterStepTaken():
                 self._gap, self._partner = event.gap, event.partner
-                self._world.record(
-                    events.OuterStep(
-                        round=event.round,
-                        partner=event.partner,
-                        gap=event.gap,
-                        staleness=event.staleness,
-                        bytes_sent=event.bytes_sent,
-                        bytes_received=event.bytes_received,
-                        seconds=event.seconds,
-                        staleness_rounds=event.staleness_rounds,
-                        partner_staleness=event.partner_staleness,
-                        adopted=event.adopted,
-                    )
-                )
-            case TooStale():
-                self._world.record(
-                    events.TooStale(
-                        round=event.round,
-                        partner=event.partner,
-                        partner_staleness=event.partner_staleness,
-                        bytes_sent=event.bytes_sent,
-                        bytes_received=event.bytes_received,
-                    )
-                )
-            case Deferred():
-                self._world.record(events.Deferred(round=event.round, in_a_row=event.in_a_row))
-            case Lost(implausible=True):
-                self._world.record(events.PeerViolation(peer=event.partner, topic=GOSSIP, why=event.why))
-            case Lost():
-                self._world.record(events.Lost(peer=event.partner, what="exchange", why=event.why))
+                self._context.record(events.OuterStep(**asdict(event)))
+            case PartnerTooStale():
+                self._context.record(events.TooStale(**asdict(event)))
+            case RoundDeferred():
+                self._context.record(events.Deferred(**asdict(event)))
+            case MeetingLost(implausible=True):
+                self._context.record(events.PeerViolation(peer=event.partner, topic=GOSSIP, why=event.why))
+            case MeetingLost():
+                self._context.record(events.Lost(peer=event.partner, what="exchange", why=event.why))
 
     @property
     def _microbatch_s(self) -> float:
         """Seconds a microbatch, of the device or of the line, whichever limits us; 0 until known."""
-        return max(self.worker.device_s, self.post.line_s)
+        return max(self.worker.device_s, self.config.line_s)
 
     def describe(self, state: PeerState) -> PeerRecord:
         """Return our record for the roster."""
         return PeerRecord(
-            peer=self.post.peer,
-            stage=self.post.stage,
+            peer=self.config.peer,
+            stage=self.config.stage,
             state=state,
             round=self.rounds.finished,
             inner_steps=self.inner_steps,
@@ -335,7 +259,7 @@ class Replica:
             return f"{wait.what}, for {now_s - wait.since_s:.0f} s"
         idle_s = now_s - self._stepped_at
         if self.gate.in_flight == 0 and self.gate.succeeded < self.gate.window and idle_s > IDLE_S:
-            return f"microbatches from stage {self.post.stage - 1}, for {idle_s:.0f} s" if self.post.stage else None
+            return f"microbatches from stage {self.config.stage - 1}, for {idle_s:.0f} s" if self.config.stage else None
         return None
 
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:
@@ -345,9 +269,9 @@ class Replica:
         optimiser = await self._device.run(self._stage.optimiser_state)
         return Checkpoint(
             Counters(
-                run_id=self.post.run_id,
-                peer=self.post.peer,
-                stage=self.post.stage,
+                run_id=self.config.run_id,
+                peer=self.config.peer,
+                stage=self.config.stage,
                 round=self.rounds.finished,
                 inner_steps=self.inner_steps,
                 progress=self.progress.value,
@@ -371,9 +295,6 @@ class Replica:
             "stage": self._stage.statistics(),
         }
         return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
-
-    def __repr__(self) -> str:
-        return f"Replica(stage {self.post.stage}, step {self.inner_steps}, {self.rounds!r}, {self.gate!r})"
 
 
 def _finite(value: float | None) -> float | None:

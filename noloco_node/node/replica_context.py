@@ -61,11 +61,11 @@ class ReplicaContext:
     vocabulary: int
 
 
-def round_settings(post: ReplicaConfig, weight_bytes: int) -> RoundSettings:
+def round_settings(config: ReplicaConfig, weight_bytes: int) -> RoundSettings:
     """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves at most."""
-    run, outer = post.run, post.run.outer
-    patience = RoundTimeouts(
-        answer_s=HEARING_S, exchange_s=60.0 + 2 * sets(outer) * weight_bytes / post.slowest_bytes_per_s
+    run, outer = config.run, config.run.outer
+    timeouts = RoundTimeouts(
+        answer_s=HEARING_S, exchange_s=60.0 + 2 * sets(outer) * weight_bytes / config.slowest_bytes_per_s
     )
     return RoundSettings(
         seed=run.seed,
@@ -79,5 +79,5 @@ def round_settings(post: ReplicaConfig, weight_bytes: int) -> RoundSettings:
         overlap_steps=outer.overlap_steps,
         deferrals_before_solo=outer.deferrals_before_solo,
         blocking=outer.blocking,
-        patience=patience if post.deadlines else RoundTimeouts(answer_s=math.inf, exchange_s=math.inf),
+        patience=timeouts if config.deadlines else RoundTimeouts(answer_s=math.inf, exchange_s=math.inf),
     )

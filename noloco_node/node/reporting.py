@@ -33,11 +33,8 @@ class ProgressReporter:
         refresh_s: float,
         announce: Callable[[], PeerState],
     ) -> None:
-        self._replica, self._network, self._voice = replica, network, reporter
+        self._replica, self._network, self._reporter = replica, network, reporter
         self._refresh_s, self._announce = refresh_s, announce
-
-    def __repr__(self) -> str:
-        return f"Telling(of {self._replica!r}, every {self._refresh_s} s)"
 
     async def run(self) -> NoReturn:
         """Tell until cancelled."""
@@ -53,29 +50,29 @@ class ProgressReporter:
             waits_for = waiting and waiting.partition(", for")[0]
             if waits_for != waited_for:
                 waited_for = waits_for
-                self._voice.record(events.StateChanged(state=state, waiting=waits_for))
+                self._reporter.record(events.StateChanged(state=state, waiting=waits_for))
             if now_s - said_at >= LINE_EVERY_S:
                 said_at = now_s
                 budget = spending(self._network.statistics())
                 line = progress_line(self._replica.describe(PeerState.TRAINING))
-                self._voice.say(line + (f"; {budget}" if budget else ""))
+                self._reporter.say(line + (f"; {budget}" if budget else ""))
 
     def record_totals(self) -> None:
         """Journal the totals so far: microbatches by next hop, bytes by purpose."""
         if self._replica.downstream is not None:
             totals = self._replica.downstream.hop_totals
-            self._voice.record(events.Hops(counts={peer: total.succeeded for peer, total in totals.items()}))
+            self._reporter.record(events.Hops(counts={peer: total.succeeded for peer, total in totals.items()}))
         bytes_by: dict[str, dict[str, int]] = {"bytes.sent.": {}, "bytes.received.": {}}
         totals_now = self._network.statistics()
         budget = {name[len("budget.") :]: value for name, value in totals_now.items() if name.startswith("budget.")}
         if budget:
-            self._voice.record(events.Budget(bytes=budget))
+            self._reporter.record(events.Budget(bytes=budget))
         for name, value in totals_now.items():
             for prefix, counts in bytes_by.items():
                 if name.startswith(prefix):
                     purpose = name.removeprefix(prefix).partition("/")[0]
                     counts[purpose] = counts.get(purpose, 0) + int(value)
-        self._voice.record(events.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
+        self._reporter.record(events.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
 
 
 def progress_line(record: PeerRecord) -> str:

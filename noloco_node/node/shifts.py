@@ -32,14 +32,14 @@ class OffReason(NamedTuple):
     for_s: float
 
 
-def off_reason(allowance: OwnerLimits, spent: MonthUsage, now: datetime) -> OffReason | None:
+def off_reason(limits: OwnerLimits, spent: MonthUsage, now: datetime) -> OffReason | None:
     """Return why a node may not work now; None if it may. Of two reasons the one that lasts longer."""
     reasons: list[OffReason] = []
-    if allowance.hours is not None:
-        inside, for_s = in_hours(allowance.hours, now)
+    if limits.hours is not None:
+        inside, for_s = in_hours(limits.hours, now)
         if not inside:
-            reasons.append(OffReason(f"it is outside the hours {allowance.hours}", for_s))
-    cap = allowance.monthly_cap_bytes
+            reasons.append(OffReason(f"it is outside the hours {limits.hours}", for_s))
+    cap = limits.monthly_cap_bytes
     if cap is not None and is_spent(spent, cap, now):
         used = f"{size_words(spent.total_bytes)} of this month's {size_words(cap)} are used up"
         reasons.append(OffReason(used, next_month_s(now)))
@@ -50,18 +50,15 @@ class Shifts:
     """The shifts of one node. `now`: the time of day here."""
 
     def __init__(
-        self, allowance: OwnerLimits, ledger: TrafficLedger, now: Callable[[], datetime], say: Callable[[str], None]
+        self, limits: OwnerLimits, ledger: TrafficLedger, now: Callable[[], datetime], say: Callable[[str], None]
     ) -> None:
-        self._allowance, self._ledger, self._now, self._say = allowance, ledger, now, say
+        self._limits, self._ledger, self._now, self._say = limits, ledger, now, say
         self._ended_for: OffReason | None = None
-
-    def __repr__(self) -> str:
-        return f"Shifts({self._allowance}, {self._ledger!r})"
 
     async def begin(self) -> None:
         """Wait until the node may work; say why it waits, and until when."""
         said = ""
-        while (reason := off_reason(self._allowance, self._ledger.spent, self._now())) is not None:
+        while (reason := off_reason(self._limits, self._ledger.spent, self._now())) is not None:
             if reason.why != said:
                 said = reason.why
                 now = self._now()
@@ -72,9 +69,9 @@ class Shifts:
     def lasts_s(self) -> float:
         """Return for how many seconds the node may work as far as the hours say (infinity: always); 0 if not now."""
         now = self._now()
-        if off_reason(self._allowance, self._ledger.spent, now) is not None:
+        if off_reason(self._limits, self._ledger.spent, now) is not None:
             return 0.0
-        return math.inf if self._allowance.hours is None else in_hours(self._allowance.hours, now)[1]
+        return math.inf if self._limits.hours is None else in_hours(self._limits.hours, now)[1]
 
     async def pause(self, for_s: float) -> None:
         """Wait so long, or until the node may not work any more."""
@@ -96,10 +93,10 @@ class Shifts:
         """
         self._ended_for = None
         over = asyncio.Event()
-        if self._allowance == OwnerLimits():
+        if self._limits == OwnerLimits():
             yield network, asked
             return
-        metered = RateLimitedNetwork(network, self._allowance) if self._allowance.is_limited else None
+        metered = RateLimitedNetwork(network, self._limits) if self._limits.is_limited else None
         async with asyncio.TaskGroup() as group:
             watching = [
                 group.create_task(self._close(asked, over), name="end of the shift"),
@@ -117,14 +114,14 @@ class Shifts:
 
     async def _close(self, asked: asyncio.Event, over: asyncio.Event) -> None:
         while not asked.is_set():
-            reason = off_reason(self._allowance, self._ledger.spent, self._now())
+            reason = off_reason(self._limits, self._ledger.spent, self._now())
             if reason is not None:
                 self._ended_for = reason
                 self._say(f"{reason.why}: leaving politely")
                 break
-            wait_s = LOOK_EVERY_S if self._allowance.monthly_cap_bytes is None else COUNT_EVERY_S
-            if self._allowance.hours is not None:
-                wait_s = min(wait_s, max(0.01, in_hours(self._allowance.hours, self._now())[1]))
+            wait_s = LOOK_EVERY_S if self._limits.monthly_cap_bytes is None else COUNT_EVERY_S
+            if self._limits.hours is not None:
+                wait_s = min(wait_s, max(0.01, in_hours(self._limits.hours, self._now())[1]))
             try:
                 async with asyncio.timeout(wait_s):
                     await asked.wait()

@@ -52,8 +52,8 @@ class StageWork:
         reporter: Reporter,
     ) -> None:
         self.text: Text | None = None
-        self._run, self._me, self._presence = run, me, membership
-        self._open_text, self._voice = open_text, reporter
+        self._run, self._me, self._membership = run, me, membership
+        self._open_text, self._reporter = open_text, reporter
         self._source: MicrobatchSource | None = None
         self._resumed: Counters | None = None
         self._reached = 0
@@ -61,9 +61,6 @@ class StageWork:
         self._begun = membership.roster
         """The roster of that moment."""
         self._unlisted = 0
-
-    def __repr__(self) -> str:
-        return f"Duty({self._source!r})"
 
     @property
     def samples(self) -> int:
@@ -84,19 +81,19 @@ class StageWork:
 
     def begin(self, progress: float, counted: Counters | None) -> None:
         """Begin at a stage, at its progress, with what we counted there in an earlier life."""
-        self._resumed, self._begun = counted, self._presence.roster
+        self._resumed, self._begun = counted, self._membership.roster
         # Our own checkpoint may know of more than those do who came back before us.
         reached = max(progress, counted.progress if counted else 0.0)
         self._reached = round(reached * self._run.budget_samples)
 
-    async def fulfil(self, replica: Replica) -> None:
+    async def run_until_done(self, replica: Replica) -> None:
         """Return when this peer's part of the run is done."""
-        if replica.post.stage == 0:
+        if replica.config.stage == 0:
             source = await self._make_source(replica)
             await source.run(self._run.pipeline.microbatches_per_step * self._run.pipeline.windows_in_flight)
             return
-        while not run_over(self._presence.roster.sources, self._presence.roster.sources_finished):
-            await self._presence.changed()
+        while not run_over(self._membership.roster.sources, self._membership.roster.sources_finished):
+            await self._membership.changed()
 
     async def _make_source(self, replica: Replica) -> MicrobatchSource:
         opened, resumed = self.text is None, self._resumed
@@ -104,7 +101,7 @@ class StageWork:
         # A source that comes back to its stage goes on where it was.
         position = resumed.data_position if resumed is not None and opened else None
         if position is not None and not await text.restore(position):
-            self._voice.say("the text is another one than before: reading it from its beginning")
+            self._reporter.say("the text is another one than before: reading it from its beginning")
         self.text = text
         self._source = MicrobatchSource(
             text.draw,
@@ -115,13 +112,13 @@ class StageWork:
             rng=Random(f"{self._run.seed}|source|{self._me}"),
         )
         # The swarm forgets a source that was away for long; its own checkpoint does not.
-        own = self._source.samples = max(self._presence.roster.own_samples, resumed.samples if resumed else 0)
+        own = self._source.samples = max(self._membership.roster.own_samples, resumed.samples if resumed else 0)
         self._unlisted = max(0, self._reached - own - self._begun.others_samples)
         return self._source
 
     def _progress(self, own_samples: int) -> float:
         """Return the progress of the whole run, our own samples being so many."""
-        roster = self._presence.roster
+        roster = self._membership.roster
         if run_over(roster.sources, roster.sources_finished):
             return 1.0
         unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
@@ -138,24 +135,21 @@ class Ending(NamedTuple):
 class Training:
     """The training at one stage; it keeps nothing of the replica, for the next one's weights need the room.
 
-    `moving`: the watch over whether we are needed elsewhere. `state`: what our record is to say. `move`: to another
+    `migration`: watches whether we are needed elsewhere. `state`: what our record is to say. `move`: to another
     stage, once it is decided; our record is there from then on. `depart`: takes the place there, given the device
     seconds of a microbatch here, and serves the old stage no more.
     """
 
     def __init__(
         self,
-        moving: MigrationWatcher,
-        duty: StageWork,
+        migration: MigrationWatcher,
+        work: StageWork,
         depart: Callable[[Move, float], Awaitable[None]],
         reporter: Reporter,
     ) -> None:
-        self.moving, self.state = moving, PeerState.TRAINING
+        self.state = PeerState.TRAINING
         self.move: Move | None = None
-        self._duty, self._depart, self._voice = duty, depart, reporter
-
-    def __repr__(self) -> str:
-        return f"Training({self.state}, {self._duty!r}, {self.moving!r})"
+        self._migration, self._work, self._depart, self._reporter = migration, work, depart, reporter
 
     async def run(
         self, replica: Replica, leave: asyncio.Event, in_pause: Callable[[], Awaitable[None]], *, moves: bool
@@ -164,13 +158,13 @@ class Training:
 
         `in_pause` is called between two inner steps.
         """
-        self._voice.say(f"training stage {replica.post.stage} from inner step {replica.inner_steps}")
+        self._reporter.say(f"training stage {replica.config.stage} from inner step {replica.inner_steps}")
         async with asyncio.TaskGroup() as group:
             gossip = group.create_task(replica.rounds.run(), name="gossip")
             steps = group.create_task(replica.train(in_pause), name="inner steps")
-            work = group.create_task(self._duty.fulfil(replica), name="work")
+            work = group.create_task(self._work.run_until_done(replica), name="work")
             asked = group.create_task(leave.wait(), name="leave")
-            moving = group.create_task(self.moving.run(moves), name="moving")
+            moving = group.create_task(self._migration.run(moves), name="moving")
             await asyncio.wait({work, asked, moving}, return_when=asyncio.FIRST_COMPLETED)
             over = work.done()
             self.move = moving.result() if moving.done() and not over and not asked.done() else None
@@ -178,7 +172,7 @@ class Training:
             self.state = PeerState.TRAINING if over else PeerState.LEAVING
             replica.gate.close()
             if self.move is not None:
-                self._voice.record(events.StateChanged(state=PeerState.LEAVING))
+                self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
                 await self._depart(self.move, replica.worker.device_s)
             await self._drain(replica, steps)
             for task in (work, asked, steps):
@@ -186,7 +180,7 @@ class Training:
             await asyncio.wait({work, asked, steps})
             discarded = await replica.discard()
             if over:
-                self._voice.say("the run is over; one last round")
+                self._reporter.say("the run is over; one last round")
                 await until_event(leave, replica.rounds.last_round(LAST_ROUND_S))
             await replica.rounds.leave()
             gossip.cancel()
@@ -199,30 +193,22 @@ class Training:
         while not steps.done() and not replica.stranded and asyncio.get_running_loop().time() < until_s:
             await asyncio.wait({steps}, timeout=0.5)
         if replica.gate.in_flight:
-            self._voice.say(f"{replica.gate.in_flight} microbatches did not come back in time")
+            self._reporter.say(f"{replica.gate.in_flight} microbatches did not come back in time")
 
     def tell(self, replica: Replica, ending: Ending) -> None:
         """Journal how it ended."""
         if self.move is not None:
             origin, target, why = self.move.origin, self.move.target, str(self.move)
-            self._voice.say(f"moving from stage {origin} to stage {target}: {why}")
-            self._voice.record(events.Moved(origin=origin, target=target, why=why, discarded=ending.discarded))
-            self._voice.record(events.StateChanged(state=PeerState.JOINING))
+            self._reporter.say(f"moving from stage {origin} to stage {target}: {why}")
+            self._reporter.record(events.Moved(origin=origin, target=target, why=why, discarded=ending.discarded))
+            self._reporter.record(events.StateChanged(state=PeerState.JOINING))
             return
         why = "the run is over" if ending.over else ASKED
-        self._voice.record(_finished(replica, why, ending.discarded))
+        self._reporter.record(_finished(replica, why, ending.discarded))
 
     def farewell(self, replica: Replica) -> events.Finished:
         """Return what is to be journalled should we be asked to leave before we have arrived at the other stage."""
         return _finished(replica, ASKED, 0)  # what was discarded is told with the move
-
-    def turn_back(self, why: str) -> None:
-        """Say and journal that we go back to where we were, since we cannot serve the other stage."""
-        assert self.move is not None
-        origin, target = self.move.origin, self.move.target
-        self._voice.say(f"we cannot serve stage {target}: {why} Going back to stage {origin}")
-        self._voice.record(events.Moved(origin=target, target=origin, why=why))
-        self._voice.record(events.StateChanged(state=PeerState.JOINING))
 
 
 def _finished(replica: Replica, why: str, discarded: int) -> events.Finished:

@@ -15,7 +15,8 @@ import torch
 
 from noloco_node.journal import events
 from noloco_node.machine.interface import Host, Reporter, Text
-from noloco_node.node.node import Node, NodeOptions
+from noloco_node.node.node import Node
+from noloco_node.node.node_context import NodeOptions
 from noloco_node.sim.hardware.device import Stutter, VirtualDevice
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage
@@ -100,7 +101,7 @@ class SimulatedPeer:
         """The stage that the peer serves, or served last; None before it has one."""
         node = self.life.node if self.lives else None
         if node is not None and node.replica is not None:
-            return node.replica.post.stage
+            return node.replica.config.stage
         return self.disk.counters.stage if self.disk is not None else self.asked_stage
 
     def start(self) -> None:

@@ -22,7 +22,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.node.joining.join import is_shortage
-from noloco_node.node.node import NodeOptions
+from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.memory_store import MemoryStore
@@ -116,7 +116,7 @@ class Cast:
 
 def at_stage(peer: SimulatedPeer) -> int | None:
     node = peer.life.node
-    return None if node is None or node.replica is None else node.replica.post.stage
+    return None if node is None or node.replica is None else node.replica.config.stage
 
 
 # What a peer has left.
@@ -226,7 +226,7 @@ def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was(short
         await until(lambda: len(cast.of(mover, events.Moved)) == 2 and at_stage(mover) == 0)
         await cast.steps(mover, 3)
         assert mover.running
-        moving = mover.life.node._training.moving  # type: ignore[union-attr]
+        moving = mover.life.node._tenure.migration  # type: ignore[union-attr]
         assert moving._elsewhere() == (), "it does not try again"
         await cast.leave()
         return cast, mover

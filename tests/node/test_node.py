@@ -249,7 +249,7 @@ def test_a_rejoining_source_goes_on_in_its_text_and_from_its_checkpoint() -> Non
 
     first, second = run(main())
     # What the first life had counted still counts.
-    assert second.node.statistics()["samples"] >= first.node.statistics()["samples"] > 0
+    assert second.node.samples >= first.node.samples > 0
 
 
 def test_a_polite_leaver_leaves_no_round_half_done() -> None:

@@ -25,7 +25,7 @@ from gossip.exchange.messages import Manifest, Parts, StateRequest
 from gossip.rule.staleness import ROUND_BOUND
 from noloco_node.journal import events as journal_events
 from noloco_node.machine.interface import Reporter
-from noloco_node.node.node import NodeOptions
+from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run

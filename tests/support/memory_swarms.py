@@ -14,7 +14,8 @@ from torch import Tensor
 from gossip.transfer.assembly import ChunkStore
 from noloco_node.journal import events
 from noloco_node.machine.interface import Host, Reporter, SnapshotStore
-from noloco_node.node.node import Node, NodeOptions
+from noloco_node.node.node import Node
+from noloco_node.node.node_context import NodeOptions
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
 from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.hardware.memory_store import MemoryStore

@@ -20,7 +20,8 @@ from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.machine.device import Device, WallClock
 from noloco_node.machine.interface import Host, Reporter, SnapshotStore, StageModel
-from noloco_node.node.node import Node, NodeOptions
+from noloco_node.node.node import Node
+from noloco_node.node.node_context import NodeOptions
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import RandomBatches

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gossip.interface import Candidate, Event, Lost, Origin, OuterStep, RoundContext, RoundSettings
+from gossip.interface import Candidate, Event, MeetingLost, Origin, OuterStepTaken, RoundContext, RoundSettings
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 
@@ -198,16 +198,16 @@ class Toy:
         return float(self.rounds.state.slow[0][0])
 
     @property
-    def met(self) -> list[OuterStep]:
-        return [event for event in self.events if isinstance(event, OuterStep) and event.partner is not None]
+    def met(self) -> list[OuterStepTaken]:
+        return [event for event in self.events if isinstance(event, OuterStepTaken) and event.partner is not None]
 
     @property
-    def solo(self) -> list[OuterStep]:
-        return [event for event in self.events if isinstance(event, OuterStep) and event.partner is None]
+    def solo(self) -> list[OuterStepTaken]:
+        return [event for event in self.events if isinstance(event, OuterStepTaken) and event.partner is None]
 
     @property
-    def lost(self) -> list[Lost]:
-        return [event for event in self.events if isinstance(event, Lost)]
+    def lost(self) -> list[MeetingLost]:
+        return [event for event in self.events if isinstance(event, MeetingLost)]
 
 
 async def live(

@@ -21,7 +21,7 @@ from benchmarks.laboratory.methods.lagging_roster import Crowd
 from benchmarks.laboratory.methods.replicas import Replica, Swarm
 from benchmarks.laboratory.methods.virtual_trainee import Device
 from benchmarks.laboratory.methods.weighted_meetings import Luggage, Weighed, check
-from gossip.interface import Candidate, Event, Origin, OuterStep, RoundContext, RoundProgress
+from gossip.interface import Candidate, Event, Origin, OuterStepTaken, RoundContext, RoundProgress
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from noloco_node.network.interface import Conversation, PeerNetwork
@@ -89,7 +89,7 @@ class Gossiper:
         return Weighed(conversation, self._own_luggage, self._luggage[conversation.peer])
 
     def _record(self, event: Event) -> None:
-        if isinstance(event, OuterStep):
+        if isinstance(event, OuterStepTaken):
             self._crowd.note(self._network.peer_id, self.rounds.finished)
             self.replica.rounds += event.partner is not None
             if event.partner is not None:

@@ -28,7 +28,7 @@ def is_closed(replica: Replica) -> bool:
 
 def sizes(replica: Replica) -> Iterator[tuple[str, int, int]]:
     """Yield what a replica remembers of others: what it is, their stage, and the number of entries."""
-    stage = replica.post.stage
+    stage = replica.config.stage
     yield "prospects", stage, len(replica.rounds._situation.prospects._not_before)
     if replica.downstream is not None:
         yield "replicas of the next stage that rest", stage + 1, len(replica.downstream._resting)

@@ -132,7 +132,7 @@ def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> LifeReco
     return LifeRecord(
         peer=peer,
         life=peer.life.number,
-        stage=replica.post.stage,
+        stage=replica.config.stage,
         began_s=now_s,
         state=state_of(peer),
         fast=fast,

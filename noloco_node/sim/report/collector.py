@@ -271,7 +271,7 @@ def waits_for(stage_time: StageTime, over: bool) -> Cause:
     gate, downstream = replica.gate, replica.downstream
     if (over and not gate.in_flight) or stage_time.life.leave.is_set():
         return Cause.ENDING
-    if gate.succeeded == gate.window or (replica.post.run.outer.blocking and replica.rounds.statistics()["engaged"]):
+    if gate.succeeded == gate.window or (replica.config.run.outer.blocking and replica.rounds.statistics()["engaged"]):
         return Cause.GOSSIP
     wait = downstream.waiting if downstream is not None else None
     if wait is not None:

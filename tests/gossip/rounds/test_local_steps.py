@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_gossip import Toy, World
 
-from gossip.interface import UNKNOWN, Candidate, Deferred, RoundProgress, RoundSettings
+from gossip.interface import UNKNOWN, Candidate, RoundDeferred, RoundProgress, RoundSettings
 from gossip.rounds.local_steps import (
     LARGEST_MULTIPLE,
     TOLERANCE,
@@ -220,7 +220,7 @@ def test_rounds_are_opened_as_the_settings_the_roster_and_the_progress_say() -> 
             await toy.train(1)
             if len(toy.events) > before:
                 opened.append(step)
-        assert all(isinstance(event, Deferred) for event in toy.events)
+        assert all(isinstance(event, RoundDeferred) for event in toy.events)
         return opened
 
     # A quarter of the speed: 5 steps, with the tolerance, of 20 while the run is young, and 22 of 80 at its end. A

@@ -28,7 +28,7 @@ from gossip.exchange.messages import (
     Received,
     Weights,
 )
-from gossip.interface import Candidate, Deferred, Origin, RoundSettings, RoundTimeouts, TooStale
+from gossip.interface import Candidate, Origin, PartnerTooStale, RoundDeferred, RoundSettings, RoundTimeouts
 from gossip.rounds.outer_optimiser import Seen
 from gossip.rounds.prefetch_cache import PrefetchCache, PrefetchReceived, PrefetchSent
 from gossip.rounds.round_state import VAIN_AT_MOST
@@ -249,7 +249,7 @@ def test_solo_rounds_without_a_meeting_are_counted_and_a_meeting_ends_them() -> 
     # Each opening finds the one before unmet: two deferrals in a round of one number, then a solo round, ...
     assert seen == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert [step.staleness_rounds for step in toy.solo] == [1, 2, 3][: len(toy.solo)]
-    assert sum(isinstance(event, Deferred) for event in toy.events) + len(toy.solo) >= 8
+    assert sum(isinstance(event, RoundDeferred) for event in toy.events) + len(toy.solo) >= 8
     (met,) = toy.met
     # Neither has ever met anybody.
     assert met.staleness_rounds == met.partner_staleness > 1
@@ -275,7 +275,7 @@ def test_the_stale_one_adopts_and_the_fresh_one_goes_on(codec: Format, outer: Ou
     assert step.adopted
     assert (step.staleness_rounds, step.partner_staleness) == (6, 5)
     (event,) = fresh.events
-    assert isinstance(event, TooStale)
+    assert isinstance(event, PartnerTooStale)
     assert (event.partner, event.partner_staleness) == ("stale", 6)
     assert fresh.rounds.statistics()["open"] == 1
     assert fresh.rounds.statistics()["too_stale"] == stale.rounds.statistics()["adopted"] == 1
@@ -320,7 +320,7 @@ def test_both_sides_always_agree_whose_weights_count(
         return toys
 
     toys = run(main())
-    gave_up = [sum(isinstance(event, TooStale) for event in toy.events) for toy in toys]
+    gave_up = [sum(isinstance(event, PartnerTooStale) for event in toy.events) for toy in toys]
     adopted = [sum(step.adopted for step in toy.met) for toy in toys]
     beyond = [unmet > at_most for unmet in staleness]
     alone = beyond[0] != beyond[1]

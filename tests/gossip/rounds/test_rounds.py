@@ -13,7 +13,7 @@ import torch
 from toy_gossip import CUT, SWALLOW, Toy, World, at_once, live
 
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Received, Weights
-from gossip.interface import Candidate, Deferred, Origin, RoundContext, RoundSettings, RoundTimeouts
+from gossip.interface import Candidate, Origin, RoundContext, RoundDeferred, RoundSettings, RoundTimeouts
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from noloco_node.sim.clock import run
@@ -526,10 +526,10 @@ def test_nobody_answers_defer_a_few_times_then_solo() -> None:
         return toy
 
     toy = run(main())
-    kinds = ["deferred" if isinstance(event, Deferred) else "solo" for event in toy.events]
+    kinds = ["deferred" if isinstance(event, RoundDeferred) else "solo" for event in toy.events]
     # Openings at 20, 40, ...: each deferral is known when the next opening is due.
     assert kinds == ["deferred"] * 3 + ["solo"] + ["deferred"] * 3 + ["solo"] + ["deferred"]
-    assert [event.in_a_row for event in toy.events if isinstance(event, Deferred)] == [1, 2, 3, 1, 2, 3, 1]
+    assert [event.in_a_row for event in toy.events if isinstance(event, RoundDeferred)] == [1, 2, 3, 1, 2, 3, 1]
     assert toy.rounds.statistics()["unanswered"] > 0
 
 

@@ -414,7 +414,7 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
                 assert replica is not None
                 self.left[name] = weakref.ref(replica)
                 self.seen.append((self.world.now_s, name, event))
-                position = self.world.peers[name].life.node._duty.text  # type: ignore[union-attr]
+                position = self.world.peers[name].life.node._context.work.text  # type: ignore[union-attr]
                 self.drawn[name, event.origin] = position.position()["drawn"] if position is not None else 0
 
         def struck(self, fault: object) -> None: ...
@@ -438,7 +438,7 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
     assert second_s - first_s >= 120.0
     node = worlds[0].peers[mover].life.node
     assert node is not None
-    text = node._duty.text
+    text = node._context.work.text
     assert text is not None
     assert text.position()["drawn"] > watch[0].drawn[mover, 0] > 0
 

@@ -1,0 +1,245 @@
+"""A node's time at one stage: from the moment at which it has the stage's weights to the one at which it gives them up.
+
+Two stages at once may not fit into memory. So everything that holds weights belongs to the tenure, and what is left of
+it (`TenureEnd`) holds none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf, prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import structs
+
+from gossip.transfer.chunks import cut
+from gossip.transfer.donor import Donor, DonorLimits
+from gossip.transfer.download import piece_s
+from noloco_node import __version__
+from noloco_node.journal import events
+from noloco_node.limits.rate_limit import spending
+from noloco_node.network.wire import Violation
+from noloco_node.node.joining.join import Start
+from noloco_node.node.migration import MigrationWatcher, stop_serving
+from noloco_node.node.node_context import NodeContext
+from noloco_node.node.replica import Replica
+from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
+from noloco_node.node.reporting import ProgressReporter
+from noloco_node.node.training import Training
+from noloco_node.run.peer_state import PeerState
+from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
+from noloco_node.state_sync.deadlines import copying_s
+from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig
+from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.tasks import background
+from pipeline.migration import Move
+
+if TYPE_CHECKING:
+    from noloco_node.network.interface import Conversation, Handler
+    from noloco_node.network.wire import Schema
+
+LONGEST_WAITING = 400
+"""Characters of what we wait for, in our record: there may be many things."""
+
+
+class TenureEnd(NamedTuple):
+    """How the time at a stage ended. `saved`: its last checkpoint is on the disk. `move`: to another stage, if any.
+
+    `device_s`: what a microbatch will take there. `moves`: of this peer so far, with this one. `finished`: what is to
+    be journalled should we be asked to leave before we have arrived there.
+    """
+
+    saved: bool
+    moves: int
+    move: Move | None = None
+    device_s: float = 0.0
+    finished: events.Finished | None = None
+
+
+class StageTenure:
+    """One node at one stage. `moves`: of this peer so far. `unfit`: stages that it could not build."""
+
+    def __init__(
+        self, context: NodeContext, start: Start, addresses: tuple[str, ...], moves: int, unfit: set[int]
+    ) -> None:
+        self._context, self._addresses = context, addresses
+        replica = self.replica = _make_replica(context, start)
+        self._shapes = tuple(context.plan.shapes[start.number].values())
+        self._donor = Donor(replica.state, context.host.device.beside, self._shapes, self._donor_limits())
+        self.migration = MigrationWatcher(
+            context.newcomer(context.options.stage).claimant,
+            start.number,
+            moves,
+            context.options.refresh_s,
+            lambda: replica.progress.value,
+            unfit,
+        )
+        self._training = Training(self.migration, context.work, self._depart, context.reporter)
+        self._progress = ProgressReporter(
+            replica, context.network, context.reporter, context.options.refresh_s, self._announce_training
+        )
+
+    async def run(self, leave: asyncio.Event) -> TenureEnd:
+        """Serve, train and save until the run is over, or we are asked to leave or needed at another stage."""
+        context, training = self._context, self._training
+        await self._start_serving()
+        async with background(context.writer.run()), background(self._keep_snapshots()):
+            async with background(self._progress.run()):
+                try:
+                    ending = await training.run(self.replica, leave, self._in_pause, moves=context.options.moves)
+                    self._progress.record_totals()
+                    training.tell(self.replica, ending)
+                except ExceptionGroup:
+                    await self._save()
+                    raise
+            saved = await self._save()
+        moves = self.migration.moves
+        if training.move is None:
+            if ending.over and not leave.is_set():
+                await self._linger(leave)
+            return TenureEnd(saved, moves)
+        finished = training.farewell(self.replica)
+        context.work.rest()
+        self._donor.close()
+        return TenureEnd(saved, moves + 1, training.move, self.migration.device_s, finished)
+
+    # What others may ask of us.
+
+    async def _start_serving(self) -> None:
+        """Serve what a replica serves."""
+        context, replica = self._context, self.replica
+        run, number = context.recipe.run, replica.config.stage
+        if number > 0:
+            await self._serve(MICROBATCH, microbatch_schema(run, context.plan.width), replica.microbatches.serve)
+        await self._serve(GOSSIP, gossip_schema(run, self._shapes), replica.rounds.serve)
+        await self._serve(STATE, state_schema(self._shapes), self._donor.serve)
+        self._announce(PeerState.TRAINING)
+        context.reporter.record(events.StateChanged(state=PeerState.TRAINING))
+
+    async def _serve(self, protocol: str, schema: Schema, handler: Handler) -> None:
+        handler = violations_journalled(self._context.reporter.record, protocol, handler)
+        await self._context.network.serve(topic(protocol, self.replica.config.stage), schema, handler)
+
+    def _donor_limits(self) -> DonorLimits:
+        """Return the limits of copies: one outlives its newcomer's patience, so that one that comes back finds it."""
+        sizes, options = [4 * prod(shape) for shape in self._shapes], self._context.options
+        patience_s = copying_s(sum(sizes), options.slowest_bytes_per_s) if options.deadlines else inf
+        return DonorLimits(deadline_s=8 * patience_s, piece_s=piece_s(patience_s, len(cut(sizes))))
+
+    async def _depart(self, move: Move, device_s: float) -> None:
+        """Take our place at another stage, and serve this one no more."""
+        await self.migration.take_place(move, device_s)
+        await stop_serving(self._context.network, self._context.recipe.run, self._context.plan, move.origin)
+
+    async def _linger(self, leave: asyncio.Event) -> None:
+        """Go on serving the weights after the end of a run."""
+        reporter, linger_s = self._context.reporter, self._context.options.linger_s
+        self._announce(PeerState.FINISHED)
+        reporter.record(events.StateChanged(state=PeerState.FINISHED))
+        reporter.say(f"finished; serving the weights for {linger_s:.0f} s, Ctrl-C leaves now")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(linger_s):
+                await leave.wait()
+
+    # What we say of ourselves.
+
+    def _announce_training(self) -> PeerState:
+        self._announce(self._training.state)
+        return self._training.state
+
+    def _announce(self, state: PeerState) -> None:
+        context = self._context
+        if self._training.move is not None:
+            return  # our record is at the other stage already
+        record = self.replica.describe(state)
+        waiting = "; ".join(filter(None, (record.waiting, context.writer.trouble, context.health.trouble)))
+        record = structs.replace(
+            record,
+            samples=context.work.samples,
+            addresses=self._addresses,
+            waiting=waiting[:LONGEST_WAITING] or None,
+            budget=spending(context.network.statistics()),
+        )
+        context.membership.update(self.migration.with_plans(record))
+
+    # What lies on the disk.
+
+    async def _in_pause(self) -> None:
+        """Save every round, between two inner steps, where weights, momentum and optimiser belong together."""
+        if self._context.writer.due(self.replica.rounds.finished):
+            self._context.writer.begin(await self._checkpoint())
+
+    async def _save(self) -> bool:
+        """Write the last checkpoint; a disk that refuses is said and costs no more than that."""
+        return await self._context.writer.finish(await self._checkpoint())
+
+    async def _checkpoint(self) -> Checkpoint:
+        work = self._context.work
+        return await self.replica.checkpoint(work.samples, work.position())
+
+    async def _keep_snapshots(self) -> None:
+        """Keep snapshots of other stages, if the owner asked for it."""
+        context, store = self._context, self._context.host.snapshots
+        if store is None or not context.keeps_snapshots:
+            return
+        config = SnapshotKeeperConfig(
+            run_id=context.recipe.digest,
+            seed=context.recipe.run.seed,
+            shapes=tuple(tuple(shapes.values()) for shapes in context.plan.shapes),
+            own=self.replica.config.stage,
+            every=context.options.keep_snapshots,
+            deadline_s=lambda weight_bytes: copying_s(weight_bytes, context.options.slowest_bytes_per_s),
+        )
+        membership = context.membership
+        await SnapshotKeeper(
+            config, context.network, lambda: membership.roster, store, context.host.device, context.reporter
+        ).run()
+
+
+def _make_replica(context: NodeContext, start: Start) -> Replica:
+    """Make what joining yielded a replica of its stage."""
+    run, options, membership = context.recipe.run, context.options, context.membership
+    context.work.begin(start.beginning.progress, start.counted)
+    membership.focus(range(run.pipeline.stages) if context.keeps_snapshots else (start.number, start.number + 1))
+    config = ReplicaConfig(
+        run=run,
+        run_id=context.recipe.digest,
+        stage=start.number,
+        peer=context.me,
+        deadlines=options.deadlines,
+        slowest_bytes_per_s=options.slowest_bytes_per_s,
+        line_s=context.host.line_s(start.number),
+    )
+    replica_context = ReplicaContext(
+        network=context.network,
+        roster=lambda: membership.roster,
+        record=context.reporter.record,
+        microbatch_schema=microbatch_schema(run, context.plan.width),
+        gossip_schema=gossip_schema(run, start.stage.shapes),
+        vocabulary=context.plan.vocabulary,
+    )
+    context.reporter.record(
+        events.Started(
+            peer=context.me,
+            stage=start.number,
+            run=context.recipe.digest,
+            version=__version__,
+            parameters=sum(tensor.numel() for tensor in start.beginning.origin.state.slow),
+        )
+    )
+    return Replica(config, start.stage, context.host.device, replica_context, start.beginning)
+
+
+def violations_journalled(record: Callable[[events.Event], None], topic: str, handler: Handler) -> Handler:
+    """Journal what a peer sends that no peer may send; the network ends that conversation by itself."""
+
+    async def journalled(conversation: Conversation) -> None:
+        try:
+            await handler(conversation)
+        except Violation as violation:
+            record(events.PeerViolation(peer=conversation.peer, topic=topic, why=str(violation)))
+            raise
+
+    return journalled
