@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from noloco_node.limits.budget import SMALL_BYTES, OwnerLimits, full_bucket, give_back, take
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
 from noloco_node.network.wrapper import NetworkWrapper
-from noloco_node.units import rate_words, size_words
+from noloco_node.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from noloco_node.network.wire import Schema
@@ -229,10 +229,10 @@ def weigh(message: Any, schema: Schema) -> int:
 def spending(counts: Mapping[str, int | float]) -> str | None:
     """Say what a network's statistics say of its budget, in words; None where there is none."""
     said = [
-        f"{name} {rate_words(counts[f'budget.{name}.used'])} of {rate_words(allowed)}"
+        f"{name} {format_rate(counts[f'budget.{name}.used'])} of {format_rate(allowed)}"
         for name in ("upload", "download")
         if (allowed := counts.get(f"budget.{name}.allowed")) is not None
     ]
     if (cap := counts.get("budget.month.allowed")) is not None:
-        said.append(f"{counts['budget.month.used'] / cap:.0%} of this month's {size_words(cap)}")
+        said.append(f"{counts['budget.month.used'] / cap:.0%} of this month's {format_bytes(cap)}")
     return ", ".join(said) or None

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from benchmarks.laboratory.experiments.cell import Result
 from benchmarks.laboratory.experiments.grid import Grid, Run
 from benchmarks.laboratory.running.store import Store
-from noloco_node.units import readable_seconds
+from noloco_node.units import format_clock
 
 PLAIN_EVERY_S = 30.0
 
@@ -85,7 +85,7 @@ class Board:
         done, _ = self._grid.done(self._store)
         steps, elapsed_s = self._begun(at_work), self._clock() - self._begun_s
         rate = (steps - self._before) / elapsed_s if elapsed_s > 0.0 else 0.0
-        left = f", about {readable_seconds((self._steps - steps) / rate)} left" if rate > 0.0 else ""
+        left = f", about {format_clock((self._steps - steps) / rate)} left" if rate > 0.0 else ""
         return f"{done} of {self._runs} runs, {rate:,.0f} replica-steps/s{left}"
 
     def _begun(self, at_work: Sequence[tuple[Run, float]]) -> int:

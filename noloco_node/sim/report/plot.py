@@ -24,7 +24,7 @@ from noloco_node.sim.report.collector import Cause
 from noloco_node.sim.report.figures import COMPUTING, UNSEEN, Happened, Report
 from noloco_node.sim.report.text import rate_words, size_words
 from noloco_node.sim.scenario.faults import kind_of
-from noloco_node.units import readable_seconds
+from noloco_node.units import format_clock
 
 CAUSES = {
     COMPUTING: "#0072B2",
@@ -78,7 +78,7 @@ def picture(report: Report) -> bytes:
         _mark_faults(panel, report, named=panel is speed)
         panel.set_xlim(0, report.course[-1].until_s)
         panel.xaxis.set_major_locator(MultipleLocator(_tick_s(report.course[-1].until_s)))
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: readable_seconds(seconds)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_clock(seconds)))
     figure.align_ylabels([speed, devices, gap])
     gap.set_xlabel("virtual time", color=INK, labelpad=1)
     _draw_waits(waits, report)
