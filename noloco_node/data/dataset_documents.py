@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from noloco_node.data.file_documents import Place, ReadingOrder, find_files, unit_hash
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class RowDocuments:
                 # The first epoch seen may be the rest of one, after a resumption: two without text are proof.
                 empty_epochs += self._in_epoch == 0
                 if empty_epochs > 1:
-                    raise _trouble(
+                    raise config_error(
                         "The data source has no rows with text.", "a whole pass found none", "another data.path"
                     )
                 self.seek({"epoch": self._epoch + 1, "turn": 0, "chunk": 0, "state": None, "index": 0})
@@ -154,7 +154,7 @@ class RowDocuments:
     def _text_of(self, row: Any) -> str:
         field = self._data.field
         if field not in row:
-            raise _trouble(
+            raise config_error(
                 f"The data has no field {field!r}.", f"its fields are {', '.join(row)}", "another data.field"
             )
         text = row[field]
@@ -162,7 +162,7 @@ class RowDocuments:
             self._skipped += 1
             return ""
         if not isinstance(text, str):
-            raise _trouble(
+            raise config_error(
                 f"The field {field!r} of the data holds no text.",
                 f"it holds {type(text).__name__}",
                 "another data.field",
@@ -198,7 +198,7 @@ class RowDocuments:
 
     def _unreadable(self, error: BaseException, attempt: str) -> UserError:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        return _trouble(f"The data source {self._data.source} {self._data.path} cannot be read.", why, attempt)
+        return config_error(f"The data source {self._data.source} {self._data.path} cannot be read.", why, attempt)
 
     def _let_go(self) -> None:
         rows, self._rows_left, self._shard = self._rows_left, None, None
@@ -246,10 +246,6 @@ def load_rows(data: DataConfig) -> Any:
     found = find_files(data.path or "", SUFFIXES[data.source])
     files = [glob.escape(str(path)) for _, path in found if path.stat().st_size]
     if not files:
-        raise _trouble(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
+        raise config_error(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
     stream = datasets.load_dataset(data.source, data_files=files, split="train", streaming=True)
     return stream.reshard() if data.source == "parquet" else stream
-
-
-def _trouble(what: str, why: str, attempt: str) -> UserError:
-    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)
