@@ -53,7 +53,7 @@ class RowDocuments:
         self._closed, self._reading = threading.Event(), threading.Lock()
         self._rows_left: Iterator[Any] | None = None
         self._shard: Any = None
-        self._retries = self._rows = self._skipped = 0
+        self.retries = 0
         self._stream: Any = self._persist(lambda: _narrow(load(), data.field))
         self._shards: int = self._stream.num_shards
         self._epoch = self._turn = self._number = self._index = self._in_epoch = 0
@@ -77,7 +77,7 @@ class RowDocuments:
     def seek(self, place: Place) -> None:
         epoch, turn, number, index = (place[name] for name in ("epoch", "turn", "chunk", "index"))
         if not all(isinstance(n, int) and n >= 0 for n in (epoch, turn, number, index)) or turn > self._shards:
-            raise ValueError(f"{place} is no place in {self!r}")
+            raise ValueError(f"{place} is no place here")
         self._let_go()
         self._chunk = None
         self._epoch, self._turn, self._number, self._index, self._state = epoch, turn, number, index, place["state"]
@@ -113,7 +113,6 @@ class RowDocuments:
                 text = self._chunk.texts[self._chunk_order[self._index]]
                 self._index += 1
                 self._in_epoch += 1
-                self._rows += 1
                 return place, text
             self._turn_page()
 
@@ -159,7 +158,6 @@ class RowDocuments:
             )
         text = row[field]
         if text is None:
-            self._skipped += 1
             return ""
         if not isinstance(text, str):
             raise config_error(
@@ -189,7 +187,7 @@ class RowDocuments:
                 raise self._unreadable(e, "check [data] in the run file against the data set") from e
             except (OSError, *CONNECTION_ERRORS_TO_RETRY) as e:
                 self._let_go()
-                self._retries += 1
+                self.retries += 1
                 if pause_s is None:
                     raise self._unreadable(e, "check the network; the node goes on from here when started again") from e
                 if self._closed.wait(pause_s):
@@ -212,18 +210,6 @@ class RowDocuments:
         if self._reading.acquire(blocking=False):
             self._let_go()
             self._reading.release()
-
-    def statistics(self) -> dict[str, int | float]:
-        return {
-            "documents": self._rows,
-            "skipped": self._skipped,
-            "epoch": self._epoch,
-            "of": self._shards,
-            "retries": self._retries,
-        }
-
-    def __repr__(self) -> str:
-        return f"RowDocuments({self._data.path}: shard {self._turn} of {self._shards}, epoch {self._epoch})"
 
 
 def _narrow(stream: Any, field: str) -> Any:

@@ -72,9 +72,6 @@ class FairLimiter:
         self._timer: asyncio.TimerHandle | None = None
         self._used_per_s, self._used_at_s = 0.0, now_s
 
-    def __repr__(self) -> str:
-        return f"Valve({self.bytes_per_s} bytes/s, {len(self._small) + len(self._large)} wait)"
-
     @property
     def used_bytes_per_s(self) -> float:
         """The rate that passed lately, a mean that forgets."""
@@ -149,9 +146,6 @@ class RateLimitedNetwork(NetworkWrapper):
         self.month_bytes = 0
         """Bytes of this calendar month, as the ledger has them."""
 
-    def __repr__(self) -> str:
-        return f"MeteredNetwork({self.up!r}, {self.down!r}, {self._network!r})"
-
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
         """Open a conversation; see `port.PeerNetwork.talk`."""
         return self._talk(peer, topic, schema)
@@ -189,9 +183,6 @@ class RateLimitedConversation:
     def __init__(self, conversation: Conversation, schema: Schema, up: FairLimiter, down: FairLimiter) -> None:
         self._conversation, self._schema, self._up, self._down = conversation, schema, up, down
         self._come: deque[Any] = deque()
-
-    def __repr__(self) -> str:
-        return f"MeteredConversation({self._conversation!r})"
 
     @property
     def peer(self) -> str:

@@ -39,6 +39,3 @@ class SnapshotDirectory:
         """Return the slow weights of the last whole snapshot of a stage, or None."""
         # A checkpoint of ours may lie there from a stage that we served, with momenta that nobody asks a snapshot for.
         return await asyncio.to_thread(load_latest, self._directory / str(stage), self._run_id, wanted=("slow",))
-
-    def __repr__(self) -> str:
-        return f"DirectoryStore({self._directory})"

@@ -39,14 +39,6 @@ class Board:
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task("", total=float(max(1, self._steps)))
-        self._failures = 0
-
-    def __repr__(self) -> str:
-        return f"<Board: {self.line(())}>"
-
-    def statistics(self) -> dict[str, int]:
-        """Return how many runs are done, failed, and there are in all."""
-        return {"done": self._grid.done(self._store)[0], "failed": self._failures, "all": self._runs}
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -68,7 +60,6 @@ class Board:
 
     def failed(self, run: Run, reason: str) -> None:
         """Say why a run came to nothing."""
-        self._failures += 1
         self._say(f"{run.name}, {_settings(run)}: FAILED\n{reason}")
 
     def look(self, at_work: Sequence[tuple[Run, float]]) -> None:
