@@ -54,6 +54,11 @@ class UserError(Exception):
         return f"{self.what}\n  why: {self.why}\n  try: {self.attempt}"
 
 
+def config_error(what: str, why: str, attempt: str) -> UserError:
+    """Return the error of a run file, a data source or a scenario that says something wrong."""
+    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)
+
+
 def reason_of(error: OSError) -> str:
     """Say what the system refused, and at which file, without its number."""
     return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")

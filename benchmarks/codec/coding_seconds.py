@@ -46,9 +46,6 @@ class Watch:
         self.seconds = 0.0
         self.calls = 0
 
-    def __repr__(self) -> str:
-        return f"<Watch: {self.calls} calls, {self.seconds:.3f} s>"
-
     async def compute(self, function: Callable[..., T], /, *args: object) -> T:
         """Return what `function(*args)` returns."""
         started_s = time.perf_counter()

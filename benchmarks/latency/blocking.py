@@ -76,13 +76,6 @@ class InStep:
         self.ends_s: list[float] = []
         worker.arrived = self._arrived
 
-    def __repr__(self) -> str:
-        return f"<InStep {self._worker.name}: {len(self.ends_s)} of {len(self._phases)} outer steps>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the number of outer steps done."""
-        return {"outer_steps": len(self.ends_s)}
-
     async def live(self, replicas: int) -> None:
         """Train and wait, so many times."""
         loop = asyncio.get_running_loop()
@@ -109,13 +102,6 @@ class InPairs:
         self._letters: dict[int, float] = {}
         """What partners of this and later outer steps have sent: one that is ahead waits here for us."""
         self._news = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<InPairs {self.number}: {len(self.ends_s)} of {len(self._phases)} outer steps>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the number of outer steps done, and of partners that wait."""
-        return {"outer_steps": len(self.ends_s), "partners_waiting": len(self._letters)}
 
     async def live(self, others: Sequence[InPairs], seed: int) -> None:
         """Train, send the partner one's value, and wait for its, so many times."""

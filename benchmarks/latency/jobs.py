@@ -69,9 +69,6 @@ class _Report:
         self._bar = Progress(*columns, TimeRemainingColumn()) if sys.stderr.isatty() else None
         self._task = self._bar.add_task("starting", total=total, rate="") if self._bar is not None else None
 
-    def __repr__(self) -> str:
-        return f"<_Report: {self._done:,.0f} of {self._total:,.0f} messages>"
-
     def __enter__(self) -> None:
         if self._bar is not None:
             self._bar.start()

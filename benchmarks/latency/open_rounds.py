@@ -88,9 +88,6 @@ class Trainee:
         around = RoundContext(compute=compute, partners=partners, converse=self._converse, record=_forget)
         self.rounds = Rounds(network.peer_id, settings, origin, self, around)
 
-    def __repr__(self) -> str:
-        return f"<Trainee {self._network.peer_id}: {self.rounds!r}>"
-
     def statistics(self) -> dict[str, int | float]:
         """Return the virtual seconds that its inner steps took, waiting included and alone, and its rounds' counts."""
         return {"took_s": self.took_s, "steps_s": sum(self._steps_s)} | self.rounds.statistics()

@@ -7,21 +7,16 @@ figures to be reproduced.
 
 from __future__ import annotations
 
-from io import BytesIO
-
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from benchmarks.latency.paper import BLOCKING, TREE_OVER_PAIR
 from benchmarks.latency.survey import Survey
-from noloco_node.charts import COLOURS, DPI, INK, QUIET
+from noloco_node.charts import COLOURS, INK, QUIET, Labelled, dress, new_figure, png, write_labels
 
 
 def picture(survey: Survey) -> bytes:
     """Return the picture as a PNG."""
-    figure = Figure(figsize=(11, 5.2), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 5.2)
     left, right = figure.subplots(1, 2)
     figure.subplots_adjust(left=0.06, right=0.895, top=0.80, bottom=0.115, wspace=0.40)
     figure.text(0.06, 0.94, "What waiting for all costs", fontsize=14, fontweight="bold", color=INK)
@@ -30,15 +25,14 @@ def picture(survey: Survey) -> bytes:
     _draw_trees(left, survey)
     _draw_blocking(right, survey)
     for panel in (left, right):
-        _dress(panel)
-    png = BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+        dress(panel)
+    return png(figure)
 
 
 def _draw_trees(panel: Axes, survey: Survey) -> None:
     sizes = sorted({workers for _, workers in survey.rows("complete") if workers > 2})
     spreads = sorted({spread for spread, _ in survey.rows("complete")})
+    labels = []
     for number, workers in enumerate(sizes):
         colour = COLOURS[number % len(COLOURS)]
         ratios = [survey.ratio("complete", spread, workers)[0] for spread in spreads]
@@ -46,16 +40,18 @@ def _draw_trees(panel: Axes, survey: Survey) -> None:
         theirs = [TREE_OVER_PAIR[spread, workers] for spread in spreads]
         panel.plot(spreads, theirs, "x", color=INK, markersize=6, markeredgewidth=1.0, zorder=5)
         text = f"{workers} replicas" if workers == sizes[-1] else str(workers)
-        _label(panel, ratios[-1], text, colour)
+        labels.append(Labelled(ratios[-1], text, colour))
     panel.set_title("tree all-reduce over pair average, ratio of times", loc="left", fontsize=10, color=INK)
     panel.set_xlabel("standard deviation of a latency over its mean", color=INK)
     panel.set_xlim(-0.05, spreads[-1] + 0.05)
     panel.set_ylim(bottom=0)
+    write_labels(panel, labels)
 
 
 def _draw_blocking(panel: Axes, survey: Survey) -> None:
     cells = survey.rows("blocking")
     sizes = sorted({replicas for replicas, _ in cells})
+    labels = []
     for number, inner_steps in enumerate(sorted({steps for _, steps in cells})):
         colour = COLOURS[number % len(COLOURS)]
         ratios = [survey.blocked(replicas, inner_steps, survey.scale.outer_steps) for replicas in sizes]
@@ -63,25 +59,10 @@ def _draw_blocking(panel: Axes, survey: Survey) -> None:
         theirs = [BLOCKING[replicas, inner_steps] for replicas in sizes]
         panel.plot(sizes, theirs, "x", color=INK, markersize=6, markeredgewidth=1.0, zorder=5)
         text = f"{inner_steps} inner steps" if number == 0 else str(inner_steps)
-        _label(panel, ratios[-1], text, colour)
+        labels.append(Labelled(ratios[-1], text, colour))
     panel.set_title("barrier over pairs that wait, ratio of total times", loc="left", fontsize=10, color=INK)
     panel.set_xlabel("replicas", color=INK)
     panel.set_xscale("log", base=2)
     panel.set_xticks(sizes, [str(size) for size in sizes])
     panel.set_ylim(bottom=1.0)
-
-
-def _label(panel: Axes, height: float, text: str, colour: str) -> None:
-    where = panel.get_yaxis_transform()
-    panel.text(1.02, height, text, transform=where, color=colour, fontsize=9, va="center")
-
-
-def _dress(panel: Axes) -> None:
-    panel.grid(axis="y", color="#ececec", linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=QUIET, labelsize=9, which="both", length=3)
-    panel.tick_params(which="minor", length=0)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        panel.spines[side].set_color("#c8c8c8")
+    write_labels(panel, labels)

@@ -124,14 +124,6 @@ class Survey:
         for place, result in zip(places, results, strict=True):
             self._found.setdefault(place, []).append(result)
 
-    def __repr__(self) -> str:
-        return f"<Survey: {len(self._found)} settings>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the number of settings and of all-reduces measured."""
-        rows = [times for results in self._found.values() for times in results if isinstance(times, Times)]
-        return {"settings": len(self._found), "all_reduces": sum(times.trials for times in rows)}
-
     def rows(self, what: str) -> list[Any]:
         """Return the rows that there are of one kind."""
         return [place.row for place in self._found if place.what == what]

@@ -38,14 +38,6 @@ class Talker:
         self._below: list[Conversation] = []
         self.ready = asyncio.Event()
         self._over = asyncio.Event()
-        self._done = 0
-
-    def __repr__(self) -> str:
-        return f"<Talker {self._member.name}: {self._done} trials>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the number of children that have called, and of the trials done."""
-        return {"children": len(self._below), "trials": self._done}
 
     async def listen(self) -> None:
         """Let children call."""
@@ -81,7 +73,6 @@ class Talker:
             total = await _hear(above)
         for child in self._below:
             await child.send(Sum(value=total))
-        self._done += 1
         self._ends.put_nowait(asyncio.get_running_loop().time())
 
 

@@ -50,13 +50,6 @@ class Member:
         self._parts = self._missing = int(worker)
         self._sum = 0.0
 
-    def __repr__(self) -> str:
-        return f"<Member {self.name}: {self._parts - self._missing} of {self._parts} parts here>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return what it waits for."""
-        return {"parts": self._parts, "missing": self._missing, "sum": self._sum}
-
     def adopt(self, child: Member) -> None:
         """Take another member below this one."""
         child.parent = self
@@ -116,17 +109,10 @@ class Together:
 
     def __init__(self, workers: Sequence[Member]) -> None:
         self._workers = workers
-        self._missing = self._done = 0
+        self._missing = 0
         self._end: asyncio.Future[None] | None = None
         for worker in workers:
             worker.arrived = self._arrived
-
-    def __repr__(self) -> str:
-        return f"<Together: {len(self._workers)} workers, {self._missing} without the result>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the number of all-reduces done, and of the workers that still lack the result of this one."""
-        return {"done": self._done, "missing": self._missing}
 
     async def once(self) -> float:
         """Return the virtual seconds that one all-reduce took."""
@@ -136,7 +122,6 @@ class Together:
         for worker in self._workers:
             worker.collect(1.0)
         await self._end
-        self._done += 1
         return loop.time() - begun_s
 
     def _arrived(self, total: float) -> None:

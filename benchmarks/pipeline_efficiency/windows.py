@@ -130,14 +130,10 @@ def agreement(predicted: Cells, measured: Cells, windows_in_flight: int) -> str:
 
 def picture(predicted: Cells, measured: Cells) -> bytes:
     """Draw efficiency over the window at a latency of one forward pass, a panel for each kind of replicas."""
-    from io import BytesIO
-
     from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
-    from noloco_node.charts import COLOURS, DPI, INK, QUIET
+    from noloco_node.charts import COLOURS, INK, QUIET, dress, new_figure, png
 
     windows = sorted({case.window for case in predicted})
     depths = sorted({case.stages for case in predicted} - {1})
@@ -166,16 +162,10 @@ def picture(predicted: Cells, measured: Cells) -> bytes:
         panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         panel.yaxis.set_major_formatter(PercentFormatter(1.0))
         panel.set_ylim(0, 1.03)
-        panel.grid(axis="y", color="#ececec", linewidth=0.8)
-        panel.tick_params(colors=QUIET, labelsize=9, length=3)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
-        for side in ("left", "bottom"):
-            panel.spines[side].set_color("#c8c8c8")
+        dress(panel)
         panel.set_xlabel("window: microbatches of an inner step", color=INK, fontsize=9)
 
-    figure = Figure(figsize=(11, 4.6), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.6)
     panels = figure.subplots(1, len(REPLICAS), sharey=True)
     figure.subplots_adjust(left=0.065, right=0.985, top=0.76, bottom=0.12, wspace=0.08)
     figure.text(
@@ -198,9 +188,7 @@ def picture(predicted: Cells, measured: Cells) -> bytes:
     )
     for panel, replicas in zip(panels, REPLICAS, strict=True):
         draw(panel, replicas)
-    png = BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png(figure)
 
 
 def main() -> None:

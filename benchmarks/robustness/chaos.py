@@ -39,7 +39,7 @@ from noloco_node.journal.events import Event, Finished, InnerStep, Started
 from noloco_node.journal.reader import read
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
-from noloco_node.units import readable_seconds
+from noloco_node.units import format_clock
 
 WORSE = 1.05
 STILL_S = 120.0
@@ -149,7 +149,7 @@ async def _train(swarm: Swarm, chaos: Chaos) -> None:
             said_s = now_s
             there = sum(peer.runs for peer in swarm.peers)
             done = max(peer.track.progress for peer in swarm.peers)
-            say(f"{readable_seconds(now_s - begun_s)}: {done:.0%}, {there} there, {len(chaos.kills)} killed so far")
+            say(f"{format_clock(now_s - begun_s)}: {done:.0%}, {there} there, {len(chaos.kills)} killed so far")
         if len(chaos.ended) == len(swarm.peers):
             raise swarm.peers[0].child.trouble("nobody is left")
         await asyncio.sleep(LOOK_S)

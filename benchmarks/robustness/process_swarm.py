@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from noloco_node.demo.child_processes import Child, Children, bound_sockets, leashed
+from noloco_node.demo.child_processes import Child, Children, leashed
 from noloco_node.demo.options import letters
 from noloco_node.demo.peer_history import PeerHistory
 from noloco_node.errors import UserError
@@ -74,9 +74,6 @@ class Peer:
                 case Finished():
                     self.finished = True
 
-    def __repr__(self) -> str:
-        return f"Peer({self.name}, life {len(self.lives)}, {self.steps} steps, {self.child!r})"
-
 
 class Swarm:
     """A bootstrap peer and the peers of one run as processes of this machine; a context that leaves none of them."""
@@ -121,12 +118,8 @@ class Swarm:
 
     def strike(self, peer: Peer) -> None:
         """Kill a peer's process, and what belongs to it."""
-        sockets = bound_sockets([peer.child.pid])
         peer.struck_at.append(time.time())
-        peer.child.signal(signal.SIGKILL)
-        peer.child.sweep()
-        for path in sockets:
-            path.unlink(missing_ok=True)
+        peer.child.kill()
 
     def take_news(self) -> None:
         """Read all journals."""
@@ -144,9 +137,6 @@ class Swarm:
                 slowest = min(self.peers, key=lambda peer: peer.steps)
                 raise slowest.child.trouble(f"{what}: not within {within_s:g} s")
             await asyncio.sleep(LOOK_S)
-
-    def __repr__(self) -> str:
-        return f"Swarm({self.peers!r})"
 
 
 def say(line: str) -> None:

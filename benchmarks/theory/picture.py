@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from io import BytesIO
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
 
 from benchmarks.theory.moments import MANY, Law, contraction, critical_gamma
 from benchmarks.theory.noise import POLICIES, Bend
 from benchmarks.theory.report import Spread
 from benchmarks.theory.stable_range import DRAWN, Edge
-from noloco_node.charts import COLOURS, DPI, INK, QUIET
+from noloco_node.charts import COLOURS, INK, QUIET, dress, new_figure, png, set_title
 
 BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
 BY_ALPHA = {0.0: SKY, 0.3: GREEN, 0.5: BLUE, 0.7: ORANGE, 0.9: RED}
@@ -29,8 +26,7 @@ def picture(
     edges: Sequence[Edge],
 ) -> bytes:
     """Return the picture as a PNG."""
-    figure = Figure(figsize=(11, 8.6), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 8.6)
     panels = figure.subplots(2, 2)
     figure.subplots_adjust(left=0.075, right=0.975, top=0.885, bottom=0.07, hspace=0.36, wspace=0.2)
     figure.text(0.075, 0.962, "The outer rule against theory", fontsize=14, fontweight="bold", color=INK)
@@ -41,10 +37,9 @@ def picture(
     _draw_growths(panels[1][0], growths)
     _draw_edges(panels[1][1], edges)
     for panel in panels.flat:
-        _dress(panel)
-    png = BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+        dress(panel)
+        panel.xaxis.set_minor_formatter(NullFormatter())
+    return png(figure)
 
 
 def _points(panel: Axes, x: Sequence[float], found: Sequence[Spread], colour: str) -> None:
@@ -78,7 +73,7 @@ def _draw_bends(panel: Axes, bends: Sequence[Bend]) -> None:
     label = "mean square of their mean,\nin the long run: slope 1"
     panel.text(0.3, bends[5].common_stationary * 0.3, label, color=ORANGE, fontsize=9.5, va="top")
     panel.set_xlabel("inner learning rate x curvature x inner steps a round", color=INK)
-    _title(panel, "a. Disagreement: the square of a small learning rate")
+    set_title(panel, "a. Disagreement: the square of a small learning rate")
 
 
 def _draw_decays(panel: Axes, decays: dict[float, list[Spread]]) -> None:
@@ -104,7 +99,7 @@ def _draw_decays(panel: Axes, decays: dict[float, list[Spread]]) -> None:
         panel.text(len(course) - 0.4, course[-1].mean * nudge, label, color=colour, fontsize=9.5, va="center")
     panel.text(1, 3e-9, "dashed: the factor of the recursion", color=QUIET, fontsize=9)
     panel.set_xlabel("rounds", color=INK)
-    _title(panel, f"b. Variance among {DRAWN} replicas at gamma 0.7, by round")
+    set_title(panel, f"b. Variance among {DRAWN} replicas at gamma 0.7, by round")
 
 
 def _draw_growths(panel: Axes, growths: Sequence[tuple[int, Spread, float]]) -> None:
@@ -120,7 +115,7 @@ def _draw_growths(panel: Axes, growths: Sequence[tuple[int, Spread, float]]) -> 
     panel.xaxis.set_major_locator(FixedLocator(counts))
     panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     panel.set_xlabel("replicas", color=INK)
-    _title(panel, "c. alpha 0.9 with gamma 0.7: growth of the variance a round")
+    set_title(panel, "c. alpha 0.9 with gamma 0.7: growth of the variance a round")
 
 
 def _draw_edges(panel: Axes, edges: Sequence[Edge]) -> None:
@@ -141,20 +136,4 @@ def _draw_edges(panel: Axes, edges: Sequence[Edge]) -> None:
     panel.set_ylim(0.6, 1.95)
     panel.set_xticks([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     panel.set_xlabel("chance that a pair is not met", color=INK)
-    _title(panel, "d. Critical gamma: deferral keeps it, solo steps lower it")
-
-
-def _title(panel: Axes, text: str) -> None:
-    panel.set_title(text, loc="left", fontsize=11, color=INK, pad=8)
-
-
-def _dress(panel: Axes) -> None:
-    panel.grid(axis="y", color="#ececec", linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=QUIET, labelsize=9, which="both", length=3)
-    panel.tick_params(which="minor", length=0)
-    panel.xaxis.set_minor_formatter(NullFormatter())
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        panel.spines[side].set_color("#c8c8c8")
+    set_title(panel, "d. Critical gamma: deferral keeps it, solo steps lower it")

@@ -60,13 +60,6 @@ class Report:
         self._checked = 0
         self._failures: list[str] = []
 
-    def __repr__(self) -> str:
-        return f"<Report: {self._checked} figures checked, {len(self._failures)} off>"
-
-    def statistics(self) -> dict[str, int]:
-        """Return how many figures were checked and how many were off."""
-        return {"checked": self._checked, "off": len(self._failures)}
-
     def progress(self, text: str) -> None:
         """Say what is being done, and since when."""
         print(f"  [{time.perf_counter() - self._begun_s:5.1f} s] {text}", file=sys.stderr, flush=True)

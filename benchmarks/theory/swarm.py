@@ -62,14 +62,6 @@ class Swarm:
         self.momentum = torch.zeros_like(self.slow)
         self.fast = self.slow.clone()
 
-    def __repr__(self) -> str:
-        return f"<Swarm: {self._law}, round {self.round}>"
-
-    def statistics(self) -> dict[str, float]:
-        """Return the counts so far, and the variance among replicas now."""
-        counts = {"rounds": self.round, "solo": self.solo, "deferred": self.deferred}
-        return {**counts, "variance_among": self.variance_among()}
-
     def scatter(self) -> None:
         """Draw slow weights apart, N(0, 1) with mean zero over replicas; no momentum, fast weights equal to slow."""
         self.slow.normal_(generator=self._noise)

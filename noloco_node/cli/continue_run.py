@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.presets import numbers_of, written
 
@@ -37,7 +39,8 @@ def continuing_text(directory: Path, preset: str) -> str:
         before = run_of(directory)
         stages, length = before.pipeline.stages, before.pipeline.sequence_length
         tokenizer = "byt5" if before.data.tokenizer == "byt5" else tokenizer
-    numbers = given._replace(
+    numbers = msgspec.structs.replace(
+        given,
         about="going on from a finished model",
         stages=stages,
         microbatches=max(given.microbatches, 2 * stages),

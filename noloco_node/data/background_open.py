@@ -66,10 +66,6 @@ class BackgroundOpen(Generic[T]):
             raise
         return opened
 
-    def __repr__(self) -> str:
-        state = "not begun" if self._task is None else "open" if self._task.done() else "under way"
-        return f"Opening({state})"
-
 
 def _closed(task: asyncio.Task[T]) -> None:
     if not task.cancelled() and task.exception() is None:

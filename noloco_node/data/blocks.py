@@ -110,13 +110,6 @@ class Blocks:
         """Let go of files and connections; a batch that another thread waits for ends soon, with an error."""
         self._documents.close()
 
-    def statistics(self) -> dict[str, int | float]:
-        """Return blocks and tokens so far, and the source's own counts."""
-        return {"blocks": self._blocks, "tokens": self._blocks * self._length, **self._documents.statistics()}
-
-    def __repr__(self) -> str:
-        return f"Blocks({self._blocks} of {self._length} + 1 tokens so far, from {self._documents!r})"
-
     def _gather(self) -> bool:
         """Have the tokens of one block at hand; say whether there are any."""
         while self._available <= self._length:

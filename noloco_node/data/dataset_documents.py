@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from noloco_node.data.file_documents import Place, ReadingOrder, find_files, unit_hash
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class RowDocuments:
         self._closed, self._reading = threading.Event(), threading.Lock()
         self._rows_left: Iterator[Any] | None = None
         self._shard: Any = None
-        self._retries = self._rows = self._skipped = 0
+        self.retries = 0
         self._stream: Any = self._persist(lambda: _narrow(load(), data.field))
         self._shards: int = self._stream.num_shards
         self._epoch = self._turn = self._number = self._index = self._in_epoch = 0
@@ -77,7 +77,7 @@ class RowDocuments:
     def seek(self, place: Place) -> None:
         epoch, turn, number, index = (place[name] for name in ("epoch", "turn", "chunk", "index"))
         if not all(isinstance(n, int) and n >= 0 for n in (epoch, turn, number, index)) or turn > self._shards:
-            raise ValueError(f"{place} is no place in {self!r}")
+            raise ValueError(f"{place} is no place here")
         self._let_go()
         self._chunk = None
         self._epoch, self._turn, self._number, self._index, self._state = epoch, turn, number, index, place["state"]
@@ -101,7 +101,7 @@ class RowDocuments:
                 # The first epoch seen may be the rest of one, after a resumption: two without text are proof.
                 empty_epochs += self._in_epoch == 0
                 if empty_epochs > 1:
-                    raise _trouble(
+                    raise config_error(
                         "The data source has no rows with text.", "a whole pass found none", "another data.path"
                     )
                 self.seek({"epoch": self._epoch + 1, "turn": 0, "chunk": 0, "state": None, "index": 0})
@@ -113,7 +113,6 @@ class RowDocuments:
                 text = self._chunk.texts[self._chunk_order[self._index]]
                 self._index += 1
                 self._in_epoch += 1
-                self._rows += 1
                 return place, text
             self._turn_page()
 
@@ -154,15 +153,14 @@ class RowDocuments:
     def _text_of(self, row: Any) -> str:
         field = self._data.field
         if field not in row:
-            raise _trouble(
+            raise config_error(
                 f"The data has no field {field!r}.", f"its fields are {', '.join(row)}", "another data.field"
             )
         text = row[field]
         if text is None:
-            self._skipped += 1
             return ""
         if not isinstance(text, str):
-            raise _trouble(
+            raise config_error(
                 f"The field {field!r} of the data holds no text.",
                 f"it holds {type(text).__name__}",
                 "another data.field",
@@ -189,7 +187,7 @@ class RowDocuments:
                 raise self._unreadable(e, "check [data] in the run file against the data set") from e
             except (OSError, *CONNECTION_ERRORS_TO_RETRY) as e:
                 self._let_go()
-                self._retries += 1
+                self.retries += 1
                 if pause_s is None:
                     raise self._unreadable(e, "check the network; the node goes on from here when started again") from e
                 if self._closed.wait(pause_s):
@@ -198,7 +196,7 @@ class RowDocuments:
 
     def _unreadable(self, error: BaseException, attempt: str) -> UserError:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        return _trouble(f"The data source {self._data.source} {self._data.path} cannot be read.", why, attempt)
+        return config_error(f"The data source {self._data.source} {self._data.path} cannot be read.", why, attempt)
 
     def _let_go(self) -> None:
         rows, self._rows_left, self._shard = self._rows_left, None, None
@@ -212,18 +210,6 @@ class RowDocuments:
         if self._reading.acquire(blocking=False):
             self._let_go()
             self._reading.release()
-
-    def statistics(self) -> dict[str, int | float]:
-        return {
-            "documents": self._rows,
-            "skipped": self._skipped,
-            "epoch": self._epoch,
-            "of": self._shards,
-            "retries": self._retries,
-        }
-
-    def __repr__(self) -> str:
-        return f"RowDocuments({self._data.path}: shard {self._turn} of {self._shards}, epoch {self._epoch})"
 
 
 def _narrow(stream: Any, field: str) -> Any:
@@ -246,10 +232,6 @@ def load_rows(data: DataConfig) -> Any:
     found = find_files(data.path or "", SUFFIXES[data.source])
     files = [glob.escape(str(path)) for _, path in found if path.stat().st_size]
     if not files:
-        raise _trouble(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
+        raise config_error(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
     stream = datasets.load_dataset(data.source, data_files=files, split="train", streaming=True)
     return stream.reshard() if data.source == "parquet" else stream
-
-
-def _trouble(what: str, why: str, attempt: str) -> UserError:
-    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)

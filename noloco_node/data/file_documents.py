@@ -57,9 +57,6 @@ class Documents(Protocol):
     def close(self) -> None:
         """Let go of files and connections; a call that waits in another thread ends soon."""
 
-    def statistics(self) -> dict[str, int | float]:
-        """Return counts since the source was opened."""
-
 
 class ReadingOrder(NamedTuple):
     """Whose order it is, and which: None of `peer` and `seed` matters to validation."""
@@ -114,9 +111,8 @@ class FileDocuments:
                 code=Exit.CONFIG,
             )
         self._order = order
-        self._epoch, self._index, self._epoch_documents = 0, 0, 0
+        self._epoch, self._index = 0, 0
         self._permutation = order.permutation(len(self._pieces), 0)
-        self._read = self._skipped = 0
         listing = "\n".join(f"{piece.name}|{piece.start}|{piece.size}" for piece in self._pieces)
         self.fingerprint = hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()
 
@@ -127,8 +123,8 @@ class FileDocuments:
     def seek(self, place: Place) -> None:
         epoch, index = place["epoch"], place["index"]
         if not (isinstance(epoch, int) and isinstance(index, int) and 0 <= index <= len(self._pieces) and epoch >= 0):
-            raise ValueError(f"{place} is no place in {self!r}")
-        self._epoch, self._index, self._epoch_documents = epoch, index, 0
+            raise ValueError(f"{place} is no place here")
+        self._epoch, self._index = epoch, index
         self._permutation = self._order.permutation(len(self._pieces), epoch)
 
     def next(self) -> tuple[Place, str] | None:
@@ -142,9 +138,7 @@ class FileDocuments:
             text = _text_of(self._pieces[self._permutation[self._index]])
             self._index += 1
             if text:
-                self._read += 1
                 return place, text
-            self._skipped += 1
             unread += 1
             if unread > 2 * len(self._pieces):
                 raise UserError(
@@ -156,12 +150,6 @@ class FileDocuments:
 
     def close(self) -> None:
         """Nothing stays open between two documents."""
-
-    def statistics(self) -> dict[str, int | float]:
-        return {"documents": self._read, "skipped": self._skipped, "epoch": self._epoch, "of": len(self._pieces)}
-
-    def __repr__(self) -> str:
-        return f"FileDocuments({self._order.part}: {self._index} of {len(self._pieces)}, epoch {self._epoch})"
 
 
 def unit_hash(name: bytes) -> float:

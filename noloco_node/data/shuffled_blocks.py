@@ -78,13 +78,6 @@ class ShuffledBlocks:
         """Let go of files and connections."""
         self._blocks.close()
 
-    def statistics(self) -> dict[str, int | float]:
-        """Return the chunks begun, and the counts of the blocks below."""
-        return {"chunks": self._number + 1, **self._blocks.statistics()}
-
-    def __repr__(self) -> str:
-        return f"MixedBlocks(chunk {self._number}, {self._dealt} of {len(self._order)} dealt, {self._blocks!r})"
-
     def _deal(self, number: int) -> None:
         self._chunk = self._blocks.next_batch(self._chunk_blocks)
         self._order = list(range(len(self._chunk)))

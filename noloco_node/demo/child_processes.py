@@ -22,6 +22,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from noloco_node.errors import COMPLAINT, Exit, UserError
 
 POLL_S = 0.05
@@ -117,13 +119,17 @@ class Child:
             code=Exit(code) if code in known else Exit.BUG,
         )
 
-    def __repr__(self) -> str:
-        return f"Child({self.name}, pid={self.pid}, {self.end or 'runs'})"
-
     def signal(self, number: signal.Signals) -> None:
         """Signal the process alone, where it still runs."""
         if self.exit_code is None:
             self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it and what belongs to it, and remove the sockets that they leave."""
+        sockets = bound_sockets([self.pid])
+        self.signal(signal.SIGKILL)
+        self.sweep()
+        _unlink_sockets(sockets)
 
     def sweep(self) -> None:
         """Kill what is left of the process group, once: the number may belong to others afterwards."""
@@ -142,7 +148,8 @@ class Children:
     def __init__(self, patience: KillPolicy | None = None) -> None:
         self._patience = patience or KillPolicy()
         self._children: list[Child] = []
-        self._killed = 0
+        self.killed = 0
+        """How many did not leave when asked."""
 
     def start(self, name: str, command: Sequence[str], logs: Path) -> Child:
         """Start `command`, one thread of arithmetic each, and return it at once."""
@@ -183,7 +190,7 @@ class Children:
 
     def kill(self) -> None:
         """Kill every process of every child now; nothing is awaited."""
-        self._killed += len(self.running())
+        self.killed += len(self.running())
         for child in self._children:
             child.sweep()
 
@@ -196,13 +203,6 @@ class Children:
             await asyncio.sleep(POLL_S)
         return True
 
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many were started, still run, and had to be killed."""
-        return {"started": len(self._children), "running": len(self.running()), "killed": self._killed}
-
-    def __repr__(self) -> str:
-        return f"Children({', '.join(map(repr, self._children))})"
-
 
 def leashed(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a Python module on a leash."""
@@ -210,23 +210,16 @@ def leashed(module: str, *arguments: str) -> list[str]:
 
 
 def bound_sockets(groups: Iterable[int]) -> frozenset[Path]:
-    """Return the paths of the unix sockets that processes of these groups have bound; none where /proc cannot tell.
+    """Return the paths of the unix sockets that processes of these groups have bound.
 
     A process that is killed leaves the file of its socket behind, and nobody else knows the name.
     """
-    wanted, inodes = set(groups), set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            group = int((process / "stat").read_text().rpartition(")")[2].split()[2])
-            links = [os.readlink(entry) for entry in (process / "fd").iterdir()] if group in wanted else []
-        except OSError:  # it ended meanwhile, or is not ours
-            continue
-        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
-    try:
-        rows = [row.split(maxsplit=7) for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    except OSError:
-        return frozenset()
-    return frozenset(Path(row[7]) for row in rows if len(row) == 8 and row[6] in inodes and row[7].startswith("/"))
+    wanted, paths = set(groups), set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it ended meanwhile, or is not ours
+            if os.getpgid(process.pid) in wanted:
+                paths |= {Path(str(bound.laddr)) for bound in process.net_connections("unix")}
+    return frozenset(path for path in paths if path.is_absolute())
 
 
 def _unlink_sockets(paths: Iterable[Path]) -> None:

@@ -19,7 +19,7 @@ from noloco_node.demo.braille_chart import Series, chart, smoothed
 from noloco_node.demo.peer_history import PeerHistory, Point, over_tokens
 from noloco_node.run.peer_state import PeerState
 from noloco_node.terminal import Forecast
-from noloco_node.units import readable_seconds
+from noloco_node.units import format_clock
 
 PLAIN_EVERY_S = 5.0
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -60,9 +60,9 @@ class LiveView:
         progress, speed, left_s = self._outlook(now)
         losses = [track.loss for track in self._tracks if track.stage == 0 and track.loss is not None]
         parts = [
-            f"[{readable_seconds(now - self._started_at)}] {progress:4.0%}",
+            f"[{format_clock(now - self._started_at)}] {progress:4.0%}",
             f"{speed:,.0f} tokens/s",
-            "no estimate yet" if left_s is None else f"{readable_seconds(left_s)} left",
+            "no estimate yet" if left_s is None else f"{format_clock(left_s)} left",
             *([f"loss {sum(losses) / len(losses):.3f}"] if losses else []),
             *(f"{track.name} {_plain_state(track, now)}" for track in self._tracks),
         ]
@@ -72,12 +72,12 @@ class LiveView:
         """Return the table, the bar and the curve as one renderable."""
         progress, speed, left_s = self._outlook(now)
         bar = Table.grid(padding=(0, 2))
-        estimate = "estimating" if left_s is None else f"{readable_seconds(left_s)} left"
+        estimate = "estimating" if left_s is None else f"{format_clock(left_s)} left"
         bar.add_row(
             ProgressBar(total=1.0, completed=progress, width=max(10, min(60, self._console.width - 60))),
             Text(f"{progress:.0%}", style="bold"),
             Text(f"{speed:,.0f} tokens/s"),
-            Text(f"{readable_seconds(now - self._started_at)} elapsed, {estimate}", style="dim"),
+            Text(f"{format_clock(now - self._started_at)} elapsed, {estimate}", style="dim"),
         )
         heading = Text(self._heading, style="bold")
         return Group(heading, Text(), self._table(now), Text(), bar, Text(), *self._curve())
@@ -100,7 +100,7 @@ class LiveView:
         table.add_column("waits for", overflow="ellipsis", no_wrap=True)
         for number, track in enumerate(self._tracks):
             state = _state(track)
-            waits = "" if track.waiting is None else f"{track.waiting}, {readable_seconds(now - track.since)}"
+            waits = "" if track.waiting is None else f"{track.waiting}, {format_clock(now - track.since)}"
             waits = track.gone or waits
             partner = "" if not track.round else "alone" if track.partner is None else names.get(track.partner, "?")
             table.add_row(
@@ -147,7 +147,7 @@ def _plain_state(track: PeerHistory, now: float) -> str:
     if track.gone is not None:
         return track.gone
     if track.waiting is not None:
-        return f"waits for {track.waiting} since {readable_seconds(now - track.since)}"
+        return f"waits for {track.waiting} since {format_clock(now - track.since)}"
     if track.step:
         return f"step {track.step} round {track.round}"
     return _state(track)

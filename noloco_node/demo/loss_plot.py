@@ -8,14 +8,11 @@ each peer after each of its rounds. Everything is labelled where it is drawn; th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import BytesIO
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
-from noloco_node.charts import COLOURS, DPI, INK, LABEL_POINTS, QUIET, SAME, Labelled, spread
+from noloco_node.charts import COLOURS, INK, QUIET, SAME, Labelled, dress, new_figure, png, write_labels
 from noloco_node.demo.braille_chart import smoothed
 from noloco_node.demo.peer_history import PeerHistory, over_tokens
 from noloco_node.demo.summary import ModelScores
@@ -23,8 +20,7 @@ from noloco_node.demo.summary import ModelScores
 
 def picture(heading: str, tracks: Sequence[PeerHistory], verdict: ModelScores | None) -> bytes:
     """Return the picture as a PNG."""
-    figure = Figure(figsize=(10, 6.4), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 6.4)
     loss, gap = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.1))
     figure.subplots_adjust(left=0.075, right=0.80, top=0.86, bottom=0.09, hspace=0.12)
     figure.text(0.075, 0.945, heading, fontsize=14, fontweight="bold", color=INK)
@@ -33,11 +29,11 @@ def picture(heading: str, tracks: Sequence[PeerHistory], verdict: ModelScores | 
     _draw_losses(loss, tracks, verdict, tokens)
     _draw_gaps(gap, tracks)
     for panel in (loss, gap):
-        _dress(panel, tokens)
+        dress(panel)
+        panel.set_xlim(0, tokens)
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     gap.set_xlabel("tokens trained by the whole swarm", color=INK)
-    png = BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png(figure)
 
 
 def _subtitle(verdict: ModelScores | None) -> str:
@@ -76,7 +72,7 @@ def _draw_losses(panel: Axes, tracks: Sequence[PeerHistory], verdict: ModelScore
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.set_ylabel("loss, nats a token", color=INK)
-    _label(panel, labels)
+    write_labels(panel, labels)
 
 
 def _draw_gaps(panel: Axes, tracks: Sequence[PeerHistory]) -> None:
@@ -97,28 +93,4 @@ def _draw_gaps(panel: Axes, tracks: Sequence[PeerHistory]) -> None:
         last = sum(track.gaps.points[-1].value for track in replicas) / len(replicas)
         labels.append(Labelled(last, f"stage {stage}", colour))
     panel.set_ylim(bottom=0)
-    _label(panel, labels)
-
-
-def _label(panel: Axes, labels: Sequence[Labelled]) -> None:
-    """Write each label beside its height, as near to it as the others allow."""
-    to_axes = panel.transData + panel.transAxes.inverted()
-    bottom, top = panel.get_ylim()
-    ordered = sorted(labels)
-    wanted = [float(to_axes.transform((0, min(max(label.height, bottom), top)))[1]) for label in ordered]
-    line = LABEL_POINTS / (panel.bbox.height / DPI * 72)
-    for label, height in zip(ordered, spread(wanted, line), strict=True):
-        panel.text(1.02, height, label.text, transform=panel.transAxes, color=label.colour, fontsize=9, va="center")
-
-
-def _dress(panel: Axes, tokens: int) -> None:
-    panel.set_xlim(0, tokens)
-    panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-    panel.grid(axis="y", color="#ececec", linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=QUIET, labelsize=9, which="both", length=3)
-    panel.tick_params(which="minor", length=0)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        panel.spines[side].set_color("#c8c8c8")
+    write_labels(panel, labels)

@@ -165,9 +165,6 @@ class PeerHistory:
         until = max(self.recent[-1].at, now - self.recent[-1].seconds)
         return sum(pace.tokens for pace in self.recent) / max(until - first.at + first.seconds, 1e-9)
 
-    def __repr__(self) -> str:
-        return f"Track({self.name}, step={self.step}, round={self.round}, progress={self.progress:.3f})"
-
 
 def over_tokens(curve: Curve, tracks: Sequence[PeerHistory]) -> list[Point]:
     """Return the points over the tokens that all sources together had trained on at their time.

@@ -33,7 +33,7 @@ from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage.atomic_file import write_whole
 from noloco_node.storage.home import Home
-from noloco_node.units import readable_bytes, readable_seconds
+from noloco_node.units import format_bytes, format_clock
 
 PEER_BYTES = 2**29
 """Memory of a peer and its daemon, about."""
@@ -109,7 +109,7 @@ class _Demo:
             raise trouble
 
     def _say(self, text: str) -> None:
-        elapsed = readable_seconds(time.time() - self._started_at)
+        elapsed = format_clock(time.time() - self._started_at)
         self._print(f"[{elapsed}] {text}")
 
     def _print(self, line: str) -> None:
@@ -161,7 +161,7 @@ class _Demo:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > there:
             self._say(
-                f"this needs about {readable_bytes(needed)} of memory, and this machine has {readable_bytes(there)}: "
+                f"this needs about {format_bytes(needed)} of memory, and this machine has {format_bytes(there)}: "
                 "it may well fail"
             )
 

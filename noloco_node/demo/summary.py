@@ -12,7 +12,7 @@ import msgspec
 
 from noloco_node.charts import SAME
 from noloco_node.demo.peer_history import PeerHistory
-from noloco_node.units import readable_bytes
+from noloco_node.units import format_bytes
 
 
 class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +193,7 @@ def lines(summary: Summary, verdict: ModelScores | None) -> list[str]:
     text += _busy_lines(summary)
     if summary.bytes:
         text += ["", "Bytes by purpose (sent, all peers together)"]
-        text += [f"  {purpose:<16} {readable_bytes(both.sent):>12}" for purpose, both in summary.bytes.items()]
+        text += [f"  {purpose:<16} {format_bytes(both.sent):>12}" for purpose, both in summary.bytes.items()]
     trouble = [line for peer in summary.peers if (line := _trouble_line(peer))]
     return [*text, "", "Refused and lost", *(trouble or ["  nothing"])]
 

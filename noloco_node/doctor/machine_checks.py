@@ -15,7 +15,7 @@ from typing import NamedTuple
 from noloco_node.doctor.findings import Finding, fail, ok, warn
 from noloco_node.errors import UserError
 from noloco_node.machine.memory import free_bytes
-from noloco_node.units import size_words
+from noloco_node.units import format_bytes
 
 ENOUGH_FILES, FEW_FILES = 1024, 256
 CHECKPOINT_SETS = 5
@@ -63,7 +63,7 @@ def judge_memory(supply: Supply, needs: Sequence[Need]) -> Finding:
     if free is None:
         return warn(about, "this system does not say how much is free", "look yourself: top, or the task manager")
     if not needs:
-        return ok(about, f"{size_words(free)} free")
+        return ok(about, f"{format_bytes(free)} free")
     # With a GPU, main memory keeps the copies that gossip works with.
     wanted = {need.stage: ROOM * (need.memory - (need.computing if supply.gpu is not None else 0)) for need in needs}
     return _against(about, free, wanted, "close other programs, or ask for a run with more stages")
@@ -74,7 +74,7 @@ def judge_gpu(supply: Supply, needs: Sequence[Need]) -> list[Finding]:
     if supply.gpu is None:
         return []
     if not needs:
-        return [ok("GPU memory", f"{size_words(supply.gpu)} free")]
+        return [ok("GPU memory", f"{format_bytes(supply.gpu)} free")]
     wanted = {need.stage: ROOM * need.computing for need in needs}
     return [_against("GPU memory", supply.gpu, wanted, "--device cpu, or end what else runs on the GPU")]
 
@@ -87,8 +87,8 @@ def judge_disk(supply: Supply, needs: Sequence[Need], home: Path) -> Finding:
     if not needs:
         if free < LITTLE_DISK_BYTES:
             judge = warn if free >= NO_DISK_BYTES else fail
-            return judge(about, f"{size_words(free)} free at {home}", "free some space, or give another --home")
-        return ok(about, f"{size_words(free)} free at {home}")
+            return judge(about, f"{format_bytes(free)} free at {home}", "free some space, or give another --home")
+        return ok(about, f"{format_bytes(free)} free at {home}")
     wanted = {need.stage: ROOM * need.disk for need in needs}
     return _against(about, free, wanted, f"free some space at {home}, or give another --home")
 
@@ -97,13 +97,13 @@ def _against(about: str, free: int, wanted: dict[int, float], attempt: str) -> F
     """Compare what is free with what each stage wants."""
     fits = [stage for stage, size in wanted.items() if size <= free]
     least, most = min(wanted.values()), max(wanted.values())
-    has = f"{size_words(free)} free"
+    has = f"{format_bytes(free)} free"
     if not fits:
-        return fail(about, f"{has}, and the smallest stage takes {size_words(least)}", attempt)
+        return fail(about, f"{has}, and the smallest stage takes {format_bytes(least)}", attempt)
     if len(fits) < len(wanted):
         listed = " and ".join(map(str, fits))
         return warn(about, f"{has}: enough for stage {listed}, not for all", f"join with --stage {fits[0]}")
-    return ok(about, f"{has}, the largest stage takes {size_words(most)}")
+    return ok(about, f"{has}, the largest stage takes {format_bytes(most)}")
 
 
 def look(home: Path, device: str, needs: Sequence[Need]) -> list[Finding]:

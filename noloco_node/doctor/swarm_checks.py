@@ -19,7 +19,7 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.run_distribution import CLOCK_ERROR_S, SCHEMA, TOPIC, RunFileReply, RunRequest
-from noloco_node.units import rate_words
+from noloco_node.units import format_rate
 
 ASK_S = 20.0
 CLOCK_DOUBT_S = 2.0
@@ -164,7 +164,7 @@ def judge_rates(
         if not rates:
             continue
         about, best = f"{way}load", max(rates)
-        says = f"{rate_words(best)} with a peer, the best of {len(rates)}"
+        says = f"{format_rate(best)} with a peer, the best of {len(rates)}"
         least_s = min((getattr(freight, way) / best for freight in freights), default=0.0)
         if least_s > NARROW_S:
             says += f"; a microbatch takes {least_s:.1f} s of it at the least"

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.units import _POWERS, _amount
+from noloco_node.units import parse_bytes, parse_rate
 
 LEAST_RATE = 16_000.0
 """128 kbit/s: with less, records, offers and beats would take most of the budget."""
@@ -39,10 +39,6 @@ SMALL_BYTES = 16 * 1024
 SPENT_AT = 0.99
 """Share of the monthly cap at which a node goes: leaving takes some bytes as well."""
 
-_NUMBER = r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*"
-_BITS = re.compile(_NUMBER + r"(?P<prefix>[kmgt]?)(?:bits?(?:/s|ps)?|bps)\s*", re.IGNORECASE)
-_BYTES_A_SECOND = re.compile(_NUMBER + r"(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)B(?:/s|ps)\s*")
-_SIZE = re.compile(_NUMBER + r"(?P<prefix>[kmgt]?)(?P<binary>i?)b(?:ytes?)?\s*", re.IGNORECASE)
 _TIME = "([0-9]{1,2})(?::([0-9]{2}))?"
 _HOURS = re.compile(rf"\s*{_TIME}\s*-\s*{_TIME}\s*")
 
@@ -85,12 +81,8 @@ def read_owner_limits(upload: str | None, download: str | None, cap: str | None,
 
 def read_rate(text: str, option: str) -> float:
     """Return bytes a second; `UserError` (USAGE) names `option` where `text` is no rate, or one that is too low."""
-    bits, octets = _BITS.fullmatch(text), _BYTES_A_SECOND.fullmatch(text)
-    if bits is not None:
-        rate = float(bits["number"]) * 1000.0 ** _POWERS[bits["prefix"].lower()] / 8
-    elif octets is not None:
-        rate = _amount(octets)
-    else:
+    rate = parse_rate(text)
+    if rate is None:
         why = "it does not say how many bits, or bytes (with a capital B), a second"
         raise _unreadable(option, text, why, "20mbit or 2.5MB/s")
     if not LEAST_RATE <= rate < math.inf:
@@ -102,12 +94,12 @@ def read_rate(text: str, option: str) -> float:
 
 def read_size(text: str, option: str) -> int:
     """Return bytes; `UserError` (USAGE) names `option` where `text` is no size."""
-    size = _SIZE.fullmatch(text)
+    size = parse_bytes(text)
     if size is None:
         raise _unreadable(option, text, "it is not a size with its unit", "300GB or 500GiB")
-    if _amount(size) < 1:
+    if size < 1:
         raise _unreadable(option, text, "nothing could ever be sent", "300GB, or leave the option out")
-    return round(_amount(size))
+    return round(size)
 
 
 def read_hours(text: str) -> Hours:

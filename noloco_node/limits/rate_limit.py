@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from noloco_node.limits.budget import SMALL_BYTES, OwnerLimits, full_bucket, give_back, take
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
 from noloco_node.network.wrapper import NetworkWrapper
-from noloco_node.units import rate_words, size_words
+from noloco_node.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from noloco_node.network.wire import Schema
@@ -71,9 +71,6 @@ class FairLimiter:
         self._large: deque[_Wanted] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._used_per_s, self._used_at_s = 0.0, now_s
-
-    def __repr__(self) -> str:
-        return f"Valve({self.bytes_per_s} bytes/s, {len(self._small) + len(self._large)} wait)"
 
     @property
     def used_bytes_per_s(self) -> float:
@@ -149,9 +146,6 @@ class RateLimitedNetwork(NetworkWrapper):
         self.month_bytes = 0
         """Bytes of this calendar month, as the ledger has them."""
 
-    def __repr__(self) -> str:
-        return f"MeteredNetwork({self.up!r}, {self.down!r}, {self._network!r})"
-
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
         """Open a conversation; see `port.PeerNetwork.talk`."""
         return self._talk(peer, topic, schema)
@@ -190,9 +184,6 @@ class RateLimitedConversation:
         self._conversation, self._schema, self._up, self._down = conversation, schema, up, down
         self._come: deque[Any] = deque()
 
-    def __repr__(self) -> str:
-        return f"MeteredConversation({self._conversation!r})"
-
     @property
     def peer(self) -> str:
         """The other's peer id."""
@@ -229,10 +220,10 @@ def weigh(message: Any, schema: Schema) -> int:
 def spending(counts: Mapping[str, int | float]) -> str | None:
     """Say what a network's statistics say of its budget, in words; None where there is none."""
     said = [
-        f"{name} {rate_words(counts[f'budget.{name}.used'])} of {rate_words(allowed)}"
+        f"{name} {format_rate(counts[f'budget.{name}.used'])} of {format_rate(allowed)}"
         for name in ("upload", "download")
         if (allowed := counts.get(f"budget.{name}.allowed")) is not None
     ]
     if (cap := counts.get("budget.month.allowed")) is not None:
-        said.append(f"{counts['budget.month.used'] / cap:.0%} of this month's {size_words(cap)}")
+        said.append(f"{counts['budget.month.used'] / cap:.0%} of this month's {format_bytes(cap)}")
     return ", ".join(said) or None

@@ -26,9 +26,6 @@ class TrafficLedger:
         self._spent = self._read()
         self._written, self._refused = self._spent, False
 
-    def __repr__(self) -> str:
-        return f"Ledger({self._path}, {self._spent})"
-
     @property
     def spent(self) -> MonthUsage:
         """What was spent this month."""

@@ -13,7 +13,7 @@ import time
 from enum import StrEnum
 from typing import NamedTuple
 
-from noloco_node.units import duration_words
+from noloco_node.units import format_duration
 
 LEAST_S = 5.0
 """Of a sleep, or of a change of the clock: what is shorter matters to nobody."""
@@ -61,7 +61,7 @@ def compare(before: ClockSample, after: ClockSample, expected_s: float) -> tuple
 
 def sentence(happening: ClockJump) -> str:
     """Say what happened, and what follows."""
-    how_long = duration_words(abs(happening.seconds))
+    how_long = format_duration(abs(happening.seconds))
     if happening.kind is JumpKind.SLEPT:
         return f"this machine slept for {how_long}: looking who is there, and going on"
     if happening.kind is JumpKind.STOOD_STILL:

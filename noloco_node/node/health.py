@@ -22,7 +22,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S
 from noloco_node.swarm.roster import Derived, Roster
-from noloco_node.units import duration_words
+from noloco_node.units import format_duration
 from pipeline.schedule import run_over
 
 TICK_S = 5.0
@@ -76,7 +76,7 @@ def warnings_due(
 
 def deserted(number: int, seconds: float, joining: int) -> Condition:
     """Describe a stage that has had no replica at work for so long. `joining`: peers on their way to it."""
-    since = f"stage {number} has had no replica for {duration_words(seconds)}"
+    since = f"stage {number} has had no replica for {format_duration(seconds)}"
     if joining:
         return Condition(
             f"{since}, {joining} joining",
@@ -93,7 +93,7 @@ def deserted(number: int, seconds: float, joining: int) -> Condition:
 
 def old_roster(seconds: float) -> Condition:
     """Describe a roster of which nothing new was heard for so long."""
-    since = f"nothing was heard of the swarm for {duration_words(seconds)}"
+    since = f"nothing was heard of the swarm for {format_duration(seconds)}"
     return Condition(
         since,
         f"{since}: the DHT does not answer, or nobody else publishes. Going on with the peers known then; "
@@ -105,7 +105,7 @@ def old_roster(seconds: float) -> Condition:
 def wrong_clock(skew_s: float) -> Condition:
     """Describe our clock, which is ahead by so much or, where negative, behind."""
     side = "ahead of" if skew_s > 0.0 else "behind"
-    wrong = f"this machine's clock is {duration_words(abs(skew_s))} {side} the other peers'"
+    wrong = f"this machine's clock is {format_duration(abs(skew_s))} {side} the other peers'"
     grave = "; beyond five minutes peers cannot see each other's records" if abs(skew_s) > CLOCK_ERROR_S / 2 else ""
     return Condition(
         wrong, f"{wrong}{grave}. Set it: `timedatectl set-ntp true` on Linux", "this machine's clock is right again"

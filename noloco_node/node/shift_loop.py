@@ -18,7 +18,7 @@ from noloco_node.machine.signals import Departure
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.shifts import Shifts
 from noloco_node.tasks import until_event
-from noloco_node.units import duration_words
+from noloco_node.units import format_duration
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 _MOST_GROWTHS = 10
@@ -57,7 +57,7 @@ def cause(trouble: UserError) -> str:
 def outlook(wait_s: float, lasts_s: float) -> str:
     """Say what follows on a failure: another attempt after `wait_s`, if the node may work for longer than that."""
     if wait_s < lasts_s:
-        return f"trying again in {duration_words(wait_s)}, Ctrl-C leaves now"
+        return f"trying again in {format_duration(wait_s)}, Ctrl-C leaves now"
     return "no time is left to try again in this shift"
 
 

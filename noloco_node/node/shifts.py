@@ -19,7 +19,7 @@ from noloco_node.limits.budget import MonthUsage, OwnerLimits, in_hours, is_spen
 from noloco_node.limits.rate_limit import RateLimitedNetwork
 from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.units import size_words
+from noloco_node.units import format_bytes
 
 LOOK_EVERY_S = 60.0
 COUNT_EVERY_S = 2.0
@@ -41,7 +41,7 @@ def off_reason(limits: OwnerLimits, spent: MonthUsage, now: datetime) -> OffReas
             reasons.append(OffReason(f"it is outside the hours {limits.hours}", for_s))
     cap = limits.monthly_cap_bytes
     if cap is not None and is_spent(spent, cap, now):
-        used = f"{size_words(spent.total_bytes)} of this month's {size_words(cap)} are used up"
+        used = f"{format_bytes(spent.total_bytes)} of this month's {format_bytes(cap)} are used up"
         reasons.append(OffReason(used, next_month_s(now)))
     return max(reasons, key=lambda reason: reason.for_s, default=None)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.planning.message_sizes import round_bytes
 from noloco_node.run.config import RunConfig
-from noloco_node.units import rate_words, size_words
+from noloco_node.units import format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
     from noloco_node.machine.interface import Dimensions
@@ -68,7 +68,7 @@ def bandwidth_table(run: RunConfig, stages: Sequence[MicrobatchBytes], allowance
     lines, warnings = ["With this budget:"], list[str]()
     for number, moved in enumerate(stages):
         each_s = bandwidth_seconds(moved, allowance)
-        words = f"  stage {number}: {size_words(moved.up)} up and {size_words(moved.down)} down a microbatch"
+        words = f"  stage {number}: {format_bytes(moved.up)} up and {format_bytes(moved.down)} down a microbatch"
         if each_s:
             words += f"; the line carries one in {each_s:.2g} s, {tokens / each_s:,.0f} tokens/s"
         lines.append(words + _hours(moved, each_s, allowance))
@@ -77,8 +77,8 @@ def bandwidth_table(run: RunConfig, stages: Sequence[MicrobatchBytes], allowance
     cap = allowance.monthly_cap_bytes
     if cap is not None and whole > cap:
         warnings.append(
-            f"The whole run moves about {size_words(whole)} at one peer, and the monthly cap is {size_words(cap)}: the "
-            "node will pause when that is used up, and come back in the next month."
+            f"The whole run moves about {format_bytes(whole)} at one peer, and the monthly cap is {format_bytes(cap)}: "
+            "the node will pause when that is used up, and come back in the next month."
         )
     return lines + [f"Warning: {warning}" for warning in warnings]
 
@@ -93,7 +93,7 @@ def _warnings(run: RunConfig, moved: MicrobatchBytes, allowance: OwnerLimits) ->
         needed = max(moved.up, moved.down) * window / travel_s
         yield (
             f"this budget cannot carry the traffic: a window of {window} microbatches needs {each_s * window:.0f} s of "
-            f"line, and a microbatch may travel for {travel_s:.0f} s. Allow {rate_words(needed)} or more, or take a "
+            f"line, and a microbatch may travel for {travel_s:.0f} s. Allow {format_rate(needed)} or more, or take a "
             "smaller model."
         )
     elif each_s > NARROW_S:
@@ -115,7 +115,7 @@ def _hours(moved: MicrobatchBytes, each_s: float, allowance: OwnerLimits) -> str
     cap = allowance.monthly_cap_bytes
     if cap is None or not each_s or not moved.up + moved.down:
         return ""
-    return f"; {size_words(cap)} last {cap / (moved.up + moved.down) * each_s / 3600:,.0f} h at that rate"
+    return f"; {format_bytes(cap)} last {format_duration(cap / (moved.up + moved.down) * each_s)} at that rate"
 
 
 def report(path: Path, allowance: OwnerLimits) -> list[str]:

@@ -9,25 +9,26 @@ import msgspec
 from noloco_node.planning.advice import in_words
 from noloco_node.planning.plan import Memory, RunPlan, plan
 from noloco_node.run.runfile import load_run
-from noloco_node.units import _bytes, _count
+from noloco_node.units import format_bytes, format_count
 
 
 def describe(plan: RunPlan) -> list[str]:
     """Say a plan in lines of plain text."""
     lines = [
-        f"{plan.name}: {_count(plan.parameters)} parameters in {len(plan.stages)} stages, run id {plan.run_id[:16]}",
+        f"{plan.name}: {format_count(plan.parameters)} parameters in {len(plan.stages)} stages, "
+        f"run id {plan.run_id[:16]}",
         "",
         *_stage_table(plan),
         "",
         "Memory of a peer, all numbers float32; activations are estimated, for whole windows in flight:",
         *_memory_table(plan),
         "",
-        f"Tokens: {_count(plan.tokens)} in all, {_count(plan.tokens_per_step)} an inner step of a replica; "
+        f"Tokens: {format_count(plan.tokens)} in all, {format_count(plan.tokens_per_step)} an inner step of a replica; "
         f"{plan.rounds} rounds a replica.",
     ]
     if len(plan.stages) > 1:
         lines += [
-            f"A microbatch's hop: {_bytes(plan.hop_down_bytes)} down, {_bytes(plan.hop_up_bytes)} back.",
+            f"A microbatch's hop: {format_bytes(plan.hop_down_bytes)} down, {format_bytes(plan.hop_up_bytes)} back.",
             *in_words(plan.efficiency, plan.remedies, plan.replicas),
         ]
     return lines + [f"Warning: {warning}" for warning in plan.warnings]
@@ -38,11 +39,11 @@ def _stage_table(plan: RunPlan) -> list[str]:
         [
             str(number),
             f"{stage.layers[0]} to {stage.layers[1] - 1}",
-            _count(stage.parameters),
+            format_count(stage.parameters),
             f"{stage.work:.1%}",
-            _bytes(stage.memory.total),
-            _bytes(stage.memory.computing),
-            _bytes(stage.round_bytes),
+            format_bytes(stage.memory.total),
+            format_bytes(stage.memory.computing),
+            format_bytes(stage.round_bytes),
         ]
         for number, stage in enumerate(plan.stages)
     ]
@@ -55,7 +56,7 @@ def _memory_table(plan: RunPlan) -> list[str]:
     # A column of nothing but zeros is not worth its place.
     names = [name for name in Memory.__struct_fields__ if any(getattr(stage.memory, name) for stage in plan.stages)]
     rows = [
-        [str(number), *(_bytes(getattr(stage.memory, name)) for name in names)]
+        [str(number), *(format_bytes(getattr(stage.memory, name)) for name in names)]
         for number, stage in enumerate(plan.stages)
     ]
     return _table(["stage", *(name.replace("_", " ") for name in names)], rows)

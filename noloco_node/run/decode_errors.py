@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import UserError, config_error
 
 
 def misfit(complaint: str, file: type[msgspec.Struct], origin: str) -> UserError:
@@ -23,18 +23,18 @@ def misfit(complaint: str, file: type[msgspec.Struct], origin: str) -> UserError
     path = [part for part in re.split(r"[.\[\]`$]+", where) if part]
     if missing := re.search(r"missing required field `(\w+)`", why):
         field = [*path, missing[1]]
-        return _trouble(
+        return config_error(
             f"{origin}: {'.'.join(field)} is missing.",
             "it has no default",
             f"give {_in_words(_type_at(file, field))}",
         )
     if unknown := re.search(r"unknown field `(.*)`", why, re.DOTALL):
-        return _trouble(
+        return config_error(
             f"{origin}: there is no field {short('.'.join([*path, unknown[1]]))}.",
             "a misspelt field would silently do nothing",
             _probably(short(unknown[1]), file, path),
         )
-    return _trouble(
+    return config_error(
         f"{origin}: {short('.'.join(path)) or 'the file'} has the wrong type or value.",
         short(why.replace("`", "")),
         f"give {_in_words(_type_at(file, path))}",
@@ -90,7 +90,3 @@ def _in_words(annotation: Any) -> str:
         return "a section with the fields " + ", ".join(field.name for field in msgspec.structs.fields(annotation))
     simple = {int: "a whole number", float: "a number", bool: "true or false", str: 'a text in "quotes"'}
     return simple.get(annotation, "a table such as {hidden_size = 128, num_hidden_layers = 4}")
-
-
-def _trouble(what: str, why: str, attempt: str) -> UserError:
-    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.decode_errors import misfit, short
@@ -44,13 +44,13 @@ def read_run_text(path: str | Path) -> str:
             raw = file.read(RUN_TEXT_BYTES + 1)
         return raw.decode("utf-8-sig") if len(raw) <= RUN_TEXT_BYTES else _too_long(str(path))
     except OSError as error:
-        raise _trouble(
+        raise config_error(
             f"The run file {path} cannot be read.",
             error.strerror or str(error),
             "check the path; `noloco-node init` writes a run file",
         ) from error
     except UnicodeDecodeError as error:
-        raise _trouble(f"The run file {path} is not text.", str(error), "save it as UTF-8") from error
+        raise config_error(f"The run file {path} is not text.", str(error), "save it as UTF-8") from error
 
 
 def decode_run(text: str, origin: str) -> RunConfig:
@@ -64,7 +64,9 @@ def decode_run(text: str, origin: str) -> RunConfig:
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # tomllib raises the second for brackets nested without end
-        raise _trouble(f"{origin} is not valid TOML.", str(error), "correct that line; see https://toml.io") from error
+        raise config_error(
+            f"{origin} is not valid TOML.", str(error), "correct that line; see https://toml.io"
+        ) from error
     try:
         run = msgspec.convert(table, RunConfig)
     except msgspec.ValidationError as error:
@@ -74,7 +76,7 @@ def decode_run(text: str, origin: str) -> RunConfig:
 
 
 def _too_long(origin: str) -> NoReturn:
-    raise _trouble(
+    raise config_error(
         f"{origin} is too long for a run file.",
         f"it has more than {RUN_TEXT_BYTES // 1024} KiB",
         "shorten its comments: peers send it to each other",
@@ -89,7 +91,7 @@ def validate(run: RunConfig, origin: str = "the run") -> None:
     first, others = found[0], list(dict.fromkeys(problem.field for problem in found[1:]))
     also = f" (wrong too: {', '.join(others)})" if others else ""
     what = f"{origin}: {short(first.field)} = {short(first.value)} is refused{short(also)}."
-    raise _trouble(what, first.why, first.attempt)
+    raise config_error(what, first.why, first.attempt)
 
 
 def with_source(data: DataConfig, source: str) -> DataConfig:
@@ -105,7 +107,7 @@ def with_source(data: DataConfig, source: str) -> DataConfig:
         kind, rest = _kind_by_suffix(source), source
     path, _, commit = rest.partition("@") if kind == "hub" else (rest, "", "")
     if not path or (kind == "hub" and not commit):
-        raise _trouble(
+        raise config_error(
             f"The data source {source!r} is not understood.",
             "a file, directory or glob is missing" if kind != "hub" else "a hub data set is named with its commit",
             "for example books/*.txt, json:rows.jsonl, hub:owner/name@commit, or stdlib",
@@ -171,15 +173,11 @@ def _hash_of_directory(directory: str, field: str) -> str:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             total.update(json.dumps([name, digest]).encode() + b"\n")
     except OSError as error:
-        raise _trouble(f"{field}: {directory} cannot be read.", str(error), "check its permissions") from error
+        raise config_error(f"{field}: {directory} cannot be read.", str(error), "check its permissions") from error
     if not paths:
-        raise _trouble(
+        raise config_error(
             f"{field}: there is no directory {directory!r} with files in it.",
             "every peer of the run needs the same files there, and their content is part of the run's id",
             "copy the directory to this machine, or name a hub repository with its commit",
         )
     return total.hexdigest()
-
-
-def _trouble(what: str, why: str, attempt: str) -> UserError:
-    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)

@@ -26,7 +26,7 @@ from noloco_node.machine.interface import Reporter, Runner
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import PeerRecord
-from noloco_node.units import MIB, _size, duration
+from noloco_node.units import format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
     from noloco_node.machine.interface import StageModel
@@ -183,10 +183,11 @@ class DownloadAccount:
     def done(self, mixed: bool) -> None:
         """Say that all is here."""
         seconds = self._seconds()
-        rate = f" at {self._fetched_bytes / seconds / MIB:,.1f} MiB/s" if seconds > 0 else ""
+        rate = f" at {format_rate(self._fetched_bytes / seconds)}" if seconds > 0 else ""
         of_two = "; its parameters are those of more than one replica" if mixed else ""
         self._voice.say(
-            f"copied stage {self._stage}: {_size(self._fetched_bytes)} in {duration(seconds)}{rate}{of_two}"
+            f"copied stage {self._stage}: {format_bytes(self._fetched_bytes)} in {format_duration(seconds)}"
+            f"{rate}{of_two}"
         )
         self._record("done", self._donor)
 
@@ -197,10 +198,10 @@ class DownloadAccount:
         self._since_bytes = self._fetched_bytes
         what = "mixed" if news.settled_bytes else "resumed" if news.held_bytes else "began"
         words = {
-            "began": f"{_size(news.total_bytes)}",
-            "resumed": f"{_size(news.held_bytes)} of {_size(news.total_bytes)} are here already",
-            "mixed": f"{_size(news.held_bytes)} of {_size(news.total_bytes)} are here already,"
-            f" {_size(news.settled_bytes)} of them whole parameters of another replica, which stay",
+            "began": format_bytes(news.total_bytes),
+            "resumed": f"{format_bytes(news.held_bytes)} of {format_bytes(news.total_bytes)} are here already",
+            "mixed": f"{format_bytes(news.held_bytes)} of {format_bytes(news.total_bytes)} are here already,"
+            f" {format_bytes(news.settled_bytes)} of them whole parameters of another replica, which stay",
         }
         self._voice.say(f"copying stage {self._stage} from {news.donor} (round {news.round}): {words[what]}")
         self._record(what, news.donor)
@@ -237,10 +238,10 @@ class DownloadAccount:
 def progress_line(stage: int, held_bytes: int, total_bytes: int, bytes_per_s: float, left_bytes: int) -> str:
     """Return how far a copy is, in words."""
     share = held_bytes / total_bytes if total_bytes else 1.0
-    text = f"copying stage {stage}: {_size(held_bytes)} of {_size(total_bytes)} ({share:.0%})"
+    text = f"copying stage {stage}: {format_bytes(held_bytes)} of {format_bytes(total_bytes)} ({share:.0%})"
     if bytes_per_s <= 0.0:
         return text
-    return f"{text}, {bytes_per_s / MIB:,.1f} MiB/s, {duration(left_bytes / bytes_per_s)} left"
+    return f"{text}, {format_rate(bytes_per_s)}, {format_duration(left_bytes / bytes_per_s)} left"
 
 
 def waiting_line(stage: int, since_unix_s: float, now_unix_s: float, again_s: float) -> str:
@@ -248,6 +249,6 @@ def waiting_line(stage: int, since_unix_s: float, now_unix_s: float, again_s: fl
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since_unix_s))
     return (
         f"waiting for a replica of stage {stage} that gives its state, since {since}"
-        f" ({duration(now_unix_s - since_unix_s)}); asking again in {duration(again_s)}. If this lasts: can their"
-        " addresses (noloco-node status) be reached from here? Or serve another stage with --stage, or Ctrl-C"
+        f" ({format_duration(now_unix_s - since_unix_s)}); asking again in {format_duration(again_s)}. If this lasts:"
+        " can their addresses (noloco-node status) be reached from here? Or serve another stage with --stage, or Ctrl-C"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.storage import atomic_file
+from noloco_node.units import format_bytes
 
 
 def write(path: Path, content: bytes) -> None:
@@ -27,7 +28,7 @@ SPARE_BYTES = 16 * 2**20
 
 def lacking(needed_bytes: int, free_bytes: int) -> str:
     """Say that a disk has too little room."""
-    spare, needed, free = (f"{size / 2**20:.0f} MiB" for size in (SPARE_BYTES, needed_bytes + SPARE_BYTES, free_bytes))
+    spare, needed, free = map(format_bytes, (SPARE_BYTES, needed_bytes + SPARE_BYTES, free_bytes))
     return f"{needed} are needed ({spare} of them to spare), {free} are free"
 
 

@@ -31,9 +31,6 @@ class CheckpointStore:
         self._present, self._former = present, former
         self._run_id, self._peer, self._complain = run_id, peer, complain
 
-    def __repr__(self) -> str:
-        return f"OwnCheckpoints({self._present}, {self._former})"
-
     async def served(self) -> int | None:
         """Return the stage of the last checkpoint; None without one."""
         return await asyncio.to_thread(self._served)

@@ -51,7 +51,6 @@ class CheckpointWriter:
         self._saved_s = self._said_s = _now()
         self._said_once = False
         self._trouble: str | None = None
-        self._counts = {"saved": 0, "failed": 0}
 
     @property
     def trouble(self) -> str | None:
@@ -95,7 +94,6 @@ class CheckpointWriter:
             except OSError as error:
                 cause = " ".join(reason_of(error).split())
             self._last = LastCheckpoint(checkpoint.counters.round, _now(), _now() - began_s)
-        self._counts["failed" if cause else "saved"] += 1
         if cause is not None:
             if last or self._trouble is None:
                 self._say(f"could not save: {cause}; free some space, earlier checkpoints are kept")
@@ -106,13 +104,6 @@ class CheckpointWriter:
             self._said_once, self._said_s = True, _now()
             self._say(f"saved {where}" + (", after all" if again else ""))
         return True
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many checkpoints were written, and how many the disk refused."""
-        return dict(self._counts)
-
-    def __repr__(self) -> str:
-        return f"Saving({self._counts['saved']} saved, {self._trouble or 'no trouble'})"
 
 
 def _now() -> float:

@@ -106,9 +106,6 @@ class Home:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"Home({self.path}, {'held' if self._lock >= 0 else 'free'})"
-
 
 def holder(path: Path) -> LockHolder | None:
     """Return who signed the lock of a home last, running or not; None where nobody legible did."""

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from noloco_node.storage.checkpoint import Checkpoint, load_latest, save
+from noloco_node.units import format_bytes
 
 KEPT = 2
 """Snapshots of a stage on the disk."""
@@ -31,13 +32,10 @@ class SnapshotDirectory:
         needed = ROOM * sum(tensor.nbytes for tensors in checkpoint.tensors.values() for tensor in tensors)
         free = shutil.disk_usage(directory).free
         if free < needed:
-            raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free, {needed / 2**20:.0f} MiB should be")
+            raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free, {format_bytes(needed)} should be")
         save(directory, checkpoint, KEPT)
 
     async def newest(self, stage: int) -> Checkpoint | None:
         """Return the slow weights of the last whole snapshot of a stage, or None."""
         # A checkpoint of ours may lie there from a stage that we served, with momenta that nobody asks a snapshot for.
         return await asyncio.to_thread(load_latest, self._directory / str(stage), self._run_id, wanted=("slow",))
-
-    def __repr__(self) -> str:
-        return f"DirectoryStore({self._directory})"

@@ -177,4 +177,4 @@ def test_a_peer_that_is_killed_stops_nobody_and_comes_back_with_its_home(tmp_pat
 
     swarm = asyncio.run(main())
     assert swarm.children.running() == []
-    assert swarm.children.statistics()["started"] == 6  # with the bootstrap peer, and one of them twice
+    assert sum(len(peer.lives) for peer in swarm.peers) == 5  # one of the four twice

@@ -158,8 +158,8 @@ def test_a_solo_step_coasts_and_a_deferral_leaves_everything() -> None:
         assert torch.equal(swarm.momentum, torch.full_like(slow, 1.0 if patience == 0 else 2.0))
         assert torch.equal(swarm.slow, slow - 1.0 if patience == 0 else slow)
         assert torch.equal(swarm.fast, swarm.slow)
-        assert swarm.statistics()["solo"] == (4 if patience == 0 else 0)
-        assert swarm.statistics()["deferred"] == (0 if patience == 0 else 4)
+        assert swarm.solo == (4 if patience == 0 else 0)
+        assert swarm.deferred == (0 if patience == 0 else 4)
 
 
 @pytest.mark.parametrize("replicas", [2, 16, 256])

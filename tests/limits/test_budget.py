@@ -22,7 +22,6 @@ from memory_swarms import Peer, recipe
 from msgspec import structs
 from torch import Tensor
 
-from noloco_node import units
 from noloco_node.cli.status import picture
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -131,16 +130,6 @@ def test_sizes(text: str, count: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UserError):
         read_size(text, "--monthly-cap")
-
-
-@given(st.floats(1.0, 1e15))
-def test_a_size_in_words_is_read_again_as_about_itself(count: float) -> None:
-    assert read_size(units.size_words(count), "--monthly-cap") == pytest.approx(count, rel=0.006, abs=1)
-
-
-@given(st.floats(budget.LEAST_RATE * 1.01, 1e12))
-def test_a_rate_in_words_is_read_again_as_about_itself(rate: float) -> None:
-    assert read_rate(units.rate_words(rate), "--max-upload") == pytest.approx(rate, rel=0.006)
 
 
 @pytest.mark.parametrize("text", ["22", "25-08", "22:60-08", "22-24:01", "a-b", "22-08-09"])

@@ -225,7 +225,7 @@ def test_the_text_says_what_matters(calm: Report, troubled: Report) -> None:
 def test_a_run_file_is_named_in_the_first_line(calm: Report) -> None:
     report = msgspec.structs.replace(calm, parameters=6_738_415_616)
     first, second = heading(report)
-    assert "6.7 billion parameters in 2 stages of 2 replicas" in first
+    assert "6.74 billion parameters in 2 stages of 2 replicas" in first
     assert "only the arithmetic is replaced" in second
 
 

@@ -41,7 +41,6 @@ from noloco_node.storage.partial_download import PartialDownloadFile
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.terminal import Bar, say
-from noloco_node.units import duration
 
 TOTAL_BYTES = 16 * sum(tensor.numel() for tensor in LIKE)
 RATE = TOTAL_BYTES / 20.0
@@ -272,18 +271,11 @@ def test_pauses_grow_and_are_bounded(attempts: int) -> None:
     assert COPY_AGAIN_S <= pause_s(attempts) <= pause_s(attempts + 1) <= LONGEST_PAUSE_S
 
 
-def test_times_are_said_as_people_say_them() -> None:
-    assert [duration(seconds) for seconds in (0.2, 59, 61, 3599.5, 3700)] == [
-        "1 s",
-        "59 s",
-        "1 min 1 s",
-        "1 h 0 min",
-        "1 h 1 min",
-    ]
+def test_who_waits_is_told_since_when() -> None:
     line = waiting_line(2, 1_800_000_000.0, 1_800_000_100.0, 22.5)
     assert "stage 2" in line
-    assert "since 2027-01-15 08:00:00 UTC (1 min 40 s)" in line
-    assert "again in 23 s" in line
+    assert "since 2027-01-15 08:00:00 UTC (2 min)" in line
+    assert "again in 22 s" in line
 
 
 # Whole nodes.

@@ -173,7 +173,7 @@ def test_the_last_room_of_a_disk_is_left_to_others(tmp_path: Path, monkeypatch: 
 
     run(main())
     assert len(said) == 1
-    assert "MiB are free" in said[0]
+    assert "MB are free" in said[0]
     assert 40_000 < sum(each.stat().st_size for each in tmp_path.iterdir()) <= 60_000
 
 

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from io import BytesIO
 from statistics import mean
 from textwrap import fill
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure as Sheet
 from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
 
 from benchmarks.laboratory.experiments.cell import Point, Result
 from benchmarks.laboratory.experiments.choices import lacking
 from benchmarks.laboratory.output.table import SEEDS, gap, is_enough, merged
 from benchmarks.laboratory.running.results import Measured, correlation, figure
-from noloco_node.charts import COLOURS, DPI, INK, QUIET, spread
+from noloco_node.charts import COLOURS, INK, QUIET, Labelled, dress, new_figure, png, set_title, write_labels
 
 BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
 DRAWN = {
@@ -63,15 +60,13 @@ CHANGES = {
     },
 }
 """By what each is compared with, and as it is called beside it."""
-LABEL_POINTS = 13
 LABEL_LETTERS = 28
 LEVELS = (1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.2, 2.5, 3.0, 3.5, 4.0, 5.0)
 
 
 def picture(data: Measured) -> bytes:
     """Return the picture as a PNG."""
-    sheet = Sheet(figsize=(13, 9.6), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(sheet)
+    sheet = new_figure(13, 9.6)
     panels = sheet.subplots(2, 2)
     sheet.subplots_adjust(left=0.055, right=0.85, top=0.86, bottom=0.08, hspace=0.3, wspace=0.54)
     sheet.text(0.055, 0.957, "The laboratory: both papers and asynchronous gossip", fontsize=14, fontweight="bold")
@@ -79,19 +74,17 @@ def picture(data: Measured) -> bytes:
     sheet.text(0.055, 0.907, _choices(data), fontsize=10, color=QUIET)
     _draw_courses(panels[0][0], data, lambda point: 100.0 * point.share)
     panels[0][0].set_xlabel("tokens, % of the budget", color=INK)
-    _title(panels[0][0], "a. Loss of the merged model, by tokens")
+    set_title(panels[0][0], "a. Loss of the merged model, by tokens")
     _draw_courses(panels[0][1], data, lambda point: point.virtual_s)
     panels[0][1].set_xlabel("virtual seconds, on very unequal machines", color=INK)
-    _title(panels[0][1], "b. The same, by time")
+    set_title(panels[0][1], "b. The same, by time")
     _draw_spreads(panels[1][0], data)
     _draw_changes(panels[1][1], data)
     for panel in panels.flat:
-        _dress(panel)
+        dress(panel)
     panels[0][1].set_ylabel("")  # as beside it
     panels[1][1].tick_params(axis="y", length=0)
-    png = BytesIO()
-    sheet.savefig(png, format="png")
-    return png.getvalue()
+    return png(sheet)
 
 
 def _subtitle(data: Measured) -> str:
@@ -132,7 +125,7 @@ def _results(data: Measured, name: str) -> list[Result]:
 
 def _draw_courses(panel: Axes, data: Measured, across: Callable[[Point], float]) -> None:
     panel.set_yscale("log")
-    labels: list[tuple[float, str, str]] = []
+    labels: list[Labelled] = []
     for name, (label, colour) in DRAWN.items():
         results = _results(data, name)
         course = [(x, y) for x, _, y in _course(results, across) if math.isfinite(y)]
@@ -141,18 +134,17 @@ def _draw_courses(panel: Axes, data: Measured, across: Callable[[Point], float])
         panel.plot(*zip(*course, strict=True), color=colour, linewidth=1.8, solid_capstyle="round")
         panel.plot(*course[-1], "o", color=colour, markersize=4, zorder=4)
         few = "" if len(results) >= SEEDS else f" ({len(results)})"
-        labels.append((course[-1][1], f"{label} {course[-1][1]:.3f}{few}", colour))
+        labels.append(Labelled(course[-1][1], f"{label} {course[-1][1]:.3f}{few}", colour))
     panel.yaxis.set_major_locator(FixedLocator(LEVELS))
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.set_ylabel("nats a token", color=INK)
     panel.set_xlim(left=0)
-    panel.grid(axis="y", color="#ececec", linewidth=0.8)
-    _label(panel, labels)
+    write_labels(panel, labels)
 
 
 def _draw_spreads(panel: Axes, data: Measured) -> None:
-    labels: list[tuple[float, str, str]] = []
+    labels: list[Labelled] = []
     rates: list[tuple[float, float]] = []
     top = 0.0
     for name in FOLLOWED:
@@ -167,7 +159,7 @@ def _draw_spreads(panel: Axes, data: Measured) -> None:
             continue
         label, colour = DRAWN[name]
         panel.plot(*zip(*course, strict=True), "o-", color=colour, linewidth=1.8, markersize=3.5)
-        labels.append((course[-1][1], f"{label}{_pearson(results)}", colour))
+        labels.append(Labelled(course[-1][1], f"{label}{_pearson(results)}", colour))
         top = max(top, *(y for _, y in course))
         rates = rates or [(100.0 * point.share, point.learning_rate) for point in curves[0]]
     if rates:
@@ -180,14 +172,13 @@ def _draw_spreads(panel: Axes, data: Measured) -> None:
             linestyle=(0, (4, 3)),
             zorder=1,
         )
-        labels.append((top * rates[-1][1] / peak, "learning rate, scaled", QUIET))
+        labels.append(Labelled(top * rates[-1][1] / peak, "learning rate, scaled", QUIET))
     panel.set_xlim(0, 100)
     panel.set_ylim(bottom=0)
     panel.set_xlabel("tokens, % of the budget", color=INK)
     panel.set_ylabel("standard deviation of a weight x 1000", color=INK)
-    panel.grid(axis="y", color="#ececec", linewidth=0.8)
-    _title(panel, "c. Spread among replicas beside the learning rate")
-    _label(panel, labels)
+    set_title(panel, "c. Spread among replicas beside the learning rate")
+    write_labels(panel, labels)
 
 
 def _pearson(results: Sequence[Result]) -> str:
@@ -235,27 +226,4 @@ def _draw_changes(panel: Axes, data: Measured) -> None:
     panel.set_xlabel(
         f"nats against {against}: left is better\nhollow: fewer than {SEEDS} seeds, which decide nothing", color=INK
     )
-    _title(panel, "d. What each change does to the merged model" if "(" in against else "d. The merged models")
-
-
-def _label(panel: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
-    to_axes = panel.transData + panel.transAxes.inverted()
-    ordered = sorted(labels)
-    wanted = [float(to_axes.transform((0, height))[1]) for height, _, _ in ordered]
-    line = LABEL_POINTS / (panel.bbox.height / DPI * 72)
-    for (_, text, colour), height in zip(ordered, spread(wanted, line), strict=True):
-        panel.text(1.02, height, text, transform=panel.transAxes, color=colour, fontsize=9, va="center")
-
-
-def _title(panel: Axes, text: str) -> None:
-    panel.set_title(text, loc="left", fontsize=11, color=INK, pad=8)
-
-
-def _dress(panel: Axes) -> None:
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=QUIET, labelsize=9, which="both", length=3)
-    panel.tick_params(which="minor", length=0)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        panel.spines[side].set_color("#c8c8c8")
+    set_title(panel, "d. What each change does to the merged model" if "(" in against else "d. The merged models")

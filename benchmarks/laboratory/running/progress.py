@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from benchmarks.laboratory.experiments.cell import Result
 from benchmarks.laboratory.experiments.grid import Grid, Run
 from benchmarks.laboratory.running.store import Store
-from noloco_node.units import readable_seconds
+from noloco_node.units import format_clock
 
 PLAIN_EVERY_S = 30.0
 
@@ -39,14 +39,6 @@ class Board:
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task("", total=float(max(1, self._steps)))
-        self._failures = 0
-
-    def __repr__(self) -> str:
-        return f"<Board: {self.line(())}>"
-
-    def statistics(self) -> dict[str, int]:
-        """Return how many runs are done, failed, and there are in all."""
-        return {"done": self._grid.done(self._store)[0], "failed": self._failures, "all": self._runs}
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -68,7 +60,6 @@ class Board:
 
     def failed(self, run: Run, reason: str) -> None:
         """Say why a run came to nothing."""
-        self._failures += 1
         self._say(f"{run.name}, {_settings(run)}: FAILED\n{reason}")
 
     def look(self, at_work: Sequence[tuple[Run, float]]) -> None:
@@ -85,7 +76,7 @@ class Board:
         done, _ = self._grid.done(self._store)
         steps, elapsed_s = self._begun(at_work), self._clock() - self._begun_s
         rate = (steps - self._before) / elapsed_s if elapsed_s > 0.0 else 0.0
-        left = f", about {readable_seconds((self._steps - steps) / rate)} left" if rate > 0.0 else ""
+        left = f", about {format_clock((self._steps - steps) / rate)} left" if rate > 0.0 else ""
         return f"{done} of {self._runs} runs, {rate:,.0f} replica-steps/s{left}"
 
     def _begun(self, at_work: Sequence[tuple[Run, float]]) -> int:

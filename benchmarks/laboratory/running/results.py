@@ -53,9 +53,6 @@ class Measured:
         self._besides = {recipe.name: recipe.beside for recipe in grid.recipes if recipe.beside}
         self._missing: dict[str, int] = {}
 
-    def __repr__(self) -> str:
-        return f"<Measured: {sum(map(bool, self._results.values()))} of {len(self._results)} recipes>"
-
     @property
     def names(self) -> tuple[str, ...]:
         """The recipes that there are."""

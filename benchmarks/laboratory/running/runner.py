@@ -90,14 +90,6 @@ class Crew:
     def __init__(self, processes: int, work: Work) -> None:
         self._processes, self._work = processes, work
         self._workers: list[_Worker] = []
-        self._started = 0
-
-    def __repr__(self) -> str:
-        return f"<Crew: {len(self.at_work())} of {self._processes} processes at work>"
-
-    def statistics(self) -> dict[str, int]:
-        """Return how many processes were started, and how many there are."""
-        return {"started": self._started, "alive": len(self._workers)}
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +144,6 @@ class Crew:
         process = context.Process(target=_serve, args=(self._work, theirs), daemon=True)
         process.start()
         theirs.close()
-        self._started += 1
         self._workers.append(_Worker(process, ours))
         return self._workers[-1]
 

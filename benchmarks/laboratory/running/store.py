@@ -61,7 +61,6 @@ class Store:
         self.path = path
         self._code = code()
         self._results: dict[str, Result] = {}
-        self._skipped = 0
         self._torn = False
         if not path.exists():
             return
@@ -73,13 +72,9 @@ class Store:
             try:
                 result = decode(line)
             except ValueError as error:
-                self._skipped += 1
                 warn(f"{path}, line {number}: skipped, it is no result ({error})")
                 continue
             self._results[result.cell.key] = result
-
-    def __repr__(self) -> str:
-        return f"<Store {self.path}: {len(self._results)} results>"
 
     def __len__(self) -> int:
         return len(self._results)
@@ -89,10 +84,6 @@ class Store:
 
     def __contains__(self, cell: Cell) -> bool:
         return cell.key in self._results
-
-    def statistics(self) -> dict[str, int]:
-        """Return how many results there are, and how many lines were skipped."""
-        return {"results": len(self._results), "skipped": self._skipped}
 
     def get(self, cell: Cell) -> Result | None:
         """Return the result of a cell, if it has run."""

@@ -29,7 +29,7 @@ from noloco_node.node.joining.newcomer import Claimant
 from noloco_node.node.joining.stage_benchmark import measure
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.units import _gib
+from noloco_node.units import format_bytes
 from pipeline.placement import StageClaim, capacities, choose_stage, parse_stage, reason, should_yield, stages_that_fit
 
 LOOKS = 5
@@ -186,8 +186,8 @@ class _Choice:
             return fits
         least = min(self._within, key=needs.__getitem__)
         self._say(
-            f"no stage fits the memory that is free ({_gib(self._free or 0)}); trying stage {least}, which needs least,"
-            f" about {_gib(needs[least])}"
+            f"no stage fits the memory that is free ({format_bytes(self._free or 0)}); trying stage {least}, which"
+            f" needs least, about {format_bytes(needs[least])}"
         )
         return (least,)
 
@@ -201,8 +201,8 @@ class _Choice:
         needs[stage], in_flight[stage] = measured, kept_bytes * at_once
         if self._free is not None and estimate <= self._free < measured:
             self._say(
-                f"stage {stage} does not fit: it needs {_gib(measured)} by what a microbatch takes"
-                f" ({_gib(estimate)} were estimated), and {_gib(self._free)} are free"
+                f"stage {stage} does not fit: it needs {format_bytes(measured)} by what a microbatch takes"
+                f" ({format_bytes(estimate)} were estimated), and {format_bytes(self._free)} are free"
             )
 
 

@@ -1,7 +1,7 @@
 """swarm.png: a simulation at a glance: speed, work and gap over virtual time, and what the time went by with.
 
 Made from the report alone. Faults are marked where they happened, in all panels that show time. Everything is labelled
-where it is drawn, in colours that the colour-blind tell apart (`noloco_node.demo.loss_plot`).
+where it is drawn, in colours that the colour-blind tell apart (`noloco_node.charts`).
 """
 
 from __future__ import annotations
@@ -9,22 +9,19 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from io import BytesIO
 from itertools import pairwise
 from statistics import median
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
-from noloco_node.charts import COLOURS, DPI, INK, LABEL_POINTS, QUIET, SAME, Labelled, spread
+from noloco_node.charts import COLOURS, INK, QUIET, SAME, Labelled, dress, new_figure, png, write_labels
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.collector import Cause
 from noloco_node.sim.report.figures import COMPUTING, UNSEEN, Happened, Report
 from noloco_node.sim.report.text import rate_words, size_words
 from noloco_node.sim.scenario.faults import kind_of
-from noloco_node.units import readable_seconds
+from noloco_node.units import format_clock
 
 CAUSES = {
     COMPUTING: "#0072B2",
@@ -56,8 +53,7 @@ def picture(report: Report) -> bytes:
     sentence = _wrapped(bottleneck(report))
     head = 0.98 + 0.17 * sentence.count("\n")
     height = 6.05 + head + bars
-    figure = Figure(figsize=(11, height), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, height)
     sides = {"left": 0.085, "right": 0.87}
     over_time = figure.add_gridspec(3, 1, **sides, top=1 - head / height, bottom=(bars + 1.2) / height, hspace=0.2)
     speed = figure.add_subplot(over_time[0])
@@ -74,17 +70,15 @@ def picture(report: Report) -> bytes:
     devices.set_ylabel("devices busy", color=INK)
     _draw_gap(gap, report)
     for panel in (speed, devices, gap):
-        _dress(panel)
+        dress(panel)
         _mark_faults(panel, report, named=panel is speed)
         panel.set_xlim(0, report.course[-1].until_s)
         panel.xaxis.set_major_locator(MultipleLocator(_tick_s(report.course[-1].until_s)))
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: readable_seconds(seconds)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_clock(seconds)))
     figure.align_ylabels([speed, devices, gap])
     gap.set_xlabel("virtual time", color=INK, labelpad=1)
     _draw_waits(waits, report)
-    png = BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png(figure)
 
 
 def _heading(report: Report) -> str:
@@ -110,7 +104,7 @@ def _draw_speed(panel: Axes, report: Report) -> None:
     panel.yaxis.set_major_formatter(EngFormatter(sep=""))
     panel.yaxis.set_major_locator(MaxNLocator(4))
     panel.set_ylabel("tokens/s", color=INK)
-    _label(panel, [Labelled(report.tokens_per_s, f"mean {rate_words(report.tokens_per_s)}", QUIET)])
+    write_labels(panel, [Labelled(report.tokens_per_s, f"mean {rate_words(report.tokens_per_s)}", QUIET)])
 
 
 def _draw_stages(panel: Axes, report: Report, rows: Sequence[tuple[float | None, ...]], top: float | None) -> None:
@@ -122,7 +116,7 @@ def _draw_stages(panel: Axes, report: Report, rows: Sequence[tuple[float | None,
             panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.5, solid_capstyle="round")
             labels.append(Labelled(median(value for _, value in points), name, colour))
     panel.set_ylim(0, top)
-    _label(panel, labels)
+    write_labels(panel, labels)
 
 
 def _curves(stages: int, rows: Sequence[tuple[float | None, ...]]) -> list[tuple[str, str, list[float | None]]]:
@@ -202,27 +196,3 @@ def _mark_faults(panel: Axes, report: Report, *, named: bool) -> None:
         name = f"{kind_of(first.fault)} {getattr(first.fault, 'peer', '')}".strip()
         more = f" +{len(group) - 1}" if len(group) > 1 else ""
         panel.text(first.at_s, 1.03, name + more, transform=across, color=FAULT, fontsize=7.5, rotation=15)
-
-
-def _label(panel: Axes, labels: Sequence[Labelled]) -> None:
-    """Write each label beside its height, as near to it as the others allow."""
-    to_axes = panel.transData + panel.transAxes.inverted()
-    bottom, top = panel.get_ylim()
-    ordered = sorted(labels)
-    wanted = [float(to_axes.transform((0, min(max(label.height, bottom), top)))[1]) for label in ordered]
-    line = LABEL_POINTS / (panel.bbox.height / DPI * 72)
-    heights = spread(wanted, line)
-    # Below the axis they would run into the last tick's.
-    lift = max(0.0, -min(heights, default=0.0))
-    for label, height in zip(ordered, (height + lift for height in heights), strict=True):
-        panel.text(1.015, height, label.text, transform=panel.transAxes, color=label.colour, fontsize=9, va="center")
-
-
-def _dress(panel: Axes) -> None:
-    panel.grid(axis="y", color="#ececec", linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.tick_params(colors=QUIET, labelsize=9, which="both", length=3)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        panel.spines[side].set_color("#c8c8c8")

@@ -15,7 +15,7 @@ from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import World
 from noloco_node.terminal import DRAW_EVERY_S, Bar, Forecast
-from noloco_node.units import readable_seconds
+from noloco_node.units import format_clock
 
 PLAIN_EVERY_S = 10.0
 
@@ -69,6 +69,6 @@ def done_share(world: World) -> float:
 
 def progress_line(done: float, virtual_s: float, real_s: float, left_s: float | None) -> str:
     """Return one line on the state of a simulation."""
-    left = "" if left_s is None else f", about {readable_seconds(left_s)} left"
+    left = "" if left_s is None else f", about {format_clock(left_s)} left"
     speed = f"{virtual_s / real_s:,.1f} times real time" if real_s > 0.0 else "just begun"
-    return f"{done:.0%}, virtual time {readable_seconds(virtual_s)}, {speed}{left}"
+    return f"{done:.0%}, virtual time {format_clock(virtual_s)}, {speed}{left}"

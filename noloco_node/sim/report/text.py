@@ -12,7 +12,7 @@ from noloco_node.sim.report.collector import Cause
 from noloco_node.sim.report.figures import COMPUTING, PeerSpread, Report, StageReport
 from noloco_node.sim.scenario.faults import Fault, kind_of, unfold
 from noloco_node.sim.scenario.scenario import planned
-from noloco_node.units import _duration, readable_bytes, rounded_count
+from noloco_node.units import format_bytes, format_count, format_duration
 
 COLUMNS = {
     COMPUTING: "computing",
@@ -40,7 +40,7 @@ def lines(report: Report) -> list[str]:
         f"{'speed':<12}{rate_words(report.tokens_per_s)} tokens a virtual second "
         f"({report.tokens:,} tokens of {report.budget_tokens:,} planned, "
         f"in {report.microbatches:,} microbatches of {report.microbatch_tokens:,})",
-        f"{'time':<12}{_duration(report.virtual_s)} virtual{_real(report)}",
+        f"{'time':<12}{format_duration(report.virtual_s)} virtual{_real(report)}",
         f"{'loss':<12}{_change(report.loss_first, report.loss_last)}",
         "",
         *_devices(report.stages),
@@ -65,7 +65,7 @@ def heading(report: Report) -> list[str]:
     sizes = size_words(report)
     if not report.parameters:
         return [f"{scenario.name}: a swarm of quadratic bowls, {sizes}, seed {scenario.seed}."]
-    parameters = rounded_count(report.parameters)
+    parameters = format_count(report.parameters)
     text = [f"{scenario.name}: a run of {parameters} parameters in {sizes}, seed {scenario.seed}."]
     if swarm.model == "transformer":
         return [*text, "The model was really trained; devices and lines were simulated."]
@@ -87,7 +87,7 @@ def rate_words(per_s: float) -> str:
 def _real(report: Report) -> str:
     if report.real_s <= 0.0:
         return ""
-    return f", {_duration(report.real_s)} real: {report.virtual_s / report.real_s:,.0f} times as fast"
+    return f", {format_duration(report.real_s)} real: {report.virtual_s / report.real_s:,.0f} times as fast"
 
 
 def _change(first: float | None, last: float | None, form: str = "3f") -> str:
@@ -146,11 +146,11 @@ def _microbatches(report: Report) -> list[str]:
 
 
 def _bytes(report: Report) -> list[str]:
-    ways = ", ".join(f"{readable_bytes(count)} {way}" for way, count in report.microbatch_bytes.items())
+    ways = ", ".join(f"{format_bytes(count)} {way}" for way, count in report.microbatch_bytes.items())
     text = [f"{'bytes':<12}by purpose, sent by all peers"]
     for purpose, count in report.sent_bytes.items():
         more = f"   {ways}" if purpose == "microbatch" else ""
-        text.append(f"  {purpose:<10}{readable_bytes(count):>12}{more}")
+        text.append(f"  {purpose:<10}{format_bytes(count):>12}{more}")
     published = report.network.get("records.published", 0)
     return [*text, f"{'records':<12}{published:,} published in the DHT"]
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
 from noloco_node.run.decode_errors import misfit, short
 from noloco_node.sim.network.link_model import Latency
 from noloco_node.sim.scenario import faults
@@ -133,9 +133,11 @@ def load_scenario(path: Path) -> Scenario:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         attempt = "check the path; docs/simulator.md shows a scenario"
-        raise _trouble(f"The scenario {path} cannot be read.", why, attempt) from error
+        raise config_error(f"The scenario {path} cannot be read.", why, attempt) from error
     if len(raw) > SCENARIO_BYTES:
-        raise _trouble(f"{path} is too long for a scenario.", f"it has more than {SCENARIO_BYTES} bytes", "shorten it")
+        raise config_error(
+            f"{path} is too long for a scenario.", f"it has more than {SCENARIO_BYTES} bytes", "shorten it"
+        )
     scenario = decode_scenario(text, str(path))
     if scenario.swarm.run is None:
         return scenario
@@ -148,19 +150,21 @@ def decode_scenario(text: str, origin: str) -> Scenario:
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _trouble(f"{origin} is not valid TOML.", str(error), "correct that line; see https://toml.io") from error
+        raise config_error(
+            f"{origin} is not valid TOML.", str(error), "correct that line; see https://toml.io"
+        ) from error
     faults_found = table.pop("fault", [])
     scenario = _convert(table, Scenario, text, origin, "")
     if not isinstance(faults_found, list):
         where = line_of(text, "fault", None)
-        raise _trouble(
+        raise config_error(
             f"{origin}{where}: fault is no list.", "each fault is a section of its own", "write [[fault]] above it"
         )
     kinds = [_fault(found, text, origin, number) for number, found in enumerate(faults_found)]
     scenario = msgspec.structs.replace(scenario, fault=tuple(kinds))
     for problem in problems(scenario):
         where = line_of(text, problem.field)
-        raise _trouble(f"{origin}{where}: {short(problem.field)} is refused.", problem.why, problem.attempt)
+        raise config_error(f"{origin}{where}: {short(problem.field)} is refused.", problem.why, problem.attempt)
     return scenario
 
 
@@ -179,7 +183,7 @@ def _fault(found: object, text: str, origin: str, number: int) -> Fault:
     if not isinstance(found, dict) or word not in faults.KINDS:
         where = line_of(text, f"fault[{number}].kind")
         what = f"{origin}{where}: {'this fault has no kind' if word is None else f'no fault is called {word!r}'}."
-        raise _trouble(short(what), "the kind says what happens", f"one of {', '.join(faults.KINDS)}")
+        raise config_error(short(what), "the kind says what happens", f"one of {', '.join(faults.KINDS)}")
     fault: Fault = _convert(found, faults.KINDS[word], text, origin, f"fault[{number}]")
     return fault
 
@@ -307,7 +311,3 @@ def _among(lines: list[str], begin: int, path: list[str]) -> str:
             if re.match(rf"\s*{dotted}\s*[=.]", lines[place]):
                 return f", line {place + 1}"
     return ""
-
-
-def _trouble(what: str, why: str, attempt: str) -> UserError:
-    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)
