@@ -208,7 +208,7 @@ class Node:
         def progress() -> float:
             return self._replica_or_fail().progress.value
 
-        moving = MigrationWatcher(newcomer.claimant, stage, moves, self._wishes.refresh_s, progress, self._unfit)
+        moving = MigrationWatcher(newcomer, stage, moves, self._wishes.refresh_s, progress, self._unfit)
 
         async def depart(move: Move, device_s: float) -> None:
             await moving.take_place(move, device_s)
