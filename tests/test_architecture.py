@@ -121,12 +121,7 @@ RULES: tuple[Callable[[], Broken], ...] = (
     folders_of_tests_are_those_of_packages,
 )
 EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
-    arrows_follow_the_order: {
-        "noloco_node.data.text_source -> noloco_node.cli.node_config": "until NodeConfig has found its place",
-    },
     no_circle: {
-        "noloco_node.cli noloco_node.data noloco_node.demo noloco_node.doctor noloco_node.export noloco_node.inference "
-        "noloco_node.node noloco_node.planning noloco_node.sim": "until NodeConfig has found its place",
         "noloco_node.sim.network.conversation noloco_node.sim.network.hub noloco_node.sim.network.outbox "
         "noloco_node.sim.network.peer_network": "until the medium leaves the hub",
     },

@@ -59,8 +59,6 @@ class SnapshotServer:
     async def begin(self, own: int) -> None:
         """Set aside what is there of other stages than our own, and serve it from now on."""
         former = self._machine.former
-        if former is None:
-            return
         await former.set_aside(own)
         self._said.clear()
         for number in await former.stages() if self._deadline_s is not None else ():
@@ -95,8 +93,7 @@ class SnapshotServer:
         """Return what is known of a stage's weights, or they themselves, read from the disk."""
         if parts is Parts.OUTLINE and number in self._said:
             return self._said[number]
-        former = self._machine.former
-        kept = await former.slow(number) if former is not None and parts is not Parts.ALL else None
+        kept = await self._machine.former.slow(number) if parts is not Parts.ALL else None
         if kept is None:
             raise ConnectionAbortedError("of a stage that we left there are slow weights, and no more")
         whole = state_of(kept)

@@ -53,7 +53,7 @@ class Start(NamedTuple):
 
 async def join(newcomer: Newcomer) -> Start:
     """Claim a stage, build it and find its weights; raise `UserError` where this machine cannot hold it."""
-    served = await newcomer.host.served() if newcomer.wish is None else None
+    served = await newcomer.host.last_stage() if newcomer.wish is None else None
     number, stage = await claim_stage(newcomer, served)
     if stage is None:
         stage = await built(newcomer.host, number)
@@ -69,9 +69,10 @@ async def join(newcomer: Newcomer) -> Start:
             attempt="end other programs, or serve a smaller stage with --stage",
             code=Exit.DEVICE,
         ) from error
-    if newcomer.host.keep is not None:
+    unfinished = newcomer.host.partial_download(number, 0)
+    if unfinished is not None:
         # Of a copy that an earlier life began, and that nobody needs now, say.
-        await newcomer.host.device.run(newcomer.host.keep(number, 0).discard)
+        await newcomer.host.device.run(unfinished.discard)
     return Start(number, stage, beginning, saved.counters if saved is not None else None)
 
 
@@ -150,7 +151,7 @@ class _StateSearch:
         if self._download is None:
             self._newcomer.reporter.record(events.StateChanged(state=PeerState.CATCHING_UP))
             self._announce(None)
-            self._newcomer.host.copies(self._number)
+            self._newcomer.host.prepare_text(self._number)
             self._download = self._new_download()
 
         def living_now() -> tuple[PeerRecord, ...]:
@@ -171,7 +172,7 @@ class _StateSearch:
         newcomer, weight_bytes = self._newcomer, 4 * sum(map(prod, self._stage.shapes))
         deadline_s = copying_s(weight_bytes, newcomer.slowest_bytes_per_s) if newcomer.deadlines else math.inf
         line = DownloadLink(newcomer.network, self._device, deadline_s)
-        keep = newcomer.host.keep(self._number, weight_bytes) if newcomer.host.keep is not None else None
+        keep = newcomer.host.partial_download(self._number, weight_bytes)
         return StateDownload(self._number, self._stage, line, newcomer.reporter, keep, self._saved)
 
     async def _wait(self, seconds: float, for_replica: bool) -> None:

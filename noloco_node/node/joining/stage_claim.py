@@ -24,7 +24,7 @@ from typing import NamedTuple
 from noloco_node import __version__
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.machine.interface import Host, StageModel
+from noloco_node.machine.interface import ComputeHost, StageModel
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.stage_benchmark import measure
 from noloco_node.run.peer_state import PeerState
@@ -107,7 +107,7 @@ async def claim_stage(newcomer: Newcomer, served: int | None) -> ClaimedStage:
     return ClaimedStage(stage, part if stage == probed else None)
 
 
-async def built(host: Host, number: int) -> StageModel:
+async def built(host: ComputeHost, number: int) -> StageModel:
     """Build a stage; raise `UserError` where this machine cannot."""
     try:
         return await host.device.run(host.build, number)
@@ -174,12 +174,12 @@ class _Choice:
     """
 
     def __init__(self, newcomer: Newcomer) -> None:
-        self._pipeline, self._machine, self._say = newcomer.run.pipeline, newcomer.host, newcomer.reporter.say
+        self._pipeline, self._host, self._say = newcomer.run.pipeline, newcomer.host, newcomer.reporter.say
         self._within, self._free = servable(newcomer), newcomer.host.free_bytes()
 
     def fits(self) -> tuple[int, ...]:
         """Return the stages to choose from: those that fit, or the one that needs least."""
-        needs = self._machine.needs_bytes
+        needs = self._host.needs_bytes
         fits = stages_that_fit(needs, self._free, self._pipeline.stages)
         fits = tuple(stage for stage in fits if stage in self._within)
         if fits:
@@ -193,7 +193,7 @@ class _Choice:
 
     def note(self, stage: int, kept_bytes: int) -> None:
         """Correct what microbatches in flight keep at a stage, given what one was seen to keep."""
-        pipeline, needs, in_flight = self._pipeline, self._machine.needs_bytes, self._machine.in_flight_bytes
+        pipeline, needs, in_flight = self._pipeline, self._host.needs_bytes, self._host.in_flight_bytes
         if not (needs and in_flight and kept_bytes):
             return
         at_once = pipeline.microbatches_per_step * pipeline.windows_in_flight if stage < pipeline.stages - 1 else 1

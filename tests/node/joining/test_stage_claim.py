@@ -20,7 +20,7 @@ from memory_swarms import Peer, recipe, until
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.machine.interface import Host, Reporter
+from noloco_node.machine.interface import Reporter
 from noloco_node.machine.memory import ARENAS, available, trim, within_limit
 from noloco_node.node.joining import stage_claim
 from noloco_node.node.joining.newcomer import Newcomer
@@ -33,6 +33,8 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.explore.search import ExploreResult, examine
 from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.hardware.memory_host import MemoryHost
+from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
 from noloco_node.sim.network.hub import SimNetwork
@@ -45,6 +47,15 @@ from noloco_node.swarm.roster import PeerRecord
 from pipeline.placement import capacities
 
 WORK = (1.0, 1.0, 2.0)
+
+
+class SmallHost(MemoryHost):
+    """One of which is known how much memory is free."""
+
+    free: int | None = None
+
+    def free_bytes(self) -> int | None:
+        return self.free
 
 
 class Seeker:
@@ -68,17 +79,14 @@ class Seeker:
         what = recipe(stages=3)
         network = hub.network(name, Access(dials_only=dials_only))
         self.membership = Membership(network, what.digest, 3, refresh_s=5.0)
-        host = Host(
-            device=self._device,
+        host = SmallHost(
+            self._device,
+            MemoryStore(lambda: None),
             build=self._build,
             open_text=self._no_text,
-            load=self._no_disk,
             save=self._never,
-            unix_time=asyncio.get_running_loop().time,
-            needs_bytes=[100, 200, 300],
-            in_flight_bytes=[20, 20, 20],
-            free_bytes=lambda: free,
         )
+        host.free, host.needs_bytes, host.in_flight_bytes = free, [100, 200, 300], [20, 20, 20]
         reporter = Reporter(record=self.events.append, say=self.said.append)
         self.newcomer = Newcomer(
             recipe=what,
@@ -97,9 +105,6 @@ class Seeker:
 
     async def _no_text(self) -> RandomBatches:
         return RandomBatches((1, 1), 0)
-
-    async def _no_disk(self, stage: int) -> None:
-        return None
 
     async def _never(self, _: object) -> str:
         raise AssertionError("who claims saves nothing")
