@@ -1,4 +1,7 @@
-"""This machine as a node sees it: its device, text, disk, clocks and line."""
+"""This machine as a node sees it: its device, text, disk, clocks and line.
+
+It stands beside the command that makes it, and not in `noloco_node.machine`: it needs the plan of the run as well.
+"""
 
 from __future__ import annotations
 

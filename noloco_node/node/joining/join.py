@@ -20,7 +20,7 @@ from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.revival import revive
-from noloco_node.node.joining.stage_claim import built, claim_stage
+from noloco_node.node.joining.stage_claim import build_stage, claim_stage
 from noloco_node.node.joining.state_source import (
     Attempts,
     DownloadFailed,
@@ -56,7 +56,7 @@ async def join(newcomer: Newcomer) -> Start:
     served = await newcomer.host.last_stage() if newcomer.wish is None else None
     number, stage = await claim_stage(newcomer, served)
     if stage is None:
-        stage = await built(newcomer.host, number)
+        stage = await build_stage(newcomer.host, number)
     saved = await newcomer.host.load(number)
     try:
         beginning = await _StateSearch(newcomer, number, stage, saved).run()

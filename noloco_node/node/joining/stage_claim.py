@@ -49,7 +49,7 @@ class ClaimedStage(NamedTuple):
     stage: StageModel | None = None
 
 
-class _Own(NamedTuple):
+class _OwnCapacity(NamedTuple):
     """What a newcomer knows of itself: where it fits, and its device seconds a microbatch at each stage, 0 unknown."""
 
     fits: tuple[int, ...]
@@ -86,28 +86,28 @@ def servable(newcomer: Newcomer) -> range:
 
 async def claim_stage(newcomer: Newcomer, served: int | None) -> ClaimedStage:
     """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
-    await _first_look(newcomer)
+    await _read_roster(newcomer)
     if newcomer.wish is not None:
-        return await _take(newcomer, newcomer.wish)
+        return await _claim_wish(newcomer, newcomer.wish)
     if not newcomer.network.dialable:
         newcomer.reporter.say("looking at stage 0 alone, which dials the others: nobody can dial us")
-    membership, work, choice = newcomer.membership, newcomer.plan.work, _Choice(newcomer)
+    membership, work, fitting = newcomer.membership, newcomer.plan.work, _FittingStages(newcomer)
     rng = Random(f"{newcomer.run.seed}|placement|{newcomer.me}")
-    stage = choose_stage(capacities(claims_of(membership.roster), work), choice.fits(), rng, served)
-    part = await built(newcomer.host, stage)
+    stage = choose_stage(capacities(claims_of(membership.roster), work), fitting.stages(), rng, served)
+    part = await build_stage(newcomer.host, stage)
     device_s, kept_bytes = await _measure(newcomer, part, stage)
-    choice.note(stage, kept_bytes)
-    own = _Own(choice.fits(), device_s)
+    fitting.correct(stage, kept_bytes)
+    own = _OwnCapacity(fitting.stages(), device_s)
     # Others may have come while we were building.
     await membership.peek()
     capacity = capacities(claims_of(membership.roster), work)
-    probed, stage = stage, choose_stage(capacity, own.fits, rng, stage)
-    _say(newcomer, stage, reason(stage, capacity, own.speed(stage)), own)
+    built, stage = stage, choose_stage(capacity, own.fits, rng, stage)
+    _report_choice(newcomer, stage, reason(stage, capacity, own.speed(stage)), own)
     stage = await _settle(newcomer, stage, own)
-    return ClaimedStage(stage, part if stage == probed else None)
+    return ClaimedStage(stage, part if stage == built else None)
 
 
-async def built(host: ComputeHost, number: int) -> StageModel:
+async def build_stage(host: ComputeHost, number: int) -> StageModel:
     """Build a stage; raise `UserError` where this machine cannot."""
     try:
         return await host.device.run(host.build, number)
@@ -120,7 +120,7 @@ async def built(host: ComputeHost, number: int) -> StageModel:
         ) from error
 
 
-async def _first_look(newcomer: Newcomer) -> None:
+async def _read_roster(newcomer: Newcomer) -> None:
     """Read who is there until the DHT has answered for all stages."""
     for look in count(1):
         roster = await newcomer.membership.peek()
@@ -140,7 +140,7 @@ async def _first_look(newcomer: Newcomer) -> None:
     )
 
 
-async def _take(newcomer: Newcomer, wish: int) -> ClaimedStage:
+async def _claim_wish(newcomer: Newcomer, wish: int) -> ClaimedStage:
     try:
         stage = parse_stage(wish, newcomer.run.pipeline.stages)
     except ValueError as error:
@@ -167,7 +167,7 @@ async def _take(newcomer: Newcomer, wish: int) -> ClaimedStage:
     return ClaimedStage(stage)
 
 
-class _Choice:
+class _FittingStages:
     """Which stages fit the memory that is free before one is built: by the plan's estimate, until one is measured.
 
     For whoever can only dial that is the first stage or none: all others are dialled by the stage before.
@@ -177,7 +177,7 @@ class _Choice:
         self._pipeline, self._host, self._say = newcomer.run.pipeline, newcomer.host, newcomer.reporter.say
         self._within, self._free = servable(newcomer), newcomer.host.free_bytes()
 
-    def fits(self) -> tuple[int, ...]:
+    def stages(self) -> tuple[int, ...]:
         """Return the stages to choose from: those that fit, or the one that needs least."""
         needs = self._host.needs_bytes
         fits = stages_that_fit(needs, self._free, self._pipeline.stages)
@@ -191,7 +191,7 @@ class _Choice:
         )
         return (least,)
 
-    def note(self, stage: int, kept_bytes: int) -> None:
+    def correct(self, stage: int, kept_bytes: int) -> None:
         """Correct what microbatches in flight keep at a stage, given what one was seen to keep."""
         pipeline, needs, in_flight = self._pipeline, self._host.needs_bytes, self._host.in_flight_bytes
         if not (needs and in_flight and kept_bytes):
@@ -216,7 +216,7 @@ async def _measure(newcomer: Newcomer, stage: StageModel, number: int) -> tuple[
     return device_s, probe.kept_bytes
 
 
-async def _settle(newcomer: Newcomer, stage: int, own: _Own) -> int:
+async def _settle(newcomer: Newcomer, stage: int, own: _OwnCapacity) -> int:
     """Announce a stage, read again, and move if another newcomer chose alike; return where we stay."""
     membership, work = newcomer.membership, newcomer.plan.work
     claimed_at = newcomer.host.unix_time()
@@ -242,16 +242,16 @@ async def _settle(newcomer: Newcomer, stage: int, own: _Own) -> int:
         rivals = any(each.peer != newcomer.me and each.stage == stage and not each.settled for each in claims)
         news = f"another newcomer chose stage {stage} too" if rivals else "the swarm is another one by now"
         why = f"{news}; {reason(elsewhere, capacity, own.speed(elsewhere))}"
-        _say(newcomer, elsewhere, why, own)
+        _report_choice(newcomer, elsewhere, why, own)
         stage = elsewhere
     return stage
 
 
-def _say(newcomer: Newcomer, stage: int, why: str, own: _Own) -> None:
+def _report_choice(newcomer: Newcomer, stage: int, why: str, own: _OwnCapacity) -> None:
     newcomer.reporter.say(f"taking stage {stage}: {why}")
     newcomer.reporter.record(events.Placed(stage=stage, why=why, device_s=own.device_s[stage]))
 
 
 def _in_a_line(error: Exception) -> str:
-    told = " ".join(str(error).split())
-    return f"{type(error).__name__}: {told[:300]}" if told else type(error).__name__
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:300]}" if message else type(error).__name__
