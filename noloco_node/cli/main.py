@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from noloco_node import __version__
-from noloco_node.cli.node_config import NodeConfig
 from noloco_node.cli.options import (
     AnnounceOption,
     CapOption,
@@ -27,6 +26,7 @@ from noloco_node.cli.options import (
     ListenOption,
     SimulateOptions,
     UploadOption,
+    default_home,
     taking,
 )
 from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
@@ -130,7 +130,7 @@ def bootstrap(
 
     config = BootstrapConfig(
         run=run,
-        home=home or _default_home("bootstrap"),
+        home=home or default_home("bootstrap"),
         listen=tuple(listen or ()),
         announce=tuple(announce or ()),
         invite=invite,
@@ -144,7 +144,7 @@ def bootstrap(
 def join(invite: InviteArgument, options: JoinOptions) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
     # Before torch is loaded: a refusal is to come at once.
-    config = _node_config(options)
+    config = options.node_config()
     from noloco_node.cli.join import join as join_swarm
 
     _run(join_swarm(invite, config))
@@ -184,7 +184,7 @@ def doctor(
     from noloco_node.doctor.command import DoctorRequest, report
 
     wish = DoctorRequest(
-        home=home or _default_home("node"), device=device, listen=tuple(listen or ()), announce=tuple(announce or ())
+        home=home or default_home("node"), device=device, listen=tuple(listen or ()), announce=tuple(announce or ())
     )
     text, code = _run(report(invite, wish, as_json=as_json))
     typer.echo(text)
@@ -304,31 +304,6 @@ def simulate(
     except KeyboardInterrupt:  # typer would leave without a word
         typer.echo(f"{COMPLAINT}interrupted, nothing was written", err=True)
         raise typer.Exit(Exit.INTERRUPTED) from None
-
-
-def _node_config(options: JoinOptions) -> NodeConfig:
-    """Return what `join` is told, defaults filled in; raise `UserError` where a bandwidth budget says nothing."""
-    return NodeConfig(
-        home=str(options.home or _default_home("node")),
-        stage=options.stage,
-        stay=options.stay,
-        device=options.device,
-        data=options.data,
-        listen=tuple(options.listen or ()),
-        announce=tuple(options.announce or ()),
-        relayed=options.relayed,
-        threads=options.threads,
-        allowance=read_owner_limits(options.max_upload, options.max_download, options.monthly_cap, options.hours),
-        keep=options.keep,
-        keep_snapshots=options.keep_snapshots,
-        linger_s=options.linger,
-        refresh_s=options.refresh,
-        slowdown=options.slowdown,
-    )
-
-
-def _default_home(kind: str) -> Path:
-    return Path.home() / ".noloco" / kind
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:

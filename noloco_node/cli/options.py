@@ -12,6 +12,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from noloco_node.cli.node_config import NodeConfig
+from noloco_node.limits.budget import read_owner_limits
 from noloco_node.run.config import MOST_SLOWDOWN
 
 InviteArgument = Annotated[
@@ -77,6 +79,11 @@ CapOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def default_home(kind: str) -> Path:
+    """Return where a node, or a bootstrap peer, lives unless its owner says otherwise."""
+    return Path.home() / ".noloco" / kind
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,26 @@ class JoinOptions:
             help="Act as a device so many times slower than yours: for trials of uneven swarms.",
         ),
     ] = 1.0
+
+    def node_config(self) -> NodeConfig:
+        """Return it with the defaults filled in; raise `UserError` where a budget or the hours cannot be read."""
+        return NodeConfig(
+            home=str(self.home or default_home("node")),
+            stage=self.stage,
+            stay=self.stay,
+            device=self.device,
+            data=self.data,
+            listen=tuple(self.listen or ()),
+            announce=tuple(self.announce or ()),
+            relayed=self.relayed,
+            threads=self.threads,
+            allowance=read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours),
+            keep=self.keep,
+            keep_snapshots=self.keep_snapshots,
+            linger_s=self.linger,
+            refresh_s=self.refresh,
+            slowdown=self.slowdown,
+        )
 
 
 @dataclass(frozen=True)
