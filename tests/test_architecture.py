@@ -122,13 +122,6 @@ RULES: tuple[Callable[[], Broken], ...] = (
     folders_of_tests_are_those_of_packages,
 )
 EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
-    arrows_follow_the_order: {
-        "noloco_node.data.text_source -> noloco_node.cli.node_config": "until NodeConfig has found its place",
-    },
-    no_circle: {
-        "noloco_node.cli noloco_node.data noloco_node.demo noloco_node.doctor noloco_node.export noloco_node.inference "
-        "noloco_node.node noloco_node.planning noloco_node.sim": "until NodeConfig has found its place",
-    },
     a_package_says_at_most_what_it_is: {"noloco_node": "setup.cfg reads the version there"},
     public_classes_have_names_of_their_own: {
         "Conversation": "gossip says what it needs of a conversation, and does not know the network's interface",

@@ -13,12 +13,14 @@ import math
 from dataclasses import dataclass, field
 
 from noloco_node.journal import events
-from noloco_node.machine.interface import Host, Reporter
+from noloco_node.machine.interface import Reporter
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.planning.pipeline_model import PipelineShape
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.hardware.memory_host import MemoryHost
+from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
 from noloco_node.sim.network.hub import SimNetwork
@@ -143,9 +145,6 @@ def _node(hub: SimNetwork, recipe: RunFileText, name: str, peer: _Peer, pass_s: 
     async def open_text() -> RandomBatches:
         return RandomBatches(_MICROBATCH, int(name[-3:]) * 10_000)
 
-    async def load(stage: int) -> Checkpoint | None:
-        return None
-
     async def save(checkpoint: Checkpoint) -> str:
         return "nowhere"
 
@@ -153,14 +152,7 @@ def _node(hub: SimNetwork, recipe: RunFileText, name: str, peer: _Peer, pass_s: 
         if isinstance(event, events.PeerViolation | events.Lost):
             wrong.append(f"{name}: {event}")
 
-    host = Host(
-        device=device,
-        build=build,
-        open_text=open_text,
-        load=load,
-        save=save,
-        unix_time=asyncio.get_running_loop().time,
-    )
+    host = MemoryHost(device, MemoryStore(lambda: None), build=build, open_text=open_text, save=save)
     wishes = NodeOptions(stage=peer.stage, refresh_s=REFRESH_S)
     return Node(
         recipe,

@@ -22,11 +22,15 @@ from noloco_node.cli.options import (
     HomeOption,
     HomesOption,
     InviteArgument,
+    JoinOptions,
     ListenOption,
+    SimulateOptions,
     UploadOption,
+    default_home,
+    taking,
 )
 from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
-from noloco_node.run.config import MOST_SLOWDOWN
+from noloco_node.limits.budget import read_owner_limits
 
 T = TypeVar("T")
 
@@ -90,7 +94,6 @@ def check(
 
     With a bandwidth budget also what that carries; this part is text only.
     """
-    from noloco_node.limits.budget import read_owner_limits
     from noloco_node.planning import bandwidth
     from noloco_node.planning.plan_text import report
 
@@ -127,7 +130,7 @@ def bootstrap(
 
     config = BootstrapConfig(
         run=run,
-        home=home or _default_home("bootstrap"),
+        home=home or default_home("bootstrap"),
         listen=tuple(listen or ()),
         announce=tuple(announce or ()),
         invite=invite,
@@ -137,107 +140,13 @@ def bootstrap(
 
 
 @app.command()
-def join(
-    invite: InviteArgument,
-    stage: Annotated[
-        int | None,
-        typer.Option(min=0, help="Stage to serve, and never to leave.", show_default="the one that limits the swarm"),
-    ] = None,
-    stay: Annotated[
-        bool, typer.Option("--stay", help="Do not move to another stage later, even if it is needed there.")
-    ] = False,
-    device: Annotated[
-        str, typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.")
-    ] = "auto",
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Local text to train on instead of the run's source: a file, directory or glob.", show_default=False
-        ),
-    ] = None,
-    home: HomeOption = None,
-    listen: ListenOption = None,
-    announce: AnnounceOption = None,
-    relayed: Annotated[
-        bool,
-        typer.Option(
-            "--relayed",
-            help="Be reached through the swarm's relays. Without it others are asked whether they can dial you.",
-        ),
-    ] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for torch.", show_default="all cores")] = None,
-    max_upload: UploadOption = None,
-    max_download: DownloadOption = None,
-    monthly_cap: CapOption = None,
-    hours: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FROM-TO",
-            help="Take part only at these hours of the day here, such as 22-08; wait in between. From the second time "
-            "on an outage is waited out.",
-            show_default=False,
-        ),
-    ] = None,
-    keep: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Checkpoints to keep: one is written every round, as far as a twentieth of the time goes."
-        ),
-    ] = 3,
-    keep_snapshots: Annotated[
-        int,
-        typer.Option(
-            metavar="ROUNDS",
-            min=0,
-            help="Keep snapshots of all other stages, each so many rounds after the last: a stage that dies comes back "
-            "from there. 0: none.",
-        ),
-    ] = 0,
-    linger: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run."),
-    ] = 600.0,
-    refresh: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=0.1, help="How often to tell the others of oneself and to read the roster."
-        ),
-    ] = 10.0,
-    slowdown: Annotated[
-        float,
-        typer.Option(
-            metavar="TIMES",
-            min=1.0,
-            max=MOST_SLOWDOWN,
-            help="Act as a device so many times slower than yours: for trials of uneven swarms.",
-        ),
-    ] = 1.0,
-) -> None:
+@taking(JoinOptions)
+def join(invite: InviteArgument, options: JoinOptions) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
-    from noloco_node.cli.node_config import NodeConfig
-    from noloco_node.limits.budget import read_owner_limits
-
     # Before torch is loaded: a refusal is to come at once.
-    allowance = read_owner_limits(max_upload, max_download, monthly_cap, hours)
+    config = options.node_config()
     from noloco_node.cli.join import join as join_swarm
 
-    config = NodeConfig(
-        home=str(home or _default_home("node")),
-        stage=stage,
-        stay=stay,
-        device=device,
-        data=data,
-        listen=tuple(listen or ()),
-        announce=tuple(announce or ()),
-        relayed=relayed,
-        threads=threads,
-        allowance=allowance,
-        keep=keep,
-        keep_snapshots=keep_snapshots,
-        linger_s=linger,
-        refresh_s=refresh,
-        slowdown=slowdown,
-    )
     _run(join_swarm(invite, config))
 
 
@@ -275,7 +184,7 @@ def doctor(
     from noloco_node.doctor.command import DoctorRequest, report
 
     wish = DoctorRequest(
-        home=home or _default_home("node"), device=device, listen=tuple(listen or ()), announce=tuple(announce or ())
+        home=home or default_home("node"), device=device, listen=tuple(listen or ()), announce=tuple(announce or ())
     )
     text, code = _run(report(invite, wish, as_json=as_json))
     typer.echo(text)
@@ -372,53 +281,29 @@ def demo(
 
 
 @app.command()
+@taking(SimulateOptions)
 def simulate(
+    options: SimulateOptions,
     scenario: Annotated[
         Path | None, typer.Argument(metavar="SCENARIO.toml", help="A scenario; without one the flags make it.")
     ] = None,
-    peers: Annotated[
-        int | None,
-        typer.Option(min=1, max=20_000, help="Peers in all: stages times replicas.", show_default="2 a stage"),
-    ] = None,
-    stages: Annotated[int | None, typer.Option(min=1, max=256, help="Stages of the model.", show_default="2")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Gossip rounds of each replica.", show_default="20")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of all that is drawn.", show_default="0")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory for picture and report.", show_default="noloco-simulation"),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of text; no files without --out.")
-    ] = False,
-    explore: Annotated[
-        int | None,
-        typer.Option(metavar="K", min=1, help="Run K random fault schedules and check what must always hold."),
-    ] = None,
-    trace: Annotated[
-        bool,
-        typer.Option("--trace", help="Write every event; with --seed alone, replay that schedule of --explore."),
-    ] = False,
 ) -> None:
     """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
     from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, repeat, search, simulate_scenario
 
-    flags = SimulationFlags(peers, stages, rounds, seed)
-    wanted = SimulationRequest(out, as_json, trace)
+    flags = SimulationFlags(options.peers, options.stages, options.rounds, options.seed)
+    wanted = SimulationRequest(options.out, options.as_json, options.trace)
     try:
-        if explore is not None:
-            code = search(scenario, flags, wanted, explore, typer.echo)
-        elif trace and seed is not None and scenario is None and not flags.of_the_swarm:
-            code = repeat(seed, wanted, typer.echo)
+        if options.explore is not None:
+            code = search(scenario, flags, wanted, options.explore, typer.echo)
+        elif options.trace and options.seed is not None and scenario is None and not flags.of_the_swarm:
+            code = repeat(options.seed, wanted, typer.echo)
         else:
             code = simulate_scenario(scenario, flags, wanted, typer.echo)
         raise typer.Exit(code)
     except KeyboardInterrupt:  # typer would leave without a word
         typer.echo(f"{COMPLAINT}interrupted, nothing was written", err=True)
         raise typer.Exit(Exit.INTERRUPTED) from None
-
-
-def _default_home(kind: str) -> Path:
-    return Path.home() / ".noloco" / kind
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:

@@ -1,11 +1,20 @@
-"""The arguments and options that several commands of the command line have in common."""
+"""The arguments and options of the command line: those that several commands have in common, and those of commands that
+have many.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from noloco_node.cli.node_config import NodeConfig
+from noloco_node.limits.budget import read_owner_limits
+from noloco_node.run.config import MOST_SLOWDOWN
 
 InviteArgument = Annotated[
     str,
@@ -70,3 +79,163 @@ CapOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def default_home(kind: str) -> Path:
+    """Return where a node, or a bootstrap peer, lives unless its owner says otherwise."""
+    return Path.home() / ".noloco" / kind
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """What an owner says of this machine to `join`."""
+
+    stage: Annotated[
+        int | None,
+        typer.Option(min=0, help="Stage to serve, and never to leave.", show_default="the one that limits the swarm"),
+    ] = None
+    stay: Annotated[
+        bool, typer.Option("--stay", help="Do not move to another stage later, even if it is needed there.")
+    ] = False
+    device: Annotated[
+        str, typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    ] = "auto"
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Local text to train on instead of the run's source: a file, directory or glob.", show_default=False
+        ),
+    ] = None
+    home: HomeOption = None
+    listen: ListenOption = None
+    announce: AnnounceOption = None
+    relayed: Annotated[
+        bool,
+        typer.Option(
+            "--relayed",
+            help="Be reached through the swarm's relays. Without it others are asked whether they can dial you.",
+        ),
+    ] = False
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for torch.", show_default="all cores")] = None
+    max_upload: UploadOption = None
+    max_download: DownloadOption = None
+    monthly_cap: CapOption = None
+    hours: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM-TO",
+            help="Take part only at these hours of the day here, such as 22-08; wait in between. From the second time "
+            "on an outage is waited out.",
+            show_default=False,
+        ),
+    ] = None
+    keep: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Checkpoints to keep: one is written every round, as far as a twentieth of the time goes."
+        ),
+    ] = 3
+    keep_snapshots: Annotated[
+        int,
+        typer.Option(
+            metavar="ROUNDS",
+            min=0,
+            help="Keep snapshots of all other stages, each so many rounds after the last: a stage that dies comes back "
+            "from there. 0: none.",
+        ),
+    ] = 0
+    linger: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run."),
+    ] = 600.0
+    refresh: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.1, help="How often to tell the others of oneself and to read the roster."
+        ),
+    ] = 10.0
+    slowdown: Annotated[
+        float,
+        typer.Option(
+            metavar="TIMES",
+            min=1.0,
+            max=MOST_SLOWDOWN,
+            help="Act as a device so many times slower than yours: for trials of uneven swarms.",
+        ),
+    ] = 1.0
+
+    def node_config(self) -> NodeConfig:
+        """Return it with the defaults filled in; raise `UserError` where a budget or the hours cannot be read."""
+        return NodeConfig(
+            home=str(self.home or default_home("node")),
+            stage=self.stage,
+            stay=self.stay,
+            device=self.device,
+            data=self.data,
+            listen=tuple(self.listen or ()),
+            announce=tuple(self.announce or ()),
+            relayed=self.relayed,
+            threads=self.threads,
+            allowance=read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours),
+            keep=self.keep,
+            keep_snapshots=self.keep_snapshots,
+            linger_s=self.linger,
+            refresh_s=self.refresh,
+            slowdown=self.slowdown,
+        )
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What `simulate` is told of the swarm, and of what to do with it."""
+
+    peers: Annotated[
+        int | None,
+        typer.Option(min=1, max=20_000, help="Peers in all: stages times replicas.", show_default="2 a stage"),
+    ] = None
+    stages: Annotated[int | None, typer.Option(min=1, max=256, help="Stages of the model.", show_default="2")] = None
+    rounds: Annotated[int | None, typer.Option(min=1, help="Gossip rounds of each replica.", show_default="20")] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of all that is drawn.", show_default="0")] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory for picture and report.", show_default="noloco-simulation"),
+    ] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text; no files without --out.")
+    ] = False
+    explore: Annotated[
+        int | None,
+        typer.Option(metavar="K", min=1, help="Run K random fault schedules and check what must always hold."),
+    ] = None
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Write every event; with --seed alone, replay that schedule of --explore."),
+    ] = False
+
+
+def taking(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a command take each field of a dataclass as an option of its own, in place of its parameter `options`.
+
+    Typer reads the options of a command from its signature.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints, signature = get_type_hints(kind, include_extras=True), inspect.signature(command, eval_str=True)
+
+        def flat(**given: Any) -> None:
+            options = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            command(**given, options=options)
+
+        others = [parameter for parameter in signature.parameters.values() if parameter.name != "options"]
+        options = [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+            )
+            for field in fields(kind)
+        ]
+        flat.__name__, flat.__doc__ = command.__name__, command.__doc__
+        flat.__annotations__ = {parameter.name: parameter.annotation for parameter in (*others, *options)}
+        flat.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
+        return flat
+
+    return decorate

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from noloco_node.cli.node_config import NodeConfig
 from noloco_node.data.blocks import open_blocks
 from noloco_node.data.encoding import check_vocabulary
 from noloco_node.data.shuffled_blocks import shuffled
@@ -21,10 +20,13 @@ R = TypeVar("R")
 
 
 class TextSource:
-    """The training text of this peer, read in a thread. To open it may take a while as well."""
+    """The training text of this peer, read in a thread. To open it may take a while as well.
 
-    def __init__(self, run: RunConfig, config: NodeConfig, peer: str, vocabulary: int) -> None:
-        data = run.data if config.data is None else with_source(run.data, config.data)
+    `own_source`: another one than the run's, as `with_source` reads it; None takes the run's.
+    """
+
+    def __init__(self, run: RunConfig, own_source: str | None, peer: str, vocabulary: int) -> None:
+        data = run.data if own_source is None else with_source(run.data, own_source)
         check_vocabulary(data, vocabulary)
         length = run.pipeline.sequence_length
         blocks = open_blocks(data, length, run.seed, peer)

@@ -1,4 +1,4 @@
-"""What the clocks of this machine say of the time between two glances at them: did it sleep, stand still, was it set?
+"""What the clocks of this machine say of the time between two samples of them: did it sleep, stand still, was it set?
 
 Three clocks. The event loop's runs evenly, and on Linux stops while the machine sleeps; how long it has slept can be
 asked there. The time of day goes on through a sleep, and may be set at any moment. So what the loop's clock and the
@@ -38,14 +38,14 @@ class ClockSample(NamedTuple):
 
 
 class ClockJump(NamedTuple):
-    """What happened between two glances, and how many seconds of it: negative for a clock that was set back."""
+    """What happened between two samples, and how many seconds of it: negative for a clock that was set back."""
 
     kind: JumpKind
     seconds: float
 
 
 def compare(before: ClockSample, after: ClockSample, expected_s: float) -> tuple[ClockJump, ...]:
-    """Return what happened between two glances that were to be `expected_s` apart."""
+    """Return what happened between two samples that were to be `expected_s` apart."""
     ran_s, slept_s = after.loop_s - before.loop_s, after.asleep_s - before.asleep_s
     set_s = after.unix_s - before.unix_s - ran_s - slept_s
     still_s = ran_s - expected_s
@@ -59,14 +59,14 @@ def compare(before: ClockSample, after: ClockSample, expected_s: float) -> tuple
     return tuple(found)
 
 
-def sentence(happening: ClockJump) -> str:
+def sentence(jump: ClockJump) -> str:
     """Say what happened, and what follows."""
-    how_long = format_duration(abs(happening.seconds))
-    if happening.kind is JumpKind.SLEPT:
+    how_long = format_duration(abs(jump.seconds))
+    if jump.kind is JumpKind.SLEPT:
         return f"this machine slept for {how_long}: looking who is there, and going on"
-    if happening.kind is JumpKind.STOOD_STILL:
+    if jump.kind is JumpKind.STOOD_STILL:
         return f"this process stood still for {how_long} (stopped, or starved): looking who is there, and going on"
-    if happening.seconds > 0.0:
+    if jump.seconds > 0.0:
         return f"the clock went forward by {how_long} (it was set, or the machine slept): saying anew that we are here"
     return f"the clock was set back by {how_long}: saying anew that we are here"
 

@@ -101,7 +101,6 @@ class Device:
         self._worked = wall.core if device.type == "cpu" else wall.clock
         self._begun_s: float | None = None
         self.busy_s = 0.0
-        self.jobs = 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"device-{device}")
         self._beside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"beside-{device}")
 
@@ -128,19 +127,11 @@ class Device:
             if self._slowdown > 1.0:
                 self._wall.sleep(max(0.0, ended_s - self._wall.clock()))
             self.busy_s += worked_s
-            self.jobs += 1
 
     def close(self) -> None:
         """Wait for the jobs in hand and end the threads."""
         for thread in (self._thread, self._beside):
             thread.shutdown(wait=True, cancel_futures=True)
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the seconds of work and the number of jobs so far."""
-        return {"busy_s": self.busy_s, "jobs": self.jobs}
-
-    def __repr__(self) -> str:
-        return f"Device({self.device}, {self.jobs} jobs, busy {self.busy_s:.1f} s)"
 
 
 async def _in_its_turn(submitted: concurrent.futures.Future[T]) -> T:

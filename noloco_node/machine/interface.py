@@ -1,13 +1,13 @@
-"""What a node is handed by the machine that it runs on: a device, a slice of the model, text, a disk, a voice.
+"""What a node is handed by the machine that it runs on: a device, a slice of the model, text, a disk, a clock.
 
-`noloco_node.cli.join` makes these of real hardware; whoever has others (a simulation, say) hands in others, and the
-node cannot tell the difference.
+`noloco_node.cli.host_machine.HostMachine` is made of real hardware, and a simulation's of memory and virtual time
+(`noloco_node.sim.hardware.memory_host.MemoryHost`). The node cannot tell the difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from noloco_node.journal import events
@@ -41,7 +41,7 @@ class Runner(Protocol):
 
 
 class StageModel(worker.WorkerStage, Protocol):
-    """The slice of the model that a replica holds, and its inner optimiser. `pipeline.stage.WorkerStage` is the real
+    """The slice of the model that a replica holds, and its inner optimiser. `pipeline.stage.Stage` is the real
     one.
 
     Weights are float32 on the CPU, one tensor a parameter, in the order of `shapes`. Everything but `shapes` and
@@ -78,7 +78,7 @@ class StageModel(worker.WorkerStage, Protocol):
 
 
 class Dimensions(Protocol):
-    """What a node must know of the model as a whole. `noloco_node.planning.model_layout.Blueprint` is the real one."""
+    """What a node must know of the model as a whole. `noloco_node.planning.model_layout.ModelLayout` is real."""
 
     @property
     def width(self) -> int:
@@ -110,23 +110,9 @@ class Text(Protocol):
         """Go back to a position; False where it is of another text."""
 
 
-def unknown() -> None:
-    """Return the free memory where nobody knows it."""
-
-
-def awake() -> float:
-    """Return the seconds of sleep of a machine that never sleeps."""
-    return 0.0
-
-
-def unlimited(_: int) -> float:
-    """Return the seconds of line a microbatch where the line has no limit."""
-    return 0.0
-
-
 class SnapshotStore(Protocol):
-    """Where snapshots of other stages are kept. `noloco_node.state_sync.snapshot_keeper.DirectoryStore` is the real
-    one."""
+    """Where snapshots of other stages are kept. `noloco_node.storage.snapshot_store.SnapshotDirectory` is the
+    real one."""
 
     async def keep(self, checkpoint: Checkpoint) -> None:
         """Keep a snapshot, and the last few of its stage; raise `OSError` where there is no room for it."""
@@ -136,8 +122,8 @@ class SnapshotStore(Protocol):
 
 
 class ArchivedStages(Protocol):
-    """Where checkpoints of stages lie that were served before. `noloco_node.storage.checkpoint_store.OwnCheckpoints` is
-    the real one."""
+    """Where checkpoints of stages lie that were served before. `noloco_node.storage.checkpoint_store.CheckpointStore`
+    is the real one."""
 
     async def set_aside(self, own: int) -> None:
         """Keep what is there of other stages than `own` from being pushed out by its checkpoints."""
@@ -149,51 +135,81 @@ class ArchivedStages(Protocol):
         """Return the slow weights of a stage that lie aside, or None."""
 
 
-async def nothing_served() -> None:
-    """Return the stage that was served last where nothing is known of it."""
+class ComputeHost(Protocol):
+    """Where a stage is computed, and the memory that it takes there."""
+
+    @property
+    def device(self) -> Runner:
+        """The thread for tensor work."""
+
+    @property
+    def needs_bytes(self) -> list[int]:
+        """Memory that each stage takes on the device, about; corrected where it has been measured; [] is unknown."""
+
+    @property
+    def in_flight_bytes(self) -> list[int]:
+        """What of it microbatches in flight keep; corrected likewise."""
+
+    def free_bytes(self) -> int | None:
+        """Return the memory that is free on the device; None where nobody knows it."""
+
+    def build(self, stage: int, /) -> StageModel:
+        """Make a stage; a job of the device's thread."""
 
 
-def nothing_besides(_: int) -> None:
-    """Make nothing ready beside a copy."""
+class TextHost(Protocol):
+    """The training text of this peer."""
+
+    def prepare_text(self, stage: int, /) -> None:
+        """Begin to open the text if this stage needs it: its state is about to be downloaded, which takes a while."""
+
+    async def open_text(self) -> Text:
+        """Return the training text."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
-    """What this machine gives.
+class StorageHost(Protocol):
+    """What lies on this peer's disk."""
 
-    `device`: the thread for tensor work. `build`: makes a stage, on that thread. `open_text`: the training text. `load`
-    and `save`: this peer's own checkpoints, the last of a stage. `unix_time`: the time of day, in seconds. `served`:
-    the stage that this peer served last. `former`: what is kept of those before; None keeps nothing. `asleep_s`:
-    seconds for which the machine has slept since its start. `line_s`: seconds that the owner's budget of bandwidth
-    needs for a microbatch at a stage. `needs_bytes`: memory that each stage takes on the device, about;
-    `in_flight_bytes`: what of it microbatches in flight keep (both are corrected where that has been measured);
-    `free_bytes`: memory that is free there. `keep`: where pieces of a stage's state are noted while it is copied, given
-    its number and the bytes of its weights; None keeps them in memory alone. `copies`: is told of which stage the state
-    is about to be copied, so that what it takes besides is made ready meanwhile. `snapshots`: of other stages, None
-    where nobody asked to keep any.
-    """
+    @property
+    def former(self) -> ArchivedStages:
+        """What is kept of the stages that were served before."""
 
-    device: Runner
-    build: Callable[[int], StageModel]
-    open_text: Callable[[], Awaitable[Text]]
-    load: Callable[[int], Awaitable[Checkpoint | None]]
-    save: Callable[[Checkpoint], Awaitable[str]]
-    unix_time: Callable[[], float]
-    served: Callable[[], Awaitable[int | None]] = nothing_served
-    former: ArchivedStages | None = None
-    asleep_s: Callable[[], float] = awake
-    line_s: Callable[[int], float] = unlimited
-    needs_bytes: list[int] = field(default_factory=list)
-    in_flight_bytes: list[int] = field(default_factory=list)
-    free_bytes: Callable[[], int | None] = unknown
-    keep: Callable[[int, int], ChunkStore] | None = None
-    copies: Callable[[int], None] = nothing_besides
-    snapshots: SnapshotStore | None = None
+    @property
+    def snapshots(self) -> SnapshotStore | None:
+        """Snapshots of other stages; None where nobody asked to keep any."""
+
+    async def last_stage(self) -> int | None:
+        """Return the stage that this peer served last, or None."""
+
+    async def load(self, stage: int, /) -> Checkpoint | None:
+        """Return this peer's last checkpoint of a stage, or None."""
+
+    async def save(self, checkpoint: Checkpoint, /) -> str:
+        """Write a checkpoint and return where it is; raise `OSError` where the disk refuses."""
+
+    def partial_download(self, stage: int, weight_bytes: int, /) -> ChunkStore | None:
+        """Return where the chunks of a stage's state are noted while it is downloaded; None: in memory alone."""
 
 
-def nowhere_to_draw(_: float, __: str) -> bool:
-    """Draw nothing, and say so."""
-    return False
+class ClockHost(Protocol):
+    """The time of day."""
+
+    def unix_time(self) -> float:
+        """Return the time of day, in seconds."""
+
+    def asleep_s(self) -> float:
+        """Return the seconds for which the machine has slept since its start."""
+
+
+class BandwidthHost(Protocol):
+    """What the owner lets us take of the line."""
+
+    def line_s(self, stage: int, /) -> float:
+        """Return the seconds of our bandwidth that a microbatch needs at a stage; 0 without a limit."""
+
+
+class Host(ComputeHost, TextHost, StorageHost, ClockHost, BandwidthHost, Protocol):
+    """All that a machine gives to a node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,4 +221,4 @@ class Reporter:
 
     record: Callable[[events.Event], None]
     say: Callable[[str], None]
-    draw: Callable[[float, str], bool] = nowhere_to_draw
+    draw: Callable[[float, str], bool] | None = None

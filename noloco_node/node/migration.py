@@ -19,7 +19,7 @@ import msgspec
 
 from noloco_node import __version__
 from noloco_node.machine.interface import Dimensions
-from noloco_node.node.joining.newcomer import Claimant
+from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.stage_claim import claims_of, servable
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
@@ -42,7 +42,7 @@ class MigrationWatcher:
 
     def __init__(
         self,
-        claimant: Claimant,
+        newcomer: Newcomer,
         stage: int,
         moves: int,
         refresh_s: float,
@@ -53,9 +53,9 @@ class MigrationWatcher:
         self.moves_to: int | None = None
         self.moves = moves
         self.device_s = 0.0
-        self._claimant, self._stage, self._progress, self._unfit = claimant, stage, progress, unfit
+        self._newcomer, self._stage, self._progress, self._unfit = newcomer, stage, progress, unfit
         self._pace = StagePace.of(refresh_s)
-        self._me = OwnPlacement(claimant.me, claimant.run.seed, _now(), moves)
+        self._me = OwnPlacement(newcomer.me, newcomer.run.seed, _now(), moves)
         self._mind = MigrationState()
 
     async def run(self, allowed: bool) -> Move:
@@ -84,41 +84,41 @@ class MigrationWatcher:
 
         `device_s`: of a microbatch here.
         """
-        claimant = self._claimant
-        work, line_s = claimant.plan.work, claimant.host.line_s(move.target)
+        newcomer = self._newcomer
+        work, line_s = newcomer.plan.work, newcomer.host.line_s(move.target)
         self.device_s = max(device_s * work[move.target] / work[move.origin], line_s)
-        claimant.membership.focus(range(claimant.run.pipeline.stages))
+        newcomer.membership.focus(range(newcomer.run.pipeline.stages))
         record = PeerRecord(
-            peer=claimant.me,
+            peer=newcomer.me,
             stage=move.target,
             state=PeerState.CATCHING_UP,
-            claimed_at=claimant.host.unix_time(),
+            claimed_at=newcomer.host.unix_time(),
             device_s=self.device_s,
             version=__version__,
         )
-        await claimant.membership.claim(record)
+        await newcomer.membership.claim(record)
 
     def _elsewhere(self) -> tuple[int, ...]:
         """Return the other stages that would fit once ours is given back."""
-        host = self._claimant.host
+        host = self._newcomer.host
         free = host.free_bytes()
         if free is not None and host.needs_bytes:
             free += host.needs_bytes[self._stage]
-        fits = stages_that_fit(host.needs_bytes, free, self._claimant.run.pipeline.stages)
-        within = servable(self._claimant)
+        fits = stages_that_fit(host.needs_bytes, free, self._newcomer.run.pipeline.stages)
+        within = servable(self._newcomer)
         return tuple(stage for stage in fits if stage in within and stage != self._stage and stage not in self._unfit)
 
     async def _look(self) -> Move | None:
         """Read all stages once and judge; return the move for which it is time."""
-        membership, say = self._claimant.membership, self._claimant.reporter.say
-        roster = await membership.peek(range(self._claimant.run.pipeline.stages))
+        membership, say = self._newcomer.membership, self._newcomer.reporter.say
+        roster = await membership.peek(range(self._newcomer.run.pipeline.stages))
         if not membership.complete or roster.old_since_s is not None:
             return None
         claims = [
             claim._replace(may_serve=self.may_serve, moves_to=self.moves_to) if claim.peer == self._me.peer else claim
             for claim in claims_of(roster)
         ]
-        verdict = decide(self._me, self._mind, claims, self._claimant.plan.work, self._pace, _now())
+        verdict = decide(self._me, self._mind, claims, self._newcomer.plan.work, self._pace, _now())
         self._mind = verdict.mind
         if verdict.go:
             return verdict.move

@@ -69,7 +69,7 @@ class StageTenure:
         self._shapes = tuple(context.plan.shapes[start.number].values())
         self._donor = Donor(replica.state, context.host.device.beside, self._shapes, self._donor_limits())
         self.migration = MigrationWatcher(
-            context.newcomer(context.options.stage).claimant,
+            context.newcomer(context.options.stage),
             start.number,
             moves,
             context.options.refresh_s,

@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 
 from noloco_node.journal import events
-from noloco_node.machine.interface import Host, Reporter, Text
+from noloco_node.machine.interface import Reporter, Text
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.sim.hardware.device import Stutter, VirtualDevice
+from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.hardware.quadratic_model import VOCABULARY, RandomBatches
@@ -119,7 +120,7 @@ class SimulatedPeer:
             setting.recipe,
             setting.dimensions,
             self._hub.network(self.name, self.access),
-            self._machine(life, device),
+            self._host(life, device),
             NodeOptions(
                 stage=self.asked_stage,
                 linger_s=3 * swarm.refresh_s,
@@ -167,7 +168,7 @@ class SimulatedPeer:
             total.update(f"{node.replica.rounds.finished} {node.replica.inner_steps}".encode())
         return total.digest()
 
-    def _machine(self, life: PeerLife, device: VirtualDevice) -> Host:
+    def _host(self, life: PeerLife, device: VirtualDevice) -> MemoryHost:
         def build(number: int) -> PricedStage:
             setting = self._setting
             windows = setting.run.pipeline.windows_in_flight
@@ -182,16 +183,7 @@ class SimulatedPeer:
             self.disk = checkpoint
             return "the simulated disk"
 
-        return Host(
-            device=device,
-            build=build,
-            open_text=self._open_text,
-            load=self.shelf.load,
-            save=save,
-            unix_time=asyncio.get_running_loop().time,
-            served=self.shelf.served,
-            former=self.shelf,
-        )
+        return MemoryHost(device, self.shelf, build=build, open_text=self._open_text, save=save)
 
     async def _open_text(self) -> Text:
         run = self._setting.run

@@ -178,7 +178,8 @@ class DownloadAccount:
 
     def close(self) -> None:
         """Take the bar away."""
-        self._voice.draw(1.0, "")
+        if self._voice.draw is not None:
+            self._voice.draw(1.0, "")
 
     def done(self, mixed: bool) -> None:
         """Say that all is here."""
@@ -211,7 +212,8 @@ class DownloadAccount:
         rate = (self._fetched_bytes - self._since_bytes) / seconds if seconds > 0 else 0.0
         left_bytes = self._total_bytes - self._held_bytes
         line = progress_line(self._stage, self._held_bytes, self._total_bytes, rate, left_bytes)
-        drawn = self._voice.draw(self._held_bytes / self._total_bytes if self._total_bytes else 1.0, line)
+        share = self._held_bytes / self._total_bytes if self._total_bytes else 1.0
+        drawn = self._voice.draw is not None and self._voice.draw(share, line)
         if not drawn and self._now() - self._said_s >= SAY_EVERY_S:
             self._said_s = self._now()
             self._voice.say(line)

@@ -138,13 +138,11 @@ class FormerStageServer:
         self, host: Host, network: PeerNetwork, shapes: Sequence[Shapes], deadline_s: Callable[[int], float] | None
     ) -> None:
         self._former, self._stages, self._server = host.former, len(shapes), None
-        if host.former is not None and deadline_s is not None:
+        if deadline_s is not None:
             self._server = SnapshotServer(network, host.device, shapes, deadline_s, host.former.slow)
 
     async def begin(self, own: int) -> None:
         """Set aside what is there of other stages than our own, and serve it from now on."""
-        if self._former is None:
-            return
         await self._former.set_aside(own)
         if self._server is not None:
             self._server.forget_outlines()

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.cli.node_config import NodeConfig
 from noloco_node.data.background_open import BackgroundOpen
 from noloco_node.data.shuffled_blocks import ShuffledBlocks
 from noloco_node.data.text_source import TextSource
@@ -125,10 +124,10 @@ def test_what_fails_ahead_is_closed_and_said() -> None:
 
 def test_a_text_that_was_read_ahead_is_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(2000)))
-    config = NodeConfig(home=str(tmp_path), data=str(tmp_path / "text.txt"))
+    own_source = str(tmp_path / "text.txt")
 
     def opened() -> TextSource:
-        return TextSource(decode_run(TEXT, "the test's run file"), config, "peer", 384)
+        return TextSource(decode_run(TEXT, "the test's run file"), own_source, "peer", 384)
 
     async def main() -> None:
         plain, ahead, again = opened(), opened(), opened()
@@ -172,8 +171,8 @@ def test_a_text_is_read_in_one_thread_and_by_one_reader_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(2000)))
-    config = NodeConfig(home=str(tmp_path), data=str(tmp_path / "text.txt"))
-    text = TextSource(decode_run(TEXT, "the test's run file"), config, "peer", 384)
+    own_source = str(tmp_path / "text.txt")
+    text = TextSource(decode_run(TEXT, "the test's run file"), own_source, "peer", 384)
     threads: set[int] = set()
     inside: list[int] = []
     most = 0

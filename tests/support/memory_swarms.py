@@ -13,11 +13,12 @@ from torch import Tensor
 
 from gossip.transfer.assembly import ChunkStore
 from noloco_node.journal import events
-from noloco_node.machine.interface import Host, Reporter, SnapshotStore
+from noloco_node.machine.interface import Reporter, SnapshotStore
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
 from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
@@ -96,6 +97,19 @@ class Text:
         return True
 
 
+class _Host(MemoryHost):
+    """Notes of which stages the state was copied. `chunk_store`: where a test wants one."""
+
+    chunk_store: Callable[[int, int], ChunkStore] | None = None
+    copied_stages: list[int]
+
+    def partial_download(self, stage: int, weight_bytes: int) -> ChunkStore | None:
+        return None if self.chunk_store is None else self.chunk_store(stage, weight_bytes)
+
+    def prepare_text(self, stage: int) -> None:
+        self.copied_stages.append(stage)
+
+
 class Peer:
     """One production node with everything that a test wants to look at."""
 
@@ -122,19 +136,15 @@ class Peer:
         self.stepped: tuple[Tensor, ...] = ()
         self.copied_stages: list[int] = []
         self.device = VirtualDevice(job_s)
-        host = Host(
-            device=self.device,
+        host = _Host(
+            self.device,
+            self.shelf,
             build=lambda number: self._build(recipe, number),
             open_text=self._open_text,
-            load=self.shelf.load,
-            served=self.shelf.served,
-            former=self.shelf,
             save=self._save,
-            unix_time=asyncio.get_running_loop().time,
             snapshots=snapshots,
-            keep=keep,
-            copies=self.copied_stages.append,
         )
+        host.chunk_store, host.copied_stages = keep, self.copied_stages
         self.node = Node(
             recipe,
             self.plan,

@@ -19,9 +19,10 @@ import torch
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.machine.device import Device, WallClock
-from noloco_node.machine.interface import Host, Reporter, SnapshotStore, StageModel
+from noloco_node.machine.interface import Reporter, SnapshotStore, StageModel
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
+from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import RandomBatches
@@ -101,9 +102,14 @@ class RealNodes:
         return task
 
 
+class _Host(MemoryHost):
+    def unix_time(self) -> float:
+        return time.time()
+
+
 def _in_memory(
     device: Device, build: Callable[[int], StageModel], number: int, snapshots: SnapshotStore | None = None
-) -> Host:
+) -> MemoryHost:
     """A real device, and everything else of a machine in memory."""
     saved: list[Checkpoint] = []
     shelf = MemoryStore(lambda: saved[-1] if saved else None)
@@ -115,14 +121,4 @@ def _in_memory(
         saved.append(checkpoint)
         return "memory"
 
-    return Host(
-        device=device,
-        build=build,
-        open_text=open_text,
-        load=shelf.load,
-        save=save_it,
-        unix_time=time.time,
-        served=shelf.served,
-        former=shelf,
-        snapshots=snapshots,
-    )
+    return _Host(device, shelf, build=build, open_text=open_text, save=save_it, snapshots=snapshots)

@@ -1,10 +1,5 @@
-"""How a newcomer becomes a replica: it claims a stage (`noloco_node.node.joining.stage_claim`), and finds the weights
-to start from.
-
-Where the run has begun and the stage lives, the weights are those of this peer's own checkpoint if that is a few
-rounds behind at most, else a living replica's (`noloco_node.state_sync.download`). Where nobody lives, they are those
-of the checkpoint, or of a snapshot that somebody keeps (`noloco_node.node.joining.revival`), or the run's own: its
-seed's or those of the model that it continues.
+"""How a newcomer becomes a replica: it claims a stage (`noloco_node.node.joining.stage_claim`), chooses where its first
+state comes from (`noloco_node.node.joining.state_source`), and puts that state into the stage.
 """
 
 from __future__ import annotations
@@ -12,10 +7,9 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
-from functools import partial
 from math import prod
 from statistics import median_low
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -25,24 +19,27 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
 from noloco_node.node.joining.newcomer import Newcomer
-from noloco_node.node.joining.revival import RevivalOutcome, revive
-from noloco_node.node.joining.stage_claim import built, claim_stage
+from noloco_node.node.joining.revival import revive
+from noloco_node.node.joining.stage_claim import build_stage, claim_stage
+from noloco_node.node.joining.state_source import (
+    Attempts,
+    DownloadFailed,
+    FromCheckpoint,
+    FromPeerSnapshot,
+    FromReplicas,
+    FromSeed,
+    Seeker,
+    SnapshotNotFound,
+    Wait,
+    choose_source,
+    living_replicas,
+)
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync.deadlines import copying_s
-from noloco_node.state_sync.download import DownloadLink, StateDownload, pause_s, waiting_line
-from noloco_node.state_sync.starting_state import (
-    StartingState,
-    from_checkpoint,
-    from_donor,
-    from_seed,
-    is_recent_enough,
-    started,
-)
+from noloco_node.state_sync.download import DownloadLink, StateDownload, waiting_line
+from noloco_node.state_sync.starting_state import StartingState, from_checkpoint, from_donor, from_seed, started
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord
-
-if TYPE_CHECKING:
-    pass
 
 
 class Start(NamedTuple):
@@ -56,13 +53,13 @@ class Start(NamedTuple):
 
 async def join(newcomer: Newcomer) -> Start:
     """Claim a stage, build it and find its weights; raise `UserError` where this machine cannot hold it."""
-    served = await newcomer.host.served() if newcomer.wish is None else None
-    number, stage = await claim_stage(newcomer.claimant, served)
+    served = await newcomer.host.last_stage() if newcomer.wish is None else None
+    number, stage = await claim_stage(newcomer, served)
     if stage is None:
-        stage = await built(newcomer.host, number)
+        stage = await build_stage(newcomer.host, number)
     saved = await newcomer.host.load(number)
     try:
-        beginning = await _beginning(newcomer, number, stage, saved)
+        beginning = await _StateSearch(newcomer, number, stage, saved).run()
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):
             raise
@@ -72,9 +69,10 @@ async def join(newcomer: Newcomer) -> Start:
             attempt="end other programs, or serve a smaller stage with --stage",
             code=Exit.DEVICE,
         ) from error
-    if newcomer.host.keep is not None:
+    unfinished = newcomer.host.partial_download(number, 0)
+    if unfinished is not None:
         # Of a copy that an earlier life began, and that nobody needs now, say.
-        await newcomer.host.device.run(newcomer.host.keep(number, 0).discard)
+        await newcomer.host.device.run(unfinished.discard)
     return Start(number, stage, beginning, saved.counters if saved is not None else None)
 
 
@@ -84,84 +82,114 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in said or "allocate memory" in said
 
 
-async def _beginning(newcomer: Newcomer, number: int, stage: StageModel, saved: Checkpoint | None) -> StartingState:
-    """Decide where our weights come from, and put them into the stage."""
-    device, say, run = newcomer.host.device, newcomer.reporter.say, newcomer.recipe.run
-    copying: StateDownload | None = None
-    since_unix_s, attempts = newcomer.host.unix_time(), 0
-    while True:
-        living = _living(newcomer, number)
-        begun = any(record.round > 0 for records in newcomer.membership.roster.stages for record in records)
-        if not (living and begun):
-            if not begun:
-                break
-            revived = await revive(newcomer, number, stage, saved, attempts)
-            if revived is RevivalOutcome.NOTHING:
-                break
-            if isinstance(revived, StartingState):
-                return revived
-            attempts += 1
-            continue
-        rounds = [record.round for record in living]
-        if saved is not None and is_recent_enough(saved.counters.round, rounds, run.outer.staleness_at_most):
-            say(
-                f"going on from our own checkpoint of inner step {saved.counters.inner_steps}: it is of round"
-                f" {saved.counters.round}, and the stage is in round {median_low(rounds)}"
+class _StateSearch:
+    """The way to a newcomer's first state: carries out what `choose_source` says until there is one."""
+
+    def __init__(self, newcomer: Newcomer, number: int, stage: StageModel, saved: Checkpoint | None) -> None:
+        self._newcomer, self._number, self._stage, self._saved = newcomer, number, stage, saved
+        self._device, self._say, self._run = newcomer.host.device, newcomer.reporter.say, newcomer.run
+        self._saved_round = saved.counters.round if saved is not None else None
+        self._since_unix_s = newcomer.host.unix_time()
+        self._download: StateDownload | None = None
+
+    async def run(self) -> StartingState:
+        """Return the first state, which is in the stage by then."""
+        seeker = Seeker(
+            me=self._newcomer.me,
+            stage=self._number,
+            saved_round=self._saved_round,
+            staleness_at_most=self._run.outer.staleness_at_most,
+        )
+        attempts = Attempts()
+        while True:
+            outcome: StartingState | DownloadFailed | SnapshotNotFound | None
+            match choose_source(self._newcomer.membership.roster, seeker, attempts):
+                case FromSeed(lost):
+                    outcome = await self._from_seed(lost)
+                case FromCheckpoint(living, searched):
+                    outcome = await self._from_checkpoint(living, searched)
+                case FromReplicas(living):
+                    outcome = await self._from_replicas(living)
+                case FromPeerSnapshot(attempt):
+                    outcome = await revive(self._newcomer, self._number, self._stage, self._saved_round, attempt)
+                case Wait(seconds, for_replica):
+                    await self._wait(seconds, for_replica)
+                    outcome = None
+            if isinstance(outcome, StartingState):
+                return outcome
+            attempts = attempts.after(outcome)
+
+    async def _from_seed(self, lost: bool) -> StartingState:
+        if lost:
+            self._say(
+                f"STAGE {self._number} HAS LOST ITS WEIGHTS: no replica of it lives, nobody in the roster gives a"
+                " snapshot, and we have no checkpoint of it. It starts from the run's first weights. If somebody still"
+                " has its checkpoint, stop this node now and let them join first; join --keep-snapshots guards"
+                " against it"
             )
-            return replace(await device.run(from_checkpoint, stage, saved), progress=_progress(living))
-        donors = download.donors(newcomer.me, [record.peer for record in living], run.seed)
-        say(f"copying stage {number} from one of {len(donors)} replicas")
-        if copying is None:
-            newcomer.reporter.record(events.StateChanged(state=PeerState.CATCHING_UP))
-            _announce(newcomer, number, None)
-            newcomer.host.copies(number)
-            copying = _copying(newcomer, number, stage, saved)
-        state = await copying.attempt(donors, partial(_living, newcomer, number, living))
-        if isinstance(state, ReplicaState):
-            # The stage's word on how far the run is by now, not one donor's.
-            living = _living(newcomer, number, living)
-            rounds = [record.round for record in living]
-            beginning = started(await device.run(from_donor, stage, state), rounds, _progress(living))
-            await device.run(copying.discard)
-            return beginning
-        # Older weights, or the first ones, would be averaged into those of the living: rather wait.
-        say(f"could not copy the state: {state}")
-        await _wait(newcomer, number, since_unix_s, pause_s(copying.attempts))
-    if saved is not None:
-        say(f"going on from our own checkpoint of inner step {saved.counters.inner_steps}")
-        return await device.run(from_checkpoint, stage, saved)
-    return await device.run(from_seed, stage)
+        return await self._device.run(from_seed, self._stage)
+
+    async def _from_checkpoint(self, living: tuple[PeerRecord, ...], searched: bool) -> StartingState:
+        saved = self._saved
+        assert saved is not None
+        if searched:
+            self._say(
+                f"no snapshot of stage {self._number} is newer than our own checkpoint (round {saved.counters.round})"
+            )
+        line = f"going on from our own checkpoint of inner step {saved.counters.inner_steps}"
+        if not living:
+            self._say(line)
+            return await self._device.run(from_checkpoint, self._stage, saved)
+        stage_round = median_low([record.round for record in living])
+        self._say(f"{line}: it is of round {saved.counters.round}, and the stage is in round {stage_round}")
+        beginning = await self._device.run(from_checkpoint, self._stage, saved)
+        return replace(beginning, progress=_median_progress(living))
+
+    async def _from_replicas(self, living: tuple[PeerRecord, ...]) -> StartingState | DownloadFailed:
+        donors = download.donors(self._newcomer.me, [record.peer for record in living], self._run.seed)
+        self._say(f"copying stage {self._number} from one of {len(donors)} replicas")
+        if self._download is None:
+            self._newcomer.reporter.record(events.StateChanged(state=PeerState.CATCHING_UP))
+            self._announce(None)
+            self._newcomer.host.prepare_text(self._number)
+            self._download = self._new_download()
+
+        def living_now() -> tuple[PeerRecord, ...]:
+            return living_replicas(self._newcomer.membership.roster, self._number, self._newcomer.me) or living
+
+        state = await self._download.attempt(donors, living_now)
+        if not isinstance(state, ReplicaState):
+            self._say(f"could not copy the state: {state}")
+            return DownloadFailed()
+        # The stage's word on how far the run is by now, not one donor's.
+        living = living_now()
+        beginning = await self._device.run(from_donor, self._stage, state)
+        beginning = started(beginning, [record.round for record in living], _median_progress(living))
+        await self._device.run(self._download.discard)
+        return beginning
+
+    def _new_download(self) -> StateDownload:
+        newcomer, weight_bytes = self._newcomer, 4 * sum(map(prod, self._stage.shapes))
+        deadline_s = copying_s(weight_bytes, newcomer.slowest_bytes_per_s) if newcomer.deadlines else math.inf
+        line = DownloadLink(newcomer.network, self._device, deadline_s)
+        keep = newcomer.host.partial_download(self._number, weight_bytes)
+        return StateDownload(self._number, self._stage, line, newcomer.reporter, keep, self._saved)
+
+    async def _wait(self, seconds: float, for_replica: bool) -> None:
+        """Look again a while later; say for whom we wait and since when, to our owner and in our record."""
+        if for_replica:
+            self._say(waiting_line(self._number, self._since_unix_s, self._newcomer.host.unix_time(), seconds))
+            self._announce(f"a replica of stage {self._number} that gives its state")
+        await asyncio.sleep(seconds)
+        await self._newcomer.membership.peek()
+
+    def _announce(self, waiting: str | None) -> None:
+        """Say in our record that we catch up, and for what we wait."""
+        for record in self._newcomer.membership.roster.stage(self._number):
+            if record.peer == self._newcomer.me:
+                record = structs.replace(record, state=PeerState.CATCHING_UP, waiting=waiting)
+                self._newcomer.membership.update(record)
 
 
-def _living(newcomer: Newcomer, number: int, before: tuple[PeerRecord, ...] = ()) -> tuple[PeerRecord, ...]:
-    """Return the records of the replicas that can give the state of a stage; those `before` if none is left."""
-    records = newcomer.membership.roster.stage(number)
-    others = [record for record in records if record.peer != newcomer.me]
-    return tuple(record for record in others if record.state in (PeerState.TRAINING, PeerState.FINISHED)) or before
-
-
-def _progress(living: tuple[PeerRecord, ...]) -> float:
+def _median_progress(living: tuple[PeerRecord, ...]) -> float:
     return median_low([record.progress for record in living])
-
-
-def _announce(newcomer: Newcomer, number: int, waiting: str | None) -> None:
-    """Say in our record that we catch up, and for what we wait."""
-    for record in newcomer.membership.roster.stage(number):
-        if record.peer == newcomer.me:
-            newcomer.membership.update(structs.replace(record, state=PeerState.CATCHING_UP, waiting=waiting))
-
-
-def _copying(newcomer: Newcomer, number: int, stage: StageModel, saved: Checkpoint | None) -> StateDownload:
-    weight_bytes = 4 * sum(map(prod, stage.shapes))
-    deadline_s = copying_s(weight_bytes, newcomer.slowest_bytes_per_s) if newcomer.deadlines else math.inf
-    line = DownloadLink(newcomer.network, newcomer.host.device, deadline_s)
-    keep = newcomer.host.keep(number, weight_bytes) if newcomer.host.keep is not None else None
-    return StateDownload(number, stage, line, newcomer.reporter, keep, saved)
-
-
-async def _wait(newcomer: Newcomer, number: int, since_unix_s: float, again_s: float) -> None:
-    """Say for whom we wait and since when, to our owner and in our record, and look again a while later."""
-    newcomer.reporter.say(waiting_line(number, since_unix_s, newcomer.host.unix_time(), again_s))
-    _announce(newcomer, number, f"a replica of stage {number} that gives its state")
-    await asyncio.sleep(again_s)
-    await newcomer.membership.peek()

@@ -1,4 +1,4 @@
-"""What a joining peer knows (Newcomer and Claimant are one)."""
+"""What a joining peer knows."""
 
 from __future__ import annotations
 
@@ -37,37 +37,6 @@ class Newcomer:
         return self.network.peer_id
 
     @property
-    def claimant(self) -> Claimant:
-        """What claiming a stage takes of it."""
-        return Claimant(
-            run=self.recipe.run,
-            plan=self.plan,
-            membership=self.membership,
-            host=self.host,
-            reporter=self.reporter,
-            network=self.network,
-            wish=self.wish,
-            device_s=self.device_s,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Claimant:
-    """A newcomer that looks for a stage. `wish`: the stage that its owner asked for.
-
-    `device_s`: what a microbatch takes at the stage of the wish, where that is known.
-    """
-
-    run: RunConfig
-    plan: Dimensions
-    network: PeerNetwork
-    membership: Membership
-    host: Host
-    reporter: Reporter
-    wish: int | None = None
-    device_s: float = 0.0
-
-    @property
-    def me(self) -> str:
-        """Its peer id."""
-        return self.network.peer_id
+    def run(self) -> RunConfig:
+        """What all peers of the run have agreed on."""
+        return self.recipe.run

@@ -40,7 +40,7 @@ class StageBenchmark(NamedTuple):
 
 
 def measure(
-    stage: StageModel, number: int, pipeline: PipelineConfig, plan: Dimensions, clock: Callable[[], float]
+    stage: StageModel, number: int, pipeline: PipelineConfig, layout: Dimensions, clock: Callable[[], float]
 ) -> StageBenchmark:
     """Return what a microbatch takes at stage `number`; a job of the device's thread, as is `clock`."""
     import torch
@@ -49,34 +49,34 @@ def measure(
     shape = (pipeline.microbatch_size, pipeline.sequence_length)
 
     def ids() -> Tensor:
-        return torch.randint(plan.vocabulary, shape, generator=generator)
+        return torch.randint(layout.vocabulary, shape, generator=generator)
 
     def numbers() -> Tensor:
-        return torch.randn((*shape, plan.width), generator=generator)
+        return torch.randn((*shape, layout.width), generator=generator)
 
     hidden, targets, gradient = ids() if number == 0 else numbers(), ids(), numbers()
-    marks, kept = [], _Kept()
+    marks, saved = [], _SavedTensors()
     if number == pipeline.stages - 1:
         marks.append(clock())
         for attempt in range(TIMES):
-            with nullcontext() if attempt else kept:
+            with nullcontext() if attempt else saved:
                 stage.loss(hidden, targets)
             marks.append(clock())
     else:
         for attempt in range(TIMES):
-            with nullcontext() if attempt else kept:
+            with nullcontext() if attempt else saved:
                 passed = stage.forward(hidden)
             marks.append(clock())
             passed.backward(gradient)
         stage.forward(hidden)
         marks.append(clock())
     stage.discard()
-    last = kept.bytes and number == pipeline.stages - 1
-    beside = LOGITS_BESIDE * 4 * plan.vocabulary * targets.numel() if last else 0
-    return StageBenchmark(min(after - before for before, after in pairwise(marks)), kept.bytes + beside)
+    last = saved.bytes and number == pipeline.stages - 1
+    beside = LOGITS_BESIDE * 4 * layout.vocabulary * targets.numel() if last else 0
+    return StageBenchmark(min(after - before for before, after in pairwise(marks)), saved.bytes + beside)
 
 
-class _Kept:
+class _SavedTensors:
     """Counts what autograd keeps of a forward pass."""
 
     def __init__(self) -> None:

@@ -24,8 +24,8 @@ from typing import NamedTuple
 from noloco_node import __version__
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.machine.interface import Host, StageModel
-from noloco_node.node.joining.newcomer import Claimant
+from noloco_node.machine.interface import ComputeHost, StageModel
+from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.stage_benchmark import measure
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -49,7 +49,7 @@ class ClaimedStage(NamedTuple):
     stage: StageModel | None = None
 
 
-class _Own(NamedTuple):
+class _OwnCapacity(NamedTuple):
     """What a newcomer knows of itself: where it fits, and its device seconds a microbatch at each stage, 0 unknown."""
 
     fits: tuple[int, ...]
@@ -79,35 +79,35 @@ def claims_of(roster: Roster) -> list[StageClaim]:
     ]
 
 
-def servable(claimant: Claimant) -> range:
+def servable(newcomer: Newcomer) -> range:
     """Return the stages at which others can reach this peer; its own calls are all that the first one needs."""
-    return range(claimant.run.pipeline.stages if claimant.network.dialable else 1)
+    return range(newcomer.run.pipeline.stages if newcomer.network.dialable else 1)
 
 
-async def claim_stage(claimant: Claimant, served: int | None) -> ClaimedStage:
+async def claim_stage(newcomer: Newcomer, served: int | None) -> ClaimedStage:
     """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
-    await _first_look(claimant)
-    if claimant.wish is not None:
-        return await _take(claimant, claimant.wish)
-    if not claimant.network.dialable:
-        claimant.reporter.say("looking at stage 0 alone, which dials the others: nobody can dial us")
-    membership, work, choice = claimant.membership, claimant.plan.work, _Choice(claimant)
-    rng = Random(f"{claimant.run.seed}|placement|{claimant.me}")
-    stage = choose_stage(capacities(claims_of(membership.roster), work), choice.fits(), rng, served)
-    part = await built(claimant.host, stage)
-    device_s, kept_bytes = await _measure(claimant, part, stage)
-    choice.note(stage, kept_bytes)
-    own = _Own(choice.fits(), device_s)
+    await _read_roster(newcomer)
+    if newcomer.wish is not None:
+        return await _claim_wish(newcomer, newcomer.wish)
+    if not newcomer.network.dialable:
+        newcomer.reporter.say("looking at stage 0 alone, which dials the others: nobody can dial us")
+    membership, work, fitting = newcomer.membership, newcomer.plan.work, _FittingStages(newcomer)
+    rng = Random(f"{newcomer.run.seed}|placement|{newcomer.me}")
+    stage = choose_stage(capacities(claims_of(membership.roster), work), fitting.stages(), rng, served)
+    part = await build_stage(newcomer.host, stage)
+    device_s, kept_bytes = await _measure(newcomer, part, stage)
+    fitting.correct(stage, kept_bytes)
+    own = _OwnCapacity(fitting.stages(), device_s)
     # Others may have come while we were building.
     await membership.peek()
     capacity = capacities(claims_of(membership.roster), work)
-    probed, stage = stage, choose_stage(capacity, own.fits, rng, stage)
-    _say(claimant, stage, reason(stage, capacity, own.speed(stage)), own)
-    stage = await _settle(claimant, stage, own)
-    return ClaimedStage(stage, part if stage == probed else None)
+    built, stage = stage, choose_stage(capacity, own.fits, rng, stage)
+    _report_choice(newcomer, stage, reason(stage, capacity, own.speed(stage)), own)
+    stage = await _settle(newcomer, stage, own)
+    return ClaimedStage(stage, part if stage == built else None)
 
 
-async def built(host: Host, number: int) -> StageModel:
+async def build_stage(host: ComputeHost, number: int) -> StageModel:
     """Build a stage; raise `UserError` where this machine cannot."""
     try:
         return await host.device.run(host.build, number)
@@ -120,17 +120,17 @@ async def built(host: Host, number: int) -> StageModel:
         ) from error
 
 
-async def _first_look(claimant: Claimant) -> None:
+async def _read_roster(newcomer: Newcomer) -> None:
     """Read who is there until the DHT has answered for all stages."""
     for look in count(1):
-        roster = await claimant.membership.peek()
-        if claimant.membership.complete:
+        roster = await newcomer.membership.peek()
+        if newcomer.membership.complete:
             return
         # Whoever moves takes part already, and knows that others do: it waits as long as it takes.
-        moves = any(record.peer == claimant.me for records in roster.stages for record in records)
+        moves = any(record.peer == newcomer.me for records in roster.stages for record in records)
         if look >= LOOKS and not moves:
             break
-        claimant.reporter.say("the DHT did not answer; asking again who is there")
+        newcomer.reporter.say("the DHT did not answer; asking again who is there")
         await asyncio.sleep(SETTLE_S if look < LOOKS else AGAIN_S)
     raise UserError(
         "Nobody could tell who takes part in the run.",
@@ -140,9 +140,9 @@ async def _first_look(claimant: Claimant) -> None:
     )
 
 
-async def _take(claimant: Claimant, wish: int) -> ClaimedStage:
+async def _claim_wish(newcomer: Newcomer, wish: int) -> ClaimedStage:
     try:
-        stage = parse_stage(wish, claimant.run.pipeline.stages)
+        stage = parse_stage(wish, newcomer.run.pipeline.stages)
     except ValueError as error:
         raise UserError(
             f"There is no stage {wish}.",
@@ -150,36 +150,36 @@ async def _take(claimant: Claimant, wish: int) -> ClaimedStage:
             attempt="leave out --stage, or choose one that is there",
             code=Exit.USAGE,
         ) from error
-    if stage not in servable(claimant):
-        claimant.reporter.say(
+    if stage not in servable(newcomer):
+        newcomer.reporter.say(
             f"nobody can dial us, and stage {stage} lives on calls: expect no work; stage 0 needs none"
         )
-    await claimant.membership.claim(
+    await newcomer.membership.claim(
         PeerRecord(
-            peer=claimant.me,
+            peer=newcomer.me,
             stage=stage,
             state=PeerState.CATCHING_UP,
-            claimed_at=claimant.host.unix_time(),
-            device_s=claimant.device_s,
+            claimed_at=newcomer.host.unix_time(),
+            device_s=newcomer.device_s,
             version=__version__,
         )
     )
     return ClaimedStage(stage)
 
 
-class _Choice:
+class _FittingStages:
     """Which stages fit the memory that is free before one is built: by the plan's estimate, until one is measured.
 
     For whoever can only dial that is the first stage or none: all others are dialled by the stage before.
     """
 
-    def __init__(self, claimant: Claimant) -> None:
-        self._pipeline, self._machine, self._say = claimant.run.pipeline, claimant.host, claimant.reporter.say
-        self._within, self._free = servable(claimant), claimant.host.free_bytes()
+    def __init__(self, newcomer: Newcomer) -> None:
+        self._pipeline, self._host, self._say = newcomer.run.pipeline, newcomer.host, newcomer.reporter.say
+        self._within, self._free = servable(newcomer), newcomer.host.free_bytes()
 
-    def fits(self) -> tuple[int, ...]:
+    def stages(self) -> tuple[int, ...]:
         """Return the stages to choose from: those that fit, or the one that needs least."""
-        needs = self._machine.needs_bytes
+        needs = self._host.needs_bytes
         fits = stages_that_fit(needs, self._free, self._pipeline.stages)
         fits = tuple(stage for stage in fits if stage in self._within)
         if fits:
@@ -191,9 +191,9 @@ class _Choice:
         )
         return (least,)
 
-    def note(self, stage: int, kept_bytes: int) -> None:
+    def correct(self, stage: int, kept_bytes: int) -> None:
         """Correct what microbatches in flight keep at a stage, given what one was seen to keep."""
-        pipeline, needs, in_flight = self._pipeline, self._machine.needs_bytes, self._machine.in_flight_bytes
+        pipeline, needs, in_flight = self._pipeline, self._host.needs_bytes, self._host.in_flight_bytes
         if not (needs and in_flight and kept_bytes):
             return
         at_once = pipeline.microbatches_per_step * pipeline.windows_in_flight if stage < pipeline.stages - 1 else 1
@@ -206,24 +206,24 @@ class _Choice:
             )
 
 
-async def _measure(claimant: Claimant, stage: StageModel, number: int) -> tuple[tuple[float, ...], int]:
+async def _measure(newcomer: Newcomer, stage: StageModel, number: int) -> tuple[tuple[float, ...], int]:
     """Take a microbatch through a stage. Return the seconds of one at every stage, on the device or on the line, and
     the bytes that it keeps at this one.
     """
-    host, work, stages = claimant.host, claimant.plan.work, claimant.run.pipeline.stages
-    probe = await host.device.run(measure, stage, number, claimant.run.pipeline, claimant.plan, host.device.clock)
+    host, work, stages = newcomer.host, newcomer.plan.work, newcomer.run.pipeline.stages
+    probe = await host.device.run(measure, stage, number, newcomer.run.pipeline, newcomer.plan, host.device.clock)
     device_s = tuple(max(probe.device_s * work[each] / work[number], host.line_s(each)) for each in range(stages))
     return device_s, probe.kept_bytes
 
 
-async def _settle(claimant: Claimant, stage: int, own: _Own) -> int:
+async def _settle(newcomer: Newcomer, stage: int, own: _OwnCapacity) -> int:
     """Announce a stage, read again, and move if another newcomer chose alike; return where we stay."""
-    membership, work = claimant.membership, claimant.plan.work
-    claimed_at = claimant.host.unix_time()
+    membership, work = newcomer.membership, newcomer.plan.work
+    claimed_at = newcomer.host.unix_time()
     for left in reversed(range(CLAIMS)):
         await membership.claim(
             PeerRecord(
-                peer=claimant.me,
+                peer=newcomer.me,
                 stage=stage,
                 state=PeerState.JOINING,
                 claimed_at=claimed_at,
@@ -235,23 +235,23 @@ async def _settle(claimant: Claimant, stage: int, own: _Own) -> int:
         await asyncio.sleep(SETTLE_S)
         await membership.peek()
         claims = claims_of(membership.roster)
-        elsewhere = should_yield(claimant.me, claims, work) if left else None
+        elsewhere = should_yield(newcomer.me, claims, work) if left else None
         if elsewhere is None:
             break
-        capacity = capacities([each for each in claims if each.peer != claimant.me], work)
-        rivals = any(each.peer != claimant.me and each.stage == stage and not each.settled for each in claims)
+        capacity = capacities([each for each in claims if each.peer != newcomer.me], work)
+        rivals = any(each.peer != newcomer.me and each.stage == stage and not each.settled for each in claims)
         news = f"another newcomer chose stage {stage} too" if rivals else "the swarm is another one by now"
         why = f"{news}; {reason(elsewhere, capacity, own.speed(elsewhere))}"
-        _say(claimant, elsewhere, why, own)
+        _report_choice(newcomer, elsewhere, why, own)
         stage = elsewhere
     return stage
 
 
-def _say(claimant: Claimant, stage: int, why: str, own: _Own) -> None:
-    claimant.reporter.say(f"taking stage {stage}: {why}")
-    claimant.reporter.record(events.Placed(stage=stage, why=why, device_s=own.device_s[stage]))
+def _report_choice(newcomer: Newcomer, stage: int, why: str, own: _OwnCapacity) -> None:
+    newcomer.reporter.say(f"taking stage {stage}: {why}")
+    newcomer.reporter.record(events.Placed(stage=stage, why=why, device_s=own.device_s[stage]))
 
 
 def _in_a_line(error: Exception) -> str:
-    told = " ".join(str(error).split())
-    return f"{type(error).__name__}: {told[:300]}" if told else type(error).__name__
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:300]}" if message else type(error).__name__

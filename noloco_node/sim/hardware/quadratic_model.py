@@ -62,7 +62,7 @@ class _Pass:
 
 
 class QuadraticModel:
-    """One stage (`noloco_node.machine.interface.Stage`).
+    """One stage (`noloco_node.machine.interface.StageModel`).
 
     What a microbatch asks for is computed on Python's floats: for eight numbers a call of torch costs more than the
     arithmetic. The weights that others see are float32, and the sums here are never less exact.

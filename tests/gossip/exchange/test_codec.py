@@ -532,5 +532,5 @@ def test_only_a_code_that_follows_the_distance_lets_replicas_agree(owing: bool) 
 
 
 def test_sizes_are_known_without_torch() -> None:
-    program = "import sys, gossip.formats; sys.exit('torch' in sys.modules)"
+    program = "import sys, gossip.exchange.formats; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=LAST_RESORT_S, check=False).returncode == 0

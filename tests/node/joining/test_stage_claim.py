@@ -20,10 +20,10 @@ from memory_swarms import Peer, recipe, until
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.machine.interface import Host, Reporter
+from noloco_node.machine.interface import Reporter
 from noloco_node.machine.memory import ARENAS, available, trim, within_limit
 from noloco_node.node.joining import stage_claim
-from noloco_node.node.joining.newcomer import Claimant
+from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.stage_benchmark import TIMES, StageBenchmark, measure
 from noloco_node.node.joining.stage_claim import CLAIMS, LOOKS, ClaimedStage, claim_stage, claims_of
 from noloco_node.node.replica import Replica
@@ -33,6 +33,8 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.explore.search import ExploreResult, examine
 from noloco_node.sim.hardware.device import VirtualDevice
+from noloco_node.sim.hardware.memory_host import MemoryHost
+from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
 from noloco_node.sim.network.hub import SimNetwork
@@ -45,6 +47,15 @@ from noloco_node.swarm.roster import PeerRecord
 from pipeline.placement import capacities
 
 WORK = (1.0, 1.0, 2.0)
+
+
+class SmallHost(MemoryHost):
+    """One of which is known how much memory is free."""
+
+    free: int | None = None
+
+    def free_bytes(self) -> int | None:
+        return self.free
 
 
 class Seeker:
@@ -68,20 +79,17 @@ class Seeker:
         what = recipe(stages=3)
         network = hub.network(name, Access(dials_only=dials_only))
         self.membership = Membership(network, what.digest, 3, refresh_s=5.0)
-        host = Host(
-            device=self._device,
+        host = SmallHost(
+            self._device,
+            MemoryStore(lambda: None),
             build=self._build,
             open_text=self._no_text,
-            load=self._no_disk,
             save=self._never,
-            unix_time=asyncio.get_running_loop().time,
-            needs_bytes=[100, 200, 300],
-            in_flight_bytes=[20, 20, 20],
-            free_bytes=lambda: free,
         )
+        host.free, host.needs_bytes, host.in_flight_bytes = free, [100, 200, 300], [20, 20, 20]
         reporter = Reporter(record=self.events.append, say=self.said.append)
-        self.claimant = Claimant(
-            run=what.run,
+        self.newcomer = Newcomer(
+            recipe=what,
             plan=quadratic_layout(3, WORK),
             membership=self.membership,
             host=host,
@@ -98,15 +106,12 @@ class Seeker:
     async def _no_text(self) -> RandomBatches:
         return RandomBatches((1, 1), 0)
 
-    async def _no_disk(self, stage: int) -> None:
-        return None
-
     async def _never(self, _: object) -> str:
         raise AssertionError("who claims saves nothing")
 
     async def serve(self, stage: int, device_s: float) -> None:
         """Pose as a replica that has been at work for long."""
-        record = PeerRecord(peer=self.claimant.me, stage=stage, state=PeerState.TRAINING, device_s=device_s)
+        record = PeerRecord(peer=self.newcomer.me, stage=stage, state=PeerState.TRAINING, device_s=device_s)
         await self.membership.claim(record)
 
 
@@ -128,7 +133,7 @@ def test_a_newcomer_measures_itself_and_takes_the_stage_that_limits_the_swarm() 
         for name, stage, device_s in (("a", 0, 0.4), ("b", 0, 0.4), ("c", 1, 0.25), ("d", 2, 2.0), ("e", 2, 2.0)):
             await Seeker(hub, name).serve(stage, device_s)
         late = Seeker(hub, "late", forward_s=0.1)
-        place = await claim_stage(late.claimant, served=None)
+        place = await claim_stage(late.newcomer, served=None)
         (record,) = [each for each in late.membership.roster.stage(2) if each.peer == "late"]
         return late, place, record
 
@@ -146,7 +151,7 @@ def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it_knows
         for name, stage, device_s in (("a", 0, 0.5), ("b", 1, 0.5), ("c", 2, 2.0)):
             await Seeker(hub, name).serve(stage, device_s)
         slow = Seeker(hub, "slow", forward_s=2.0)
-        claiming = asyncio.create_task(claim_stage(slow.claimant, served=None))
+        claiming = asyncio.create_task(claim_stage(slow.newcomer, served=None))
         await asyncio.sleep(5.0)
         await Seeker(hub, "d").serve(2, 0.1)
         return slow, await claiming
@@ -164,14 +169,14 @@ def test_who_comes_while_it_is_measured_changes_its_choice_but_not_what_it_knows
 def test_newcomers_that_start_together_spread_and_end(count: int) -> None:
     async def main(hub: SimNetwork) -> tuple[list[Seeker], list[ClaimedStage]]:
         seekers = [Seeker(hub, f"p{n:02}", forward_s=(0.1, 0.1, 0.3)[n % 3]) for n in range(count)]
-        places = await asyncio.gather(*[claim_stage(each.claimant, served=None) for each in seekers])
+        places = await asyncio.gather(*[claim_stage(each.newcomer, served=None) for each in seekers])
         await seekers[0].membership.peek()
         return seekers, places
 
     seekers, places = claimed(main)  # type: ignore[misc]
     claims = claims_of(seekers[0].membership.roster)
     assert sorted((each.peer, each.stage) for each in claims) == [
-        (seeker.claimant.me, place.number) for seeker, place in zip(seekers, places, strict=True)
+        (seeker.newcomer.me, place.number) for seeker, place in zip(seekers, places, strict=True)
     ]
     assert all(len(each.events) <= CLAIMS for each in seekers)
     capacity = capacities(claims, WORK)
@@ -185,7 +190,7 @@ def test_a_stage_that_does_not_fit_is_left_out_and_the_least_is_tried_where_noth
         await Seeker(hub, "a").serve(0, 0.5)
         await Seeker(hub, "b").serve(1, 1.0)
         small, tiny = Seeker(hub, "small", free=250), Seeker(hub, "tiny", free=50)
-        return small, await claim_stage(small.claimant, None), tiny, await claim_stage(tiny.claimant, None)
+        return small, await claim_stage(small.newcomer, None), tiny, await claim_stage(tiny.newcomer, None)
 
     small, place, tiny, least = claimed(main)  # type: ignore[misc]
     assert (place.number, least.number) == (1, 0)
@@ -198,8 +203,8 @@ def test_whom_nobody_can_dial_takes_the_first_stage_though_another_is_weaker() -
         for name, stage in (("a", 0), ("b", 0), ("c", 1)):
             await Seeker(hub, name).serve(stage, 0.5)
         hidden, told = (Seeker(hub, name, dials_only=True, wish=wish) for name, wish in (("hidden", None), ("told", 2)))
-        place = await claim_stage(hidden.claimant, served=2)
-        assert (await claim_stage(told.claimant, None)).number == 2, "its owner knows best"
+        place = await claim_stage(hidden.newcomer, served=2)
+        assert (await claim_stage(told.newcomer, None)).number == 2, "its owner knows best"
         return hidden, place, told
 
     hidden, place, told = claimed(main)  # type: ignore[misc]
@@ -218,14 +223,14 @@ def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_o
         await Seeker(hub, "b").serve(1, 1.0)
         # Of stage 2, the last, one microbatch is in flight: 300 - 20 + 100.
         small, large = Seeker(hub, "small", free=379), Seeker(hub, "large", free=380)
-        place = await claim_stage(small.claimant, None)
-        return small, place, await claim_stage(large.claimant, None)
+        place = await claim_stage(small.newcomer, None)
+        return small, place, await claim_stage(large.newcomer, None)
 
     small, place, ample = claimed(main)  # type: ignore[misc]
     assert (place, small.built) == (ClaimedStage(1), [2]), "what was built for the measurement is let go"
     assert "stage 2 does not fit" in small.said[0]
     assert ample.number == 2
-    assert small.claimant.host.needs_bytes == [100, 200, 380], "nor will it move there"
+    assert small.newcomer.host.needs_bytes == [100, 200, 380], "nor will it move there"
 
 
 def test_of_equals_the_stage_of_an_earlier_life() -> None:
@@ -233,7 +238,7 @@ def test_of_equals_the_stage_of_an_earlier_life() -> None:
         found = set()
         for served in range(3):
             hub = SimNetwork()
-            place = await claim_stage(Seeker(hub, f"p{served}").claimant, served)
+            place = await claim_stage(Seeker(hub, f"p{served}").newcomer, served)
             found.add((served, place.number))
         return found
 
@@ -245,9 +250,9 @@ def test_an_owners_wish_is_taken_at_once_and_a_wrong_one_refused() -> None:
         await Seeker(hub, "a").serve(1, 0.5)
         told = Seeker(hub, "told", wish=1)
         with pytest.raises(UserError, match="no stage 3") as trouble:
-            await claim_stage(Seeker(hub, "wrong", wish=3).claimant, None)
+            await claim_stage(Seeker(hub, "wrong", wish=3).newcomer, None)
         assert trouble.value.code is Exit.USAGE
-        return told, await claim_stage(told.claimant, served=0)
+        return told, await claim_stage(told.newcomer, served=0)
 
     told, place = claimed(main)  # type: ignore[misc]
     assert (place, told.built) == (ClaimedStage(1), [])
@@ -268,11 +273,11 @@ def test_without_the_dht_a_newcomer_gives_up_and_whoever_moves_waits() -> None:
         new, mover = Seeker(hub, "new"), Seeker(hub, "mover", wish=1)
         deaf(new, 10**6)
         with pytest.raises(UserError, match="Nobody could tell") as trouble:
-            await claim_stage(new.claimant, served=None)
+            await claim_stage(new.newcomer, served=None)
         assert trouble.value.code is Exit.UNREACHABLE
         await mover.serve(0, 0.5)
         deaf(mover, 40)
-        return mover, await claim_stage(mover.claimant, served=None)
+        return mover, await claim_stage(mover.newcomer, served=None)
 
     mover, place = claimed(main)  # type: ignore[misc]
     assert place == ClaimedStage(1)

@@ -1,0 +1,104 @@
+"""This machine as a node sees it: its device, text, disk, clocks and line.
+
+It stands beside the command that makes it, and not in `noloco_node.machine`: it needs the plan of the run as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from noloco_node.cli.node_config import NodeConfig
+from noloco_node.data.background_open import BackgroundOpen
+from noloco_node.data.text_source import TextSource
+from noloco_node.machine import clocks, memory
+from noloco_node.machine.device import Device
+from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
+from noloco_node.planning.memory_needs import in_flight_bytes, needs_bytes
+from noloco_node.planning.model_layout import ModelLayout, make_stage
+from noloco_node.storage.checkpoint import Checkpoint, save
+from noloco_node.storage.checkpoint_store import CheckpointStore
+from noloco_node.storage.home import Home
+from noloco_node.storage.partial_download import PartialDownloadFile
+from noloco_node.storage.snapshot_store import SnapshotDirectory
+from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.terminal import say
+
+if TYPE_CHECKING:
+    from pipeline.stage import Stage
+
+
+class HostMachine:
+    """What this machine gives to one node of a run; implements `noloco_node.machine.interface.Host`. To be closed."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        home: Home,
+        torch_device: torch.device,
+        recipe: RunFileText,
+        layout: ModelLayout,
+        peer: str,
+    ) -> None:
+        self._config, self._home, self._torch_device = config, home, torch_device
+        self._recipe, self._layout = recipe, layout
+        self.needs_bytes = list(needs_bytes(recipe.run, layout, torch_device))
+        self.in_flight_bytes = list(in_flight_bytes(recipe.run, layout))
+        self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
+        self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if config.keep_snapshots else None
+        source = partial(TextSource, recipe.run, config.data, peer, layout.vocabulary)
+        self._text = BackgroundOpen(source, TextSource.read_ahead)
+        self.device = Device(torch_device, config.slowdown)
+
+    def close(self) -> None:
+        """Close the text and end the device's threads."""
+        # The text first: a thread that waits for it ends with it, and so does not keep us.
+        try:
+            self._text.close()
+        finally:
+            self.device.close()
+
+    def build(self, stage: int) -> Stage:
+        return make_stage(self._recipe.run, self._layout, stage, self._torch_device)
+
+    def free_bytes(self) -> int | None:
+        return memory.free_bytes(self._torch_device)
+
+    def prepare_text(self, stage: int) -> None:
+        if stage == 0:
+            self._text.begin()
+
+    async def open_text(self) -> TextSource:
+        return await self._text.opened()
+
+    async def last_stage(self) -> int | None:
+        return await self.former.served()
+
+    async def load(self, stage: int) -> Checkpoint | None:
+        return await self.former.load(stage)
+
+    async def save(self, checkpoint: Checkpoint) -> str:
+        return await asyncio.to_thread(_save, self._home.checkpoint, checkpoint, self._config.keep)
+
+    def partial_download(self, stage: int, weight_bytes: int) -> PartialDownloadFile:
+        return PartialDownloadFile(self._home.path / "catch-up", self._recipe.digest, stage, weight_bytes, say)
+
+    def unix_time(self) -> float:
+        return time.time()
+
+    def asleep_s(self) -> float:
+        return clocks.asleep_s()
+
+    def line_s(self, stage: int) -> float:
+        return bandwidth_seconds(microbatch_bytes(self._recipe.run, self._layout, stage), self._config.allowance)
+
+
+def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:
+    path = str(save(directory, checkpoint, keep))
+    memory.trim()  # about as often as anything large is made and dropped
+    return path

@@ -1,0 +1,126 @@
+"""Where a newcomer's first state comes from: one decision, made of what it knows and without any effect.
+
+Where the run has begun and the stage lives, it is this peer's own checkpoint if that is a few rounds behind at most,
+else a living replica's state. Older weights, or the first ones, would be averaged into those of the living: rather wait
+than begin with them. Where nobody lives, it is a snapshot that somebody keeps, or our checkpoint. With neither, and in
+a run that has not begun, it is the run's first weights: its seed's, or those of the model that it continues.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from noloco_node.run.peer_state import PeerState
+from noloco_node.state_sync.download import pause_s
+from noloco_node.state_sync.snapshot_choice import AGAIN_S, asks_again
+from noloco_node.state_sync.starting_state import is_recent_enough
+from noloco_node.swarm.roster import PeerRecord, Roster
+
+AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
+"""States in which a replica holds weights of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromSeed:
+    """The run's first weights. `lost`: the stage had learned something, and nobody has it any more."""
+
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FromCheckpoint:
+    """Our own checkpoint. `living`: the replicas that it can keep up with, if any. `searched`: for a newer snapshot."""
+
+    living: tuple[PeerRecord, ...] = ()
+    searched: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FromReplicas:
+    """A download from one of the replicas that live."""
+
+    living: tuple[PeerRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeerSnapshot:
+    """A snapshot, if anybody gives one. `attempt`: from 0."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Read the roster again after so many seconds. `for_replica`: our record says that we wait for one's state."""
+
+    seconds: float
+    for_replica: bool
+
+
+StateSource: TypeAlias = FromSeed | FromCheckpoint | FromReplicas | FromPeerSnapshot | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadFailed:
+    """No replica gave its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotNotFound:
+    """Nobody gave a snapshot. `promised`: somebody has one, or may have."""
+
+    promised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """How often each source was tried in vain, and which one failed since the roster was last read."""
+
+    downloads: int = 0
+    searches: int = 0
+    failure: DownloadFailed | SnapshotNotFound | None = None
+
+    def after(self, failure: DownloadFailed | SnapshotNotFound | None) -> Attempts:
+        """Return the attempts after one more; None: after a wait."""
+        return Attempts(
+            self.downloads + isinstance(failure, DownloadFailed),
+            self.searches + isinstance(failure, SnapshotNotFound),
+            failure,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seeker:
+    """Who looks for the state of `stage`. `saved_round`: of its own checkpoint of that stage, None without one."""
+
+    me: str
+    stage: int
+    saved_round: int | None
+    staleness_at_most: int
+
+
+def choose_source(roster: Roster, seeker: Seeker, attempts: Attempts) -> StateSource:
+    """Return where to take the first state from, or how long to wait before looking again."""
+    saved = seeker.saved_round is not None
+    match attempts.failure:
+        case DownloadFailed():
+            return Wait(pause_s(attempts.downloads), for_replica=True)
+        case SnapshotNotFound(promised):
+            if asks_again(promised, saved, attempts.searches - 1):
+                return Wait(AGAIN_S, for_replica=False)
+            return FromCheckpoint(searched=True) if saved else FromSeed(lost=True)
+    if not any(record.round > 0 for records in roster.stages for record in records):
+        return FromCheckpoint() if saved else FromSeed()
+    living = living_replicas(roster, seeker.stage, seeker.me)
+    if not living:
+        return FromPeerSnapshot(attempts.searches)
+    rounds = [record.round for record in living]
+    if seeker.saved_round is not None and is_recent_enough(seeker.saved_round, rounds, seeker.staleness_at_most):
+        return FromCheckpoint(living)
+    return FromReplicas(living)
+
+
+def living_replicas(roster: Roster, stage: int, me: str) -> tuple[PeerRecord, ...]:
+    """Return the records of the others that can give the state of a stage."""
+    return tuple(record for record in roster.stage(stage) if record.peer != me and record.state in AT_WORK)

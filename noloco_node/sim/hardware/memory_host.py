@@ -1,0 +1,69 @@
+"""A machine in memory and virtual time, as a node sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gossip.transfer.assembly import ChunkStore
+    from noloco_node.machine.interface import Runner, SnapshotStore, StageModel, Text
+    from noloco_node.sim.hardware.memory_store import MemoryStore
+    from noloco_node.storage.checkpoint import Checkpoint
+
+
+class MemoryHost:
+    """Implements `noloco_node.machine.interface.Host`.
+
+    Its time of day is the event loop's, it never sleeps, its line has no limit, nobody knows how much memory is free,
+    and what has come of a download is gone with the process.
+    """
+
+    def __init__(
+        self,
+        device: Runner,
+        disk: MemoryStore,
+        *,
+        build: Callable[[int], StageModel],
+        open_text: Callable[[], Awaitable[Text]],
+        save: Callable[[Checkpoint], Awaitable[str]],
+        snapshots: SnapshotStore | None = None,
+    ) -> None:
+        self.device, self.former, self.snapshots = device, disk, snapshots
+        self.needs_bytes: list[int] = []
+        self.in_flight_bytes: list[int] = []
+        self._build, self._open_text, self._save = build, open_text, save
+
+    def build(self, stage: int) -> StageModel:
+        return self._build(stage)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def prepare_text(self, stage: int) -> None:
+        pass
+
+    async def open_text(self) -> Text:
+        return await self._open_text()
+
+    async def last_stage(self) -> int | None:
+        return await self.former.served()
+
+    async def load(self, stage: int) -> Checkpoint | None:
+        return await self.former.load(stage)
+
+    async def save(self, checkpoint: Checkpoint) -> str:
+        return await self._save(checkpoint)
+
+    def partial_download(self, stage: int, weight_bytes: int) -> ChunkStore | None:
+        return None
+
+    def unix_time(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def asleep_s(self) -> float:
+        return 0.0
+
+    def line_s(self, stage: int) -> float:
+        return 0.0
