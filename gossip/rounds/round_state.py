@@ -28,17 +28,8 @@ LATE_AT_MOST = 4
 VAIN_AT_MOST = 3
 """Meetings without a step of ours that one partner may have in a round: weather, beyond it mischief."""
 COUNTED = (
-    *("met", "solo", "deferred", "lost", "implausible", "retaken", "adopted", "too_stale"),
-    *(
-        "offers_sent",
-        "offers_received",
-        "declined",
-        "unanswered",
-        "bytes_sent",
-        "bytes_received",
-        "sent_ahead",
-        "spared",
-    ),
+    *("met", "solo", "deferred", "lost", "implausible", "retaken", "adopted", "too_stale", "sent_ahead", "spared"),
+    *("offers_sent", "offers_received", "declined", "unanswered", "bytes_sent", "bytes_received"),
 )
 
 
@@ -125,8 +116,6 @@ class RoundState:
         self._late = 0
         """Exchanges that ran out of time of late, less those that did not."""
         self._changed = asyncio.Event()
-
-    # What it is.
 
     @property
     def phase(self) -> Phase:
