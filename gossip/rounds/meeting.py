@@ -31,43 +31,35 @@ class Meetings:
         around: RoundContext,
         apply: Callable[[PendingStep], Awaitable[None]],
     ) -> None:
-        self._situation, self._optimiser, self._shelf = round_state, optimiser, shelf
+        self._round_state, self._optimiser, self._shelf = round_state, optimiser, shelf
         self._replica, self._around, self._apply = replica, around, apply
         self._blocked_s = 1.0
 
-    def __repr__(self) -> str:
-        return f"<Meetings: {self._situation.engagement or 'none under way'}>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many came to nothing, and how many of those by weights that could not be right."""
-        counts = self._situation.counts
-        return {"lost": counts["lost"], "implausible": counts["implausible"]}
-
-    async def meet(self, conversation: Conversation, engagement: Meeting, accepted: Accepted | None) -> None:
+    async def meet(self, conversation: Conversation, meeting: Meeting, accepted: Accepted | None) -> None:
         """Exchange and step, once agreed. `accepted`: our answer, still to be sent, where we are the asked."""
-        round_state = self._situation
+        round_state = self._round_state
         why, implausible = "the partner was silent or went away", False
         try:
             if accepted is not None:
                 await conversation.send(accepted)
-            if self._situation.settings.blocking:
+            if round_state.settings.blocking:
                 started_s = now()
                 async with self._gate_shut(), round_state.pause:
-                    taken = await self._optimiser.snapshot(round_state.round_schedule.inner_steps)
-                    await self._exchange(conversation, engagement, taken, asked=accepted is not None)
+                    taken = await self._optimiser.snapshot(round_state.schedule.inner_steps)
+                    await self._exchange(conversation, meeting, taken, asked=accepted is not None)
                 self._blocked_s = now() - started_s
             else:
                 async with round_state.pause:
                     kept = round_state.snapshot
                 if kept is None:
                     raise ConnectionAbortedError("the round was closed meanwhile")
-                await self._exchange(conversation, engagement, kept, asked=accepted is not None)
+                await self._exchange(conversation, meeting, kept, asked=accepted is not None)
         except ConnectionError as loss:
             why, implausible = str(loss), isinstance(loss, Implausible)
             raise
         finally:
-            if round_state.engagement is engagement:
-                self._lose(engagement, why, implausible)
+            if round_state.meeting is meeting:
+                self._lose(meeting, why, implausible)
 
     @asynccontextmanager
     async def _gate_shut(self) -> AsyncIterator[None]:
@@ -82,75 +74,64 @@ class Meetings:
                 raise
             raise ConnectionAbortedError("our own gate did not drain: microbatches in flight") from silence
 
-    def _lose(self, engagement: Meeting, why: str, implausible: bool) -> None:
-        round_state = self._situation
-        round_state.engagement = None
+    def _lose(self, meeting: Meeting, why: str, implausible: bool) -> None:
+        round_state = self._round_state
+        round_state.end_meeting()
         round_state.counts["lost"] += 1
         round_state.counts["implausible"] += implausible
-        self._put_off(engagement.partner)
+        round_state.note_vain_meeting(meeting.partner)
         self._around.record(
-            MeetingLost(
-                round=round_state.round_schedule.round, partner=engagement.partner, why=why, implausible=implausible
-            )
+            MeetingLost(round=round_state.schedule.round, partner=meeting.partner, why=why, implausible=implausible)
         )
-        round_state.ring()
 
-    async def _exchange(
-        self, conversation: Conversation, engagement: Meeting, snapshot: Snapshot, *, asked: bool
-    ) -> None:
-        round_state = self._situation
+    async def _exchange(self, conversation: Conversation, meeting: Meeting, snapshot: Snapshot, *, asked: bool) -> None:
+        round_state = self._round_state
         claim = MeetingStanding(round_state.met, round_state.settings.staleness_at_most)
-        traded = await exchange_weights(conversation, snapshot, self._optimiser, self._shelf, claim)
+        result = await exchange_weights(conversation, snapshot, self._optimiser, self._shelf, claim)
 
         async def commit() -> None:
-            if round_state.engagement is not engagement:
+            if round_state.meeting is not meeting:
                 raise ConnectionAbortedError("the round was given up meanwhile")
-            round_state.engagement = None
-            round_state.counts["spared"] += traded.spared
-            if traded.step is None:
-                self._note_too_stale(engagement.partner, traded)
+            round_state.counts["spared"] += result.spared
+            if result.step is None:
+                self._note_too_stale(meeting.partner, result)
+                return
+            pending = PendingStep(result.step, snapshot.inner_steps, self._event(meeting, result), result.last_met)
+            if round_state.settings.blocking:
+                round_state.close()
+                await self._apply(pending)
             else:
-                round_state.snapshot, round_state.open = None, False
-                event = self._event(engagement, traded)
-                round_state.settled = PendingStep(traded.step, snapshot.inner_steps, event, traded.last_met)
-                if round_state.settings.blocking:
-                    await self._apply(round_state.settled)
-            round_state.ring()
+                round_state.step(pending)
 
         await conclude(conversation, commit, asked=asked)
 
-    def _event(self, engagement: Meeting, traded: ExchangeResult) -> OuterStepTaken:
+    def _event(self, meeting: Meeting, result: ExchangeResult) -> OuterStepTaken:
         return OuterStepTaken(
-            round=self._situation.round_schedule.round,
-            seconds=now() - engagement.since_s,
-            partner=engagement.partner,
-            gap=traded.gap,
-            staleness_rounds=traded.staleness,
-            partner_staleness=traded.partner_staleness,
-            adopted=traded.adopted,
-            bytes_sent=traded.bytes_sent,
-            bytes_received=traded.bytes_received,
+            round=self._round_state.schedule.round,
+            seconds=now() - meeting.since_s,
+            partner=meeting.partner,
+            gap=result.gap,
+            staleness_rounds=result.staleness,
+            partner_staleness=result.partner_staleness,
+            adopted=result.adopted,
+            bytes_sent=result.bytes_sent,
+            bytes_received=result.bytes_received,
         )
 
-    def _note_too_stale(self, partner: str, traded: ExchangeResult) -> None:
+    def _note_too_stale(self, partner: str, result: ExchangeResult) -> None:
         """Go on with our open round: the partner has ended its own with our weights."""
-        round_state = self._situation
+        round_state = self._round_state
+        round_state.end_meeting()
         round_state.counts["too_stale"] += 1
-        round_state.counts["bytes_sent"] += traded.bytes_sent
-        round_state.counts["bytes_received"] += traded.bytes_received
-        self._put_off(partner)
+        round_state.counts["bytes_sent"] += result.bytes_sent
+        round_state.counts["bytes_received"] += result.bytes_received
+        round_state.note_vain_meeting(partner)
         self._around.record(
             PartnerTooStale(
-                round=round_state.round_schedule.round,
+                round=round_state.schedule.round,
                 partner=partner,
-                partner_staleness=traded.partner_staleness,
-                bytes_sent=traded.bytes_sent,
-                bytes_received=traded.bytes_received,
+                partner_staleness=result.partner_staleness,
+                bytes_sent=result.bytes_sent,
+                bytes_received=result.bytes_received,
             )
         )
-
-    def _put_off(self, partner: str) -> None:
-        """Ask this partner later, if at all, and do not let it have as many meetings in this round as it likes."""
-        round_state = self._situation
-        round_state.record_timeout[partner] += 1
-        round_state.prospects.put_off(partner, round_state.settings.patience.sleep_s, now())

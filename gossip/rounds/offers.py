@@ -28,102 +28,93 @@ class Offers:
     """The offers of one replica: `run` as a background task, `answer_one` for each that comes in."""
 
     def __init__(self, round_state: RoundState, around: RoundContext, meet: Meet) -> None:
-        self._situation, self._around, self._meet = round_state, around, meet
-
-    def __repr__(self) -> str:
-        return f"<Offers: asking {self._situation.asking or 'nobody'}>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many offers were sent and received."""
-        counts = self._situation.counts
-        return {"offers_sent": counts["offers_sent"], "offers_received": counts["offers_received"]}
+        self._round_state, self._around, self._meet = round_state, around, meet
 
     async def run(self) -> None:
         """Ask partners while a round is open, until cancelled."""
-        round_state, jitter_s = self._situation, self._situation.settings.patience.jitter_s
+        round_state, jitter_s = self._round_state, self._round_state.settings.patience.jitter_s
         while True:
             peer, wait_s = self._whom()
             if peer is None:
                 await round_state.nap(wait_s)
                 continue
             await self._ask(peer)
-            if round_state.open and round_state.engagement is None:
+            if round_state.is_free:
                 await round_state.nap(round_state.rng.uniform(0.0, jitter_s))
 
     async def answer_one(self, conversation: Conversation, offer: Offer, deadline: asyncio.Timeout) -> None:
         """Answer an offer at once; if it is accepted, move the deadline on to a meeting's, and meet."""
-        round_state, peer = self._situation, conversation.peer
+        round_state, peer = self._round_state, conversation.peer
         round_state.counts["offers_received"] += 1
         reply = answer(round_state.standing(peer), peer, offer)
         if isinstance(reply, Declined):
             await conversation.send(reply)
             return
-        engagement = round_state.engage(peer, offer.round)
-        await self._meet_until(conversation, engagement, reply, deadline)
+        meeting = round_state.engage(peer, offer.round)
+        await self._meet_until(conversation, meeting, reply, deadline)
 
     def _whom(self) -> tuple[str | None, float | None]:
         """Return whom to ask now; or nobody and how long to wait (None: until something changes)."""
-        round_state = self._situation
-        if not round_state.open or round_state.engagement is not None:
+        round_state = self._round_state
+        if not round_state.is_free:
             return None, None
-        order = round_state.others.order(round_state.round_schedule.round)
+        order = round_state.partners.order(round_state.schedule.round)
         places = range(min(len(order), ASKED_AT_MOST))
         # Whoever is preferred less is hoped against for longer: the good enough are the first ones.
         good_enough = list(takewhile(lambda place: not round_state.preference_delay_s(place, len(order)), places))
-        return round_state.prospects.next(order[: len(good_enough)], now())
+        return round_state.queue.next(order[: len(good_enough)], now())
 
     async def _ask(self, peer: str) -> None:
-        round_state, patience = self._situation, self._situation.settings.patience
+        round_state, patience = self._round_state, self._round_state.settings.patience
         answers, asked_s = self._around.answers, now()
-        round_state.asking = peer
-        round_state.counts["offers_sent"] += 1
-        engagement = None
+        round_state.ask(peer)
+        meeting = None
         try:
             async with (
                 asyncio.timeout(answers.deadline_s(peer) if answers else patience.answer_s) as deadline,
                 self._around.converse(peer) as conversation,
             ):
-                await conversation.send(Offer(round=round_state.round_schedule.round))
+                await conversation.send(Offer(round=round_state.schedule.round))
                 reply = await conversation.receive()
-                round_state.asking = None
+                round_state.note_answer()
                 if answers:
                     answers.took(peer, now() - asked_s)
                 if isinstance(reply, Declined):
                     self._note_refusal(peer, reply)
                 elif not isinstance(reply, Accepted):
                     raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
-                elif round_state.open and round_state.engagement is None:
-                    engagement = round_state.engage(peer, reply.round)
-                    await self._meet_until(conversation, engagement, None, deadline)
+                elif round_state.is_free:
+                    meeting = round_state.engage(peer, reply.round)
+                    await self._meet_until(conversation, meeting, None, deadline)
         except (ConnectionError, TimeoutError) as loss:
             if answers and round_state.asking is not None and isinstance(loss, TimeoutError):
                 answers.record_timeout(peer, asked_s, now())
-            if engagement is None:
+            if meeting is None:
                 round_state.counts["unanswered"] += 1
-                round_state.prospects.put_off(peer, patience.sleep_s, now())
+                round_state.queue.put_off(peer, patience.sleep_s, now())
         finally:
-            round_state.asking = None
+            round_state.note_answer()
 
     async def _meet_until(
         self,
         conversation: Conversation,
-        engagement: Meeting,
+        meeting: Meeting,
         accepted: Accepted | None,
         deadline: asyncio.Timeout,
     ) -> None:
         """Meet within the time that a meeting may take, and learn whether that was enough."""
-        deadline.reschedule(now() + self._situation.exchange_s)
+        deadline.reschedule(now() + self._round_state.exchange_s)
         try:
-            await self._meet(conversation, engagement, accepted)
+            await self._meet(conversation, meeting, accepted)
         except asyncio.CancelledError:
             if deadline.expired():
-                self._situation.note_exchange(late=True)
+                self._round_state.note_exchange(late=True)
             raise
-        self._situation.note_exchange(late=False)
+        self._round_state.note_exchange(late=False)
 
     def _note_refusal(self, peer: str, reply: Declined) -> None:
-        round_state = self._situation
+        round_state = self._round_state
         round_state.counts["declined"] += 1
-        if round_state.open:
-            round_state.round_schedule.adopt(reply.round, round_state.others.rounds)
-        round_state.prospects.declined(peer, reply, now())
+        if round_state.is_open:
+            round_state.schedule.adopt(reply.round, round_state.partners.rounds)
+        round_state.queue.declined(peer, reply, now())

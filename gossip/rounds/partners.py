@@ -27,7 +27,6 @@ class PartnerView:
         self._speeds: tuple[float, ...] = ()
         self._order: tuple[str, ...] = ()
         self._order_of: tuple[tuple[str, ...], int] | None = None
-        self._ordered = 0
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -53,15 +52,7 @@ class PartnerView:
         if self._order_of != (peers, round):
             self._order = preferences(self._me, peers, self._seed, round)
             self._order_of = (peers, round)
-            self._ordered += 1
         return self._order
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many there are, and how often they were put in order."""
-        return {"others": len(self._peers), "ordered": self._ordered}
-
-    def __repr__(self) -> str:
-        return f"<Others: {len(self._peers)}>"
 
     def _look(self) -> None:
         candidates = self._partners()
@@ -89,8 +80,10 @@ class PartnerQueue:
         self._rng = rng
         self._not_before: dict[str, float] = {}
 
-    def __repr__(self) -> str:
-        return f"<Prospects: {len(self._not_before)} put off>"
+    @property
+    def put_off_count(self) -> int:
+        """How many are asked later, or not at all."""
+        return len(self._not_before)
 
     def clear(self) -> None:
         """Forget everything: a new round."""

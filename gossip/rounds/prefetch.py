@@ -32,27 +32,20 @@ class SlowWeightPrefetcher:
     def __init__(
         self, round_state: RoundState, optimiser: OuterOptimiser, around: RoundContext, shelf: PrefetchCache
     ) -> None:
-        self._situation, self._optimiser, self._around, self._shelf = round_state, optimiser, around, shelf
+        self._round_state, self._optimiser, self._around, self._shelf = round_state, optimiser, around, shelf
         self._asking: str | None = None
         self._swapping: str | None = None
         self._put_off: tuple[str, int, float] | None = None
         """Whom not to ask again, for which version of our slow weights, and until when."""
-
-    def __repr__(self) -> str:
-        return f"<Ahead: swapping with {self._swapping or 'nobody'}, {self._shelf!r}>"
 
     @property
     def swapping(self) -> str | None:
         """With whom a swap is under way."""
         return self._swapping
 
-    def statistics(self) -> dict[str, int | float]:
-        """Return how many swaps came to their end."""
-        return {"sent_ahead": self._situation.counts["sent_ahead"]}
-
     async def run(self) -> None:
         """Propose a swap to each next partner, until cancelled."""
-        round_state = self._situation
+        round_state = self._round_state
         while self._optimiser.needs_slow:
             peer = self._next_partner()
             wait_s = round_state.settings.patience.sleep_s
@@ -65,23 +58,21 @@ class SlowWeightPrefetcher:
 
     async def answer_one(self, conversation: Conversation, deadline: asyncio.Timeout) -> None:
         """Answer a proposal at once; if it is accepted, move the deadline on to a meeting's, and swap."""
-        round_state = self._situation
+        round_state = self._round_state
         reason = self._refusal(conversation.peer)
         if reason is not None:
-            refusal = Declined(
-                reason=reason, retry_after_s=round_state.ready_in_s(), round=round_state.round_schedule.round
-            )
+            refusal = Declined(reason=reason, retry_after_s=round_state.ready_in_s(), round=round_state.schedule.round)
             await conversation.send(refusal)
             return
         deadline.reschedule(now() + round_state.settings.patience.exchange_s)
-        await self._swap(conversation, Accepted(round=round_state.round_schedule.round))
+        await self._swap(conversation, Accepted(round=round_state.schedule.round))
 
     def _next_partner(self) -> str | None:
         """Return whom we expect to meet next, or None while our slow weights may still move before that."""
-        round_state = self._situation
+        round_state = self._round_state
         if not round_state.between_rounds:
             return None
-        return next(iter(round_state.others.order(round_state.next_round)), None)
+        return next(iter(round_state.partners.order(round_state.next_round)), None)
 
     def _wait_s(self, peer: str) -> float:
         put_off = self._put_off
@@ -95,7 +86,7 @@ class SlowWeightPrefetcher:
         return not done and self._shelf.swaps[peer] < SWAPS_AT_MOST
 
     def _refusal(self, sender: str) -> DeclineReason | None:
-        if self._situation.leaving:
+        if self._round_state.leaving:
             return DeclineReason.LEAVING
         if self._swapping is not None:
             return DeclineReason.ENGAGED
@@ -107,10 +98,10 @@ class SlowWeightPrefetcher:
         if self._asking != sender:
             return DeclineReason.ASKING
         # Both have just proposed the same: the lower peer id's goes first.
-        return None if sender < self._situation.me else DeclineReason.YIELD
+        return None if sender < self._round_state.me else DeclineReason.YIELD
 
     async def _propose(self, peer: str) -> None:
-        round_state, patience = self._situation, self._situation.settings.patience
+        round_state, patience = self._round_state, self._round_state.settings.patience
         self._asking = peer
         again_s = patience.sleep_s
         try:
@@ -150,16 +141,16 @@ class SlowWeightPrefetcher:
             raise
         finally:
             self._swapping = None
-            self._situation.ring()
+            self._round_state.ring()
 
     def _note_implausible(self, peer: str, why: str) -> None:
-        round_state = self._situation
+        round_state = self._round_state
         round_state.counts["implausible"] += 1
         self._around.record(MeetingLost(round=round_state.next_round, partner=peer, why=why, implausible=True))
 
     async def _swap_once(self, conversation: Conversation, *, asked: bool) -> None:
         optimiser, shelf, version = self._optimiser, self._shelf, self._optimiser.version
-        round, last_met = self._situation.met
+        round, last_met = self._round_state.met
         mine = Probe(
             round=round, last_met=last_met, version=version, holds=NOTHING, slow=optimiser.slow_probe(), fast=None
         )
@@ -181,7 +172,7 @@ class SlowWeightPrefetcher:
         self._must_be(version)
         shelf.held = PrefetchReceived(conversation.peer, theirs.version, slow)
         shelf.given = PrefetchSent(conversation.peer, version, steps)
-        self._situation.counts["sent_ahead"] += 1
+        self._round_state.counts["sent_ahead"] += 1
         # The asker stays until the asked has all: its leaving ends the conversation.
         if asked:
             await conversation.send(Received())

@@ -1,8 +1,8 @@
 """Where a replica's gossip stands: its round, whom it asks, whom it meets, and what waits for the next pause.
 
 One object that the parts of a replica's gossip share: `Rounds` opens and ends rounds, `Offers` asks and answers,
-`Meetings` meets, `Ahead` works between two rounds. Each changes what its own story is about, and rings for the others:
-whoever waits here wakes and looks again, so no change is missed.
+`Meetings` meets, `SlowWeightPrefetcher` works between two rounds. Whoever waits for a change wakes at each transition
+and looks again, so none is missed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gossip.interface import Origin, OuterStepTaken, RoundContext, RoundSettings
@@ -27,22 +28,17 @@ LATE_AT_MOST = 4
 VAIN_AT_MOST = 3
 """Meetings without a step of ours that one partner may have in a round: weather, beyond it mischief."""
 COUNTED = (
-    *("met", "solo", "deferred", "lost", "implausible", "retaken", "adopted", "too_stale"),
+    *("met", "solo", "deferred", "lost", "implausible", "retaken", "adopted", "too_stale", "sent_ahead", "spared"),
     *("offers_sent", "offers_received", "declined", "unanswered", "bytes_sent", "bytes_received"),
-    *("sent_ahead", "spared"),
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
     """A meeting that was agreed and has not ended. Compared by identity: a new one is never taken for an old one."""
 
-    __slots__ = ("partner", "since_s")
-
-    def __init__(self, partner: str, since_s: float) -> None:
-        self.partner, self.since_s = partner, since_s
-
-    def __repr__(self) -> str:
-        return f"<Engagement with {self.partner} since {self.since_s:.1f} s>"
+    partner: str
+    since_s: float
 
 
 class PendingStep(NamedTuple):
@@ -57,51 +53,131 @@ class PendingStep(NamedTuple):
     last_met: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Closed:
+    """No round is open, and no step waits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Open:
+    """A round is open and free for a partner. `snapshot`: None in the blocking form, which takes it in the meeting."""
+
+    snapshot: Snapshot | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InMeeting:
+    """A round is open, and bound to one partner."""
+
+    snapshot: Snapshot | None
+    meeting: Meeting
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPending:
+    """The round has been met; its step waits for the next pause."""
+
+    pending: PendingStep
+
+
+Phase = Closed | Open | InMeeting | StepPending
+"""What a replica's round is at:
+
+    Closed    -> Open (open)
+    Open      -> Open (open, with another snapshot), InMeeting (engage), Closed (close, leave)
+    InMeeting -> InMeeting (open), Open (end_meeting), StepPending (step), Closed (close, leave)
+    StepPending   -> Closed (take_step)
+"""
+CLOSED = Closed()
+
+
 class RoundState:
-    """One replica between two openings. `last_met`: the round in which its weights last met anybody's."""
+    """One replica's round: its phase, and what the parts of its gossip know in common.
+
+    The phase changes by the methods under "Transitions" alone, which wake whoever waits, unless they say why not. One
+    that the phase does not allow raises RuntimeError. `leaving` lies across the phases: a step that waits is still
+    applied.
+    """
 
     def __init__(self, me: str, settings: RoundSettings, origin: Origin, around: RoundContext) -> None:
         self.me, self.settings = me, settings
-        self.others = PartnerView(me, settings.seed, around.partners)
-        self.round_schedule = RoundSchedule(settings.inner_steps_per_round, origin.rounds, origin.inner_steps)
+        self.partners = PartnerView(me, settings.seed, around.partners)
+        self.schedule = RoundSchedule(settings.inner_steps_per_round, origin.rounds, origin.inner_steps)
         self.rng = random.Random(f"{settings.seed}|jitter|{me}")
-        self.prospects = PartnerQueue(settings.patience, self.rng)
-        self.last_met = origin.last_met
-        self.record_timeout: Counter[str] = Counter()
-        """With whom how many meetings of this round have ended without a step of ours."""
-        self.late = 0
-        """Exchanges that ran out of time of late, less those that did not."""
-        self.open = False
-        self.leaving = False
-        self.snapshot: Snapshot | None = None
-        self.asking: str | None = None
-        self.engagement: Meeting | None = None
-        self.settled: PendingStep | None = None
+        self.queue = PartnerQueue(settings.patience, self.rng)
         self.counts: Counter[str] = Counter()
         self.pause = asyncio.Lock()
+        self._phase: Phase = CLOSED
+        self._leaving = False
+        self._asking: str | None = None
+        self._last_met = origin.last_met
+        self._vain_meetings: Counter[str] = Counter()
+        """With whom how many meetings of this round have ended without a step of ours."""
+        self._late = 0
+        """Exchanges that ran out of time of late, less those that did not."""
         self._changed = asyncio.Event()
+
+    @property
+    def phase(self) -> Phase:
+        """What the round is at."""
+        return self._phase
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round is open, met or not."""
+        return isinstance(self._phase, Open | InMeeting)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a round is open, and a partner may still be agreed on."""
+        return isinstance(self._phase, Open)
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The snapshot of the open round; None where none is open, and in the blocking form."""
+        return self._phase.snapshot if isinstance(self._phase, Open | InMeeting) else None
+
+    @property
+    def meeting(self) -> Meeting | None:
+        """The meeting that was agreed and has not ended."""
+        return self._phase.meeting if isinstance(self._phase, InMeeting) else None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether no further round will be met."""
+        return self._leaving
+
+    @property
+    def asking(self) -> str | None:
+        """Whose answer we wait for. It may outlast the round in which it was asked."""
+        return self._asking
+
+    @property
+    def last_met(self) -> int:
+        """The round in which our weights last met anybody's, 0 if in none."""
+        return self._last_met
 
     @property
     def between_rounds(self) -> bool:
         """Whether the slow weights are those of the next meeting: none is open, and no step waits."""
-        return not (self.open or self.leaving or self.engagement or self.settled)
+        return isinstance(self._phase, Closed) and not self._leaving
 
     @property
     def met(self) -> Met:
         """What we say of our weights in a meeting."""
-        return Met(self.round_schedule.round, self.last_met)
+        return Met(self.schedule.round, self._last_met)
 
     @property
     def staleness(self) -> int:
         """Rounds since our weights last met anybody's, by our own number."""
-        return staleness(self.met, self.round_schedule.round)
+        return staleness(self.met, self.schedule.round)
 
     @property
     def next_round(self) -> int:
         """The number that the next round will have, as the roster is now."""
-        finished = self.round_schedule.finished
-        following = 1 + heal(finished, (), (finished, *self.others.rounds), ROUND_BOUND)
-        return max(self.round_schedule.round, following)
+        finished = self.schedule.finished
+        following = 1 + heal(finished, (), (finished, *self.partners.rounds), ROUND_BOUND)
+        return max(self.schedule.round, following)
 
     @property
     def exchange_s(self) -> float:
@@ -109,81 +185,150 @@ class RoundState:
 
         In the blocking form work does stand still, and the time stays as it is.
         """
-        return self.settings.patience.exchange_s * (1.0 if self.settings.blocking else 2.0**self.late)
+        return self.settings.patience.exchange_s * (1.0 if self.settings.blocking else 2.0**self._late)
 
     def note_exchange(self, *, late: bool) -> None:
         """Note that a meeting ran out of time, or that it did not."""
-        self.late = min(LATE_AT_MOST, self.late + 1) if late else max(0, self.late - 1)
+        self._late = min(LATE_AT_MOST, self._late + 1) if late else max(0, self._late - 1)
 
     def preference_delay_s(self, place: int, count: int) -> float:
-        """Return for how long preference number `place` of `count` is not good enough; 0 if it is."""
-        return self.round_schedule.preference_delay_s(place, count, self.settings.patience.sleep_s)
+        """As in `RoundSchedule`."""
+        return self.schedule.preference_delay_s(place, count, self.settings.patience.sleep_s)
 
     def ready_in_s(self) -> float:
-        """Estimate the seconds until the next opening."""
-        return self.round_schedule.ready_in_s(self.settings.patience.sleep_s)
+        """As in `RoundSchedule`."""
+        return self.schedule.ready_in_s(self.settings.patience.sleep_s)
 
     def standing(self, sender: str) -> AnswerState:
         """Return what an offer of `sender` is answered by."""
-        order = self.others.order(self.round_schedule.round) if self.open else ()
+        order = self.partners.order(self.schedule.round) if self.is_open else ()
         place = order.index(sender) if sender in order else len(order)
         return AnswerState(
             me=self.me,
-            round=self.round_schedule.round,
-            open=self.open,
-            engaged=self.engagement is not None,
-            asking=self.asking,
-            leaving=self.leaving,
-            had=self.record_timeout[sender] >= VAIN_AT_MOST,
+            round=self.schedule.round,
+            open=self.is_open,
+            engaged=self.meeting is not None,
+            asking=self._asking,
+            leaving=self._leaving,
+            had=self._vain_meetings[sender] >= VAIN_AT_MOST,
             preference_delay_s=self.preference_delay_s(place, max(len(order), place + 1)),
             ready_in_s=self.ready_in_s(),
         )
 
-    def engage(self, peer: str, their_round: int) -> Meeting:
-        """Bind ourselves, open and free, to one partner."""
-        self.round_schedule.adopt(their_round, self.others.rounds)
-        self.engagement = Meeting(peer, now())
-        return self.engagement
-
     def hopeful(self) -> bool:
         """Say whether this round may still be met."""
-        if not self.open:
-            return False
-        return self.engagement is not None or not self.prospects.nobody_left(self.others.peers)
+        return self.meeting is not None or (self.is_free and not self.queue.nobody_left(self.partners.peers))
 
     def statistics(self) -> dict[str, int | float]:
         """Return counters since the start, and where the replica is."""
-        counted: dict[str, int | float] = {name: self.counts[name] for name in COUNTED}
-        return counted | {
-            "round": self.round_schedule.round,
-            "finished": self.round_schedule.finished,
-            "healed": self.round_schedule.healed,
-            "deferred_in_a_row": self.round_schedule.deferred_in_a_row,
-            "last_met": self.last_met,
+        return {
+            **{name: self.counts[name] for name in COUNTED},
+            "round": self.schedule.round,
+            "finished": self.schedule.finished,
+            "healed": self.schedule.healed,
+            "deferred_in_a_row": self.schedule.deferred_in_a_row,
+            "last_met": self._last_met,
             "staleness": self.staleness,
-            "open": int(self.open),
-            "engaged": int(self.engagement is not None),
+            "open": int(self.is_open),
+            "engaged": int(self.meeting is not None),
         }
 
-    def __repr__(self) -> str:
-        if self.engagement is not None:
-            doing = f"meeting {self.engagement.partner}"
-        elif self.settled is not None:
-            doing = "about to step"
-        else:
-            doing = f"open, asking {self.asking or 'nobody just now'}" if self.open else "closed"
-        return f"round {self.round_schedule.round}, {self.counts['met']} met, {doing}"
+    # Transitions.
+
+    def open(self, snapshot: Snapshot | None) -> None:
+        """Let the round be met. One that is open goes on with this snapshot, and so does a meeting in it."""
+        if isinstance(self._phase, StepPending) or self._leaving:
+            raise self._illegal("open")
+        self._phase = Open(snapshot) if self.meeting is None else InMeeting(snapshot, self.meeting)
+        self.ring()
+
+    def engage(self, peer: str, their_round: int) -> Meeting:
+        """Bind ourselves to one partner. Wakes nobody: there is less to do than before."""
+        if not isinstance(self._phase, Open):
+            raise self._illegal("engage")
+        self.schedule.adopt(their_round, self.partners.rounds)
+        meeting = Meeting(peer, now())
+        self._phase = InMeeting(self._phase.snapshot, meeting)
+        return meeting
+
+    def end_meeting(self) -> None:
+        """End the meeting without a step of ours: the round is free again."""
+        if not isinstance(self._phase, InMeeting):
+            raise self._illegal("end_meeting")
+        self._phase = Open(self._phase.snapshot)
+        self.ring()
+
+    def step(self, pending: PendingStep) -> None:
+        """End the meeting and its round with a step for the next pause."""
+        if not isinstance(self._phase, InMeeting):
+            raise self._illegal("step")
+        self._phase = StepPending(pending)
+        self.ring()
+
+    def take_step(self) -> PendingStep | None:
+        """Return the step that waits, to be applied now: `finish` wakes those who wait."""
+        if not isinstance(self._phase, StepPending):
+            return None
+        pending, self._phase = self._phase.pending, CLOSED
+        return pending
+
+    def close(self) -> None:
+        """End the round with no step that waits; a meeting in it is given up.
+
+        Wakes nobody: in the same pause the caller takes a step, or opens the next round, and that does.
+        """
+        if isinstance(self._phase, StepPending):
+            raise self._illegal("close")
+        self._phase = CLOSED
+
+    def finish(self, round: int, last_met: int) -> None:
+        """Count an outer step, which has moved the weights."""
+        self.schedule.finish(round)
+        self._last_met = last_met
+        self.ring()
+
+    def refuse_offers(self) -> None:
+        """Accept nobody any more. Wakes nobody: no wait depends on it."""
+        self._leaving = True
+
+    def leave(self) -> None:
+        """End the round, and open none any more; a step that waits still waits."""
+        self._leaving = True
+        if not isinstance(self._phase, StepPending):
+            self._phase = CLOSED
+        self.ring()
+
+    def _illegal(self, what: str) -> RuntimeError:
+        return RuntimeError(f"{what} of a round that is {type(self._phase).__name__}, leaving: {self._leaving}")
+
+    # Notes that change no phase.
+
+    def begin_round(self, *, last: bool = False) -> None:
+        """Count a new round, in which everybody may be asked anew."""
+        self.schedule.open(self.partners.rounds, last=last)
+        self.queue.clear()
+        self._vain_meetings.clear()
+
+    def ask(self, peer: str) -> None:
+        """Note that an offer is on its way."""
+        self._asking = peer
+        self.counts["offers_sent"] += 1
+
+    def note_answer(self) -> None:
+        """Note that no answer is waited for any more."""
+        self._asking = None
+
+    def note_vain_meeting(self, partner: str) -> None:
+        """Ask this partner later, if at all, and do not let it have as many meetings in this round as it likes."""
+        self._vain_meetings[partner] += 1
+        self.queue.put_off(partner, self.settings.patience.sleep_s, now())
 
     # Waking up.
 
     def ring(self) -> None:
-        """Wake everybody who waits for a change."""
+        """Wake everybody who waits: for a transition, or where what is waited for has changed without one."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-    async def changed(self) -> None:
-        """Wait for the next change."""
-        await self._changed.wait()
 
     async def nap(self, seconds: float | None) -> None:
         """Sleep until something changes, at most for so long."""

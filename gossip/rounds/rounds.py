@@ -19,7 +19,7 @@ same facts, and the correction is added at the next pause between inner steps. N
   weights would be in no export either.
 
 Who is asked, and how an offer is answered: `offers`. A meeting from its agreement to its end: `meeting`. What happens
-between rounds where slow weights travel: `ahead`. What all of them know of each other: `round_state`.
+between rounds where slow weights travel: `prefetch`. What all of them know of each other: `round_state`.
 
 Weights and snapshots change under one lock, `RoundState.pause`; where the gate is involved, it is taken before the
 lock.
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import NamedTuple
 
 from gossip.exchange.messages import Offer
 from gossip.exchange.messages import PrefetchOffer as Proposal
@@ -56,6 +57,14 @@ NOT_KNOWN = -1
 """How many inner steps slow weights hold that lack some."""
 
 
+class RoundsView(NamedTuple):
+    """What a replica's gossip is at: whom it meets, with whom it swaps ahead, how many partners it asks later."""
+
+    meeting_partner: str | None
+    prefetch_partner: str | None
+    put_off: int
+
+
 class Rounds:
     """The gossip of one replica: `between_steps` for the shell, `run` as a background task, `serve` for streams."""
 
@@ -63,14 +72,13 @@ class Rounds:
         self, me: str, settings: RoundSettings, origin: Origin, replica: GossipReplica, surroundings: RoundContext
     ) -> None:
         self._settings, self._around = settings, surroundings
-        self._situation = RoundState(me, settings, origin, surroundings)
-        self._cadence, self._prospects = self._situation.round_schedule, self._situation.prospects
-        self._counts = self._situation.counts
+        self._round_state = RoundState(me, settings, origin, surroundings)
+        self._schedule, self._counts = self._round_state.schedule, self._round_state.counts
         self._optimiser = OuterOptimiser(settings, origin.state, replica, surroundings.compute)
-        self._shelf = PrefetchCache()
-        meetings = Meetings(self._situation, self._optimiser, self._shelf, replica, surroundings, self._apply)
-        self._offers = Offers(self._situation, surroundings, meetings.meet)
-        self._ahead = SlowWeightPrefetcher(self._situation, self._optimiser, surroundings, self._shelf)
+        self._cache = PrefetchCache()
+        meetings = Meetings(self._round_state, self._optimiser, self._cache, replica, surroundings, self._apply)
+        self._offers = Offers(self._round_state, surroundings, meetings.meet)
+        self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, surroundings, self._cache)
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
         """The inner steps that the slow weights hold."""
 
@@ -82,19 +90,26 @@ class Rounds:
     @property
     def finished(self) -> int:
         """The number of the last finished round, met or solo: what the roster's record says."""
-        return self._cadence.finished
+        return self._schedule.finished
 
     @property
     def last_met(self) -> int:
         """The round in which our weights last met anybody's, 0 if in none."""
-        return self._situation.last_met
+        return self._round_state.last_met
 
     def statistics(self) -> dict[str, int | float]:
         """Return counters since the start, and where the replica is."""
-        return self._situation.statistics()
+        return self._round_state.statistics()
 
-    def __repr__(self) -> str:
-        return f"<Rounds of {self._situation.me}: {self._situation!r}>"
+    @property
+    def view(self) -> RoundsView:
+        """What goes on just now, for whoever watches."""
+        meeting = self._round_state.meeting
+        return RoundsView(
+            meeting_partner=None if meeting is None else meeting.partner,
+            prefetch_partner=self._prefetcher.swapping,
+            put_off=self._round_state.queue.put_off_count,
+        )
 
     # What the shell calls.
 
@@ -104,17 +119,16 @@ class Rounds:
         `inner_steps`: this replica's count. `seconds_per_step`: what one takes now, for the estimates given to askers.
         `going`: what the length of our rounds follows, where the settings let it follow something.
         """
-        round_state = self._situation
+        round_state = self._round_state
         async with round_state.pause:
-            next_steps = local_step_count(self._settings, going, round_state.others.speeds)
-            self._cadence.tick(inner_steps, seconds_per_step, next_steps)
-            if round_state.settled is not None:
-                await self._apply(round_state.settled)
-            if round_state.open and round_state.engagement is None:
+            next_steps = local_step_count(self._settings, going, round_state.partners.speeds)
+            self._schedule.tick(inner_steps, seconds_per_step, next_steps)
+            await self._apply_pending()
+            if round_state.is_free:
                 await self._tend()
-            if not round_state.open and self._cadence.due and not round_state.leaving:
+            if not round_state.is_open and self._schedule.due and not round_state.leaving:
                 await self._open_round()
-            if round_state.open:
+            if round_state.is_open:
                 # Somebody more may have become good enough.
                 round_state.ring()
 
@@ -125,7 +139,7 @@ class Rounds:
             return
         async with asyncio.TaskGroup() as group:
             group.create_task(self._offers.run(), name="offers")
-            group.create_task(self._ahead.run(), name="ahead")
+            group.create_task(self._prefetcher.run(), name="ahead")
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer one incoming offer or proposal at once, and do what was agreed.
@@ -138,7 +152,7 @@ class Rounds:
                 if isinstance(first, Offer):
                     await self._offers.answer_one(conversation, first, deadline)
                 elif isinstance(first, Proposal):
-                    await self._ahead.answer_one(conversation, deadline)
+                    await self._prefetcher.answer_one(conversation, deadline)
                 else:
                     raise ConnectionAbortedError(f"expected an offer, got {type(first).__name__}")
         except TimeoutError as silence:
@@ -150,114 +164,108 @@ class Rounds:
         Called in a pause that lasts, with `run` still running. Offers are declined from then on. Where the slow weights
         hold all inner steps already, there is nothing to bring: a round more would be momentum alone.
         """
-        round_state = self._situation
+        round_state = self._round_state
         await self._meeting_over()
         async with round_state.pause:
-            if round_state.settled is not None:
-                await self._apply(round_state.settled)
-            if self._gathered == self._cadence.inner_steps:
-                round_state.leaving, round_state.open, round_state.snapshot = True, False, None
+            await self._apply_pending()
+            if self._gathered == self._schedule.inner_steps:
+                round_state.leave()
                 return
             await self._open_round(last=True)
         await round_state.wait_while(round_state.hopeful, now() + deadline_s)
         await self._meeting_over()
-        round_state.leaving = True
+        round_state.refuse_offers()
         async with round_state.pause:
-            if round_state.settled is not None:
-                await self._apply(round_state.settled)
-            elif round_state.open:
+            if not await self._apply_pending() and round_state.is_open:
                 await self._step_alone()
 
     async def _meeting_over(self) -> None:
         """Wait for the meeting under way, if there is one, for as long as meetings may take; then give it up."""
-        round_state = self._situation
+        round_state = self._round_state
         until_s = now() + self._settings.patience.exchange_s
-        await round_state.wait_while(lambda: round_state.engagement is not None, until_s)
-        round_state.engagement = None
+        await round_state.wait_while(lambda: round_state.meeting is not None, until_s)
+        if round_state.meeting is not None:
+            round_state.end_meeting()
 
     async def leave(self) -> None:
         """Take part in no further round; what has been agreed and is complete is still applied.
 
         Called in a pause that lasts: a partner that has stepped with us counts on our step too.
         """
-        round_state = self._situation
-        round_state.leaving, round_state.open, round_state.snapshot, round_state.engagement = True, False, None, None
-        async with round_state.pause:
-            if round_state.settled is not None:
-                await self._apply(round_state.settled)
-        round_state.ring()
+        self._round_state.leave()
+        async with self._round_state.pause:
+            await self._apply_pending()
 
     # In a pause, under the lock.
 
     async def _tend(self) -> None:
         """Look after an open round that nobody has accepted yet."""
-        round_state = self._situation
-        if self._prospects.nobody_left(round_state.others.peers):
+        round_state = self._round_state
+        if round_state.queue.nobody_left(round_state.partners.peers):
             await self._step_alone()
-        elif self._cadence.due:
-            if self._cadence.deferred_in_a_row < self._settings.deferrals_before_solo:
+        elif self._schedule.due:
+            if self._schedule.deferred_in_a_row < self._settings.deferrals_before_solo:
                 self._defer()
             else:
                 await self._step_alone()
         elif round_state.snapshot is not None:
-            age = self._cadence.inner_steps - round_state.snapshot.inner_steps
+            age = self._schedule.inner_steps - round_state.snapshot.inner_steps
             if age >= max(1, self._settings.overlap_steps):
-                round_state.snapshot = await self._take_snapshot()
+                round_state.open(await self._take_snapshot())
                 self._counts["retaken"] += 1
 
     def _defer(self) -> None:
-        self._situation.open, self._situation.snapshot = False, None
-        self._cadence.defer()
+        self._round_state.close()
+        self._schedule.defer()
         self._counts["deferred"] += 1
-        self._around.record(RoundDeferred(round=self._cadence.round, in_a_row=self._cadence.deferred_in_a_row))
+        self._around.record(RoundDeferred(round=self._schedule.round, in_a_row=self._schedule.deferred_in_a_row))
 
     async def _take_snapshot(self) -> Snapshot:
-        return await self._optimiser.snapshot(self._cadence.inner_steps)
+        return await self._optimiser.snapshot(self._schedule.inner_steps)
 
     async def _open_round(self, *, last: bool = False) -> None:
-        round_state = self._situation
-        self._cadence.open(round_state.others.rounds, last=last)
-        self._prospects.clear()
-        round_state.record_timeout.clear()
-        if not round_state.others.peers:
+        round_state = self._round_state
+        round_state.begin_round(last=last)
+        if not round_state.partners.peers:
             await self._step_alone()
             return
-        if not self._settings.blocking:
-            round_state.snapshot = await self._take_snapshot()
-        round_state.open = True
-        round_state.ring()
+        round_state.open(None if self._settings.blocking else await self._take_snapshot())
 
     async def _step_alone(self) -> None:
-        round_state = self._situation
-        round_state.open, round_state.snapshot = False, None
+        round_state = self._round_state
+        round_state.close()
         started_s = now()
         taken = await self._take_snapshot()
         step = await self._optimiser.alone(taken)
         event = OuterStepTaken(
-            round=self._cadence.round, seconds=now() - started_s, staleness_rounds=round_state.staleness
+            round=self._schedule.round, seconds=now() - started_s, staleness_rounds=round_state.staleness
         )
         await self._apply(PendingStep(step, taken.inner_steps, event, round_state.last_met))
 
-    async def _apply(self, settled: PendingStep) -> None:
-        self._situation.settled = None
-        self._gathered = settled.snapshot_step
-        await to_the_end(self._correct(settled))
+    async def _apply_pending(self) -> bool:
+        """Apply the step that waits; say whether there was one."""
+        pending = self._round_state.take_step()
+        if pending is not None:
+            await self._apply(pending)
+        return pending is not None
 
-    async def _correct(self, settled: PendingStep) -> None:
-        round_state, event = self._situation, settled.event
-        await self._optimiser.correct(settled.step)
+    async def _apply(self, pending: PendingStep) -> None:
+        self._gathered = pending.snapshot_step
+        await to_the_end(self._correct(pending))
+
+    async def _correct(self, pending: PendingStep) -> None:
+        event = pending.event
+        await self._optimiser.correct(pending.step)
         event = replace(
             event,
-            staleness=self._cadence.inner_steps - settled.snapshot_step,
-            bytes_sent=event.bytes_sent + self._shelf.bytes_sent,
-            bytes_received=event.bytes_received + self._shelf.bytes_received,
+            staleness=self._schedule.inner_steps - pending.snapshot_step,
+            bytes_sent=event.bytes_sent + self._cache.bytes_sent,
+            bytes_received=event.bytes_received + self._cache.bytes_received,
         )
-        self._shelf.clear()
-        self._cadence.finish(event.round)
-        round_state.last_met = settled.last_met
+        self._cache.clear()
         self._counts["solo" if event.partner is None else "met"] += 1
         self._counts["adopted"] += event.adopted
         self._counts["bytes_sent"] += event.bytes_sent
         self._counts["bytes_received"] += event.bytes_received
+        self._round_state.finish(event.round, pending.last_met)
         self._around.record(event)
-        round_state.ring()

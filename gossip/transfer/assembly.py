@@ -3,7 +3,7 @@
 Memory is taken when the first manifest has been checked, and as much as the newcomer's own shapes ask for. A piece is
 written into its tensors after its hash and its values have been checked; what was checked stays right whatever becomes
 of the donor. Another donor's manifest keeps all pieces of equal hash, and perhaps whole units of the one before
-(`salvage`).
+(`donor_switch`).
 
 A `ChunkStore` may note every piece outside of this process, so that a newcomer that was killed goes on from there: what
 it brings back counts if its hash is the one that a manifest lists.
@@ -121,9 +121,6 @@ class StateAssembly:
         self._fresh: set[Key] = set()
         self._loaded = keep is None
 
-    def __repr__(self) -> str:
-        return f"Holding({len(self._right)} pieces of {len(self.spans)} a section, {len(self._settled)} units settled)"
-
     @property
     def snapshot(self) -> str:
         """The name of the copy that was followed last."""
@@ -159,36 +156,41 @@ class StateAssembly:
 
     def follow(self, manifest: Manifest, donor: str) -> tuple[list[Key], DonorSelected]:
         """Turn to a copy whose manifest has been checked; return the pieces to fetch, in order, and what to tell."""
-        before, last_met = self._manifest, self._last_met
-        if before is None or before.snapshot != manifest.snapshot:
-            self._before, self._fresh = _Course(before, self._settled, last_met), set()
-        hashes = {section: bytes(raw(digests).numpy()) for section, digests in present(manifest).items()}
-        wanted = [key for number in range(len(self.spans)) for key in (Key(section, number) for section in hashes)]
-
-        def differs(key: Key) -> bool:
-            at = DIGEST_BYTES * key.number
-            return self._right.get(key) != hashes[key.section][at : at + DIGEST_BYTES]
-
-        afresh = [key for key in wanted if differs(key)]
-        course = _Course(manifest, frozenset(), manifest.last_met)
-        if before is not None and afresh:
-            complete = self._complete(before)
-            rest = [key for key in afresh if self.spans[key.number].unit not in complete]
-            if mixes(before, manifest, Bill(self._bytes(afresh), self._bytes(rest))):
-                course = _Course(manifest, complete, min(last_met, manifest.last_met))
-        self._turn_to(course)
-        needed = [key for key in afresh if self.spans[key.number].unit not in course.settled]
-        stays = [key for key in afresh if self.spans[key.number].unit in course.settled]
-        for section in hashes:
+        if self.snapshot != manifest.snapshot:
+            self._before, self._fresh = _Course(self._manifest, self._settled, self._last_met), set()
+        there = present(manifest)
+        wanted = [Key(section, number) for number in range(len(self.spans)) for section in there]
+        lacking = self._lacking(manifest, wanted)
+        self._turn_to(self._course_to(manifest, lacking))
+        needed = [key for key in lacking if self.spans[key.number].unit not in self._settled]
+        for section in there:
             self._room(section)
-        total = self._bytes(wanted)
+        total_bytes, needed_bytes = self._bytes(wanted), self._bytes(needed)
         return needed, DonorSelected(
             donor=donor,
             round=manifest.round,
-            total_bytes=total,
-            held_bytes=total - self._bytes(needed),
-            settled_bytes=self._bytes(stays),
+            total_bytes=total_bytes,
+            held_bytes=total_bytes - needed_bytes,
+            settled_bytes=self._bytes(lacking) - needed_bytes,
         )
+
+    def _lacking(self, manifest: Manifest, wanted: list[Key]) -> list[Key]:
+        """Return the pieces of a copy that are not here as its hashes say."""
+        hashes = {section: bytes(raw(digests).numpy()) for section, digests in present(manifest).items()}
+
+        def expected(key: Key) -> bytes:
+            return hashes[key.section][DIGEST_BYTES * key.number : DIGEST_BYTES * (key.number + 1)]
+
+        return [key for key in wanted if self._right.get(key) != expected(key)]
+
+    def _course_to(self, manifest: Manifest, lacking: list[Key]) -> _Course:
+        """Decide whether units of donors before stay beside those of this copy."""
+        if self._manifest is not None and lacking:
+            complete = self._complete(self._manifest)
+            rest = [key for key in lacking if self.spans[key.number].unit not in complete]
+            if mixes(self._manifest, manifest, Bill(self._bytes(lacking), self._bytes(rest))):
+                return _Course(manifest, complete, min(self._last_met, manifest.last_met))
+        return _Course(manifest, frozenset(), manifest.last_met)
 
     def put(self, key: Key, data: Tensor) -> None:
         """Take a piece of the copy that is followed; raise Implausible where it is not what the manifest says."""

@@ -7,9 +7,10 @@ The fast weights do not travel: the newcomer starts from the slow ones, as every
 newcomer asks the replicas in an order of its own, the rendezvous hash of (seed, newcomer, donor), so that many
 newcomers spread over many donors without a word. A donor serves a few at once and tells the others to come back.
 
-The donor freezes a copy and lists the hashes of its pieces (`donor`, `pieces`); the newcomer fetches them over several
-streams at once. A piece that has come and is right stays (`holding`): a stream that breaks is dialled again, and where
-a donor dies or its copy is let go, the next one's manifest says what is still missing (`salvage`).
+The donor freezes a copy and lists the hashes of its pieces (`donor`, `chunks`); the newcomer fetches them over several
+streams at once. A piece that has come and is right stays (`assembly`): a stream that breaks is dialled again, and where
+a donor dies or its copy is let go, the next one's manifest says what is still missing (`donor_switch`). Who is asked
+when: `donor_queue`.
 
 An export asks for the slow weights alone, from every replica.
 """
@@ -41,10 +42,9 @@ from gossip.exchange.swap import NORM_RATIO, Compute, Conversation, check_finite
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
+from gossip.transfer.donor_queue import Complete, Dead, DonorQueue, Outcome, Refuted, TryLater
 from gossip.transfer.donor_slots import STREAMS
 
-LONGEST_WAIT_S = 20.0
-"""Longest sleep before the donors are asked again, whatever they say."""
 DIAL_AGAIN_S = 0.5
 """Before a stream that broke is dialled again, doubled each time."""
 FAILURES_AT_MOST = 3
@@ -88,12 +88,12 @@ class DonorBusy(ConnectionRefusedError):
         self.retry_after_s = retry_after_s
 
 
-class _Lost(Exception):
-    """A donor gives no more; the text says why. `retry_after_s`: when it may give again, None if it is dead."""
+class _BreakOff(Exception):
+    """The donor can give no more just now. Raised, for only leaving by an error breaks off what is open to it."""
 
-    def __init__(self, why: str, retry_after_s: float | None = None) -> None:
-        super().__init__(why)
-        self.retry_after_s = retry_after_s
+    def __init__(self, outcome: TryLater) -> None:
+        super().__init__(outcome.why)
+        self.outcome = outcome
 
 
 class _Silence(ConnectionAbortedError):
@@ -123,49 +123,28 @@ async def download_state(
     """Copy the state of the first donor that gives it, or of several; ask the busy ones again, up to `passes` times.
 
     `holding` keeps what has come, also for another call. Raises ConnectionRefusedError, naming each donor's cause,
-    where the donors do not give all of it; Occupied where one of them may give it later.
+    where the donors do not give all of it; DonorBusy where one of them may give it later.
     """
     holding = holding or StateAssembly(wanted.like)
-    causes: dict[str, str] = {}
-    waits: dict[str, float] = {}
-    remaining = tuple(order)
+    queue = DonorQueue(order, passes)
     await compute(holding.load)
-    for attempt in range(passes):
-        waits = {}
-        for peer in remaining:
-            copying = _Copying(peer, converse, wanted, compute, holding)
-            try:
-                async with asyncio.timeout(SLOWER_TIMES * wanted.deadline_s):
-                    return await copying.run()
-            except TimeoutError:
-                causes[peer] = f"not done within {SLOWER_TIMES * wanted.deadline_s:g} s"
-            except _Lost as lost:
-                causes[peer] = str(lost)
-                if lost.retry_after_s is not None:
-                    waits[peer] = _bounded_wait(lost.retry_after_s)
-            except Implausible as lie:
-                causes[peer] = str(lie)
-                if copying.following:
-                    # Of several who gave, all hashes right, nobody can say who has lied.
-                    await compute(holding.clear if copying.complete and holding.mixed else holding.forget)
-                holding.tell(DonorLost(donor=peer, why=str(lie), refused=True))
-                continue
-            if copying.following:
-                holding.tell(DonorLost(donor=peer, why=causes[peer]))
-        remaining = tuple(waits)
-        if not remaining:
-            break
-        if attempt + 1 < passes:
-            await asyncio.sleep(min(waits.values()))
-    causes_told = "; ".join(f"{peer}: {cause}" for peer, cause in causes.items())
-    told = f"no replica gave its state ({causes_told or 'there is none to ask'})"
-    if waits:
-        raise DonorBusy(told, min(waits.values()))
-    raise ConnectionRefusedError(told)
-
-
-def _bounded_wait(retry_after_s: float) -> float:
-    return retry_after_s if 0.0 < retry_after_s < LONGEST_WAIT_S else LONGEST_WAIT_S
+    while (turn := queue.next()) is not None:
+        if turn.wait_s:
+            await asyncio.sleep(turn.wait_s)
+        attempt = _Attempt(turn.donor, converse, wanted, compute, holding)
+        outcome = await attempt.run()
+        if isinstance(outcome, Complete):
+            return outcome.state
+        queue.note(turn.donor, outcome)
+        refuted = isinstance(outcome, Refuted)
+        if refuted and attempt.selected:
+            # Of several who gave, all hashes right, nobody can say who has lied.
+            await compute(holding.clear if attempt.fetched and holding.mixed else holding.forget)
+        if refuted or attempt.selected:
+            holding.tell(DonorLost(donor=turn.donor, why=outcome.why, refused=refuted))
+    if queue.retry_after_s is not None:
+        raise DonorBusy(queue.why, queue.retry_after_s)
+    raise ConnectionRefusedError(queue.why)
 
 
 async def manifest_of(conversation: Conversation, request: StateRequest, pieces: int) -> Manifest | Busy:
@@ -198,13 +177,13 @@ def check_manifest(manifest: Manifest, parts: Parts, pieces: int) -> None:
         raise Implausible(f"a norm of {manifest.norm}")
 
 
-class _Copying:
-    """Fetching what is missing from one donor. `following`: it has begun to give; `complete`: it gave everything."""
+class _Attempt:
+    """Fetching what is missing from one donor. `selected`: it has begun to give; `fetched`: it gave everything."""
 
     def __init__(
         self, donor: str, converse: Converse, wanted: StateWanted, compute: Compute, holding: StateAssembly
     ) -> None:
-        self.following = self.complete = False
+        self.selected = self.fetched = False
         self._donor, self._converse, self._wanted = donor, converse, wanted
         self._compute, self._holding = compute, holding
         self._missing: deque[Key] = deque()
@@ -212,23 +191,32 @@ class _Copying:
         self._streams = self._arrived = 0
         self._piece_s = piece_s(wanted.deadline_s, len(holding.spans))
 
-    async def run(self) -> ReplicaState:
-        """Return the state once it is complete; raise `_Lost` or Implausible where the donor does not complete it."""
+    async def run(self) -> Outcome:
+        """Copy, and return what came of it; what has come and is right stays."""
+        limit_s = SLOWER_TIMES * self._wanted.deadline_s
         try:
-            async with AsyncExitStack() as line:
-                first = await line.enter_async_context(self._converse(self._donor))
-                manifest = await self._agree(first)
-                needed, followed = await self._compute(self._holding.follow, manifest, self._donor)
-                self.following = True
-                self._holding.tell(followed)
-                self._missing, self._snapshot = deque(needed), manifest.snapshot
-                self._piece_s = piece_s(self._wanted.deadline_s, len(present(manifest)) * len(self._holding.spans))
-                await self._fetch(first, line)
-        except Implausible:
-            raise
+            async with asyncio.timeout(limit_s):
+                return Complete(await self._copy())
+        except TimeoutError:
+            return Dead(f"not done within {limit_s:g} s")
+        except _BreakOff as off:
+            return off.outcome
+        except Implausible as lie:
+            return Refuted(str(lie))
         except ConnectionError as loss:
-            raise _Lost(str(loss) or type(loss).__name__) from loss
-        self.complete = True
+            return Dead(str(loss) or type(loss).__name__)
+
+    async def _copy(self) -> ReplicaState:
+        async with AsyncExitStack() as line:
+            first = await line.enter_async_context(self._converse(self._donor))
+            manifest = await self._agree(first)
+            needed, selected = await self._compute(self._holding.follow, manifest, self._donor)
+            self.selected = True
+            self._holding.tell(selected)
+            self._missing, self._snapshot = deque(needed), manifest.snapshot
+            self._piece_s = piece_s(self._wanted.deadline_s, len(present(manifest)) * len(self._holding.spans))
+            await self._fetch(first, line)
+        self.fetched = True
         state = self._holding.state()
         await self._compute(_check_norm, state, manifest)
         await self._compute(check_state, state, self._wanted)
@@ -245,7 +233,7 @@ class _Copying:
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"no manifest within {agree_s:g} s") from silence
         if isinstance(reply, Busy):
-            raise _Lost("busy", reply.retry_after_s)
+            raise _BreakOff(TryLater("busy", reply.retry_after_s))
         refusal = await self._wanted.objection(self._donor, reply)
         if refusal is not None:
             raise Implausible(refusal)
@@ -319,7 +307,7 @@ class _Copying:
         await conversation.send(PieceRequest(snapshot=self._snapshot, section=key.section, number=key.number))
         reply = await conversation.receive()
         if isinstance(reply, Gone):
-            raise _Lost("it holds the copy no more", 0.1)
+            raise _BreakOff(TryLater("it holds the copy no more", 0.1))
         if isinstance(reply, Busy):
             raise ConnectionResetError("busy")
         if not isinstance(reply, Piece):

@@ -206,7 +206,7 @@ def test_an_answer_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def serve(self: Rounds, conversation: Conversation) -> None:
         while not self.statistics()["open"]:
-            await self._situation.changed()
+            await self._round_state.nap(None)
         await answered(self, conversation)
 
     monkeypatch.setattr(Rounds, "serve", serve)
@@ -228,10 +228,10 @@ def test_a_gate_shut_while_waiting_for_a_partner_is_found(monkeypatch: pytest.Mo
             replica = self._optimiser._replica
             assert isinstance(replica, Replica)
             while True:
-                await self._situation.changed()
+                await self._round_state.nap(None)
                 if waits(self):
                     async with replica.gate.alone(1.0, math.inf):
-                        await self._situation.wait_while(lambda: waits(self), math.inf)
+                        await self._round_state.wait_while(lambda: waits(self), math.inf)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(hold_shut())
@@ -327,7 +327,7 @@ def test_a_correction_that_is_not_applied_is_found(monkeypatch: pytest.MonkeyPat
 def test_a_last_receipt_that_is_never_sent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The asked steps and says nothing; the asker gives up and says nothing either."""
     monkeypatch.setattr(gossip.rounds.meeting, "conclude", _conclude_without_last_word)
-    monkeypatch.setattr(Meetings, "_lose", lambda meetings, *_: setattr(meetings._situation, "engagement", None))
+    monkeypatch.setattr(Meetings, "_lose", lambda meetings, *_: meetings._round_state.end_meeting())
     broken = first_broken()
     assert broken.kind == "pair"
     assert "neither stepped nor lost the exchange" in broken.sentence

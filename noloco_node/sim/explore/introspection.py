@@ -12,13 +12,12 @@ from noloco_node.node.replica import Replica
 
 def meets(replica: Replica) -> str | None:
     """Return the partner of the meeting that was agreed and has not ended."""
-    engagement = replica.rounds._situation.engagement
-    return None if engagement is None else engagement.partner
+    return replica.rounds.view.meeting_partner
 
 
 def swaps(replica: Replica) -> str | None:
     """Return with whom a swap ahead of the next round is under way."""
-    return replica.rounds._ahead.swapping
+    return replica.rounds.view.prefetch_partner
 
 
 def is_closed(replica: Replica) -> bool:
@@ -29,7 +28,7 @@ def is_closed(replica: Replica) -> bool:
 def sizes(replica: Replica) -> Iterator[tuple[str, int, int]]:
     """Yield what a replica remembers of others: what it is, their stage, and the number of entries."""
     stage = replica.config.stage
-    yield "prospects", stage, len(replica.rounds._situation.prospects._not_before)
+    yield "prospects", stage, replica.rounds.view.put_off
     if replica.downstream is not None:
         yield "replicas of the next stage that rest", stage + 1, len(replica.downstream._resting)
         yield "replicas of the next stage that were called", stage + 1, len(replica.downstream.hop_totals)

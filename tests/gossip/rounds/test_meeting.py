@@ -594,7 +594,7 @@ def test_an_offer_is_answered_while_a_swap_lasts() -> None:
         toys = pair(replace(SETTINGS, outer=APART), world, apart=0.1)
         runners = [asyncio.create_task(toy.rounds.run()) for toy in toys]
         await asyncio.sleep(1.0)
-        assert toys[0].rounds._ahead.swapping == "b"
+        assert toys[0].rounds.view.prefetch_partner == "b"
         async with world.conversing("stranger")("a") as line:
             await line.send(Offer(round=1))
             answer = await line.receive()
@@ -696,7 +696,7 @@ def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights(
 
         async def step_alone() -> None:
             await asyncio.sleep(3.2)
-            async with toys[1].rounds._situation.pause:
+            async with toys[1].rounds._round_state.pause:
                 await toys[1].rounds._step_alone()
 
         stepping = asyncio.create_task(step_alone())
@@ -779,7 +779,7 @@ def test_an_exchange_that_runs_out_of_time_has_more_next_time_unless_work_stands
 @hypothesis_settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=30), st.booleans())
 def test_the_time_of_an_exchange_is_bounded_whatever_befalls_it(fates: list[bool], blocking: bool) -> None:
-    round_state = pair(replace(SETTINGS, blocking=blocking), World())[0].rounds._situation
+    round_state = pair(replace(SETTINGS, blocking=blocking), World())[0].rounds._round_state
     base_s = SETTINGS.patience.exchange_s
     for late in fates:
         before_s = round_state.exchange_s

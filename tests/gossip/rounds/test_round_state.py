@@ -1,0 +1,177 @@
+"""The state of a round: which transitions there are, and whom they wake."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from toy_gossip import at_once
+
+from gossip.interface import Candidate, Origin, OuterStep, RoundContext, RoundSettings
+from gossip.rounds.outer_optimiser import Snapshot, Step
+from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState, StepPending
+from gossip.rule.outer_step import Outer, OuterState, Stepped
+from noloco_node.sim.clock import run
+
+WEIGHTS = (torch.zeros(2),)
+STATE = OuterState(WEIGHTS, WEIGHTS)
+PENDING = PendingStep(Step(Stepped(STATE, WEIGHTS)), 0, OuterStep(round=1, seconds=0.0), last_met=1)
+SNAPSHOT = Snapshot(WEIGHTS, 0)
+
+
+def closed() -> RoundState:
+    def nobody(peer: str) -> None:
+        raise AssertionError(f"{peer} was dialled")
+
+    context = RoundContext(
+        compute=at_once,
+        partners=lambda: (Candidate("b", 0), Candidate("c", 0)),
+        converse=nobody,  # type: ignore[arg-type]
+        record=nobody,  # type: ignore[arg-type]
+    )
+    return RoundState("a", RoundSettings(seed=1, outer=Outer(alpha=0.5, beta=0.7, gamma=0.7)), Origin(STATE), context)
+
+
+def opened() -> RoundState:
+    state = closed()
+    state.begin_round()
+    state.open(SNAPSHOT)
+    return state
+
+
+def in_meeting() -> RoundState:
+    state = opened()
+    state.engage("b", 1)
+    return state
+
+
+def stepped() -> RoundState:
+    state = in_meeting()
+    state.step(PENDING)
+    return state
+
+
+PHASES: dict[type[Phase], Callable[[], RoundState]] = {
+    Closed: closed,
+    Open: opened,
+    InMeeting: in_meeting,
+    StepPending: stepped,
+}
+TRANSITIONS: dict[str, Callable[[RoundState], object]] = {
+    "open": lambda state: state.open(SNAPSHOT),
+    "engage": lambda state: state.engage("b", 1),
+    "end_meeting": RoundState.end_meeting,
+    "step": lambda state: state.step(PENDING),
+    "take_step": RoundState.take_step,
+    "close": RoundState.close,
+    "leave": RoundState.leave,
+}
+LEADS: dict[str, dict[type[Phase], type[Phase]]] = {
+    "open": {Closed: Open, Open: Open, InMeeting: InMeeting},
+    "engage": {Open: InMeeting},
+    "end_meeting": {InMeeting: Open},
+    "step": {InMeeting: StepPending},
+    "take_step": {Closed: Closed, Open: Open, InMeeting: InMeeting, StepPending: Closed},
+    "close": {Closed: Closed, Open: Closed, InMeeting: Closed},
+    "leave": {Closed: Closed, Open: Closed, InMeeting: Closed, StepPending: StepPending},
+}
+WAKES = ("open", "end_meeting", "step", "leave")
+
+
+async def woken(state: RoundState, change: Callable[[RoundState], object]) -> bool:
+    """Change the state beside somebody who waits, and say whether that wakes."""
+    waiter = asyncio.create_task(state.nap(None))
+    await asyncio.sleep(0)
+    change(state)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    done = waiter.done()
+    waiter.cancel()
+    return done
+
+
+@pytest.mark.parametrize("name", TRANSITIONS)
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
+def test_each_transition_leads_where_it_should_or_raises(phase: type[Phase], name: str) -> None:
+    async def main() -> None:
+        state = PHASES[phase]()
+        before = state.phase
+        target = LEADS[name].get(phase)
+        if target is None:
+            with pytest.raises(RuntimeError, match=f"{name} of a round that is {phase.__name__}"):
+                TRANSITIONS[name](state)
+            assert state.phase is before
+            return
+        assert await woken(state, TRANSITIONS[name]) == (name in WAKES)
+        assert type(state.phase) is target
+
+    run(main())
+
+
+def test_an_outer_step_wakes_and_counts() -> None:
+    async def main() -> RoundState:
+        state = stepped()
+        assert state.take_step() is PENDING
+        assert state.take_step() is None
+        assert await woken(state, lambda state: state.finish(1, last_met=1))
+        return state
+
+    state = run(main())
+    assert state.schedule.finished == state.last_met == 1
+
+
+def test_another_snapshot_leaves_the_meeting_as_it_is() -> None:
+    async def main() -> None:
+        state = in_meeting()
+        meeting, retaken = state.meeting, Snapshot(WEIGHTS, 7)
+        state.open(retaken)
+        assert state.meeting is meeting
+        assert state.snapshot is retaken
+
+    run(main())
+
+
+def test_who_leaves_opens_nothing_and_is_not_between_rounds() -> None:
+    async def main() -> None:
+        state = closed()
+        assert state.between_rounds
+        state.refuse_offers()
+        assert not state.between_rounds
+        with pytest.raises(RuntimeError, match="leaving"):
+            state.open(SNAPSHOT)
+
+    run(main())
+
+
+@hypothesis_settings(deadline=None)
+@given(st.lists(st.sampled_from((*TRANSITIONS, "refuse_offers", "ask", "note_answer")), max_size=40))
+def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
+    others: dict[str, Callable[[RoundState], object]] = {
+        "refuse_offers": RoundState.refuse_offers,
+        "ask": lambda state: state.ask("c"),
+        "note_answer": RoundState.note_answer,
+    }
+
+    async def main() -> None:
+        state = closed()
+        for event in events:
+            before, left = state.phase, state.leaving
+            try:
+                (TRANSITIONS | others)[event](state)
+            except RuntimeError:
+                assert state.phase is before, "what is refused changes nothing"
+            phase = state.phase
+            assert state.is_open == isinstance(phase, Open | InMeeting)
+            assert state.is_free == (state.is_open and state.meeting is None)
+            assert state.is_open or (state.snapshot is None and state.meeting is None)
+            assert state.leaving or not left, "nobody comes back"
+            if left:
+                assert state.is_open <= isinstance(before, Open | InMeeting), "who leaves opens nothing"
+            assert not (state.between_rounds and (state.is_open or isinstance(phase, StepPending)))
+            answer_state = state.standing("b")
+            assert (answer_state.open, answer_state.engaged) == (state.is_open, state.meeting is not None)
+
+    run(main())
