@@ -1,4 +1,4 @@
-"""What came of the swarm: gather, merge, export, evaluate and sample, in a process of its own.
+"""What came of the swarm: fetch, merge, export, evaluate and sample, in a process of its own.
 
     python -m noloco_node.demo.judge_model INVITE DIRECTORY        prints a `ModelScores` as one line of JSON
 

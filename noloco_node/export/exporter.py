@@ -250,18 +250,18 @@ def write(out: Path, recipe: RunFileText, layout: ModelLayout, found: Sequence[F
     counts = "; ".join(
         f"stage {number}: {len(stage.taken)}, {rounds_of(stage.taken)}" for number, stage in enumerate(stages)
     )
-    told = [
+    lines = [
         f"Wrote {out}: the mean of the replicas ({counts}), loaded again and compared.",
         "Load it with AutoModelForCausalLM.from_pretrained.",
     ]
-    told += map(told_of, snapshots)
+    lines += map(told_of, snapshots)
     for number, stage in enumerate(stages):
-        told += [f"Left out of stage {number}: {each.peer} ({each.why})." for each in stage.left_out]
+        lines += [f"Left out of stage {number}: {each.peer} ({each.why})." for each in stage.left_out]
     if layout.prepared.tied:
-        told.append(
+        lines.append(
             "The original ties the vocabulary head to the embedding; here they were trained apart: two tensors."
         )
-    return "\n".join(told)
+    return "\n".join(lines)
 
 
 def rounds_of(taken: Sequence[ReplicaSummary]) -> str:

@@ -108,7 +108,7 @@ def at_work(roster: Roster, number: int) -> list[PeerRecord]:
 
 
 async def fetch(network: PeerNetwork, peer: str, number: int, shapes: Mapping[str, tuple[int, ...]]) -> FetchedReplica:
-    """Fetch one replica's slow weights; raise a `ConnectionError` where it does not give them, Occupied if not now."""
+    """Fetch one replica's slow weights; raise a `ConnectionError` where it gives none, `DonorBusy` if not now."""
     return await fetch_of(network, peer, WeightsOf(number, tuple(shapes.values()), STATE), shapes)
 
 

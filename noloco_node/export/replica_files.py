@@ -108,9 +108,6 @@ class ReplicaReader:
         self._files = []
         self._open.close()
 
-    def __repr__(self) -> str:
-        return f"Opened({len(self.filed)} replicas, {len(self._names)} tensors)"
-
 
 class MergedReplicas(NamedTuple):
     """One stage: the mean of its replicas by name, who is in it, and who is not."""

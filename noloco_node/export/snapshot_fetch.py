@@ -2,7 +2,7 @@
 
 Where no replica of a stage gives its weights, an export asks everybody at work for a snapshot of it, as a newcomer does
 who revives the stage (`noloco_node.node.joining.revival`), and believes the same ones: those who volunteer keep some
-(`noloco_node.state_sync.snapshot_keeper`), and whoever served the stage before lends its last checkpoint
+(`noloco_node.state_sync.snapshot_keeper`), and whoever served the stage before serves its last checkpoint
 (`noloco_node.state_sync.snapshot_server`). The newest is fetched, its norm compared with what was offered; whoever does
 not give it is not asked again, unless it was busy. One snapshot is one replica's weights, of a round in which the other
 stages were long ago: so it is noted beside the model, and said, whence these weights are and how far behind.
@@ -56,11 +56,11 @@ async def fetch_snapshot(
         asked = asked_of(roster, network.peer_id, rng)
         if attempt == 0:
             say(f"stage {number}: no replica gives its weights; asking {len(asked)} peers for a snapshot of it")
-        told = await ask_manifests(network, [peer for peer in asked if peer not in refused], subject)
-        offers, run, busy = standings(told.manifests), reached(roster), told.busy
-        offered |= told.manifests.keys()
+        replies = await ask_manifests(network, [peer for peer in asked if peer not in refused], subject)
+        offers, run, busy = standings(replies.manifests), reached(roster), replies.busy
+        offered |= replies.manifests.keys()
         for peer in donors(own, offers, run):
-            say(f"stage {number}: fetching the snapshot of round {told.manifests[peer].round} that {peer} keeps")
+            say(f"stage {number}: fetching the snapshot of round {replies.manifests[peer].round} that {peer} keeps")
             try:
                 return await fetch_of(network, peer, subject, shapes, verify_snapshot(offers, run))
             except DonorBusy as error:

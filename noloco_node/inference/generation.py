@@ -57,8 +57,8 @@ def continuation(model: Any, prompt: list[int], sampling: Sampling, end: int | N
     text, unread, memory = prompt[-positions:], prompt[-positions:], None
     for _ in range(sampling.tokens):
         with torch.inference_mode():
-            told = model(torch.tensor([unread]), past_key_values=memory, use_cache=True)
-        logits = told.logits[0, -1]
+            output = model(torch.tensor([unread]), past_key_values=memory, use_cache=True)
+        logits = output.logits[0, -1]
         if logits.isnan().any():
             raise UserError(
                 "The model computes what is no number.",
@@ -70,7 +70,7 @@ def continuation(model: Any, prompt: list[int], sampling: Sampling, end: int | N
         if token == end:
             return
         yield token
-        text, unread, memory = [*text, token], [token], told.past_key_values
+        text, unread, memory = [*text, token], [token], output.past_key_values
         if len(text) > positions:
             text = text[-max(1, positions // 2) :]
             unread, memory = text, None
@@ -101,9 +101,6 @@ class Spelling:
         text, self._tokens = self._new(), []
         return text
 
-    def __repr__(self) -> str:
-        return f"Spelling({len(self._tokens)} tokens held back)"
-
 
 class ByteSpelling:
     """Tokens of ByT5 to characters: a byte is a token, counted from 3; the others are no text."""
@@ -119,9 +116,6 @@ class ByteSpelling:
     def rest(self) -> str:
         """Return what was held back, as replacement characters."""
         return self._decoder.decode(b"", final=True)
-
-    def __repr__(self) -> str:
-        return f"ByteSpelling({self._decoder.getstate()!r})"
 
 
 def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:

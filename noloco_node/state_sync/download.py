@@ -4,7 +4,7 @@ What is copied, and what becomes of it when a donor dies, is `gossip.transfer.do
 asked, what their word is compared with, the lines that a person reads, and the journal.
 
 A donor is compared with its stage before a byte of its weights is fetched: its round and progress with the roster's
-records, its norm with what up to `VOICES` other replicas say (a small question: nothing is frozen for it).
+records, its norm with what up to `NORMS_ASKED` other replicas say (a small question: nothing is frozen for it).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ COPY_AGAIN_S = 10.0
 """Before all donors are asked again, when none gave its state; half as long again each time."""
 LONGEST_PAUSE_S = 120.0
 SAY_EVERY_S = 5.0
-VOICES = 2
-VOICE_S = 10.0
+NORMS_ASKED = 2
+"""Other replicas whose norms a donor's is compared with."""
+NORM_S = 10.0
 """For another replica to say its norm."""
 
 
@@ -87,9 +88,6 @@ class StateDownload:
         self._holding = StateAssembly(self._like, keep, self._account.note)
         self.attempts = 0
 
-    def __repr__(self) -> str:
-        return f"Copying(stage {self._number}, {self.attempts} attempts, {self._holding!r})"
-
     async def attempt(
         self, donors: tuple[str, ...], living: Callable[[], tuple[PeerRecord, ...]]
     ) -> ReplicaState | str:
@@ -102,15 +100,15 @@ class StateDownload:
         norms: dict[str, float] = {}
 
         async def refuse(donor: str, manifest: Manifest) -> str | None:
-            asked = [peer for peer in donors if peer != donor][:VOICES]
+            asked = [peer for peer in donors if peer != donor][:NORMS_ASKED]
             await asyncio.gather(*[self._ask_norm(peer, norms) for peer in asked if peer not in norms])
             records = living()  # the donor before this one may have taken an hour
-            voices = NormVotes(
+            votes = NormVotes(
                 rounds=[record.round for record in records],
                 progress=[record.progress for record in records],
                 norms=[norms[peer] for peer in asked if peer in norms],
             )
-            return objection(manifest, voices)
+            return objection(manifest, votes)
 
         wanted = download.StateWanted(
             parts=Parts.ALL, like=self._like, deadline_s=self._line.deadline_s, objection=refuse
@@ -135,7 +133,7 @@ class StateDownload:
     async def _ask_norm(self, peer: str, norms: dict[str, float]) -> None:
         """Note the norm of a replica's slow weights, if it says one in time."""
         try:
-            async with asyncio.timeout(VOICE_S), self._converse(peer) as conversation:
+            async with asyncio.timeout(NORM_S), self._converse(peer) as conversation:
                 request = StateRequest(parts=Parts.OUTLINE)
                 reply = await download.manifest_of(conversation, request, len(self._holding.spans))
         except (ConnectionError, TimeoutError):
@@ -151,7 +149,7 @@ class DownloadAccount:
     """What a person reads of a copy, and its journal."""
 
     def __init__(self, stage: int, reporter: Reporter, now: Callable[[], float]) -> None:
-        self._stage, self._voice, self._now = stage, reporter, now
+        self._stage, self._reporter, self._now = stage, reporter, now
         self._begun_s: float | None = None
         self._donor: str | None = None
         self._round = self._total_bytes = self._held_bytes = self._fetched_bytes = 0
@@ -172,21 +170,21 @@ class DownloadAccount:
             case DonorLost():
                 self._record("refused" if news.refused else "lost", news.donor, news.why)
                 if news.refused:
-                    self._voice.say(f"refused the copy of {news.donor}: {news.why}")
+                    self._reporter.say(f"refused the copy of {news.donor}: {news.why}")
                 else:
-                    self._voice.say(f"lost {news.donor} while copying from it ({news.why}); what came is kept")
+                    self._reporter.say(f"lost {news.donor} while copying from it ({news.why}); what came is kept")
 
     def close(self) -> None:
         """Take the bar away."""
-        if self._voice.draw is not None:
-            self._voice.draw(1.0, "")
+        if self._reporter.draw is not None:
+            self._reporter.draw(1.0, "")
 
     def done(self, mixed: bool) -> None:
         """Say that all is here."""
         seconds = self._seconds()
         rate = f" at {format_rate(self._fetched_bytes / seconds)}" if seconds > 0 else ""
         of_two = "; its parameters are those of more than one replica" if mixed else ""
-        self._voice.say(
+        self._reporter.say(
             f"copied stage {self._stage}: {format_bytes(self._fetched_bytes)} in {format_duration(seconds)}"
             f"{rate}{of_two}"
         )
@@ -204,7 +202,7 @@ class DownloadAccount:
             "mixed": f"{format_bytes(news.held_bytes)} of {format_bytes(news.total_bytes)} are here already,"
             f" {format_bytes(news.settled_bytes)} of them whole parameters of another replica, which stay",
         }
-        self._voice.say(f"copying stage {self._stage} from {news.donor} (round {news.round}): {words[what]}")
+        self._reporter.say(f"copying stage {self._stage} from {news.donor} (round {news.round}): {words[what]}")
         self._record(what, news.donor)
 
     def _tell(self) -> None:
@@ -213,16 +211,16 @@ class DownloadAccount:
         left_bytes = self._total_bytes - self._held_bytes
         line = progress_line(self._stage, self._held_bytes, self._total_bytes, rate, left_bytes)
         share = self._held_bytes / self._total_bytes if self._total_bytes else 1.0
-        drawn = self._voice.draw is not None and self._voice.draw(share, line)
+        drawn = self._reporter.draw is not None and self._reporter.draw(share, line)
         if not drawn and self._now() - self._said_s >= SAY_EVERY_S:
             self._said_s = self._now()
-            self._voice.say(line)
+            self._reporter.say(line)
 
     def _seconds(self) -> float:
         return 0.0 if self._begun_s is None else self._now() - self._begun_s
 
     def _record(self, what: str, donor: str | None, why: str | None = None) -> None:
-        self._voice.record(
+        self._reporter.record(
             events.CatchUp(
                 what=what,
                 stage=self._stage,

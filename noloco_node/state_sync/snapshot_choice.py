@@ -23,7 +23,8 @@ ATTEMPTS = 30
 ATTEMPTS_IN_VAIN = 2
 NORM_FACTOR = 4.0
 """By which the norm of a snapshot may differ from the median of three or more: they are of different rounds."""
-VOICES = 3
+LEAST_FOR_MEDIAN = 3
+"""Offers from which a norm is compared with their median."""
 MOST_TIMES = 64
 """As many rounds as the furthest of the other stages may a stage have made: it had the fewer replicas."""
 _AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
@@ -47,7 +48,7 @@ def donors(own_round: int | None, offers: Sequence[ReplicaSummary], run: RunReac
     `own_round`: of our checkpoint of the stage, None without one.
     """
     believed = [offer for offer in offers if run.allows(offer)]
-    if len(believed) >= VOICES:
+    if len(believed) >= LEAST_FOR_MEDIAN:
         norm = median_low(offer.norm for offer in believed)
         believed = [offer for offer in believed if norm / NORM_FACTOR <= offer.norm <= norm * NORM_FACTOR]
     if own_round is not None:

@@ -40,7 +40,7 @@ LOOK_S = 10.0
 """Between two looks at how far the stages are."""
 FAILURE_S = 120.0
 """Before a stage is tried again whose snapshot failed."""
-VOICES = 3
+REPLICAS_ASKED = 3
 """Replicas that are asked for round and norm before one of them is chosen."""
 NORM_CHANGE = 1.5
 """By which a norm may differ from what the same replica said a moment ago."""
@@ -137,8 +137,8 @@ class SnapshotKeeper:
         """Return the slow weights of one replica of a stage; raise `OSError` where nobody gives them."""
         subject = WeightsOf(number, self._config.shapes[number], STATE)
         peers = [record.peer for record in self._at_work(number)]
-        told = await ask_manifests(self._network, self._rng.sample(peers, min(VOICES, len(peers))), subject)
-        found = possible(standings(told.manifests), self._config.every)
+        replies = await ask_manifests(self._network, self._rng.sample(peers, min(REPLICAS_ASKED, len(peers))), subject)
+        found = possible(standings(replies.manifests), self._config.every)
         kept, _ = drop_outliers(found, self._config.every)
         if not kept:
             raise ConnectionRefusedError("none of its replicas answered")

@@ -68,7 +68,7 @@ def with_bootstrap_addresses(settings: NetworkSettings, doors: tuple[str, ...]) 
 async def visited(invite: str) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
     """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
 
-    A peer that does not take calls holds the visitor up no longer than it would a node (`patience`).
+    A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
     """
     parsed = invites.parse(invite)
     settings = NetworkSettings(

@@ -31,12 +31,12 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def format(digest: str, addresses: Sequence[str]) -> str:
-    """Return the invite to the run with this digest by way of these multiaddrs; Trouble when a part is malformed."""
+    """Return the invite to the run with this digest by way of these multiaddrs; `UserError` where a part is wrong."""
     return str(parse(f"{_SCHEME}{digest}@{','.join(addresses)}"))
 
 
 def parse(text: str) -> Invite:
-    """Parse an invite as it was pasted (surrounding white space is ignored); Trouble names the part at fault."""
+    """Parse an invite as it was pasted (surrounding white space is ignored); a `UserError` names the part at fault."""
     text = text.strip()
     if not text.startswith(_SCHEME):
         newer = re.match(r"noloco\d+:", text)

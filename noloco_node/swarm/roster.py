@@ -106,6 +106,3 @@ class Derived(Generic[T]):
         if roster is not self._of:
             self._of, self._value = roster, self._make(roster)
         return self._value
-
-    def __repr__(self) -> str:
-        return f"Derived({self._value!r})"

@@ -52,7 +52,7 @@ class RunFileText:
 
     @classmethod
     def made(cls, run: RunConfig) -> RunFileText:
-        """Return the recipe of a run that was never a file: nobody can fetch it."""
+        """Return that of a run that was never a file: nobody can fetch it."""
         recipe = cls.__new__(cls)
         recipe.text, recipe.run = "", run
         recipe.digest = run_digest(run, content_hashes(run))
@@ -67,9 +67,6 @@ class RunFileText:
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
 
-    def __repr__(self) -> str:
-        return f"Recipe({self.run.name}, {self.digest[:12]})"
-
 
 def check_clock(ahead_s: float, peer: str) -> None:
     """Raise `UserError` if our clock is so far from a peer's that records would expire too early or too late."""
@@ -83,7 +80,7 @@ def check_clock(ahead_s: float, peer: str) -> None:
 
 
 async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str) -> RunFileText:
-    """Return the recipe with this digest from the first of `peers` that has it; raise `UserError` if none does."""
+    """Return the run file with this digest from the first of `peers` that has it; raise `UserError` if none does."""
     answers: list[str] = []
     for peer in peers:
         try:

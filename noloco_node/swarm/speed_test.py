@@ -83,14 +83,8 @@ class SpeedTestService:
         burst = 2.0 * MOST_PIECES * PIECE_BYTES
         self._budget = Bucket(LOAD_BYTES_PER_S, burst, burst, asyncio.get_running_loop().time())
         self._busy = False
-        self._measured = self._refused = 0
-
-    def __repr__(self) -> str:
-        return f"Desk({self._measured} measured, {self._refused} refused)"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start."""
-        return {"measured": self._measured, "refused": self._refused}
+        self.refused = 0
+        """Questions that were put off."""
 
     async def answer(self, conversation: Conversation) -> None:
         """Answer one question; ConnectionAbortedError where the asker takes too long."""
@@ -101,7 +95,7 @@ class SpeedTestService:
                     raise Violation(f"a doctor asks for 2 to {MOST_PIECES} pieces to be sent or taken")
                 wait_s = self._admit(question.pieces * PIECE_BYTES)
                 if wait_s > 0.0:
-                    self._refused += 1
+                    self.refused += 1
                     await conversation.send(NotNow(retry_after_s=wait_s))
                     return
                 try:
@@ -112,7 +106,6 @@ class SpeedTestService:
                         await conversation.send(
                             await count(conversation, question.pieces, await conversation.receive())
                         )
-                    self._measured += 1
                 finally:
                     self._busy = False
         except TimeoutError as slow:

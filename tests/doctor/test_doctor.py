@@ -224,7 +224,7 @@ def test_all_who_ask_together_get_no_more_than_the_desk_gives() -> None:
     given, served = run(main())
     burst = 2 * speed_test.MOST_PIECES * speed_test.PIECE_BYTES
     assert 0.5 * 600 * speed_test.LOAD_BYTES_PER_S < given <= 630 * speed_test.LOAD_BYTES_PER_S + burst
-    assert served.statistics()["refused"] > 0
+    assert served.refused > 0
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_who_asks_for_more_than_there_is_gets_nothing(question: Any) -> None:
             await conversation.send(question)
             with pytest.raises(ConnectionError):
                 await conversation.receive()
-        assert served.statistics() == {"measured": 0, "refused": 0}
+        assert served.refused == 0
         assert not hub.failures
 
     run(main())
