@@ -373,7 +373,7 @@ class Replica:
         return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
 
     def __repr__(self) -> str:
-        return f"Replica(stage {self.post.stage}, step {self.inner_steps}, {self.rounds!r}, {self.gate!r})"
+        return f"Replica(stage {self.post.stage}, step {self.inner_steps}, round {self.rounds.finished}, {self.gate!r})"
 
 
 def _finite(value: float | None) -> float | None:
