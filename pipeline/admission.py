@@ -103,9 +103,6 @@ class Slot:
     ) -> None:
         self.give_back()
 
-    def __repr__(self) -> str:
-        return f"Slot({self.sender}, {'finished' if self._gate is None else 'held'})"
-
 
 Place = asyncio.Future[Slot | Refused]
 
@@ -251,7 +248,9 @@ class AdmissionWindow:
 
     def __repr__(self) -> str:
         door = self._closed or ("shut" if self._shut_until_s is not None else "open")
-        return f"Gate({self.succeeded}+{self.in_flight}/{self.window}, queued {self.queued}/{self.queue_limit}, {door})"
+        return (
+            f"Window({self.succeeded}+{self.in_flight}/{self.window}, queued {self.queued}/{self.queue_limit}, {door})"
+        )
 
     def _complete(self) -> bool:
         return len(self._outcomes) == self.window

@@ -25,9 +25,6 @@ class PendingForward:
         self._graph: tuple[Tensor, Tensor | None, Parameters] | None = (output, leaf, built_on)
         self._run = run
 
-    def __repr__(self) -> str:
-        return f"Forward({list(self.output.shape)}, {'waits for its gradient' if self._graph else 'done'})"
-
     def waits_on(self, parameters: Parameters) -> bool:
         """Say whether the graph is still there and refers to these very parameters."""
         return self._graph is not None and self._graph[2] is parameters

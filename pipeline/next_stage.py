@@ -166,9 +166,6 @@ class NextStage:
         totals: dict[str, int | float] = {name: self._counts[name] for name in names}
         return totals | {"waiting": len(self._waits), "suspects": len(self.suspects)}
 
-    def __repr__(self) -> str:
-        return f"Downstream({len(self._ways.hops())} replicas, {self._counts['gradients']} gradients, {self.waiting})"
-
     def _given_up(self, search: _Search) -> bool:
         """Note since when the roster has been empty; say whether that is too long."""
         if self._ways.hops():

@@ -86,10 +86,6 @@ class Stage:
         self._steps = self._skipped = self._taken = 0
         self._optimiser = self._new_optimiser()
 
-    def __repr__(self) -> str:
-        count = sum(weight.numel() for weight in self._weights)
-        return f"Stage({count} parameters on {self._device}, inner step {self._steps})"
-
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start.
 

@@ -35,9 +35,6 @@ class TurnClaim:
     def __init__(self, step: int) -> None:
         self.step, self.granted = step, False
 
-    def __repr__(self) -> str:
-        return f"Claim(since step {self.step}, {'granted' if self.granted else 'not granted yet'})"
-
 
 class GradientTurns:
     """The turns of the window that is under way, and those who wait for one."""
@@ -54,9 +51,6 @@ class GradientTurns:
         self._waiting: dict[TurnClaim, asyncio.Future[bool]] = {}
         """The first to ask first."""
         self._ended = False
-
-    def __repr__(self) -> str:
-        return f"Turns({self._given}+{self._kept}/{self.window}, {self.waiting} wait)"
 
     @property
     def waiting(self) -> int:

@@ -149,9 +149,6 @@ class Worker:
         names = ("succeeded", "expired", "no_route", "counted_twice")
         return {**{name: self._counts[name] for name in names}, "device_s": self.device_s}
 
-    def __repr__(self) -> str:
-        return f"Worker({self._counts['succeeded']} succeeded, {self.device_s:.3g} s each, {self._gate!r})"
-
     async def _take(self, microbatch: Microbatch, slot: Slot, deadline_s: float) -> Reply:
         clock, stage = self._compute.clock, self._stage
         if self._downstream is None:

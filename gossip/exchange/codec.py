@@ -5,7 +5,7 @@ pair that should meet drifts apart. So `encode` returns, beside the tensors that
 partner will see them, to the bit. The outer rule is given these and the partner's decoded ones.
 
 **The step of int4** must be the same on both sides without a word, and follow the distance between them. Both hold both
-probes (see `exchange`: some 4096 coordinates of either side's weights), so `common_steps` derives it from them, a step
+probes (see `swap`: some 4096 coordinates of either side's weights), so `common_steps` derives it from them, a step
 per parameter:
 
     radius = the largest distance that the probes show in this parameter, times log(all moved) / log(moved here),
@@ -177,9 +177,6 @@ class Feedback:
         self._form = form
         self.residual = residual
 
-    def __repr__(self) -> str:
-        return f"<Feedback: {self._form}, {len(self.residual)} residuals>"
-
     def probe(self, weights: Tensors, coordinates: Tensors) -> Tensor:
         """Return weights plus residual at these flat indices, one int64 tensor per parameter: float32 [k]."""
         taken = [tensor.flatten()[at] for tensor, at in zip(weights, coordinates, strict=True)]
@@ -196,10 +193,6 @@ class Feedback:
             self.residual = tuple(torch.zeros_like(tensor) for tensor in decoded)
         for owed, meant, sent in zip(self.residual, weights, decoded, strict=True):
             owed.add_(meant.detach()).sub_(sent)
-
-    def statistics(self) -> dict[str, float]:
-        """Return the norm over all residuals."""
-        return {"residual_norm": math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in self.residual))}
 
 
 def _quantised(form: Format, weights: Tensors, residual: Tensors, steps: Sequence[float]) -> Encoded:

@@ -152,7 +152,7 @@ class Manifest:
     """What a donor holds still for others to fetch. `snapshot` names this copy; the counters are those of its state.
 
     `norm`: of the slow weights. The other fields are the sections: uint8 [pieces, 32], the SHA-256 of each piece in the
-    order of `pieces.cut`; None where the section is not there or was not asked for.
+    order of `chunks.cut`; None where the section is not there or was not asked for.
     """
 
     snapshot: str
@@ -172,7 +172,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceRequest:
-    """Send me this piece of that copy. `number`: in the order of `pieces.cut`."""
+    """Send me this piece of that copy. `number`: in the order of `chunks.cut`."""
 
     snapshot: str
     section: Section

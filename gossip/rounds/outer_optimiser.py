@@ -1,9 +1,9 @@
 """The outer step of one replica's slow weights: what it says of its weights, and the step that follows from a meeting.
 
-Applies the rule of `delayed` to a replica that trains on meanwhile. The heavy arithmetic runs where the shell wants it.
-A step is first computed from facts that do not change, and may still be thrown away; `correct` then moves the fast
-weights, the slow ones and what the codec owes. Whoever may be cancelled calls it through `to_the_end`: all move, or
-nothing.
+Applies the rule of `delayed_momentum` to a replica that trains on meanwhile. The heavy arithmetic runs where the shell
+wants it. A step is first computed from facts that do not change, and may still be thrown away; `correct` then moves the
+fast weights, the slow ones and what the codec owes. Whoever may be cancelled calls it through `to_the_end`: all move,
+or nothing.
 
 With a lossy codec means and pull are taken over what *both* decode, or a pair that meets would drift apart. Only these:
 the slow weights move from where they really are, and the correction starts at the real snapshot.
@@ -68,13 +68,6 @@ class OuterOptimiser:
         self._owed_fast, self._owed_slow = Feedback(settings.codec), Feedback(settings.codec)
         self.state = state
         self.version = 0
-
-    def __repr__(self) -> str:
-        return f"<OuterOptimiser: {len(self.state.slow)} tensors, {self._outer}, {self._codec}>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return the outer steps taken here, and those since the momentum moved."""
-        return {"version": self.version, "meetings": self.state.meetings}
 
     @property
     def needs_slow(self) -> bool:

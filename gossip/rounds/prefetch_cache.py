@@ -40,17 +40,6 @@ class PrefetchCache:
         self.swaps: Counter[str] = Counter()
         """How many have begun with each peer, whatever came of them."""
 
-    def __repr__(self) -> str:
-        return f"<Shelf: holds {self.held.peer if self.held else 'nothing'}>"
-
-    def statistics(self) -> dict[str, int | float]:
-        """Return whether something is held, and the bytes that travelled since the last outer step."""
-        return {
-            "held": int(self.held is not None),
-            "bytes_sent": self.bytes_sent,
-            "bytes_received": self.bytes_received,
-        }
-
     def held_of(self, peer: str) -> PrefetchReceived | None:
         """Return what we hold of a peer."""
         return self.held if self.held is not None and self.held.peer == peer else None

@@ -1,10 +1,11 @@
 """When a replica's next round is due, what number it has, and when an unmet replica stops deferring.
 
-A round is due H own inner steps after the last opening, met or not. H may be another one from round to round (`pace`):
-it is settled when a round is opened, so that an open round knows its end; until the first opening it follows what
-becomes known, for a replica that has just begun knows neither its own speed nor the others'. A round's number follows
-the last finished one and heals (`matching.heal`): from the roster when it opens, from offers and answers while it is
-open. A deferred round is not finished: the others' numbers go on, and the next opening catches up with them.
+A round is due H own inner steps after the last opening, met or not. H may be another one from round to round
+(`local_steps`): it is settled when a round is opened, so that an open round knows its end; until the first opening it
+follows what becomes known, for a replica that has just begun knows neither its own speed nor the others'. A round's
+number follows the last finished one and heals (`matching.heal`): from the roster when it opens, from offers and answers
+while it is open. A deferred round is not finished: the others' numbers go on, and the next opening catches up with
+them.
 
 Plain bookkeeping: no tensors, no time, no I/O.
 """
@@ -30,9 +31,6 @@ class RoundSchedule:
         self.deferred_in_a_row = 0
         self.healed = 0
         self._last = False
-
-    def __repr__(self) -> str:
-        return f"<Cadence: round {self.round}, {self.finished} finished, {self.inner_steps} inner steps>"
 
     def tick(self, inner_steps: int, seconds_per_step: float, next_steps: int | None = None) -> None:
         """Take note of the inner steps done, and of the seconds that one takes now.

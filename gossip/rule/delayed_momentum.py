@@ -1,4 +1,4 @@
-"""The joint rule: the outer rule of `nesterov` with a momentum that moves once a period; and how weights are adopted.
+"""The joint rule: the outer rule of `outer_step` with a momentum that moves once a period; and how weights are adopted.
 
 With alpha, beta, gamma and the means as there, a period of N outer steps, a spread c in [0, 1/N], and Delta, what a
 period gathers, zero at its start:
@@ -43,13 +43,12 @@ from gossip.rule.outer_step import (
 
 
 class Delay(NamedTuple):
-    """How the momentum is delayed: outer steps in a period, and the share of it that each but the last one applies.
-
-    `period` N is at least 1, `spread` c in [0, 1/N].
-    """
+    """How the momentum is delayed."""
 
     period: int = 1
+    """N, outer steps in a period, at least 1."""
     spread: float = 0.0
+    """c, the share of the momentum that each step but the last of a period applies: in [0, 1/N]."""
 
 
 def outer_step(
@@ -78,7 +77,7 @@ def outer_step(
 def step_pair(
     state: OuterState, own: Tensors, other: Tensors, other_slow: Tensors | None, outer: Outer, delay: Delay
 ) -> Stepped:
-    """Apply the joint rule after a meeting; the arguments as in `nesterov.with_partner`."""
+    """Apply the joint rule after a meeting; the arguments as in `outer_step.with_partner`."""
     return with_partner(partial(outer_step, outer=outer, delay=delay), state, own, other, other_slow)
 
 

@@ -17,8 +17,8 @@ prints another range, which admits diverging choices (alpha 0.9, gamma 0.7).
 The replica trains on while it waits for a partner, so theta <- phi becomes a correction: new slow weights minus the
 snapshot that was exchanged, added to whatever the fast weights are by then.
 
-`delayed` is the same rule with a momentum that moves once a period; the two share `contributions`, and how a step meets
-a partner or none.
+`delayed_momentum` is the same rule with a momentum that moves once a period; the two share `contributions`, and how a
+step meets a partner or none.
 
 All tensors are float32 on the CPU, one per parameter in the stage's order. Nothing here writes into its arguments.
 """
@@ -36,18 +36,21 @@ Tensors = tuple[Tensor, ...]
 
 
 class Outer(NamedTuple):
-    """Momentum, step size on the mean pseudo-gradient, and pull towards the partner's slow weights."""
+    """The coefficients of the outer rule."""
 
     alpha: float
+    """Decay of the momentum, in [0, 1)."""
     beta: float
+    """Step size on the mean pseudo-gradient."""
     gamma: float
+    """Pull towards the mean of the pair's slow weights; the stable range is above."""
 
 
 class OuterState(NamedTuple):
     """Slow weights and outer momentum, alike in shapes. The momentum has the sign of the pseudo-gradient.
 
-    Of the running momentum period of `delayed`: what its meetings have `gathered` for the momentum (empty before the
-    first of them, so always where the period is 1), and how many `meetings` it has had.
+    Of the running momentum period of `delayed_momentum`: what its meetings have `gathered` for the momentum (empty
+    before the first of them, so always where the period is 1), and how many `meetings` it has had.
     """
 
     slow: Tensors
@@ -63,8 +66,13 @@ class Stepped(NamedTuple):
     correction: Tensors
 
 
+def init(slow: Tensors) -> OuterState:
+    """Return the state before the first outer step: these slow weights, which are not copied, and no momentum."""
+    return OuterState(slow, tuple([torch.zeros_like(phi) for phi in slow]))
+
+
 Step = Callable[[OuterState, Tensors, Tensors | None], OuterState]
-"""A rule with its coefficients: the state after, from the state, the mean of fast weights, and that of slow ones."""
+"""A rule with its coefficients bound: (state, mean of fast weights, mean of slow ones or None) -> the state after."""
 
 
 def pseudo_gradient(slow: Tensors, fast: Tensors) -> Tensors:

@@ -100,9 +100,6 @@ class Donor:
         self._visits = DonorSlots(terms.deadline_s / TURNS)
         self._counts: Counter[str] = Counter()
 
-    def __repr__(self) -> str:
-        return f"Donor({len(self._copies)} copies, {len(self._visits)} newcomers)"
-
     def knows(self, round: int, norm: float) -> None:
         """Take over the norm of the slow weights of a round: an outline of it then needs no weights."""
         self._norm = (round, norm)

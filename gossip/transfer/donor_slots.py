@@ -71,9 +71,6 @@ class DonorSlots:
     def __len__(self) -> int:
         return len(self._places)
 
-    def __repr__(self) -> str:
-        return f"Visits({len(self)} newcomers, {self._displaced} displaced)"
-
     def statistics(self) -> dict[str, int | float]:
         """Return the newcomers that are served, and how many had to give their place to another."""
         return {"visitors": len(self), "displaced": self._displaced}

@@ -14,7 +14,7 @@ import torch
 
 from gossip.exchange.messages import ReplicaState
 from gossip.interface import Origin
-from gossip.rule.outer_step import OuterState
+from gossip.rule.outer_step import OuterState, init
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor_switch import round_to_start_in
 from noloco_node.machine.interface import StageModel
@@ -33,7 +33,7 @@ class StartingState:
 def from_seed(stage: StageModel) -> StartingState:
     """Return the beginning of a replica that starts from the run's initial weights."""
     slow = stage.weights()
-    return StartingState(origin=Origin(OuterState(slow, tuple(tensor.new_zeros(tensor.shape) for tensor in slow))))
+    return StartingState(origin=Origin(init(slow)))
 
 
 def from_donor(stage: StageModel, state: ReplicaState) -> StartingState:

@@ -68,7 +68,7 @@ _DECODER: msgspec.msgpack.Decoder[_Record] = msgspec.msgpack.Decoder(_Record)
 
 
 class PartialDownloadFile:
-    """Implements `gossip.holding.Keep` in one file."""
+    """Implements `gossip.transfer.assembly.ChunkStore` in one file."""
 
     def __init__(
         self, directory: Path, run_id: str, stage: int, section_bytes: int, complain: Callable[[str], None]

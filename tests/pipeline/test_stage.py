@@ -444,11 +444,3 @@ def test_autocast_computes_in_bfloat16_and_keeps_float32() -> None:
     assert loss == pytest.approx(exact, rel=1e-2)
     assert all(stage.step(1e-3, 1).applied for stage in stages)
     assert all(weight.dtype == torch.float32 for stage in stages for weight in stage.weights())
-
-
-def test_repr_says_what_it_is() -> None:
-    stage = make_stages("llama", 3)[1]
-    waiting = stage.forward(torch.zeros(1, 4, 32))
-    assert "waits" in repr(waiting)
-    count = sum(weight.numel() for weight in stage.weights())
-    assert repr(stage) == f"Stage({count} parameters on cpu, inner step 0)"

@@ -144,7 +144,7 @@ class Peer:
             call.cancel()
 
     def assert_idle(self) -> None:
-        assert (self.gate.in_flight, self.gate.queued, self.weights.running) == (0, 0, 0), repr(self.worker)
+        assert (self.gate.in_flight, self.gate.queued, self.weights.running) == (0, 0, 0)
 
 
 class Swarm:

@@ -460,14 +460,12 @@ def test_a_residual_appears_with_the_first_loss_and_can_be_restored() -> None:
     weights = draw(1)
     feedback = Feedback(Format.INT8)
     assert feedback.residual == ()
-    assert feedback.statistics() == {"residual_norm": 0.0}
     encoded = encode(Format.INT8, weights, feedback.residual)
     assert feedback.residual == ()
     feedback.settle(weights, encoded.decoded)
     assert [tensor.shape for tensor in feedback.residual] == [tensor.shape for tensor in weights]
     assert all(type(tensor) is Tensor and tensor.dtype == torch.float32 for tensor in feedback.residual)
-    assert feedback.statistics()["residual_norm"] > 0
-    assert repr(feedback) == "<Feedback: int8, 7 residuals>"
+    assert any(tensor.any() for tensor in feedback.residual)
     restored = Feedback(Format.INT8, tuple(tensor.clone() for tensor in feedback.residual))
     again, there = (encode(Format.INT8, weights, side.residual) for side in (feedback, restored))
     assert same_bits(again.decoded, there.decoded)
