@@ -46,11 +46,11 @@ _ATTEMPTS = 3
 
 
 class Libp2pNetwork:
-    """Implements `port.Network`; made by `Libp2pNetwork.open`."""
+    """Implements `interface.PeerNetwork`; made by `Libp2pNetwork.open`."""
 
-    def __init__(self, settings: NetworkSettings, ground: LinkContext, tell: Callable[[str], None]) -> None:
-        self._settings, self._ground, self._tell = settings, ground, tell
-        self._switchboard = ground.exchange.switchboard
+    def __init__(self, settings: NetworkSettings, context: LinkContext, tell: Callable[[str], None]) -> None:
+        self._settings, self._context, self._tell = settings, context, tell
+        self._switchboard = context.exchange.switchboard
         self._doors = [bootstrap_address(text) for text in settings.bootstrap]
         self._peer_id, self._dialable = "", True
         self._session: Session | None = None
@@ -86,7 +86,7 @@ class Libp2pNetwork:
             finally:
                 await network._close()
 
-    # What port.Network promises.
+    # What interface.PeerNetwork promises.
 
     @property
     def peer_id(self) -> str:
@@ -100,15 +100,15 @@ class Libp2pNetwork:
 
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Stream]:
-        """Open a conversation; see `port.Network.talk`."""
+        """Open a conversation; see `interface.PeerNetwork.talk`."""
         session = await self._now()
         try:
-            stream = await session.calls.dial(peer, topic, schema)
+            stream = await session.dialer.dial(peer, topic, schema)
         except ConnectionResetError:
             if not await session.daemon.is_dead():
                 raise
             # Nothing was said yet: the next session can say it.
-            stream = await (await self._now()).calls.dial(peer, topic, schema)
+            stream = await (await self._now()).dialer.dial(peer, topic, schema)
         try:
             yield stream
         except BaseException:
@@ -117,18 +117,18 @@ class Libp2pNetwork:
         stream.leave()
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer conversations about `topic`; see `port.Network.serve`."""
+        """Answer conversations about `topic`; see `interface.PeerNetwork.serve`."""
         self._switchboard.serve(topic, schema, handler)
         session = await self._now()
         try:
-            await session.calls.offer(topic)
+            await session.dialer.offer(topic)
         except ConnectionResetError:
             if not await session.daemon.is_dead():
                 raise
             # The next session offers all topics.
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """Store a record; see `port.Network.publish`."""
+        """Store a record; see `interface.PeerNetwork.publish`."""
         try:
             session = await self._now()
         except ConnectionResetError:
@@ -140,7 +140,7 @@ class Libp2pNetwork:
         return await (await self._now()).records.read(key)
 
     async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
-        """Read several keys at a time; see `port.Network.read_all`."""
+        """Read several keys at a time; see `interface.PeerNetwork.read_all`."""
 
         async def read(key: str) -> Mapping[str, bytes] | None:
             with suppress(ConnectionError):
@@ -172,8 +172,8 @@ class Libp2pNetwork:
         """Run a relay for each identity, at the ports after our own, and tell the swarm of them; see `relays`."""
         chosen = relays.relay_configs(self._settings, identities)
         start_s = self._settings.patience.start_s
-        yard = relays.RelayPool(self._ground.parts, self._ground.directory, start_s, self._tell, self._granted)
-        async with relays.relaying(yard, chosen) as places, asyncio.TaskGroup() as group:
+        pool = relays.RelayPool(self._context.parts, self._context.directory, start_s, self._tell, self._granted)
+        async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
             key = self._settings.prefix + KEY
             telling = group.create_task(
                 relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
@@ -197,17 +197,17 @@ class Libp2pNetwork:
         """Start the service, and return when the first session is there; Trouble when it cannot be."""
         settings = self._settings
         goal = preflight_goal(settings, identity_is_old=ensure_identity(identity))
-        posture = DaemonConfig(
+        config = DaemonConfig(
             identity=identity,
             listen=with_ports_chosen(settings.listen),
             announce=settings.announce,
             lends_line=settings.lends_line,
         )
         if any(goal):
-            posture = await preflight(self._ground, settings, posture, goal, self._tell)
-        self._dialable = posture.dialable
+            config = await preflight(self._context, settings, config, goal, self._tell)
+        self._dialable = config.dialable
         loop = asyncio.get_running_loop()
-        self._service = loop.create_task(self._serve(posture), name="network")
+        self._service = loop.create_task(self._serve(config), name="network")
         present = loop.create_task(self._present.wait())
         try:
             await asyncio.wait({self._service, present}, return_when=asyncio.FIRST_COMPLETED)
@@ -216,7 +216,7 @@ class Libp2pNetwork:
         if self._service.done():
             self._service.result()
 
-    async def _serve(self, posture: DaemonConfig) -> None:
+    async def _serve(self, config: DaemonConfig) -> None:
         """Answer streams and keep a session, until either fails."""
         started = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -224,7 +224,7 @@ class Libp2pNetwork:
         try:
             await started.wait()
             self._switchboard.serve(dialback.TOPIC, dialback.SCHEMA, dialback.DialBackService(self._relays).answer)
-            tasks.add(loop.create_task(self._keep(posture), name="sessions"))
+            tasks.add(loop.create_task(self._keep(config), name="sessions"))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -233,19 +233,19 @@ class Libp2pNetwork:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _keep(self, posture: DaemonConfig) -> NoReturn:
+    async def _keep(self, config: DaemonConfig) -> NoReturn:
         """Run one session after another; Trouble when the first does not begin, or daemons die again and again."""
         loop, settings, attempts = asyncio.get_running_loop(), self._settings, 1
         while True:
             try:
-                why = await self._live(posture)
+                why = await self._live(config)
             except UserError as trouble:
                 if not self._peer_id:
                     # A port that we chose may have been taken since.
                     if trouble.code is not Exit.PORT_TAKEN or attempts == _ATTEMPTS:
                         raise
                     attempts += 1
-                    posture = msgspec.structs.replace(posture, listen=with_ports_chosen(settings.listen))
+                    config = msgspec.structs.replace(config, listen=with_ports_chosen(settings.listen))
                     continue
                 why = f"{trouble.what} {trouble.why}"
             self._died += 1
@@ -261,15 +261,15 @@ class Libp2pNetwork:
             self._tell(f"our libp2p daemon died ({why}); starting it again")
             await asyncio.sleep(wait_s)
 
-    async def _live(self, posture: DaemonConfig) -> str:
+    async def _live(self, config: DaemonConfig) -> str:
         """Run one session until its daemon dies, and return the daemon's last words."""
         again = bool(self._peer_id)
-        met = self._ground.exchange.acquaintances
+        met = self._context.exchange.known_peers
         doors = met.beside(self._doors) if again else self._doors
-        async with Session.open(self._ground, posture, doors, alone=again) as session:
+        async with Session.open(self._context, config, doors, alone=again) as session:
             try:
                 for topic in self._switchboard.topics:
-                    await session.calls.offer(topic)
+                    await session.dialer.offer(topic)
                 placed = again or await session.is_placed()
             except ConnectionError as error:
                 raise daemon_trouble(str(error)) from None

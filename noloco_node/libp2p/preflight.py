@@ -61,22 +61,22 @@ def dialled_ports(listen: Sequence[str]) -> tuple[int, ...]:
 
 
 async def preflight(
-    ground: LinkContext,
+    context: LinkContext,
     settings: NetworkSettings,
-    posture: DaemonConfig,
+    config: DaemonConfig,
     goal: PreflightGoal,
     tell: Callable[[str], None],
 ) -> DaemonConfig:
-    """Return the posture as it should be; Trouble if our identity is in use, or there is no relay and must be.
+    """Return the config as it should be; Trouble if our identity is in use, or there is no relay and must be.
 
     Whom we join by may be out of reach: then nothing is found out here, and the session says why.
     """
     doors = [bootstrap_address(text) for text in settings.bootstrap]
-    parts, patience, identity = ground.parts, ground.exchange.patience, ground.directory / "scout.key"
+    parts, patience, identity = context.parts, context.exchange.patience, context.directory / "scout.key"
     ensure_identity(identity)
-    place = f"-hostAddrs={','.join(posture.listen)}" if goal.reach else "-noListenAddrs=1"
+    place = f"-hostAddrs={','.join(config.listen)}" if goal.reach else "-noListenAddrs=1"
     chosen = (f"-id={identity}", place, "-dhtClient=1", "-tls=1", "-relay=1", "-idleTimeout=30s")
-    async with start_daemon(parts.binary, chosen, ground.directory, patience.start_s) as daemon:
+    async with start_daemon(parts.binary, chosen, context.directory, patience.start_s) as daemon:
         control = Control(daemon, parts.messages)
         async with attached(parts, control, daemon, patience.start_s):
             try:
@@ -85,16 +85,16 @@ async def preflight(
                 )
                 reached = [door for door, cause in causes.items() if cause is None]
                 if reached and goal.identity:
-                    await _check_identity(parts, control, posture.identity)
+                    await _check_identity(parts, control, config.identity)
                 if not reached or not goal.reach:
-                    return posture
-                calls = StreamDialer(parts, control, daemon, ground.exchange)
-                ports = dialled_ports(posture.listen) if settings.reach is Reachability.AUTO else ()
-                found = await asyncio.gather(*(_ask(calls, door.peer, ports) for door in reached[:_MOST_ASKED]))
+                    return config
+                dialer = StreamDialer(parts, control, daemon, context.exchange)
+                ports = dialled_ports(config.listen) if settings.reach is Reachability.AUTO else ()
+                found = await asyncio.gather(*(_ask(dialer, door.peer, ports) for door in reached[:_MOST_ASKED]))
                 own = await places(parts, control, patience.dht_s)
             except ConnectionError as error:
                 raise daemon_trouble(str(error)) from None
-    return choose_daemon_config(settings, posture, own, judge([each for each in found if each is not None]), tell)
+    return choose_daemon_config(settings, config, own, judge([each for each in found if each is not None]), tell)
 
 
 async def _check_identity(parts: HivemindParts, control: Control, identity: Path) -> None:
@@ -123,11 +123,11 @@ async def _check_identity(parts: HivemindParts, control: Control, identity: Path
     )
 
 
-async def _ask(calls: StreamDialer, peer: str, ports: tuple[int, ...]) -> DialBackReply | None:
+async def _ask(dialer: StreamDialer, peer: str, ports: tuple[int, ...]) -> DialBackReply | None:
     """Ask one peer; None when it does not answer, or is of a version that does not know the question."""
     with contextlib.suppress(ConnectionError, TimeoutError):
         async with asyncio.timeout(ASK_S):
-            stream = await calls.dial(peer, TOPIC, SCHEMA)
+            stream = await dialer.dial(peer, TOPIC, SCHEMA)
             try:
                 await stream.send(DialMe(ports=ports))
                 answer = await stream.receive()
@@ -139,7 +139,7 @@ async def _ask(calls: StreamDialer, peer: str, ports: tuple[int, ...]) -> DialBa
 
 def choose_daemon_config(
     settings: NetworkSettings,
-    posture: DaemonConfig,
+    config: DaemonConfig,
     own: Sequence[str],
     verdict: ReachVerdict,
     tell: Callable[[str], None],
@@ -149,16 +149,16 @@ def choose_daemon_config(
     if settings.reach is Reachability.AUTO and verdict.dialled is not False:
         new = [place for place in verdict.places if place not in own]
         if not new:
-            return posture
+            return config
         tell(f"others reach us at {' and '.join(new)}: announcing that")
-        return msgspec.structs.replace(posture, announce=(*beyond_this_machine(own), *new))
+        return msgspec.structs.replace(config, announce=(*beyond_this_machine(own), *new))
     if relays:
         count = len({parse_peer_address(text).peer for text in relays})
         reason = (
             "as you asked" if settings.reach is Reachability.RELAYED else "nobody can dial us, a router is in between"
         )
         tell(f"being reached through {count} relay{'s' if count > 1 else ''}: {reason}")
-        return msgspec.structs.replace(posture, relays=relays)
+        return msgspec.structs.replace(config, relays=relays)
     if settings.reach is Reachability.RELAYED:
         raise UserError(
             "This swarm has no relay to be reached through.",
@@ -171,4 +171,4 @@ def choose_daemon_config(
         "nobody can dial us, and the swarm has no relay: we can call others, but they cannot call us. "
         "Forward a port of the router and give it with --listen and --announce, or ask for a bootstrap peer with relays"
     )
-    return msgspec.structs.replace(posture, dialable=False)
+    return msgspec.structs.replace(config, dialable=False)

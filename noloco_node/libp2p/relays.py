@@ -104,16 +104,16 @@ def _shifted(addresses: Sequence[str], number: int) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def relaying(yard: RelayPool, chosen: Sequence[DaemonConfig]) -> AsyncIterator[tuple[str, ...]]:
+async def relaying(pool: RelayPool, chosen: Sequence[DaemonConfig]) -> AsyncIterator[tuple[str, ...]]:
     """Run relays as long as the context, and start again those that die; yield their addresses."""
     ready: list[asyncio.Future[tuple[str, ...]]] = []
     tasks: list[asyncio.Task[NoReturn]] = []
     loop = asyncio.get_running_loop()
     try:
-        for posture in chosen:
-            ensure_identity(posture.identity)
+        for config in chosen:
+            ensure_identity(config.identity)
             ready.append(loop.create_future())
-            tasks.append(loop.create_task(_keep(yard, posture, ready[-1]), name="relay"))
+            tasks.append(loop.create_task(_keep(pool, config, ready[-1]), name="relay"))
         yield tuple(place for found in await asyncio.gather(*ready) for place in found)
     finally:
         for each in ready:
@@ -123,23 +123,21 @@ async def relaying(yard: RelayPool, chosen: Sequence[DaemonConfig]) -> AsyncIter
         await asyncio.gather(*tasks, *ready, return_exceptions=True)
 
 
-async def _keep(yard: RelayPool, posture: DaemonConfig, ready: asyncio.Future[tuple[str, ...]]) -> NoReturn:
+async def _keep(pool: RelayPool, config: DaemonConfig, ready: asyncio.Future[tuple[str, ...]]) -> NoReturn:
     """Run one relay, and start it again when it dies, or grants less than it should."""
     loop, deaths, starts = asyncio.get_running_loop(), deque[float](maxlen=MOST_DEATHS + 1), 0
     while True:
         try:
-            async with start_daemon(
-                yard.parts.binary, relay_arguments(posture), yard.directory, yard.start_s
-            ) as daemon:
-                control = Control(daemon, yard.parts.messages)
-                async with attached(yard.parts, control, daemon, yard.start_s) as client:
+            async with start_daemon(pool.parts.binary, relay_arguments(config), pool.directory, pool.start_s) as daemon:
+                control = Control(daemon, pool.parts.messages)
+                async with attached(pool.parts, control, daemon, pool.start_s) as client:
                     peer = str(client.peer_id.to_base58())
-                    found = await _addresses(yard.parts, control, peer)
+                    found = await _addresses(pool.parts, control, peer)
                     starts += 1
-                    if not await _grants_enough(yard, posture, peer):
+                    if not await _grants_enough(pool, config, peer):
                         if starts < _MOST_STARTS:
                             continue
-                        yard.tell(f"the relay on port {port_of(posture.listen[0])} breaks circuits early")
+                        pool.tell(f"the relay on port {port_of(config.listen[0])} breaks circuits early")
                     starts = 0
                     if not ready.done():
                         ready.set_result(found)
@@ -155,17 +153,17 @@ async def _keep(yard: RelayPool, posture: DaemonConfig, ready: asyncio.Future[tu
             raise
         deaths.append(loop.time())
         wait_s = restart_pause_s(deaths, loop.time())
-        yard.tell(f"the relay on port {port_of(posture.listen[0])} died ({why}); starting it again")
+        pool.tell(f"the relay on port {port_of(config.listen[0])} died ({why}); starting it again")
         await asyncio.sleep(30.0 if wait_s is None else wait_s)
 
 
-async def _grants_enough(yard: RelayPool, posture: DaemonConfig, peer: str) -> bool:
+async def _grants_enough(pool: RelayPool, config: DaemonConfig, peer: str) -> bool:
     """Say whether a relay grants what it was told to; also yes where that cannot be found out."""
     # Not at the announced address: whether we reach ourselves there is up to our router.
-    doors = [PeerAddress(place, peer) for place in from_this_machine(posture.listen)]
+    doors = [PeerAddress(place, peer) for place in from_this_machine(config.listen)]
     for _ in range(_LOOKS):
         try:
-            return (await yard.ask(doors)).covers(_WANTED)
+            return (await pool.ask(doors)).covers(_WANTED)
         except (ConnectionError, UserError) as error:
             # Our daemon may not have noticed yet that this relay's predecessor is gone.
             logger.warning(

@@ -64,35 +64,35 @@ class LinkContext(NamedTuple):
 class Session:
     """Made by `Session.open`; `died` of its daemon ends it."""
 
-    def __init__(self, ground: LinkContext, posture: DaemonConfig, daemon: Daemon, client: DaemonClient) -> None:
+    def __init__(self, context: LinkContext, config: DaemonConfig, daemon: Daemon, client: DaemonClient) -> None:
         self.daemon, self.peer_id = daemon, client.peer_id.to_base58()
         self.rejoined = 0
-        self._parts, self._posture, self._client = ground.parts, posture, client
-        self._patience: TimeoutSettings = ground.exchange.patience
-        self._control = Control(daemon, ground.parts.messages)
-        self.calls = StreamDialer(ground.parts, self._control, daemon, ground.exchange)
-        self.records = DhtRecords(self._control, self._patience.dht_s, posture.identity)
+        self._parts, self._config, self._client = context.parts, config, client
+        self._patience: TimeoutSettings = context.exchange.patience
+        self._control = Control(daemon, context.parts.messages)
+        self.dialer = StreamDialer(context.parts, self._control, daemon, context.exchange)
+        self.records = DhtRecords(self._control, self._patience.dht_s, config.identity)
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, ground: LinkContext, posture: DaemonConfig, doors: Sequence[PeerAddress], *, alone: bool
+        cls, context: LinkContext, config: DaemonConfig, doors: Sequence[PeerAddress], *, alone: bool
     ) -> AsyncIterator[Session]:
         """Join by whichever of `doors` open, for as long as the context; `alone`: also if none does.
 
         Raises Trouble, with what to try, when that cannot be.
         """
-        start_s = ground.exchange.patience.start_s
-        chosen = arguments(posture, ground.reach)
-        async with start_daemon(ground.parts.binary, chosen, ground.directory, start_s) as daemon:
-            control = Control(daemon, ground.parts.messages)
-            async with attached(ground.parts, control, daemon, start_s) as client:
-                session = cls(ground, posture, daemon, client)
+        start_s = context.exchange.patience.start_s
+        chosen = arguments(config, context.reach)
+        async with start_daemon(context.parts.binary, chosen, context.directory, start_s) as daemon:
+            control = Control(daemon, context.parts.messages)
+            async with attached(context.parts, control, daemon, start_s) as client:
+                session = cls(context, config, daemon, client)
                 try:
                     await session._join(doors, alone)
                     yield session
                 finally:
-                    session.calls.close()
+                    session.dialer.close()
                     await session.records.close()
 
     async def addresses(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class Session:
         """
         found = await self._places()
         circuits = [place for place in found if _is_circuit(place)]
-        circuits = circuits or [f"{relay}{_CIRCUIT}" for relay in self._posture.relays]
+        circuits = circuits or [f"{relay}{_CIRCUIT}" for relay in self._config.relays]
         direct = [place for place in found if not _is_circuit(place)]
         chosen = (*circuits[:_MOST_CIRCUITS], *(beyond_this_machine(direct) or direct))
         return tuple(f"{place}/p2p/{self.peer_id}" for place in chosen)
@@ -111,7 +111,7 @@ class Session:
         try:
             async with asyncio.timeout(_RELAY_S):
                 # The daemon sets no event when a relay has taken us in.
-                while self._posture.relays and not any(map(_is_circuit, await self._places())):  # noqa: ASYNC110
+                while self._config.relays and not any(map(_is_circuit, await self._places())):  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
             return False
@@ -121,7 +121,7 @@ class Session:
         """Return whom we are connected with, and where; relays take no part in the swarm and do not count."""
         pb = self._parts.messages
         answer = await self._control.ask(pb.Request(type=pb.Request.LIST_PEERS), REJOIN_S)
-        relays = {parse_peer_address(text).peer for text in self._posture.relays}
+        relays = {parse_peer_address(text).peer for text in self._config.relays}
         found = [
             (place, self._parts.peer_text(entry.id)) for entry in answer.peers for place in map(place_text, entry.addrs)
         ]
@@ -173,7 +173,7 @@ class Session:
         reached: list[PeerAddress] = []
         try:
             await self._check_places()
-            await self.calls.listen()
+            await self.dialer.listen()
             try:
                 reached = await self.knock(doors, logging.DEBUG if alone else logging.WARNING)
             except UserError:
@@ -189,7 +189,7 @@ class Session:
         """Raise Trouble unless the daemon listens: on a taken port it starts without a word."""
         found = await self._places()
         ports = {port_of(place) for place in found}
-        deaf = [] if self._posture.announce else [text for text in self._posture.listen if port_of(text) not in ports]
+        deaf = [] if self._config.announce else [text for text in self._config.listen if port_of(text) not in ports]
         if deaf or not found:
             raise UserError(
                 f"The libp2p daemon does not listen on {' and '.join(deaf) or 'any address'}.",

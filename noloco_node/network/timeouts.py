@@ -60,20 +60,20 @@ def observed(before: RttEstimate | None, took_s: float) -> RttEstimate:
     return RttEstimate(before.mean_s + MEAN_WEIGHT * (took_s - before.mean_s), deviation_s)
 
 
-def deadline_s(known: RttEstimate | None, record_timeout: int, bounds: TimeoutBounds) -> float:
-    """Return how long to wait after `record_timeout` waits in a row that came to nothing."""
+def deadline_s(known: RttEstimate | None, timeouts: int, bounds: TimeoutBounds) -> float:
+    """Return how long to wait after `timeouts` waits in a row that came to nothing."""
     usual_s = bounds.unknown_s
     if known is not None:
         # Times that were equal for long have no deviation left, and are no promise.
         usual_s = known.mean_s + max(DEVIATIONS * known.deviation_s, known.mean_s)
-    return float(min(bounds.most_s, max(bounds.least_s, usual_s) * GROWTH ** min(record_timeout, MOST_GROWTHS)))
+    return float(min(bounds.most_s, max(bounds.least_s, usual_s) * GROWTH ** min(timeouts, MOST_GROWTHS)))
 
 
 class _Known(NamedTuple):
     """Of one peer: what was observed, how often in a row nothing was, and when that was last (loop seconds)."""
 
     estimate: RttEstimate | None = None
-    record_timeout: int = 0
+    timeouts: int = 0
     failed_s: float = float("-inf")
 
 
@@ -89,7 +89,7 @@ class AdaptiveTimeout:
     def deadline_s(self, peer: str) -> float:
         """Return how long to wait for a peer."""
         known = self._peers.get(peer, _Known())
-        return deadline_s(known.estimate or self._first, known.record_timeout, self._bounds)
+        return deadline_s(known.estimate or self._first, known.timeouts, self._bounds)
 
     def took(self, peer: str, seconds: float) -> None:
         """Note what a wait took that was answered."""
@@ -102,7 +102,7 @@ class AdaptiveTimeout:
         """Note a wait that ended at its deadline; of several that were under way together only the first counts."""
         known = self._peers.get(peer, _Known())
         if begun_s >= known.failed_s:
-            self._remember(peer, known._replace(record_timeout=known.record_timeout + 1, failed_s=now_s))
+            self._remember(peer, known._replace(timeouts=known.timeouts + 1, failed_s=now_s))
 
     def _remember(self, peer: str, known: _Known) -> None:
         self._peers.pop(peer, None)
@@ -120,7 +120,7 @@ class AdaptiveTimeoutNetwork(NetworkWrapper):
         self._given_up = 0
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """Open a conversation; see `port.PeerNetwork.talk`. ConnectionRefusedError too when the peer takes too long."""
+        """Open a conversation; see `PeerNetwork.talk`. ConnectionRefusedError too when the peer takes too long."""
         return _Dial(self, peer, self._network.talk(peer, topic, schema))
 
     def statistics(self) -> dict[str, int | float]:

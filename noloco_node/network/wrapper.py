@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NetworkWrapper:
-    """Implements `port.PeerNetwork` by that of `network`, method by method."""
+    """Implements `interface.PeerNetwork` by that of `network`, method by method."""
 
     def __init__(self, network: PeerNetwork) -> None:
         self._network = network
@@ -29,25 +29,25 @@ class NetworkWrapper:
         return self._network.dialable
 
     async def addresses(self) -> tuple[str, ...]:
-        """See `port.PeerNetwork.addresses`."""
+        """See `interface.PeerNetwork.addresses`."""
         return await self._network.addresses()
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """See `port.PeerNetwork.talk`."""
+        """See `interface.PeerNetwork.talk`."""
         return self._network.talk(peer, topic, schema)
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """See `port.PeerNetwork.serve`."""
+        """See `interface.PeerNetwork.serve`."""
         await self._network.serve(topic, schema, handler)
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
-        """See `port.PeerNetwork.publish`."""
+        """See `interface.PeerNetwork.publish`."""
         return await self._network.publish(key, subkey, value, lifetime_s)
 
     async def read_all(self, keys: Sequence[str]) -> Sequence[Mapping[str, bytes] | None]:
-        """See `port.PeerNetwork.read_all`."""
+        """See `interface.PeerNetwork.read_all`."""
         return await self._network.read_all(keys)
 
     def statistics(self) -> dict[str, int | float]:
-        """See `port.PeerNetwork.statistics`."""
+        """See `interface.PeerNetwork.statistics`."""
         return self._network.statistics()

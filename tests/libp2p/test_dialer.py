@@ -70,8 +70,8 @@ def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]
         board = Watched(patience, Capacity())
         likeness: Any = SimpleNamespace(control_path=place, stream_path=str(directory / "streams.sock"))
         exchange = StreamContext(board, KnownPeers(), "/prefix/", patience)
-        calls = StreamDialer(parts, Control(likeness, pb), likeness, exchange)
-        dialling = asyncio.get_running_loop().create_task(calls.dial(SOMEBODY, "topic", SCHEMA))
+        dialer = StreamDialer(parts, Control(likeness, pb), likeness, exchange)
+        dialling = asyncio.get_running_loop().create_task(dialer.dial(SOMEBODY, "topic", SCHEMA))
         board.opened = lambda: opened(dialling)
         try:
             async with asyncio.timeout(LAST_RESORT_S):

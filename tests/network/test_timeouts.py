@@ -35,7 +35,7 @@ BOUNDS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)
 
 
 @given(st.lists(TIMES, min_size=1, max_size=50), st.integers(0, 100))
-def test_a_deadline_is_bounded_and_grows_with_what_was_in_vain(times: list[float], record_timeout: int) -> None:
+def test_a_deadline_is_bounded_and_grows_with_what_was_in_vain(times: list[float], timeouts: int) -> None:
     estimate = None
     for seconds in times:
         estimate = observed(estimate, seconds)
@@ -43,7 +43,7 @@ def test_a_deadline_is_bounded_and_grows_with_what_was_in_vain(times: list[float
     assert min(times) - 1e-9 <= estimate.mean_s <= max(times) + 1e-9
     assert 0.0 <= estimate.deviation_s <= max(times)
     for known in (None, estimate):
-        limits = [deadline_s(known, count, BOUNDS) for count in range(record_timeout + 1)]
+        limits = [deadline_s(known, count, BOUNDS) for count in range(timeouts + 1)]
         assert all(BOUNDS.least_s <= limit_s <= BOUNDS.most_s for limit_s in limits)
         assert all(later >= earlier for earlier, later in pairwise(limits))
 

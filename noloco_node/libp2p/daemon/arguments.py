@@ -30,7 +30,7 @@ _RELAY_BUFFER_BYTES = 256 * 1024
 """Each way of each circuit. By default 16 MiB: strangers who open circuits would take the memory."""
 
 
-def arguments(posture: DaemonConfig, reach: Reachability) -> list[str]:
+def arguments(config: DaemonConfig, reach: Reachability) -> list[str]:
     """Return what p2pd is started with: a full member of libp2p's DHT, where peers find each other's addresses.
 
     A peer that is known to sit behind a router says so itself: libp2p would take half a minute to find out. Relays it
@@ -38,30 +38,30 @@ def arguments(posture: DaemonConfig, reach: Reachability) -> list[str]:
     told that these are all; where there are enough, it may look for others should these end.
     """
     chosen = [
-        f"-id={posture.identity}",
-        f"-hostAddrs={','.join(posture.listen)}",
+        f"-id={config.identity}",
+        f"-hostAddrs={','.join(config.listen)}",
         "-dhtServer=1",
         "-tls=1",
         "-autonat=1",
         "-connManager=1",
         "-relay=1",
-        f"-relayService={int(posture.lends_line)}",
+        f"-relayService={int(config.lends_line)}",
         f"-relayBufferSize={_RELAY_BUFFER_BYTES}",
-        f"-natPortMap={int(bool(beyond_this_machine(posture.listen)))}",
+        f"-natPortMap={int(bool(beyond_this_machine(config.listen)))}",
         "-idleTimeout=30s",
     ]
-    if posture.announce:
-        chosen.append(f"-announceAddrs={','.join(posture.announce)}")
-    if posture.relays:
-        chosen += ["-autoRelay=1", "-forceReachabilityPrivate=1", f"-trustedRelays={','.join(posture.relays)}"]
-        if len({parse_peer_address(relay).peer for relay in posture.relays}) < _ENOUGH_RELAYS:
+    if config.announce:
+        chosen.append(f"-announceAddrs={','.join(config.announce)}")
+    if config.relays:
+        chosen += ["-autoRelay=1", "-forceReachabilityPrivate=1", f"-trustedRelays={','.join(config.relays)}"]
+        if len({parse_peer_address(relay).peer for relay in config.relays}) < _ENOUGH_RELAYS:
             chosen.append("-relayDiscovery=0")
     elif reach is Reachability.OPEN:
         chosen.append("-forceReachabilityPublic=1")
     return chosen
 
 
-def relay_arguments(posture: DaemonConfig) -> list[str]:
+def relay_arguments(config: DaemonConfig) -> list[str]:
     """Return what p2pd is started with to relay and do nothing else.
 
     libp2p ends a relayed connection after half an hour or four gibibytes by default. Peers behind routers train for
@@ -69,8 +69,8 @@ def relay_arguments(posture: DaemonConfig) -> list[str]:
     stranger's for ever.
     """
     chosen = [
-        f"-id={posture.identity}",
-        f"-hostAddrs={','.join(posture.listen)}",
+        f"-id={config.identity}",
+        f"-hostAddrs={','.join(config.listen)}",
         "-tls=1",
         "-autonat=1",
         "-connManager=1",
@@ -85,6 +85,6 @@ def relay_arguments(posture: DaemonConfig) -> list[str]:
         "-forceReachabilityPublic=1",
         "-idleTimeout=30s",
     ]
-    if posture.announce:
-        chosen.append(f"-announceAddrs={','.join(posture.announce)}")
+    if config.announce:
+        chosen.append(f"-announceAddrs={','.join(config.announce)}")
     return chosen

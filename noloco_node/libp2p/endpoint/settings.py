@@ -1,8 +1,6 @@
-"""What one peer's network needs to know, and what follows from it for the daemon's command line.
+"""What one peer's network needs to know: what the shell asks for, and stays as it is.
 
-`NetworkSettings` is what the shell asks for and stays; `Posture` is how the daemon is started this time: with ports
-chosen, so that a second daemon takes the place of the first one under the same addresses, and, where nobody can dial
-us, with the relays through which others shall.
+What follows from it for the daemon's command line is `daemon.arguments.DaemonConfig`.
 """
 
 from __future__ import annotations

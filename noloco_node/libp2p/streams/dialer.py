@@ -29,7 +29,7 @@ class StreamContext(NamedTuple):
     """
 
     switchboard: Switchboard
-    acquaintances: KnownPeers
+    known_peers: KnownPeers
     prefix: str
     patience: TimeoutSettings
 
@@ -111,7 +111,7 @@ class StreamDialer:
         arrival = self._parts.messages.StreamInfo.FromString(raw)
         origin, peer = place_text(arrival.addr), self._parts.peer_text(arrival.peer)
         if origin:
-            self._exchange.acquaintances.note([PeerAddress(origin, peer)])
+            self._exchange.known_peers.note([PeerAddress(origin, peer)])
         topic = str(arrival.proto).removeprefix(self._exchange.prefix)
         self._exchange.switchboard.answer(transport, peer, topic, origin)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.libp2p.streams.liveness import PeerLiveness
@@ -57,6 +57,9 @@ class Closed(NamedTuple):
 
 Event: TypeAlias = MessageReceived | PeerEnded | Closed
 _MESSAGE_RECEIVED, _PEER_ENDED = MessageReceived(), PeerEnded()
+# By name: to look a member of an enum up takes a while.
+_BETWEEN_FRAMES, _IN_MESSAGE, _ENDED = SendState
+_MESSAGE, _END, _ERROR = wire.FrameKind.MESSAGE, wire.FrameKind.END, wire.FrameKind.ERROR
 
 
 class FrameProtocol:
@@ -66,7 +69,7 @@ class FrameProtocol:
         self, peer: str, schema: wire.Schema, liveness: PeerLiveness, timeouts: TimeoutSettings, now_s: float
     ) -> None:
         self.peer = peer
-        self.send_state = SendState.BETWEEN_FRAMES
+        self.send_state = _BETWEEN_FRAMES
         self.peer_ended = False
         self.closed: Closed | None = None
         self.is_full = False
@@ -100,7 +103,7 @@ class FrameProtocol:
         try:
             frame = self._decoder.got(count)
         except wire.Violation as violation:
-            if self.send_state is SendState.BETWEEN_FRAMES:
+            if self.send_state is _BETWEEN_FRAMES:
                 self._output += wire.error(str(violation))
             return self.break_off(violation)
         if frame is None:
@@ -108,12 +111,12 @@ class FrameProtocol:
                 self._incoming_bytes += count
                 self.held_bytes += count
             return None
-        if frame.kind is wire.FrameKind.MESSAGE:
+        if frame.kind is _MESSAGE:
             return self._receive_message(frame.content, count)
-        if frame.kind is wire.FrameKind.END:
+        if frame.kind is _END:
             self.peer_ended = True
-            return _PEER_ENDED if self.send_state is not SendState.ENDED else self._close(None)
-        if frame.kind is wire.FrameKind.ERROR:
+            return _PEER_ENDED if self.send_state is not _ENDED else self._close(None)
+        if frame.kind is _ERROR:
             sentence = "".join(letter if letter.isprintable() else " " for letter in frame.content)
             return self.break_off(ConnectionResetError(f"{self.peer} ended with an error: {sentence}"))
         return None
@@ -134,7 +137,8 @@ class FrameProtocol:
 
     def check_receive(self) -> None:
         """Raise a ConnectionError where no message can come any more."""
-        self._check_open()
+        if self.closed is not None or self.send_state is _ENDED:
+            self._raise_closed()
         if self.peer_ended:
             raise ConnectionResetError(f"{self.peer} ended the conversation")
 
@@ -147,14 +151,16 @@ class FrameProtocol:
 
     def start_piece(self, now_s: float) -> None:
         """Note that a piece of a message is written now; a ConnectionError where that makes no sense any more."""
-        self._check_open()
-        self.send_state = SendState.IN_MESSAGE
+        if self.closed is not None or self.send_state is _ENDED:
+            self._raise_closed()
+        self.send_state = _IN_MESSAGE
         self._sent_s = now_s
 
     def finish_message(self) -> None:
         """Note that a message is out; a ConnectionError where the stream closed meanwhile."""
-        self._check_open()
-        self.send_state = SendState.BETWEEN_FRAMES
+        if self.closed is not None:
+            self._raise_closed()
+        self.send_state = _BETWEEN_FRAMES
 
     def data_to_send(self) -> bytes:
         """Return, once, the beats and ends that are to be written."""
@@ -179,7 +185,7 @@ class FrameProtocol:
         """
         if self.closed is not None:
             return None
-        has_ended = self.send_state is SendState.ENDED
+        has_ended = self.send_state is _ENDED
         is_listening = not (self.is_full or self.peer_ended)
         if is_listening and self._liveness.is_silent(now_s, self._listening_s):
             self._liveness.give_up(self._listening_s)
@@ -192,7 +198,7 @@ class FrameProtocol:
         if now_s - self._taken_s > self._liveness.stall_s:
             stall_s = self._liveness.stall_s
             return self.break_off(ConnectionAbortedError(f"{self.peer} took no byte for {stall_s:.0f} s"))
-        if self.send_state is SendState.BETWEEN_FRAMES and now_s - self._sent_s >= self._timeouts.beat_s:
+        if self.send_state is _BETWEEN_FRAMES and now_s - self._sent_s >= self._timeouts.beat_s:
             self._output += wire.beat()
             self._sent_s = now_s
         return None
@@ -213,15 +219,13 @@ class FrameProtocol:
 
     def lose_connection(self) -> Closed | None:
         """Note that no bytes can come or go any more."""
-        if self.peer_ended or self.send_state is SendState.ENDED:
+        if self.peer_ended or self.send_state is _ENDED:
             return self._close(None)
         return self._close(ConnectionResetError(f"the stream with {self.peer} broke"))
 
     # Inside.
 
-    def _check_open(self) -> None:
-        if self.closed is None and self.send_state is not SendState.ENDED:
-            return
+    def _raise_closed(self) -> NoReturn:
         error = None if self.closed is None else self.closed.error
         if error is not None:
             raise type(error)(*error.args)
@@ -229,7 +233,7 @@ class FrameProtocol:
 
     def _receive_message(self, message: Any, last_bytes: int) -> Event | None:
         """Take a message that is whole now, with the last bytes that came of it."""
-        if self.send_state is SendState.ENDED:
+        if self.send_state is _ENDED:
             self._drop_incoming()
             return None
         self._inbox.append((message, self._incoming_bytes + last_bytes))
@@ -244,14 +248,14 @@ class FrameProtocol:
         self._unsent_bytes, self._taken_s = unsent_bytes, now_s
 
     def _end(self, frame: bytes, why: str, now_s: float) -> Closed | None:
-        if self.closed is not None or self.send_state is SendState.ENDED:
+        if self.closed is not None or self.send_state is _ENDED:
             return None
-        if self.send_state is SendState.IN_MESSAGE:
+        if self.send_state is _IN_MESSAGE:
             return self._close(ConnectionResetError(why))
         self._output += frame
         if self.is_full:
             self._listening_s = now_s
-        self.send_state, self._sent_s, self._ended_s = SendState.ENDED, now_s, now_s
+        self.send_state, self._sent_s, self._ended_s = _ENDED, now_s, now_s
         self.discard()
         return self._close(None) if self.peer_ended else None
 

@@ -25,6 +25,7 @@ from noloco_node.network import wire
 from noloco_node.network.schema import Buffer
 
 _CHUNK_BYTES = 1 << 20
+_IN_MESSAGE = SendState.IN_MESSAGE
 
 Admit: TypeAlias = Callable[[int, int], Awaitable[None]]
 """Returns when so many bytes may pass, which are (a piece of) a message of so many."""
@@ -143,7 +144,7 @@ class Stream(asyncio.BufferedProtocol):
                     await self._writable.wait()
                 protocol.finish_message()
             finally:
-                if protocol.send_state is SendState.IN_MESSAGE:
+                if protocol.send_state is _IN_MESSAGE:
                     # Half a message is out; nothing that follows would make sense.
                     self.break_off(ConnectionResetError("a message was cut short by its sender"))
 
