@@ -498,6 +498,7 @@ def test_nothing_grows_behind_a_peer_that_stays_silent() -> None:
         hub.resume("b")
         await asyncio.sleep(1)
         assert answered == []
+        assert hub.statistics()["held"] == 0
         assert hub.open_calls("a") == hub.open_calls("b") == 0
 
     run(main())
