@@ -185,7 +185,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:  # as asyncio does with what a callback raises
-                self.call_exception_handler({"message": f"exception in {entry!r}", "exception": error})
+                self.call_exception_handler({"message": f"exception in {entry.callback}", "exception": error})
 
     def _write_to_self(self) -> None:
         """Wake the loop up from its sleep, which it never takes: part of `call_soon_threadsafe`."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from noloco_node.node.replica import Replica
 from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.sim.clock import MANY_TIMERS, VirtualLoop
-from noloco_node.sim.explore.introspection import sizes
+from noloco_node.sim.explore.introspection import sizes, slots
 from noloco_node.sim.explore.life_records import LifeRecord
 from noloco_node.sim.explore.observation import CheckerContext
 from noloco_node.sim.network.hub import SimNetwork
@@ -57,13 +57,13 @@ class BoundInvariants:
     def _check_gate(self, record: LifeRecord, replica: Replica) -> None:
         gate = replica.gate
         if gate.queued > gate.queue_limit or gate.in_flight + gate.succeeded > gate.windows * gate.window:
-            self.context.complain("bound", f"{record.name} has let in too many: {gate!r}")
+            self.context.complain("bound", f"{record.name} has let in too many: {slots(gate)}")
         if record.stage > 0:
             handled = _answered_count(self.context.world.hub, record.name, record.stage)
             self.context.checked["slot"] += 1
             if gate.in_flight + gate.queued > handled:
                 sentence = f"{record.name} handles {handled} microbatches, and more slots and places are taken"
-                self.context.complain("slot", f"{sentence}: {gate!r}")
+                self.context.complain("slot", f"{sentence}: {slots(gate)}")
 
     def _most_calls(self) -> int:
         """Return how many conversations a peer may have open: its windows and queue, and the gossip of a stage."""

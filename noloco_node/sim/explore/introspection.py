@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from noloco_node.node.replica import Replica
+from pipeline.admission import AdmissionWindow
 
 
 def meets(replica: Replica) -> str | None:
@@ -23,6 +24,12 @@ def swaps(replica: Replica) -> str | None:
 def is_closed(replica: Replica) -> bool:
     """Say whether the replica lets nobody in any more, for it goes or the run is over."""
     return replica.gate._closed is not None
+
+
+def slots(gate: AdmissionWindow) -> str:
+    """Say how many slots and places in the queue are taken."""
+    taken = f"{gate.succeeded} succeeded and {gate.in_flight} in flight of {gate.window}"
+    return f"{taken}, {gate.queued} of {gate.queue_limit} queued"
 
 
 def sizes(replica: Replica) -> Iterator[tuple[str, int, int]]:

@@ -31,7 +31,7 @@ from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim import clock
 from noloco_node.sim.explore.bound_invariants import BoundInvariants
-from noloco_node.sim.explore.introspection import is_closed
+from noloco_node.sim.explore.introspection import is_closed, slots
 from noloco_node.sim.explore.invariant_error import told
 from noloco_node.sim.explore.life_records import Break, Delays, LifeRecord, begin_record, fast_of
 from noloco_node.sim.explore.liveness_invariants import LivenessInvariants
@@ -235,7 +235,7 @@ class InvariantChecker:
         replica = life.node.replica if life.node is not None else None
         self._context.checked["rest"] += 1
         if replica is not None and (replica.gate.in_flight or replica.gate.queued):
-            sentence = f"life {life.number} of {peer.name} is over, and not all slots are free: {replica.gate!r}"
+            sentence = f"life {life.number} of {peer.name} is over, and not all slots are free: {slots(replica.gate)}"
             self._context.complain("slot", sentence)
         if self._world.hub.open_calls(peer.name):
             calls = self._world.hub.open_calls(peer.name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from noloco_node.node.training import LONGEST_DRAIN_S
 from noloco_node.run.protocols import GOSSIP
-from noloco_node.sim.explore.introspection import is_closed, meets, swaps
+from noloco_node.sim.explore.introspection import is_closed, meets, slots, swaps
 from noloco_node.sim.explore.life_records import Asked, LifeRecord, replica_of
 from noloco_node.sim.explore.observation import CheckerContext
 from noloco_node.sim.peer import SimulatedPeer
@@ -182,7 +182,7 @@ class LivenessInvariants:
             idle_s = now_s - max(context.quiet_s, stepped_s) - record.idle_s
             if idle_s > STANDSTILL_S + 8 * window_s and (gate.in_flight or gate.succeeded == gate.window):
                 sentence = f"{record.name} has begun a window and not ended it for {idle_s:.0f} s"
-                context.complain("wait", f"{sentence}: {gate!r}\n  " + self._waits())
+                context.complain("wait", f"{sentence}: {slots(gate)}\n  " + self._waits())
         if now_s >= scenario.swarm.duration_s - 2 * LOOK_S:
             context.complain("wait", f"the run does not end by itself within {now_s:.0f} s:\n  " + self._waits())
 
