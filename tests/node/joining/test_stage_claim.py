@@ -408,11 +408,14 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
             self.world, self.seen = world, list[tuple[float, str, events.Moved]]()
             self.drawn: dict[tuple[str, int], int] = {}
             self.left: dict[str, weakref.ref[Replica]] = {}
+            self.arrivals = 0
             worlds.append(world)
 
         def hear(self, peer: object, event: events.Event) -> None:
             name = getattr(peer, "name", "")
-            if isinstance(event, events.Started) and name in self.left:
+            arrives = isinstance(event, events.StateChanged) and event.state is PeerState.CATCHING_UP
+            if (arrives or isinstance(event, events.Started)) and name in self.left:
+                self.arrivals += arrives
                 assert self.left[name]() is None, "two stages at once may not fit"
             if isinstance(event, events.Moved):
                 replica = self.world.peers[name].life.node.replica  # type: ignore[union-attr]
@@ -438,6 +441,7 @@ def test_a_source_that_comes_back_to_its_stage_goes_on_in_its_text() -> None:
 
     simulate(build_setup(decode_scenario(text, "the test's scenario")), watchers, lambda _: None)
     assert [(event.origin, event.target) for _, _, event in watch[0].seen] == [(0, 1), (1, 0)]
+    assert watch[0].arrivals >= 2, "the old weights are gone before those of the other stage are copied"
     (first_s, mover, _), (second_s, again, _) = watch[0].seen
     assert mover == again == "s0r1"
     assert second_s - first_s >= 120.0
