@@ -41,7 +41,7 @@ DRAW_EVERY_S = 0.2
 
 
 class Bar:
-    """Implements `machine.Voice.draw`; to be closed, so that the terminal is given back."""
+    """Implements `machine.interface.Reporter.draw`; to be closed, so that the terminal is given back."""
 
     def __init__(self, console: Console | None = None) -> None:
         # Whatever the environment says of colours: a file or a pipe is no terminal.

@@ -72,7 +72,7 @@ def _scaled(number: float) -> str:
     for power, prefix in _PREFIXES:
         if number >= 0.9995 * power:
             return f"{number / power:.3g} {prefix}" if number < 999 * power else f"{number / power:,.0f} {prefix}"
-    return f"{number:.3g} "
+    return f"{round(number, 2):.3g} "
 
 
 def _amount(found: re.Match[str] | None) -> float | None:

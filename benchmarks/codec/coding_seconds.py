@@ -1,4 +1,4 @@
-"""What a round computes, in real seconds: the source of the constants in `laboratory/machines.py`.
+"""What a round computes, in real seconds: the source of the constants in `laboratory/experiments/hardware_model.py`.
 
     python -m benchmarks.codec.coding_seconds [--meetings 16]
 

@@ -1,6 +1,6 @@
 """The same inner steps under this project's own rounds: what is left of the waiting, and what it costs in meetings.
 
-Replicas with the inner-step times of `blocking` gossip through the production's `gossip.round.Rounds` over the
+Replicas with the inner-step times of `blocking` gossip through the production's `gossip.rounds.rounds.Rounds` over the
 production's port, in virtual time, on lines without latency. An *open* round never stops training: partners are asked
 meanwhile, and who finds none before its next opening defers. The *blocking* form, the paper's, stops both only once a
 partner has accepted: the one that is free waits until the other's inner step has ended, not until its m steps have.

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from noloco_node.demo.child_processes import Children, leashed
+from noloco_node.demo.child_processes import Children, tied_command
 from noloco_node.journal import events, reader
 
 STAGES = 2
@@ -108,13 +108,13 @@ async def swarm(run_file: Path, home: Path, seconds: float) -> dict[str, float]:
     try:
         anywhere = ("--listen", "/ip4/127.0.0.1/tcp/0")
         command = ("bootstrap", "--run", str(run_file), *anywhere, "--home", str(home / "bootstrap"))
-        bootstrap = children.start("bootstrap", leashed("noloco_node", *command), home / "bootstrap")
+        bootstrap = children.start("bootstrap", tied_command("noloco_node", *command), home / "bootstrap")
         invite = await bootstrap.line("noloco1:", 120)
         pids = []
         for stage in range(STAGES):
             where = home / str(stage)
             options = ("--stage", str(stage), "--home", str(where), "--device", "cpu", "--threads", "1", *anywhere)
-            child = children.start(f"stage {stage}", leashed("noloco_node", "join", invite, *options), where)
+            child = children.start(f"stage {stage}", tied_command("noloco_node", "join", invite, *options), where)
             pids.append(child.pid)
         tail = reader.Tail(home / "0" / "journal.jsonl")
         steps = await _steps(tail, 1, 120.0)

@@ -32,7 +32,7 @@ import msgspec
 
 from benchmarks.robustness.process_swarm import LINGER_S, LOOK_S, READY_S, Peer, Shape, Swarm, options, run, say, write
 from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
-from noloco_node.demo.child_processes import Children, leashed
+from noloco_node.demo.child_processes import Children, tied_command
 from noloco_node.demo.summary import ModelScores
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import Event, Finished, InnerStep, Started
@@ -109,7 +109,7 @@ class Chaos:
 
 
 async def run_case(home: Path, shape: Shape, steps: int, rhythm: Rhythm | None) -> Case:
-    """Run a swarm from its start to the verdict on its model."""
+    """Run a swarm from its start to the scores on its model."""
     text = demo_run_text(stages=shape.stages, replicas=shape.replicas, steps=steps, seed=shape.seed)
     async with Swarm(home, shape, text) as swarm:
         await swarm.until(lambda: all(peer.steps for peer in swarm.peers), "not all took part", READY_S)
@@ -117,20 +117,20 @@ async def run_case(home: Path, shape: Shape, steps: int, rhythm: Rhythm | None) 
         await _train(swarm, chaos)
         seconds, until_unix_s = time.monotonic() - begun_s, time.time()
         unfinished = tuple(peer.name for peer in swarm.peers if not peer.finished)
-        verdict = await _judge(swarm, home)
-    tracks = [peer.track for peer in swarm.peers]
+        scores = await _judge(swarm, home)
+    histories = [peer.history for peer in swarm.peers]
     return Case(
         steps=steps,
         seconds=seconds,
-        tokens=sum(track.tokens for track in tracks if track.stage == 0),
+        tokens=sum(history.tokens for history in histories if history.stage == 0),
         kills=tuple(chaos.kills),
         lives=sum(len(peer.lives) for peer in swarm.peers),
         ended=tuple(chaos.ended),
         unfinished=unfinished,
         longest_pause_s=max(_pause_s(peer, until_unix_s) for peer in swarm.peers),
-        merged=verdict.merged,
-        single=verdict.single,
-        untrained=verdict.untrained,
+        merged=scores.merged,
+        single=scores.single,
+        untrained=scores.untrained,
     )
 
 
@@ -148,7 +148,7 @@ async def _train(swarm: Swarm, chaos: Chaos) -> None:
         if now_s - said_s >= SAY_EVERY_S:
             said_s = now_s
             there = sum(peer.runs for peer in swarm.peers)
-            done = max(peer.track.progress for peer in swarm.peers)
+            done = max(peer.history.progress for peer in swarm.peers)
             say(f"{format_clock(now_s - begun_s)}: {done:.0%}, {there} there, {len(chaos.kills)} killed so far")
         if len(chaos.ended) == len(swarm.peers):
             raise swarm.peers[0].child.trouble("nobody is left")
@@ -157,7 +157,7 @@ async def _train(swarm: Swarm, chaos: Chaos) -> None:
 
 async def _judge(swarm: Swarm, home: Path) -> ModelScores:
     say("evaluating")
-    command = leashed("noloco_node.demo.judge_model", swarm.invite, str(home / "model"))
+    command = tied_command("noloco_node.demo.judge_model", swarm.invite, str(home / "model"))
     child = swarm.children.start("verdict", command, home / "verdict")
     return msgspec.json.decode(await child.line("{", LINGER_S), type=ModelScores)
 
@@ -203,7 +203,7 @@ async def affordable(home: Path, shape: Shape, minutes: float) -> int:
         started = [
             children.start(
                 f"calibration {number}",
-                leashed("noloco_node.demo.calibrate", str(path)),
+                tied_command("noloco_node.demo.calibrate", str(path)),
                 home / "calibration" / str(number),
             )
             for number in range(min(cores(), shape.stages * shape.replicas))

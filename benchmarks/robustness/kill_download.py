@@ -88,7 +88,7 @@ class Lane:
 
 
 class Lanes:
-    """The network of a child: everybody is at one port. Of `port.Network` a copy needs `talk` alone."""
+    """The network of a child: everybody is at one port. Of a `PeerNetwork` a copy needs `talk` alone."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.robustness.kill_download import run_kills
-from noloco_node.demo.child_processes import Child, Children, leashed
+from noloco_node.demo.child_processes import Child, Children, tied_command
 from noloco_node.journal.events import CatchUp, Event, InnerStep, StateChanged
 from noloco_node.journal.reader import read
 from noloco_node.limits.budget import read_rate
@@ -112,7 +112,7 @@ async def join_late(directory: Path, size: Size, rate: str, *, later: bool) -> J
         home = directory / name
         return children.start(
             name,
-            leashed("noloco_node", *arguments, "--listen", ANYWHERE, "--home", str(home)),
+            tied_command("noloco_node", *arguments, "--listen", ANYWHERE, "--home", str(home)),
             directory / "logs" / name,
         )
 

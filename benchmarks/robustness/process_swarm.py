@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from noloco_node.demo.child_processes import Child, Children, leashed
+from noloco_node.demo.child_processes import Child, Children, tied_command
 from noloco_node.demo.options import letters
 from noloco_node.demo.peer_history import PeerHistory
 from noloco_node.errors import UserError
@@ -43,7 +43,7 @@ class Peer:
 
     def __init__(self, name: str, stage: int, home: Path) -> None:
         self.name, self.stage, self.home = name, stage, home
-        self.track, self.tail = PeerHistory(name, stage), Tail(home / "journal.jsonl")
+        self.history, self.tail = PeerHistory(name, stage), Tail(home / "journal.jsonl")
         self.lives: list[Child] = []
         self.struck_at: list[float] = []
         """When it was killed (unix seconds)."""
@@ -65,7 +65,7 @@ class Peer:
     def take_news(self) -> None:
         """Read what its journal has to say."""
         for event in self.tail.poll():
-            self.track.take(event)
+            self.history.take(event)
             match event:
                 case Started():
                     self.steps, self.finished = 0, False
@@ -91,7 +91,7 @@ class Swarm:
         directory = self._home / "bootstrap"
         command = ("bootstrap", "--run", str(self._run_file), "--listen", ANYWHERE, "--home", str(directory))
         try:
-            bootstrap = self.children.start("bootstrap peer", leashed("noloco_node", *command), directory)
+            bootstrap = self.children.start("bootstrap peer", tied_command("noloco_node", *command), directory)
             self.invite = await bootstrap.line("noloco1:", READY_S)
             for peer in self.peers:
                 self.start(peer)
@@ -111,7 +111,7 @@ class Swarm:
         """Begin a life of a peer, the first or another one, with its home as it is."""
         options = ("--stage", str(peer.stage), "--home", str(peer.home), "--listen", ANYWHERE, "--device", "cpu")
         limits = ("--threads", "1", "--linger", f"{LINGER_S:g}", "--refresh", "2")
-        command = leashed("noloco_node", "join", self.invite, *options, *limits)
+        command = tied_command("noloco_node", "join", self.invite, *options, *limits)
         logs = self._home / "output" / f"{peer.name}-{len(peer.lives)}"
         peer.lives.append(self.children.start(f"peer {peer.name}", command, logs))
         peer.steps, peer.finished, peer.back_at = 0, False, None

@@ -7,7 +7,7 @@ b. Without noise the disagreement of many replicas contracts by a known factor a
 c. alpha 0.9 with gamma 0.7 diverges, and a run file may not ask for it.
 d. Replicas that find no partner and defer keep the stable range; solo steps narrow it, and raise the floor more.
 
-The recursion that every measurement is compared with, and its derivation, are in `theory_moments.py`; `theory_swarm.py`
+The recursion that every measurement is compared with, and its derivation, are in `theory/moments.py`; `theory/swarm.py`
 runs the production rule. Exit code 1 if a figure is off by more than its tolerance, which stands beside each check.
 """
 

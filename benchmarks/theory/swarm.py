@@ -3,8 +3,9 @@ letter.
 
 The rule works coordinate by coordinate, so the replicas of a stage are the rows of one tensor [replicas, coordinates]
 and one call of `step_pair` serves them all: row i meets row partner[i]. Coordinates are independent worlds that share
-their matchings; seeds draw new matchings. Pairs come from `gossip.matching.partners_of_round` up to 200 replicas, where
-production computes it too, and from a random permutation beyond (1024 replicas would be half a million hashes a round).
+their matchings; seeds draw new matchings. Pairs come from `gossip.rounds.matching.partners_of_round` up to 200
+replicas, where production computes it too, and from a random permutation beyond (1024 replicas would be half a
+million hashes a round).
 
 Inner steps are plain SGD on 1/2 (theta - c)^T A (theta - c), c ~ N(0, I) drawn for every replica and step. float32, as
 in production, where there is noise; float64 where an exponent is followed over hundreds of rounds.

@@ -1,4 +1,4 @@
-"""Run a module as `python -m` would, on a leash: when standard input ends, so does the process.
+"""Run a module as `python -m` would, tied to its parent: when standard input ends, so does the process.
 
     python -m noloco_node.demo.child_main MODULE [ARGUMENT ...]
 
@@ -33,12 +33,12 @@ def watch(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Put this process on the leash and become the module."""
+    """Tie this process to its parent and become the module."""
     module = sys.argv[1]
     sys.argv = sys.argv[1:]
     # A shell that starts us in the background lets its children ignore the interrupt: here it is how they are stopped.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=watch, args=(0,), name="leash", daemon=True).start()
+    threading.Thread(target=watch, args=(0,), name="parent", daemon=True).start()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -2,8 +2,8 @@
 
 Three nets under one another. `Children.stop` asks all at once to leave (SIGINT), waits, insists (SIGTERM), waits, and
 kills what is left of each child's process group, which holds its libp2p daemon too. `Children.kill` does the last step
-alone, without awaiting anything, for an exit in a hurry. And each child is on a leash (`noloco_node.demo.child_main`),
-which holds when the parent could do neither.
+alone, without awaiting anything, for an exit in a hurry. And each child watches a pipe from its parent
+(`noloco_node.demo.child_main`), which works when the parent could do neither.
 
 A child is started by one synchronous call: there is no moment at which a process exists and nobody knows of it. Its
 output goes to files, so that a full pipe can block nobody and a dead child can be asked for its last words.
@@ -145,8 +145,8 @@ class Child:
 class Children:
     """All processes of one demo."""
 
-    def __init__(self, patience: KillPolicy | None = None) -> None:
-        self._patience = patience or KillPolicy()
+    def __init__(self, policy: KillPolicy | None = None) -> None:
+        self._policy = policy or KillPolicy()
         self._children: list[Child] = []
         self.killed = 0
         """How many did not leave when asked."""
@@ -176,8 +176,8 @@ class Children:
         sockets = bound_sockets(child.pid for child in self._children)
         try:
             for number, wait_s in (
-                (signal.SIGINT, self._patience.interrupt_s),
-                (signal.SIGTERM, self._patience.terminate_s),
+                (signal.SIGINT, self._policy.interrupt_s),
+                (signal.SIGTERM, self._policy.terminate_s),
             ):
                 for child in self.running():
                     child.signal(number)
@@ -185,7 +185,7 @@ class Children:
                     break
         finally:
             self.kill()
-        await self._all_ended(self._patience.kill_s)
+        await self._all_ended(self._policy.kill_s)
         _unlink_sockets(sockets)
 
     def kill(self) -> None:
@@ -204,8 +204,8 @@ class Children:
         return True
 
 
-def leashed(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a Python module on a leash."""
+def tied_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a Python module so that it ends with its parent."""
     return [sys.executable, "-m", "noloco_node.demo.child_main", module, *arguments]
 
 

@@ -1,6 +1,6 @@
 """What a person sees while the swarm trains: a table of the peers, a bar and the loss; or plain lines.
 
-The view draws tracks and decides nothing. `now` is unix time, as in the journals. On a terminal the picture is drawn
+The view draws histories and decides nothing. `now` is unix time, as in the journals. On a terminal the picture is drawn
 anew at each `show`; elsewhere a line comes every few seconds, and each says all that one needs to know.
 """
 
@@ -30,9 +30,9 @@ class LiveView:
     """The live picture of a swarm; a context, so that the terminal is always given back."""
 
     def __init__(
-        self, console: Console, heading: str, tracks: Sequence[PeerHistory], budget_tokens: int, started_at: float
+        self, console: Console, heading: str, histories: Sequence[PeerHistory], budget_tokens: int, started_at: float
     ) -> None:
-        self._console, self._heading, self._tracks = console, heading, tracks
+        self._console, self._heading, self._tracks = console, heading, histories
         self._budget_tokens, self._started_at = budget_tokens, started_at
         self._forecast = Forecast()
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
@@ -48,7 +48,7 @@ class LiveView:
             self._live.stop()
 
     def show(self, now: float) -> None:
-        """Draw the tracks as of `now`, or print a line if the last one is old."""
+        """Draw the histories as of `now`, or print a line if the last one is old."""
         if self._live is not None:
             self._live.update(self.picture(now), refresh=True)
         elif now - self._plain_at >= PLAIN_EVERY_S:
@@ -58,13 +58,13 @@ class LiveView:
     def line(self, now: float) -> str:
         """Return the whole swarm in one plain line."""
         progress, speed, left_s = self._outlook(now)
-        losses = [track.loss for track in self._tracks if track.stage == 0 and track.loss is not None]
+        losses = [history.loss for history in self._tracks if history.stage == 0 and history.loss is not None]
         parts = [
             f"[{format_clock(now - self._started_at)}] {progress:4.0%}",
             f"{speed:,.0f} tokens/s",
             "no estimate yet" if left_s is None else f"{format_clock(left_s)} left",
             *([f"loss {sum(losses) / len(losses):.3f}"] if losses else []),
-            *(f"{track.name} {_plain_state(track, now)}" for track in self._tracks),
+            *(f"{history.name} {_plain_state(history, now)}" for history in self._tracks),
         ]
         return " | ".join(parts)
 
@@ -83,56 +83,58 @@ class LiveView:
         return Group(heading, Text(), self._table(now), Text(), bar, Text(), *self._curve())
 
     def _outlook(self, now: float) -> tuple[float, float, float | None]:
-        sources = [track for track in self._tracks if track.stage == 0]
-        progress = min(1.0, sum(track.tokens for track in sources) / self._budget_tokens)
-        if all(track.finished is not None for track in sources):  # what was in a partial window is in no inner step
+        sources = [history for history in self._tracks if history.stage == 0]
+        progress = min(1.0, sum(history.tokens for history in sources) / self._budget_tokens)
+        if all(history.finished is not None for history in sources):  # what was in a partial window is in no inner step
             progress = 1.0
-        speed = sum(track.tokens_per_s(now) for track in sources)
+        speed = sum(history.tokens_per_s(now) for history in sources)
         return progress, speed, self._forecast.left_s(progress, now)
 
     def _table(self, now: float) -> Table:
-        names = {track.peer: track.name for track in self._tracks if track.peer}
+        names = {history.peer: history.name for history in self._tracks if history.peer}
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("peer")
         table.add_column("state", min_width=12)
         for title in ("step", "round", "partner", "gap", "loss", "tokens/s"):
             table.add_column(title, justify="right")
         table.add_column("waits for", overflow="ellipsis", no_wrap=True)
-        for number, track in enumerate(self._tracks):
-            state = _state(track)
-            waits = "" if track.waiting is None else f"{track.waiting}, {format_clock(now - track.since)}"
-            waits = track.gone or waits
-            partner = "" if not track.round else "alone" if track.partner is None else names.get(track.partner, "?")
+        for number, history in enumerate(self._tracks):
+            state = _state(history)
+            waits = "" if history.waiting is None else f"{history.waiting}, {format_clock(now - history.since)}"
+            waits = history.gone or waits
+            partner = (
+                "" if not history.round else "alone" if history.partner is None else names.get(history.partner, "?")
+            )
             table.add_row(
-                Text(track.name, style=_colour(number)),
+                Text(history.name, style=_colour(number)),
                 Text(state, style=STATE_STYLES.get(state, "dim")),
-                str(track.step),
-                str(track.round),
+                str(history.step),
+                str(history.round),
                 partner,
-                "" if track.gap is None else f"{track.gap:.4f}",
-                "" if track.loss is None else f"{track.loss:.3f}",
-                f"{track.tokens_per_s(now):,.0f}",
+                "" if history.gap is None else f"{history.gap:.4f}",
+                "" if history.loss is None else f"{history.loss:.3f}",
+                f"{history.tokens_per_s(now):,.0f}",
                 Text(waits, style="dim"),
             )
         return table
 
     def _curve(self) -> list[Text]:
-        sources = [(number, track) for number, track in enumerate(self._tracks) if track.stage == 0]
-        if not any(track.losses.points for _, track in sources):
+        sources = [(number, history) for number, history in enumerate(self._tracks) if history.stage == 0]
+        if not any(history.losses.points for _, history in sources):
             return []
         series = [
             Series(
                 [
                     Point(point.x / self._budget_tokens, point.value)
-                    for point in smoothed(over_tokens(track.losses, self._tracks))
+                    for point in smoothed(over_tokens(history.losses, self._tracks))
                 ],
                 _colour(number),
             )
-            for number, track in sources
+            for number, history in sources
         ]
         title = Text("training loss, nats a token, over the run ", style="dim")
-        for number, track in sources:
-            title.append(f" ● {track.name}", style=_colour(number))
+        for number, history in sources:
+            title.append(f" ● {history.name}", style=_colour(number))
         height = max(4, min(10, self._console.height - len(self._tracks) - 9))
         return [title, *chart(series, min(100, self._console.width), height)]
 
@@ -141,23 +143,23 @@ def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def _plain_state(track: PeerHistory, now: float) -> str:
-    if track.finished is not None:
-        return f"finished at step {track.step}"
-    if track.gone is not None:
-        return track.gone
-    if track.waiting is not None:
-        return f"waits for {track.waiting} since {format_clock(now - track.since)}"
-    if track.step:
-        return f"step {track.step} round {track.round}"
-    return _state(track)
+def _plain_state(history: PeerHistory, now: float) -> str:
+    if history.finished is not None:
+        return f"finished at step {history.step}"
+    if history.gone is not None:
+        return history.gone
+    if history.waiting is not None:
+        return f"waits for {history.waiting} since {format_clock(now - history.since)}"
+    if history.step:
+        return f"step {history.step} round {history.round}"
+    return _state(history)
 
 
-def _state(track: PeerHistory) -> str:
-    if track.finished is not None:
+def _state(history: PeerHistory) -> str:
+    if history.finished is not None:
         return str(PeerState.FINISHED)
-    if track.gone is not None:
+    if history.gone is not None:
         return "gone"
-    if track.state is None:
-        return str(PeerState.TRAINING) if track.step else "starting"
-    return str(track.state)
+    if history.state is None:
+        return str(PeerState.TRAINING) if history.step else "starting"
+    return str(history.state)

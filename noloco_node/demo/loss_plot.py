@@ -18,16 +18,16 @@ from noloco_node.demo.peer_history import PeerHistory, over_tokens
 from noloco_node.demo.summary import ModelScores
 
 
-def picture(heading: str, tracks: Sequence[PeerHistory], verdict: ModelScores | None) -> bytes:
+def picture(heading: str, histories: Sequence[PeerHistory], scores: ModelScores | None) -> bytes:
     """Return the picture as a PNG."""
     figure = new_figure(10, 6.4)
     loss, gap = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.1))
     figure.subplots_adjust(left=0.075, right=0.80, top=0.86, bottom=0.09, hspace=0.12)
     figure.text(0.075, 0.945, heading, fontsize=14, fontweight="bold", color=INK)
-    figure.text(0.075, 0.905, _subtitle(verdict), fontsize=10, color=QUIET)
-    tokens = max(1, sum(track.tokens for track in tracks if track.stage == 0))
-    _draw_losses(loss, tracks, verdict, tokens)
-    _draw_gaps(gap, tracks)
+    figure.text(0.075, 0.905, _subtitle(scores), fontsize=10, color=QUIET)
+    tokens = max(1, sum(history.tokens for history in histories if history.stage == 0))
+    _draw_losses(loss, histories, scores, tokens)
+    _draw_gaps(gap, histories)
     for panel in (loss, gap):
         dress(panel)
         panel.set_xlim(0, tokens)
@@ -36,37 +36,37 @@ def picture(heading: str, tracks: Sequence[PeerHistory], verdict: ModelScores | 
     return png(figure)
 
 
-def _subtitle(verdict: ModelScores | None) -> str:
-    if verdict is None:
+def _subtitle(scores: ModelScores | None) -> str:
+    if scores is None:
         return "training loss, no evaluation"
     return (
-        f"{verdict.parameters:,} parameters; merged model {verdict.merged:.3f} nats a token on held-out text, "
-        f"{verdict.merged / verdict.unigram:.2f} of the byte unigram entropy"
+        f"{scores.parameters:,} parameters; merged model {scores.merged:.3f} nats a token on held-out text, "
+        f"{scores.merged / scores.unigram:.2f} of the byte unigram entropy"
     )
 
 
-def _draw_losses(panel: Axes, tracks: Sequence[PeerHistory], verdict: ModelScores | None, tokens: int) -> None:
+def _draw_losses(panel: Axes, histories: Sequence[PeerHistory], scores: ModelScores | None, tokens: int) -> None:
     labels = []
-    for number, track in enumerate(track for track in tracks if track.stage == 0):
-        points = over_tokens(track.losses, tracks)
+    for number, history in enumerate(history for history in histories if history.stage == 0):
+        points = over_tokens(history.losses, histories)
         if not points:
             continue
         colour = COLOURS[number % len(COLOURS)]
         panel.plot(*zip(*points, strict=True), color=colour, alpha=0.18, linewidth=0.8)
         smooth = smoothed(points)
         panel.plot(*zip(*smooth, strict=True), color=colour, linewidth=1.8, solid_capstyle="round")
-        labels.append(Labelled(smooth[-1].value, f"training, {track.name}", colour))
-    if verdict is not None:
+        labels.append(Labelled(smooth[-1].value, f"training, {history.name}", colour))
+    if scores is not None:
         for height, text, style in (
-            (verdict.untrained, f"untrained {verdict.untrained:.2f}", (0, (1, 3))),
-            (verdict.unigram, f"byte unigrams {verdict.unigram:.2f}", (0, (4, 3))),
+            (scores.untrained, f"untrained {scores.untrained:.2f}", (0, (1, 3))),
+            (scores.unigram, f"byte unigrams {scores.unigram:.2f}", (0, (4, 3))),
         ):
             panel.axhline(height, color=QUIET, linewidth=1.0, linestyle=style, zorder=0)
             labels.append(Labelled(height, text, QUIET))
-        panel.plot([tokens], [verdict.single], "D", color=QUIET, markersize=6, clip_on=False, zorder=5)
-        panel.plot([tokens], [verdict.merged], "*", color=INK, markersize=13, clip_on=False, zorder=6)
-        labels.append(Labelled(verdict.single, f"◆ single replicas {verdict.single:.3f}", QUIET))
-        labels.append(Labelled(verdict.merged, f"★ merged model {verdict.merged:.3f}", INK))
+        panel.plot([tokens], [scores.single], "D", color=QUIET, markersize=6, clip_on=False, zorder=5)
+        panel.plot([tokens], [scores.merged], "*", color=INK, markersize=13, clip_on=False, zorder=6)
+        labels.append(Labelled(scores.single, f"◆ single replicas {scores.single:.3f}", QUIET))
+        labels.append(Labelled(scores.merged, f"★ merged model {scores.merged:.3f}", INK))
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)))
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -75,22 +75,22 @@ def _draw_losses(panel: Axes, tracks: Sequence[PeerHistory], verdict: ModelScore
     write_labels(panel, labels)
 
 
-def _draw_gaps(panel: Axes, tracks: Sequence[PeerHistory]) -> None:
+def _draw_gaps(panel: Axes, histories: Sequence[PeerHistory]) -> None:
     panel.set_ylabel("gap", color=INK)
-    met = [track for track in tracks if track.gaps.points]
-    if all(point.value < SAME for track in met for point in track.gaps.points):
+    met = [history for history in histories if history.gaps.points]
+    if all(point.value < SAME for history in met for point in history.gaps.points):
         remark = "zero: after each round the replicas of a stage held the same slow weights" if met else "no round"
         panel.text(0.5, 0.5, remark, transform=panel.transAxes, ha="center", va="center", color=QUIET, fontsize=9)
         panel.set_yticks([])
         return
     labels = []
-    for stage in sorted({track.stage for track in met}):
+    for stage in sorted({history.stage for history in met}):
         colour = COLOURS[::-1][stage % len(COLOURS)]
-        replicas = [track for track in met if track.stage == stage]
-        for track in replicas:
-            points = over_tokens(track.gaps, tracks)
+        replicas = [history for history in met if history.stage == stage]
+        for history in replicas:
+            points = over_tokens(history.gaps, histories)
             panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3.5, linewidth=1.0, alpha=0.75)
-        last = sum(track.gaps.points[-1].value for track in replicas) / len(replicas)
+        last = sum(history.gaps.points[-1].value for history in replicas) / len(replicas)
         labels.append(Labelled(last, f"stage {stage}", colour))
     panel.set_ylim(bottom=0)
     write_labels(panel, labels)

@@ -1,7 +1,7 @@
 """One peer's journal, folded event by event into what a person asks about.
 
-The live view and the summary read the same tracks, so they cannot disagree. A track is a fold: whoever feeds it the
-same events gets the same numbers, live or years later. It takes no more memory with time: curves are thinned evenly
+The live view and the summary read the same histories, so they cannot disagree. A history is a fold: whoever feeds it
+the same events gets the same numbers, live or years later. It takes no more memory with time: curves are thinned evenly
 when they are full.
 """
 
@@ -31,7 +31,7 @@ from noloco_node.run.peer_state import PeerState
 
 
 class Point(NamedTuple):
-    """A value at `x`: unix seconds in a track, tokens or a share of them in a picture."""
+    """A value at `x`: unix seconds in a history, tokens or a share of them in a picture."""
 
     x: float
     value: float
@@ -166,12 +166,12 @@ class PeerHistory:
         return sum(pace.tokens for pace in self.recent) / max(until - first.at + first.seconds, 1e-9)
 
 
-def over_tokens(curve: Curve, tracks: Sequence[PeerHistory]) -> list[Point]:
+def over_tokens(curve: Curve, histories: Sequence[PeerHistory]) -> list[Point]:
     """Return the points over the tokens that all sources together had trained on at their time.
 
     A common measure for all peers, and an exact one: the progress in a journal is only what its peer had heard of.
     """
-    sources = [track for track in tracks if track.stage == 0]
+    sources = [history for history in histories if history.stage == 0]
     return [Point(sum(_tokens_at(source, point.x) for source in sources), point.value) for point in curve.points]
 
 

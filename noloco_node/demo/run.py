@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console
 
 from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
-from noloco_node.demo.child_processes import Child, Children, leashed
+from noloco_node.demo.child_processes import Child, Children, tied_command
 from noloco_node.demo.live_view import LiveView
 from noloco_node.demo.options import DemoConfig, check, letters, mark
 from noloco_node.demo.output_dir import claim_output_dir
@@ -52,12 +52,12 @@ class Peer(NamedTuple):
 
     child: Child
     tail: Tail
-    track: PeerHistory
+    history: PeerHistory
 
     @property
     def done(self) -> bool:
         """It finished its training, or its process ended."""
-        return self.track.finished is not None or self.child.exit_code is not None
+        return self.history.finished is not None or self.child.exit_code is not None
 
 
 async def demonstrate(demo: DemoConfig) -> None:
@@ -90,21 +90,21 @@ class _Demo:
         self._children = Children()
 
     async def run(self) -> None:
-        verdict: ModelScores | None = None
+        scores: ModelScores | None = None
         trouble: UserError | None = None
         try:
             run = await self._freeze_run()
             invite, peers = await self._start_swarm()
             await self._watch(run, peers)
             try:
-                verdict = await self._judge(invite, peers) if self._demo.judged else None
-            except UserError as without_verdict:  # the journals still have something to say
-                trouble = without_verdict
+                scores = await self._judge(invite, peers) if self._demo.judged else None
+            except UserError as error_of_judge:  # the journals still have something to say
+                trouble = error_of_judge
         finally:
             if self._children.running():
                 self._say(f"stopping {len(self._children.running())} processes (Ctrl-C: at once)")
             await self._children.stop()
-        self._report(peers, verdict)
+        self._report(peers, scores)
         if trouble is not None:
             raise trouble
 
@@ -145,7 +145,7 @@ class _Demo:
         children = [
             self._children.start(
                 f"calibration {number}",
-                leashed("noloco_node.demo.calibrate", str(path)),
+                tied_command("noloco_node.demo.calibrate", str(path)),
                 self._home.path / "calibration" / str(number),
             )
             for number in range(busy)
@@ -178,7 +178,7 @@ class _Demo:
         """Start the bootstrap peer, read its invite, and start everybody else with it."""
         directory = self._home.path / "bootstrap"
         command = ("bootstrap", "--run", str(self._home.run_file), "--listen", ANYWHERE, "--home", str(directory))
-        bootstrap = self._children.start("bootstrap peer", leashed("noloco_node", *command), directory)
+        bootstrap = self._children.start("bootstrap peer", tied_command("noloco_node", *command), directory)
         invite = await bootstrap.line("noloco1:", READY_S)
         self._say(f"the bootstrap peer is up; others could join with:  noloco-node join {invite}")
         peers = []
@@ -191,7 +191,7 @@ class _Demo:
                 limits = ("--device", "cpu", "--threads", "1", "--linger", f"{LINGER_S:g}", "--refresh", "2")
                 slow = ("--slowdown", f"{slowdown:g}") if slowdown > 1 else ()
                 child = self._children.start(
-                    f"peer {name}", leashed("noloco_node", "join", invite, *options, *limits, *slow), directory
+                    f"peer {name}", tied_command("noloco_node", "join", invite, *options, *limits, *slow), directory
                 )
                 peers.append(Peer(child, Tail(directory / "journal.jsonl"), PeerHistory(name, stage, slowdown)))
         return invite, peers
@@ -200,13 +200,13 @@ class _Demo:
         """Show the swarm until every peer is done, or only stragglers of later stages are not."""
         heading = f"{self._demo.stages} stages x {self._demo.replicas} replicas, {_tokens(run):,} tokens"
         sources_done_at: float | None = None
-        sources = [peer for peer in peers if peer.track.stage == 0]
-        with LiveView(self._console, heading, [peer.track for peer in peers], _tokens(run), self._started_at) as view:
+        sources = [peer for peer in peers if peer.history.stage == 0]
+        with LiveView(self._console, heading, [peer.history for peer in peers], _tokens(run), self._started_at) as view:
             while not all(peer.done for peer in peers):
                 now = time.time()
                 for peer in peers:
                     for event in peer.tail.poll():
-                        peer.track.take(event)
+                        peer.history.take(event)
                     self._notice_end(peer)
                 view.show(now)
                 if all(peer.done for peer in sources):
@@ -216,15 +216,15 @@ class _Demo:
                 await asyncio.sleep(SHOW_EVERY_S)
             for peer in peers:
                 for event in peer.tail.poll():
-                    peer.track.take(event)
+                    peer.history.take(event)
                 peer.tail.close()
             view.show(time.time())
-        if all(peer.track.finished is None for peer in sources):
+        if all(peer.history.finished is None for peer in sources):
             raise sources[0].child.trouble("no source finished its training")
 
     def _notice_end(self, peer: Peer) -> None:
-        if peer.track.gone is None and peer.child.end is not None:
-            peer.track.gone = peer.child.end
+        if peer.history.gone is None and peer.child.end is not None:
+            peer.history.gone = peer.child.end
             self._say(f"{peer.child.name}: {peer.child.end}; its last words: {peer.child.last_word()}")
 
     async def _judge(self, invite: str, peers: Sequence[Peer]) -> ModelScores:
@@ -232,44 +232,44 @@ class _Demo:
         self._say("the training is over: gathering the weights, merging the replicas, evaluating")
         directory = self._home.path / "verdict"
         child = self._children.start(
-            "verdict", leashed("noloco_node.demo.judge_model", invite, str(self._home.path / "model")), directory
+            "verdict", tied_command("noloco_node.demo.judge_model", invite, str(self._home.path / "model")), directory
         )
-        verdict = msgspec.json.decode(await child.line("{", LINGER_S), type=ModelScores)
-        return verdict.named({peer.track.peer: peer.track.name for peer in peers if peer.track.peer})
+        scores = msgspec.json.decode(await child.line("{", LINGER_S), type=ModelScores)
+        return scores.named({peer.history.peer: peer.history.name for peer in peers if peer.history.peer})
 
-    def _report(self, peers: Sequence[Peer], verdict: ModelScores | None) -> None:
+    def _report(self, peers: Sequence[Peer], scores: ModelScores | None) -> None:
         """Write and print what came of it, from the journals as the peers left them."""
         from noloco_node.demo.loss_plot import picture
 
-        tracks = [_whole_track(peer, self._home.path) for peer in peers]
-        summary = summarise(tracks)
-        text = lines(summary, verdict)
+        histories = [_whole_history(peer, self._home.path) for peer in peers]
+        summary = summarise(histories)
+        text = lines(summary, scores)
         write_whole(self._home.path / "summary.txt", ("\n".join(text) + "\n").encode())
-        write_whole(self._home.path / "summary.json", _as_json(summary, verdict))
+        write_whole(self._home.path / "summary.json", _as_json(summary, scores))
         heading = f"A swarm of {self._demo.stages} stages x {self._demo.replicas} replicas"
-        write_whole(self._home.path / "loss.png", picture(heading, tracks, verdict))
+        write_whole(self._home.path / "loss.png", picture(heading, histories, scores))
         for line in ["", *text, ""]:
             self._print(line)
-        if verdict is not None:
-            self._print(f"What the model makes of {verdict.prompt!r}:")
-            for line in (verdict.prompt + verdict.sample).splitlines():
+        if scores is not None:
+            self._print(f"What the model makes of {scores.prompt!r}:")
+            for line in (scores.prompt + scores.sample).splitlines():
                 self._print(f"    {line}")
             self._print("")
         kept = (("loss.png", "the picture"), ("model", "the merged model"), ("summary.json", "the numbers"))
         for name, what in kept:
-            if name != "model" or verdict is not None:
+            if name != "model" or scores is not None:
                 self._print(f"{what + ':':<18} {self._home.path / name}")
 
 
-def _whole_track(peer: Peer, home: Path) -> PeerHistory:
-    track = PeerHistory(peer.track.name, peer.track.stage, peer.track.slowdown)
-    for event in read(home / peer.track.name / "journal.jsonl"):
-        track.take(event)
-    return track
+def _whole_history(peer: Peer, home: Path) -> PeerHistory:
+    history = PeerHistory(peer.history.name, peer.history.stage, peer.history.slowdown)
+    for event in read(home / peer.history.name / "journal.jsonl"):
+        history.take(event)
+    return history
 
 
-def _as_json(summary: Summary, verdict: ModelScores | None) -> bytes:
-    document = {"summary": summary, "verdict": verdict, "single": verdict.single if verdict else None}
+def _as_json(summary: Summary, scores: ModelScores | None) -> bytes:
+    document = {"summary": summary, "verdict": scores, "single": scores.single if scores else None}
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 

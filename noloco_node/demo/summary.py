@@ -1,4 +1,4 @@
-"""What a swarm has done, in numbers: from the tracks of its peers, and from the verdict on its model.
+"""What a swarm has done, in numbers: from the histories of its peers, and from the scores on its model.
 
 Pure: no file, no clock. `lines` is what a person reads, and the struct itself is `summary.json`.
 """
@@ -37,7 +37,7 @@ class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.routes.values()) / len(self.routes)
 
     def named(self, names: Mapping[str, str]) -> ModelScores:
-        """Return the same verdict with peers called by their names instead of their ids."""
+        """Return the same scores with peers called by their names instead of their ids."""
         routes = {
             "/".join(names.get(peer, peer) for peer in route.split("/")): loss for route, loss in self.routes.items()
         }
@@ -98,42 +98,42 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     bytes: dict[str, ByteTotals]
 
 
-def summarise(tracks: Sequence[PeerHistory]) -> Summary:
+def summarise(histories: Sequence[PeerHistory]) -> Summary:
     """Sum up a swarm; tokens count once, where they were drawn (stage 0)."""
-    sources = [track for track in tracks if track.stage == 0 and track.first_step is not None]
-    starts = [track.first_step.at - track.first_step.seconds for track in sources if track.first_step]
-    seconds = max((track.recent[-1].at for track in sources), default=0.0) - min(starts, default=0.0)
-    tokens = sum(track.tokens for track in sources)
+    sources = [history for history in histories if history.stage == 0 and history.first_step is not None]
+    starts = [history.first_step.at - history.first_step.seconds for history in sources if history.first_step]
+    seconds = max((history.recent[-1].at for history in sources), default=0.0) - min(starts, default=0.0)
+    tokens = sum(history.tokens for history in sources)
     return Summary(
-        peers=tuple(_peer(track) for track in tracks),
+        peers=tuple(_peer(history) for history in histories),
         tokens=tokens,
         seconds=seconds,
         tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
-        hops=_hops(tracks),
-        bytes=_bytes(tracks),
+        hops=_hops(histories),
+        bytes=_bytes(histories),
     )
 
 
-def _peer(track: PeerHistory) -> PeerSummary:
-    gaps = track.gaps.points
+def _peer(history: PeerHistory) -> PeerSummary:
+    gaps = history.gaps.points
     return PeerSummary(
-        name=track.name,
-        stage=track.stage,
-        steps=track.step,
-        tokens=track.tokens,
-        loss=track.loss,
-        met=track.met,
-        deferred=track.deferred,
-        solo=track.solo,
-        mean_staleness=track.staleness / max(1, track.met + track.solo),
+        name=history.name,
+        stage=history.stage,
+        steps=history.step,
+        tokens=history.tokens,
+        loss=history.loss,
+        met=history.met,
+        deferred=history.deferred,
+        solo=history.solo,
+        mean_staleness=history.staleness / max(1, history.met + history.solo),
         gap_first=gaps[0].value if gaps else None,
-        gap_last=track.gap,
-        refused={reason: count for reason, count in track.refused.items() if count},
-        lost=dict(track.lost),
-        violations=track.violations,
-        finished=track.finished.why if track.finished else None,
-        busy=track.busy,
-        slowdown=track.slowdown,
+        gap_last=history.gap,
+        refused={reason: count for reason, count in history.refused.items() if count},
+        lost=dict(history.lost),
+        violations=history.violations,
+        finished=history.finished.why if history.finished else None,
+        busy=history.busy,
+        slowdown=history.slowdown,
     )
 
 
@@ -143,19 +143,19 @@ def busy(summary: Summary, *, slowed: bool) -> float | None:
     return sum(shares) / len(shares) if shares else None
 
 
-def _hops(tracks: Sequence[PeerHistory]) -> tuple[HopShare, ...]:
-    names = {track.peer: track.name for track in tracks}
+def _hops(histories: Sequence[PeerHistory]) -> tuple[HopShare, ...]:
+    names = {history.peer: history.name for history in histories}
     found = []
-    for track in tracks:
-        receivers = [other for other in tracks if other.stage == track.stage + 1 and other.peer is not None]
-        total = sum(track.hops.values())
-        peers = list(dict.fromkeys([*(other.peer or "" for other in receivers), *track.hops]))
+    for history in histories:
+        receivers = [other for other in histories if other.stage == history.stage + 1 and other.peer is not None]
+        total = sum(history.hops.values())
+        peers = list(dict.fromkeys([*(other.peer or "" for other in receivers), *history.hops]))
         found += [
             HopShare(
-                sender=track.name,
+                sender=history.name,
                 receiver=names.get(peer, peer[-8:]),
-                microbatches=track.hops.get(peer, 0),
-                share=track.hops.get(peer, 0) / max(1, total),
+                microbatches=history.hops.get(peer, 0),
+                share=history.hops.get(peer, 0) / max(1, total),
                 even=1 / max(1, len(receivers)),
             )
             for peer in peers
@@ -163,20 +163,20 @@ def _hops(tracks: Sequence[PeerHistory]) -> tuple[HopShare, ...]:
     return tuple(found)
 
 
-def _bytes(tracks: Sequence[PeerHistory]) -> dict[str, ByteTotals]:
-    purposes = sorted({purpose for track in tracks for purpose in (*track.sent, *track.received)})
+def _bytes(histories: Sequence[PeerHistory]) -> dict[str, ByteTotals]:
+    purposes = sorted({purpose for history in histories for purpose in (*history.sent, *history.received)})
     return {
         purpose: ByteTotals(
-            sent=sum(track.sent.get(purpose, 0) for track in tracks),
-            received=sum(track.received.get(purpose, 0) for track in tracks),
+            sent=sum(history.sent.get(purpose, 0) for history in histories),
+            received=sum(history.received.get(purpose, 0) for history in histories),
         )
         for purpose in purposes
     }
 
 
-def lines(summary: Summary, verdict: ModelScores | None) -> list[str]:
-    """Return the summary as plain text; without a verdict only what the journals tell."""
-    text = [] if verdict is None else _verdict_lines(verdict)
+def lines(summary: Summary, scores: ModelScores | None) -> list[str]:
+    """Return the summary as plain text; without scores only what the journals tell."""
+    text = [] if scores is None else _score_lines(scores)
     text += [
         "",
         f"Training: {summary.tokens:,} tokens in {summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s",
@@ -198,16 +198,16 @@ def lines(summary: Summary, verdict: ModelScores | None) -> list[str]:
     return [*text, "", "Refused and lost", *(trouble or ["  nothing"])]
 
 
-def _verdict_lines(verdict: ModelScores) -> list[str]:
-    low, high = min(verdict.routes.values()), max(verdict.routes.values())
+def _score_lines(scores: ModelScores) -> list[str]:
+    low, high = min(scores.routes.values()), max(scores.routes.values())
     rows = [
-        ("merged model", verdict.merged, f"{verdict.merged / verdict.unigram:.2f} of the byte unigram entropy"),
-        ("single replicas", verdict.single, f"mean of {len(verdict.routes)} routes, {low:.3f} to {high:.3f}"),
-        ("untrained model", verdict.untrained, ""),
-        ("byte unigrams", verdict.unigram, "entropy: what counting bytes alone could reach"),
+        ("merged model", scores.merged, f"{scores.merged / scores.unigram:.2f} of the byte unigram entropy"),
+        ("single replicas", scores.single, f"mean of {len(scores.routes)} routes, {low:.3f} to {high:.3f}"),
+        ("untrained model", scores.untrained, ""),
+        ("byte unigrams", scores.unigram, "entropy: what counting bytes alone could reach"),
     ]
     return [
-        f"Validation on {verdict.tokens:,} held-out tokens, {verdict.parameters:,} parameters",
+        f"Validation on {scores.tokens:,} held-out tokens, {scores.parameters:,} parameters",
         "                    nats/token   perplexity",
         *(f"  {name:<16} {loss:>12.4f} {_perplexity(loss):>12}   {remark}".rstrip() for name, loss, remark in rows),
     ]

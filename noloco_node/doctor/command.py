@@ -97,10 +97,10 @@ async def _door(digest: str, address: PeerAddress) -> Finding:
     try:
         async with Libp2pNetwork.open(settings):
             return ok(about, f"answers, {asyncio.get_running_loop().time() - begun_s:.1f} s after the start")
-    except UserError as trouble:
-        if trouble.code is not Exit.UNREACHABLE:
-            return fail(about, f"{trouble.what} {trouble.why}", trouble.attempt)
-        cause = trouble.why.removeprefix(f"{address}: ")
+    except UserError as error:
+        if error.code is not Exit.UNREACHABLE:
+            return fail(about, f"{error.what} {error.why}", error.attempt)
+        cause = error.why.removeprefix(f"{address}: ")
         return warn(about, cause, "ask its owner; one address that answers is enough to join")
 
 
@@ -116,17 +116,17 @@ async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: DoctorRequest)
             # A peer that does not take calls must not hold the doctor up for long.
             network, peers = AdaptiveTimeoutNetwork(whole), [address.peer for address in doors]
             found.append(await _clock(network, peers))
-            recipe = await fetch(network, peers, digest)
-            membership = Membership(network, digest, recipe.run.pipeline.stages)
+            run_file = await fetch(network, peers, digest)
+            membership = Membership(network, digest, run_file.run.pipeline.stages)
             roster = await membership.peek()
-            needs, freights = await asyncio.to_thread(_needs, recipe)
+            needs, microbatches = await asyncio.to_thread(_needs, run_file)
             asked = list(dict.fromkeys([*peers, *_others(roster)]))
-            found += [*_census(roster), *await _line(network, asked, freights)]
+            found += [*_census(roster), *await _line(network, asked, microbatches)]
     except (UserError, ExceptionGroup) as error:  # `connected` is a task group
-        trouble = user_error_of(error)
-        if trouble is None:
+        known = user_error_of(error)
+        if known is None:
             raise
-        found.append(fail("swarm", f"{trouble.what} {trouble.why}", trouble.attempt))
+        found.append(fail("swarm", f"{known.what} {known.why}", known.attempt))
     return Swarm(found, needs)
 
 
@@ -152,7 +152,7 @@ def _others(roster: Roster) -> list[str]:
     return [record.peer for records in roster.stages for record in records]
 
 
-async def _line(network: PeerNetwork, peers: Sequence[str], freights: Sequence[MicrobatchBytes]) -> list[Finding]:
+async def _line(network: PeerNetwork, peers: Sequence[str], microbatches: Sequence[MicrobatchBytes]) -> list[Finding]:
     """Ask peers whether they reach us, and measure the line with some of them, one after the other."""
     addresses = await network.addresses()
     ports = _ports(addresses)
@@ -166,7 +166,7 @@ async def _line(network: PeerNetwork, peers: Sequence[str], freights: Sequence[M
             rates.append(measured)
         if len(rates) == swarm_checks.MOST_ASKED or len(refusals) == swarm_checks.MOST_ASKED:
             break
-    return [*reach, *swarm_checks.judge_rates(rates, refusals, freights)]
+    return [*reach, *swarm_checks.judge_rates(rates, refusals, microbatches)]
 
 
 def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
@@ -179,12 +179,12 @@ def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)[:2]
 
 
-def _needs(recipe: RunFileText) -> tuple[tuple[machine_checks.Need, ...], list[MicrobatchBytes]]:
+def _needs(run_file: RunFileText) -> tuple[tuple[machine_checks.Need, ...], list[MicrobatchBytes]]:
     """Return what each stage of a run needs of a machine, and what a microbatch weighs there."""
     from noloco_node.planning.model_layout import model_layout
     from noloco_node.planning.plan import plan
 
-    run, made = recipe.run, plan(recipe.run)
+    run, made = run_file.run, plan(run_file.run)
     drawn = model_layout(run)
     needs = tuple(
         machine_checks.Need(

@@ -130,8 +130,8 @@ def _device(wish: str) -> tuple[Finding, int | None]:
 
     try:
         device = choose_device(wish)
-    except UserError as trouble:
-        return fail("device", f"{trouble.what} {trouble.why}", trouble.attempt), None
+    except UserError as error:
+        return fail("device", f"{error.what} {error.why}", error.attempt), None
     if device.type != "cuda":
         return ok("device", f"torch {torch.__version__} trains on the CPU, {torch.get_num_threads()} threads"), None
     return ok("device", f"torch {torch.__version__} trains on {torch.cuda.get_device_name(device)}"), free_bytes(device)

@@ -152,9 +152,9 @@ async def _upload(network: PeerNetwork, peer: str) -> float | None:
 
 
 def judge_rates(
-    measured: Sequence[Rates], refusals: Sequence[str], freights: Sequence[MicrobatchBytes]
+    measured: Sequence[Rates], refusals: Sequence[str], microbatches: Sequence[MicrobatchBytes]
 ) -> list[Finding]:
-    """Judge the fastest line with a peer, each way; `freights`: of a microbatch at each stage."""
+    """Judge the fastest line with a peer, each way; `microbatches`: of a microbatch at each stage."""
     if not measured:
         why = "; ".join(refusals) or "nobody was there to ask"
         return [warn("rates", f"not measured: {why}", "ask again in a minute, or when more peers are there")]
@@ -165,7 +165,7 @@ def judge_rates(
             continue
         about, best = f"{way}load", max(rates)
         says = f"{format_rate(best)} with a peer, the best of {len(rates)}"
-        least_s = min((getattr(freight, way) / best for freight in freights), default=0.0)
+        least_s = min((getattr(one, way) / best for one in microbatches), default=0.0)
         if least_s > NARROW_S:
             says += f"; a microbatch takes {least_s:.1f} s of it at the least"
             found.append(warn(about, says, "others will send fewer microbatches here; a cable is faster than radio"))

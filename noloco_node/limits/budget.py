@@ -1,4 +1,4 @@
-"""What a peer may spend of its line, and when: rates, a monthly cap, hours of the day. Pure; `metered` acts on it.
+"""What a peer may spend of its line, and when: rates, a monthly cap, hours of the day. Pure; `rate_limit` acts on it.
 
 Amounts are read as people write them, and what can be read in two ways is refused rather than guessed. Rates are bits
 with `bit` (20mbit, 20 Mbit/s, 20mbps) and bytes with a capital B and a time (2.5MB/s, 1MiB/s); sizes are bytes (300GB,

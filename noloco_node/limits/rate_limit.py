@@ -1,4 +1,4 @@
-"""A network that keeps to a budget: `port.PeerNetwork` over another one, over libp2p or in memory alike.
+"""A network that keeps to a budget: `network.interface.PeerNetwork` over another one, over libp2p or in memory alike.
 
 Each direction has one `FairLimiter` for all conversations. **Upload** is paced within a message: the stream asks for
 each piece of it, a slice of the rate, so that over any stretch of t seconds no more leaves than rate * t + burst. Where
@@ -136,7 +136,7 @@ class FairLimiter:
 
 
 class RateLimitedNetwork(NetworkWrapper):
-    """Implements `port.PeerNetwork` over another network, within an allowance."""
+    """Implements `network.interface.PeerNetwork` over another network, within an allowance."""
 
     def __init__(self, network: PeerNetwork, allowance: OwnerLimits) -> None:
         super().__init__(network)
@@ -147,7 +147,7 @@ class RateLimitedNetwork(NetworkWrapper):
         """Bytes of this calendar month, as the ledger has them."""
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """Open a conversation; see `port.PeerNetwork.talk`."""
+        """Open a conversation; see `network.interface.PeerNetwork.talk`."""
         return self._talk(peer, topic, schema)
 
     @asynccontextmanager
@@ -156,7 +156,7 @@ class RateLimitedNetwork(NetworkWrapper):
             yield RateLimitedConversation(conversation, schema, self.up, self.down)
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer conversations about `topic`; see `port.PeerNetwork.serve`."""
+        """Answer conversations about `topic`; see `network.interface.PeerNetwork.serve`."""
 
         async def metered(conversation: Conversation) -> None:
             await handler(RateLimitedConversation(conversation, schema, self.up, self.down))
@@ -166,11 +166,11 @@ class RateLimitedNetwork(NetworkWrapper):
     def statistics(self) -> dict[str, int | float]:
         """Return the network's counts, and under `budget.` what is allowed and used, in bytes (a second)."""
         counts = super().statistics()
-        for name, valve in (("upload", self.up), ("download", self.down)):
-            if valve.bytes_per_s is not None:
-                counts[f"budget.{name}.allowed"] = valve.bytes_per_s
-                counts[f"budget.{name}.used"] = valve.used_bytes_per_s
-                counts[f"budget.{name}.waiting"] = valve.waiting_bytes
+        for name, limiter in (("upload", self.up), ("download", self.down)):
+            if limiter.bytes_per_s is not None:
+                counts[f"budget.{name}.allowed"] = limiter.bytes_per_s
+                counts[f"budget.{name}.used"] = limiter.used_bytes_per_s
+                counts[f"budget.{name}.waiting"] = limiter.waiting_bytes
         if self.allowance.monthly_cap_bytes is not None:
             counts["budget.month.allowed"] = self.allowance.monthly_cap_bytes
             counts["budget.month.used"] = self.month_bytes
@@ -178,7 +178,7 @@ class RateLimitedNetwork(NetworkWrapper):
 
 
 class RateLimitedConversation:
-    """Implements `port.Conversation`: another one whose messages wait for their bytes."""
+    """Implements `network.interface.Conversation`: another one whose messages wait for their bytes."""
 
     def __init__(self, conversation: Conversation, schema: Schema, up: FairLimiter, down: FairLimiter) -> None:
         self._conversation, self._schema, self._up, self._down = conversation, schema, up, down

@@ -119,7 +119,7 @@ def _hours(moved: MicrobatchBytes, each_s: float, allowance: OwnerLimits) -> str
 
 
 def report(path: Path, allowance: OwnerLimits) -> list[str]:
-    """Return what a budget makes of the run file at `path`; `Trouble` where that is wrong."""
+    """Return what a budget makes of the run file at `path`; `UserError` where that is wrong."""
     from noloco_node.planning.model_layout import model_layout
     from noloco_node.run.runfile import load_run
 

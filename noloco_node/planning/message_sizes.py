@@ -17,7 +17,7 @@ from gossip.exchange.formats import Format, wire_bytes
 from noloco_node.run.config import OuterConfig
 
 PROBE_BYTES = 4 * 4096
-"""A sample of weights that goes with an exchange (`gossip.exchange.PROBE`), at most."""
+"""A sample of weights that goes with an exchange (`gossip.exchange.swap.PROBE`), at most."""
 
 Shapes = Sequence[tuple[int, ...]]
 

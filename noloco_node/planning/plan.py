@@ -108,7 +108,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(run: RunConfig) -> RunPlan:
-    """Work out what a run means; raise `Trouble` (Exit.CONFIG) where model, cut or tokenizer do not fit together."""
+    """Work out what a run means; raise `UserError` (Exit.CONFIG) where model, cut or tokenizer do not fit together."""
     from noloco_node.data.encoding import check_vocabulary
     from noloco_node.planning.model_layout import model_layout
 

@@ -63,7 +63,7 @@ def _memory_table(plan: RunPlan) -> list[str]:
 
 
 def report(path: Path, *, as_json: bool = False) -> str:
-    """Return what the run file at `path` means, as text or as one JSON object; raise `Trouble` where it is wrong."""
+    """Return what the run file at `path` means, as text or as one JSON object; raise `UserError` where it is wrong."""
     found = plan(load_run(path))
     return msgspec.json.encode(found).decode() if as_json else "\n".join(describe(found))
 

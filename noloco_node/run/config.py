@@ -109,7 +109,7 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Rounds since its weights last met anybody's (1: in the round before) beyond which a replica takes its partner's
     weights instead of a mean."""
     blocking: bool = False
-    """The paper's form: shut the gate, drain, then exchange. Otherwise training goes on until the partner is there."""
+    """The paper's form: admit nothing, drain, then exchange. Otherwise training goes on until the partner is there."""
     overlap_steps: int = 8
     """A snapshot older than this many inner steps is retaken while the round stays open."""
     deferrals_before_solo: int = 4

@@ -48,8 +48,8 @@ class Checkpoint(NamedTuple):
     """One replica at rest: `tensors` by group, each a tuple in the stage's order.
 
     The groups are slow, momentum, gathered, fast and optimiser; gathered is absent between two momentum periods, and a
-    snapshot for others has slow alone. What a lossy codec owes (`gossip.codec.Feedback`) is not kept: a restart loses
-    one rounding.
+    snapshot for others has slow alone. What a lossy codec owes (`gossip.exchange.codec.Feedback`) is not kept: a
+    restart loses one rounding.
     """
 
     counters: Counters

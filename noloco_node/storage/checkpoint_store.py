@@ -22,7 +22,7 @@ KEPT = 2
 
 
 class CheckpointStore:
-    """The checkpoints of one node and run; implements `machine.FormerStages`.
+    """The checkpoints of one node and run; implements `machine.interface.ArchivedStages`.
 
     `present`: where those of the stage that is served are written. `former`: below it a directory for each other stage.
     """

@@ -53,10 +53,10 @@ class Home:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _sign(lock)
         except OSError as error:
-            trouble = _in_use(path, lock) if error.errno == errno.EWOULDBLOCK else _unusable(path, error)
+            refusal = _in_use(path, lock) if error.errno == errno.EWOULDBLOCK else _unusable(path, error)
             if lock >= 0:
                 os.close(lock)
-            raise trouble from error
+            raise refusal from error
         return cls(path, lock)
 
     @property

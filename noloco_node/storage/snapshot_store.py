@@ -17,7 +17,7 @@ ROOM = 4
 
 
 class SnapshotDirectory:
-    """Snapshots in a directory, one below it for each stage; implements `machine.SnapshotStore`."""
+    """Snapshots in a directory, one below it for each stage; implements `machine.interface.SnapshotStore`."""
 
     def __init__(self, directory: Path, run_id: str) -> None:
         self._directory, self._run_id = directory, run_id

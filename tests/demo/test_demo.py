@@ -27,7 +27,7 @@ from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.braille_chart import Series, chart, smoothed
 from noloco_node.demo.calibrate import EFFICIENCY, Calibration, affordable_steps
-from noloco_node.demo.child_processes import Children, KillPolicy, bound_sockets, leashed
+from noloco_node.demo.child_processes import Children, KillPolicy, bound_sockets, tied_command
 from noloco_node.demo.live_view import LiveView
 from noloco_node.demo.loss_plot import picture
 from noloco_node.demo.options import SLOWDOWN, DemoConfig, mark
@@ -56,7 +56,7 @@ from noloco_node.run.runfile import decode_run
 from noloco_node.storage.atomic_file import write_whole
 from noloco_node.terminal import Forecast
 
-VERDICT = ModelScores(
+SCORES = ModelScores(
     merged=2.0,
     routes={"0a/1a": 2.2, "0a/1b": 2.4},
     untrained=5.9,
@@ -98,7 +98,7 @@ def started(peer: str, stage: int) -> Started:
     return Started(at=100.0, peer=peer, stage=stage, run="r", version="0", parameters=5)
 
 
-def track(name: str, stage: int, events: list[Event]) -> PeerHistory:
+def history(name: str, stage: int, events: list[Event]) -> PeerHistory:
     folded = PeerHistory(name, stage)
     for event in [started(f"Qm{name}", stage), *events]:
         folded.take(event)
@@ -109,7 +109,7 @@ def swarm() -> list[PeerHistory]:
     """Two stages of two replicas; source 0a is the first to begin and 0b the last to end."""
     steps = [inner(number, 100.5 + 0.5 * number) for number in range(10)]
     return [
-        track(
+        history(
             "0a",
             0,
             [
@@ -127,13 +127,13 @@ def swarm() -> list[PeerHistory]:
                 PeerViolation(peer="Qm1b", topic="gossip", why="NaN"),
             ],
         ),
-        track("0b", 0, [*steps[1:6], inner(6, 110.0), Hops(counts={"Qm1b": 7, "Qmgone": 3})]),
-        track(
+        history("0b", 0, [*steps[1:6], inner(6, 110.0), Hops(counts={"Qm1b": 7, "Qmgone": 3})]),
+        history(
             "1a",
             1,
             [*steps, Traffic(sent={"microbatch": 10}, received={}), Finished(why="over", step=9, round=3, progress=1)],
         ),
-        track("1b", 1, []),
+        history("1b", 1, []),
     ]
 
 
@@ -160,7 +160,7 @@ def test_shares_of_hops_are_of_their_sender() -> None:
 
 
 def test_a_summary_is_readable_with_and_without_a_verdict() -> None:
-    text = "\n".join(lines(summarise(swarm()), VERDICT))
+    text = "\n".join(lines(summarise(swarm()), SCORES))
     assert "merged model           2.0000         7.39   0.62 of the byte unigram entropy" in text
     assert "mean of 2 routes, 2.200 to 2.400" in text
     assert "0a -> 1a             30    75.0% (even share 50.0%)" in text
@@ -171,23 +171,23 @@ def test_a_summary_is_readable_with_and_without_a_verdict() -> None:
 
 def test_no_gap_is_explained() -> None:
     remark = "hold the same slow weights"
-    twins = [track("0a", 0, [inner(1, 101.0), outer(1, "Qm0b", 0.0)]), track("0b", 0, [inner(1, 101.0)])]
+    twins = [history("0a", 0, [inner(1, 101.0), outer(1, "Qm0b", 0.0)]), history("0b", 0, [inner(1, 101.0)])]
     assert remark in "\n".join(lines(summarise(twins), None))
     assert remark not in "\n".join(lines(summarise(swarm()), None))
-    missed = track("1a", 1, [outer(1, None, None)])
+    missed = history("1a", 1, [outer(1, None, None)])
     assert remark not in "\n".join(lines(summarise([*twins, missed]), None))
     assert picture("A swarm", twins, None).startswith(b"\x89PNG")
 
 
 def test_busy_is_the_share_of_the_time_between_steps_for_which_the_device_worked() -> None:
-    peer = track("0a", 0, [inner(1, 101.0, device_s=0.5)])
+    peer = history("0a", 0, [inner(1, 101.0, device_s=0.5)])
     assert peer.busy is None  # the first step of a life has waited for the others
     for event in (inner(2, 101.5, device_s=0.4), inner(3, 102.0, device_s=0.3), started("Qm0a", 0)):
         peer.take(event)
     peer.take(inner(3, 300.0, device_s=0.5))
     peer.take(inner(4, 300.5, device_s=0.2))
     assert peer.busy == pytest.approx((0.4 + 0.3 + 0.2) / 1.5)
-    assert track("0a", 0, [inner(step, 101.0 + step) for step in range(9)]).busy is None  # an older journal
+    assert history("0a", 0, [inner(step, 101.0 + step) for step in range(9)]).busy is None  # an older journal
 
 
 def test_the_summary_tells_slow_and_fast_replicas_apart() -> None:
@@ -210,13 +210,13 @@ def test_the_summary_tells_slow_and_fast_replicas_apart() -> None:
 
 
 def test_a_verdict_calls_peers_by_their_names() -> None:
-    named = VERDICT.named({"0a": "first", "1b": "last"})
+    named = SCORES.named({"0a": "first", "1b": "last"})
     assert named.routes == {"first/1a": 2.2, "first/last": 2.4}
-    assert named.single == VERDICT.single == pytest.approx(2.3)
+    assert named.single == SCORES.single == pytest.approx(2.3)
 
 
 def test_speed_is_measured_over_recent_steps_and_falls_when_nothing_comes() -> None:
-    steady = track("0a", 0, [inner(number, 100.0 + 0.5 * number) for number in range(1, 30)])
+    steady = history("0a", 0, [inner(number, 100.0 + 0.5 * number) for number in range(1, 30)])
     assert steady.tokens_per_s(now=114.6) == pytest.approx(4096 / 0.5)
     assert steady.tokens_per_s(now=130.0) < 4096
     steady.take(Finished(why="over", step=29, round=0, progress=1.0))
@@ -224,8 +224,8 @@ def test_speed_is_measured_over_recent_steps_and_falls_when_nothing_comes() -> N
 
 
 def test_a_common_axis_counts_the_tokens_of_all_sources() -> None:
-    first, second = track("0a", 0, [inner(1, 101.0), inner(2, 102.0)]), track("0b", 0, [inner(1, 101.5)])
-    later = track("1a", 1, [inner(1, 100.75), inner(2, 101.5), inner(3, 200.0)])
+    first, second = history("0a", 0, [inner(1, 101.0), inner(2, 102.0)]), history("0b", 0, [inner(1, 101.5)])
+    later = history("1a", 1, [inner(1, 100.75), inner(2, 101.5), inner(3, 200.0)])
     points = over_tokens(later.losses, [first, second, later])
     # 0a begins its first step at 100.5, and takes its second from 101 to 102; 0b is at its first from 101 to 101.5.
     assert [point.x for point in points] == pytest.approx([0.5 * 4096, 2.5 * 4096, 3 * 4096])
@@ -273,14 +273,17 @@ def test_labels_never_lie_over_each_other(heights: list[float]) -> None:
 
 
 def test_the_picture_is_drawn_for_full_and_for_empty_journals() -> None:
-    for tracks, verdict in ((swarm(), VERDICT), (swarm(), None), ([], None)):
-        assert picture("A swarm", tracks, verdict).startswith(b"\x89PNG")
+    for histories, scores in ((swarm(), SCORES), (swarm(), None), ([], None)):
+        assert picture("A swarm", histories, scores).startswith(b"\x89PNG")
 
 
 def test_a_plain_line_says_everything_and_comes_every_few_seconds() -> None:
     console = Console(file=io.StringIO(), width=80)
-    tracks = [*swarm()[:3], track("1b", 1, [StateChanged(at=110.0, state=PeerState.CATCHING_UP, waiting="a donor")])]
-    with LiveView(console, "heading", tracks, 20 * 4096, started_at=90.0) as view:
+    histories = [
+        *swarm()[:3],
+        history("1b", 1, [StateChanged(at=110.0, state=PeerState.CATCHING_UP, waiting="a donor")]),
+    ]
+    with LiveView(console, "heading", histories, 20 * 4096, started_at=90.0) as view:
         for now in (112.0, 113.0, 116.0, 118.0):
             view.show(now)
     assert isinstance(console.file, io.StringIO)
@@ -293,8 +296,11 @@ def test_a_plain_line_says_everything_and_comes_every_few_seconds() -> None:
 
 def test_the_live_picture_names_peers_partners_and_what_they_wait_for() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
-    tracks = [*swarm()[:3], track("1b", 1, [StateChanged(at=110.0, state=PeerState.CATCHING_UP, waiting="a donor")])]
-    view = LiveView(console, "a heading", tracks, 20 * 4096, started_at=90.0)
+    histories = [
+        *swarm()[:3],
+        history("1b", 1, [StateChanged(at=110.0, state=PeerState.CATCHING_UP, waiting="a donor")]),
+    ]
+    view = LiveView(console, "a heading", histories, 20 * 4096, started_at=90.0)
     with console.capture() as capture:
         console.print(view.picture(112.0))
     text = capture.get()
@@ -307,7 +313,7 @@ def test_the_live_picture_names_peers_partners_and_what_they_wait_for() -> None:
 
 def test_a_peer_that_died_is_shown_as_gone() -> None:
     console = Console(file=io.StringIO(), width=120)
-    peer = track("0a", 0, [inner(1, 101.0)])
+    peer = history("0a", 0, [inner(1, 101.0)])
     peer.gone = "killed by SIGKILL"
     view = LiveView(console, "heading", [peer], 20 * 4096, started_at=90.0)
     assert "0a killed by SIGKILL" in view.line(102.0)
@@ -583,14 +589,14 @@ def test_a_child_that_never_speaks_is_given_up(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_leashed_module_ends_with_its_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tied_module_ends_with_its_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "guest.py").write_text(
         "import signal, sys\n"
         "try:\n    print(sys.argv[1:], __name__, flush=True)\n    signal.pause()\n"
         "except KeyboardInterrupt:\n    sys.exit(5)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    command = leashed("guest", "--x", "y")
+    command = tied_command("guest", "--x", "y")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdin is not None
@@ -599,7 +605,7 @@ def test_a_leashed_module_ends_with_its_standard_input(tmp_path: Path, monkeypat
         assert child.wait(LAST_RESORT_S) == 5
 
 
-def test_the_leash_grows_firmer(tmp_path: Path) -> None:
+def test_the_signals_grow_firmer(tmp_path: Path) -> None:
     code = (
         "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "from noloco_node.demo import child_main\nchild_main.FIRMER_AFTER_S = 0.01\nchild_main.watch(0)"
@@ -611,8 +617,8 @@ def test_children_of_a_killed_parent_leave(tmp_path: Path, lifeline: Lifeline, m
     (tmp_path / "guest.py").write_text(lifeline.grab + WAIT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     code = (
-        "import signal\nfrom pathlib import Path\nfrom noloco_node.demo.child_processes import Children, leashed\n"
-        f"children = Children()\nchildren.start('guest', leashed('guest'), Path({str(tmp_path)!r}))\nsignal.pause()"
+        "import signal\nfrom pathlib import Path\nfrom noloco_node.demo.child_processes import Children, tied_command\n"
+        f"Children().start('guest', tied_command('guest'), Path({str(tmp_path)!r}))\nsignal.pause()"
     )
     with subprocess.Popen(python(code)) as parent:
         lifeline.expect(b"here")
