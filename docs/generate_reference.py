@@ -189,8 +189,8 @@ def _accepted(path: str, annotation: Any, run: RunConfig) -> str:
     values = (-FAR_OUT, FAR_OUT) if kinds & {int, float} else ("\0",) if kinds == {str} else ()
     for value in values:
         for problem in problems(_with(run, path.split("."), value)):
-            if problem.field == path and problem.attempt != "leave it out":
-                return _bounds(problem.attempt)
+            if problem.field == path and problem.hint != "leave it out":
+                return _bounds(problem.hint)
     return ""
 
 

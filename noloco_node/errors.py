@@ -46,17 +46,17 @@ COMPLAINT = "noloco-node: "
 class UserError(Exception):
     """An error that a person can act on: what happened, why, and what to try."""
 
-    def __init__(self, what: str, *, why: str, attempt: str, code: Exit) -> None:
+    def __init__(self, what: str, *, why: str, hint: str, code: Exit) -> None:
         super().__init__(what)
-        self.what, self.why, self.attempt, self.code = what, why, attempt, code
+        self.what, self.why, self.hint, self.code = what, why, hint, code
 
     def __str__(self) -> str:
-        return f"{self.what}\n  why: {self.why}\n  try: {self.attempt}"
+        return f"{self.what}\n  why: {self.why}\n  try: {self.hint}"
 
 
-def config_error(what: str, why: str, attempt: str) -> UserError:
+def config_error(what: str, why: str, hint: str) -> UserError:
     """Return the error of a run file, a data source or a scenario that says something wrong."""
-    return UserError(what, why=why, attempt=attempt, code=Exit.CONFIG)
+    return UserError(what, why=why, hint=hint, code=Exit.CONFIG)
 
 
 def reason_of(error: OSError) -> str:

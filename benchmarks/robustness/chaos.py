@@ -278,7 +278,7 @@ def _hold_to(path: Path, asked: argparse.Namespace) -> None:
         raise UserError(
             f"{path.parent} holds another trial.",
             why=f"{path} says with which options it was begun",
-            attempt="the same options, or another --home",
+            hint="the same options, or another --home",
             code=Exit.USAGE,
         )
     write(path, msgspec.json.encode(wanted).decode())

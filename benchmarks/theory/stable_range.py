@@ -110,7 +110,7 @@ def _refused(report: Report) -> None:
     except UserError as trouble:
         print(
             f"\n  A run file with it is refused, exit code {trouble.code}:\n"
-            f"    {trouble.what}\n    Why: {trouble.why}\n    Try: {trouble.attempt}"
+            f"    {trouble.what}\n    Why: {trouble.why}\n    Try: {trouble.hint}"
         )
         report.true("c. the refusal names the field", "outer.gamma" in trouble.what and "0.38" in trouble.why)
     else:

@@ -54,7 +54,7 @@ async def host(config: BootstrapConfig) -> None:
             raise UserError(
                 "The invite is for another run than the run file.",
                 why=f"the invite names {parsed.digest[:12]}, {config.run} is {recipe.digest[:12]}",
-                attempt="give the run file of that swarm; its peers keep a copy as run.toml in their homes",
+                hint="give the run file of that swarm; its peers keep a copy as run.toml in their homes",
                 code=Exit.OTHER_RUN,
             )
         known = tuple(map(str, parsed.addresses))

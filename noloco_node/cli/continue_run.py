@@ -67,6 +67,6 @@ def _config_of(directory: Path) -> dict[str, Any]:
     raise UserError(
         f"{directory} holds no model to go on from.",
         why=why,
-        attempt="a Hugging Face directory, such as noloco-node export writes",
+        hint="a Hugging Face directory, such as noloco-node export writes",
         code=Exit.CONFIG,
     )

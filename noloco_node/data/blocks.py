@@ -70,7 +70,7 @@ class Blocks:
                     raise UserError(
                         "The data source has too little text for validation.",
                         why=f"its held-out documents have {self._available} tokens, a block has {self._length + 1}",
-                        attempt="a larger data.validation_percent, or more text",
+                        hint="a larger data.validation_percent, or more text",
                         code=Exit.CONFIG,
                     )
                 return batch[:row].clone()
@@ -158,7 +158,7 @@ def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, pa
         raise UserError(
             "This run holds no text out for validation.",
             why="data.validation_percent is 0",
-            attempt="text of your own to evaluate on",
+            hint="text of your own to evaluate on",
             code=Exit.CONFIG,
         )
     return Blocks(_documents(data, order, sequence_length), encoder, sequence_length, owner)

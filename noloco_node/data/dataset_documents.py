@@ -194,9 +194,9 @@ class RowDocuments:
                     raise ConnectionAbortedError("the data source was closed") from e
         raise AssertionError("the last try returns or raises")
 
-    def _unreadable(self, error: BaseException, attempt: str) -> UserError:
+    def _unreadable(self, error: BaseException, hint: str) -> UserError:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        return config_error(f"The data source {self._data.source} {self._data.path} cannot be read.", why, attempt)
+        return config_error(f"The data source {self._data.source} {self._data.path} cannot be read.", why, hint)
 
     def _let_go(self) -> None:
         rows, self._rows_left, self._shard = self._rows_left, None, None

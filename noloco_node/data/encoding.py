@@ -34,7 +34,7 @@ def open_encoder(data: DataConfig) -> Encoder:
         raise UserError(
             f"The tokenizer {data.tokenizer} has no end token.",
             why="documents are joined with it, so that the model learns where one ends",
-            attempt="a tokenizer with eos_token in its tokenizer_config.json",
+            hint="a tokenizer with eos_token in its tokenizer_config.json",
             code=Exit.CONFIG,
         )
 
@@ -65,7 +65,7 @@ def open_tokenizer(data: DataConfig) -> Any:
         raise UserError(
             f"data.tokenizer: there is no directory {data.tokenizer!r}.",
             why="without data.tokenizer_commit it is a local directory",
-            attempt='"byt5", an existing directory, or owner/name with tokenizer_commit',
+            hint='"byt5", an existing directory, or owner/name with tokenizer_commit',
             code=Exit.CONFIG,
         )
     try:
@@ -76,7 +76,7 @@ def open_tokenizer(data: DataConfig) -> Any:
         raise UserError(
             f"The tokenizer {data.tokenizer} cannot be loaded.",
             why=" ".join(str(error).split())[:500],
-            attempt="check data.tokenizer and its commit, and the network",
+            hint="check data.tokenizer and its commit, and the network",
             code=Exit.CONFIG,
         ) from error
 
@@ -93,6 +93,6 @@ def check_vocabulary(data: DataConfig, model_vocabulary: int) -> None:
         raise UserError(
             f"The model's vocabulary of {model_vocabulary} is smaller than the tokenizer's.",
             why=f"{data.tokenizer} has {needed} tokens, and one beyond the vocabulary has no embedding",
-            attempt=f"vocab_size = {needed} or more in [model.sizes], or another data.tokenizer",
+            hint=f"vocab_size = {needed} or more in [model.sizes], or another data.tokenizer",
             code=Exit.CONFIG,
         )

@@ -107,7 +107,7 @@ class FileDocuments:
             raise UserError(
                 f"The data source has no documents for {order.part}.",
                 why=f"it has {len(pieces)} in all, of which {sum(outside)} are held out for validation",
-                attempt="more text, or another data.validation_percent",
+                hint="more text, or another data.validation_percent",
                 code=Exit.CONFIG,
             )
         self._order = order
@@ -144,7 +144,7 @@ class FileDocuments:
                 raise UserError(
                     "The data source has no text.",
                     why=f"each of its {len(self._pieces)} documents is empty, unreadable or not UTF-8",
-                    attempt="another data.path",
+                    hint="another data.path",
                     code=Exit.CONFIG,
                 )
 
@@ -220,7 +220,7 @@ def stdlib_files() -> list[tuple[str, Path]]:
         raise UserError(
             "This Python has no source text of its standard library.",
             why=f"there are no .py files below {root}",
-            attempt="--data with a text file of yours",
+            hint="--data with a text file of yours",
             code=Exit.CONFIG,
         )
     return files
@@ -247,7 +247,7 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
             why=f"it is no file, no directory with {' or '.join(suffixes)} files in it, and no glob that matches one"
             if suffixes != ("",)
             else "it is no file, no directory with files in it, and no glob that matches one",
-            attempt="an existing path; it is read relative to the directory in which the node was started",
+            hint="an existing path; it is read relative to the directory in which the node was started",
             code=Exit.CONFIG,
         )
     return found
@@ -271,7 +271,7 @@ def _below(root: Path, pruned: frozenset[str]) -> list[tuple[str, Path]]:
             raise UserError(
                 f"There are more than {MOST_FILES} files below {root}.",
                 why="each peer keeps the list of its files in memory",
-                attempt="JSON Lines or parquet: many documents in one file",
+                hint="JSON Lines or parquet: many documents in one file",
                 code=Exit.CONFIG,
             )
     return sorted(found)

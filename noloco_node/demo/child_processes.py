@@ -115,7 +115,7 @@ class Child:
         return UserError(
             f"{self.name}: {what}" + ("" if end is None else f" ({end})"),
             why=self.last_words(),
-            attempt=f"read the whole of {self.logs / 'err.log'}",
+            hint=f"read the whole of {self.logs / 'err.log'}",
             code=Exit(code) if code in known else Exit.BUG,
         )
 

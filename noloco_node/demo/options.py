@@ -59,14 +59,14 @@ def check(demo: DemoConfig) -> None:
         raise UserError(
             f"{demo.stages} stages of {demo.replicas} replicas are too many for one machine",
             why=f"each peer is two processes and about half a gibibyte; the demo starts at most {MOST_PEERS} peers",
-            attempt="fewer stages or replicas",
+            hint="fewer stages or replicas",
             code=Exit.USAGE,
         )
     if demo.slow_peer is not None and demo.replicas < 2:
         raise UserError(
             "a heterogeneous demo needs two replicas in each stage",
             why="one is slowed down, and the others of its stage make up for it",
-            attempt="--replicas 2 or more",
+            hint="--replicas 2 or more",
             code=Exit.USAGE,
         )
 

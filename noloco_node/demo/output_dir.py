@@ -32,7 +32,7 @@ def claim_output_dir(wanted: Path, mark: bytes) -> Home:
         raise UserError(
             f"{wanted} is not empty, and not a demo's",
             why=f"it holds {', '.join(sorted(names)[:5])}",
-            attempt="give another directory with --home",
+            hint="give another directory with --home",
             code=Exit.USAGE,
         )
     for number in range(1, NUMBERS):
@@ -50,7 +50,7 @@ def claim_output_dir(wanted: Path, mark: bytes) -> Home:
     raise UserError(
         f"{NUMBERS} demos lie beside {wanted}",
         why="each keeps its directory",
-        attempt="remove some of them, or give another directory with --home",
+        hint="remove some of them, or give another directory with --home",
         code=Exit.USAGE,
     )
 

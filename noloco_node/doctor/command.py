@@ -99,7 +99,7 @@ async def _door(digest: str, address: PeerAddress) -> Finding:
             return ok(about, f"answers, {asyncio.get_running_loop().time() - begun_s:.1f} s after the start")
     except UserError as error:
         if error.code is not Exit.UNREACHABLE:
-            return fail(about, f"{error.what} {error.why}", error.attempt)
+            return fail(about, f"{error.what} {error.why}", error.hint)
         cause = error.why.removeprefix(f"{address}: ")
         return warn(about, cause, "ask its owner; one address that answers is enough to join")
 
@@ -126,7 +126,7 @@ async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: DoctorRequest)
         known = user_error_of(error)
         if known is None:
             raise
-        found.append(fail("swarm", f"{known.what} {known.why}", known.attempt))
+        found.append(fail("swarm", f"{known.what} {known.why}", known.hint))
     return Swarm(found, needs)
 
 
@@ -143,8 +143,8 @@ def _census(roster: Roster) -> list[Finding]:
     says = "replicas by stage: " + ", ".join(f"{number}: {count}" for number, count in enumerate(counts))
     lone = [number for number, count in enumerate(counts) if not count]
     if lone and any(counts):
-        attempt = f"a node that joins takes stage {lone[0]} by itself; training waits until every stage has a replica"
-        return [warn("swarm", says, attempt)]
+        hint = f"a node that joins takes stage {lone[0]} by itself; training waits until every stage has a replica"
+        return [warn("swarm", says, hint)]
     return [ok("swarm", says)]
 
 

@@ -19,12 +19,12 @@ class Grade(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at. `attempt`: what to do about it, where there is something to do."""
+    """One thing that was looked at. `hint`: what to do about it, where there is something to do."""
 
     about: str
     grade: Grade
     says: str
-    attempt: str | None = None
+    hint: str | None = None
 
 
 def ok(about: str, says: str) -> Finding:
@@ -32,14 +32,14 @@ def ok(about: str, says: str) -> Finding:
     return Finding(about=about, grade=Grade.GOOD, says=says)
 
 
-def warn(about: str, says: str, attempt: str) -> Finding:
+def warn(about: str, says: str, hint: str) -> Finding:
     """Return a finding that does not keep anybody from joining."""
-    return Finding(about=about, grade=Grade.DOUBTFUL, says=says, attempt=attempt)
+    return Finding(about=about, grade=Grade.DOUBTFUL, says=says, hint=hint)
 
 
-def fail(about: str, says: str, attempt: str) -> Finding:
+def fail(about: str, says: str, hint: str) -> Finding:
     """Return a finding that will prevent joining, or make it useless."""
-    return Finding(about=about, grade=Grade.BAD, says=says, attempt=attempt)
+    return Finding(about=about, grade=Grade.BAD, says=says, hint=hint)
 
 
 _SIGNS = {Grade.GOOD: "ok", Grade.DOUBTFUL: "look", Grade.BAD: "BAD"}
@@ -48,7 +48,7 @@ _SIGNS = {Grade.GOOD: "ok", Grade.DOUBTFUL: "look", Grade.BAD: "BAD"}
 def line(finding: Finding) -> str:
     """Return a finding as plain text, of two lines where there is something to do."""
     text = f"{_SIGNS[finding.grade]:>4}  {finding.about}: {finding.says}"
-    return text + (f"\n      try: {finding.attempt}" if finding.attempt else "")
+    return text + (f"\n      try: {finding.hint}" if finding.hint else "")
 
 
 def verdict(findings: Sequence[Finding]) -> str:

@@ -93,13 +93,13 @@ def judge_disk(supply: Supply, needs: Sequence[Need], home: Path) -> Finding:
     return _against(about, free, wanted, f"free some space at {home}, or give another --home")
 
 
-def _against(about: str, free: int, wanted: dict[int, float], attempt: str) -> Finding:
+def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Finding:
     """Compare what is free with what each stage wants."""
     fits = [stage for stage, size in wanted.items() if size <= free]
     least, most = min(wanted.values()), max(wanted.values())
     has = f"{format_bytes(free)} free"
     if not fits:
-        return fail(about, f"{has}, and the smallest stage takes {format_bytes(least)}", attempt)
+        return fail(about, f"{has}, and the smallest stage takes {format_bytes(least)}", hint)
     if len(fits) < len(wanted):
         listed = " and ".join(map(str, fits))
         return warn(about, f"{has}: enough for stage {listed}, not for all", f"join with --stage {fits[0]}")
@@ -131,7 +131,7 @@ def _device(wish: str) -> tuple[Finding, int | None]:
     try:
         device = choose_device(wish)
     except UserError as error:
-        return fail("device", f"{error.what} {error.why}", error.attempt), None
+        return fail("device", f"{error.what} {error.why}", error.hint), None
     if device.type != "cuda":
         return ok("device", f"torch {torch.__version__} trains on the CPU, {torch.get_num_threads()} threads"), None
     return ok("device", f"torch {torch.__version__} trains on {torch.cuda.get_device_name(device)}"), free_bytes(device)

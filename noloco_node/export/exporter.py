@@ -55,7 +55,7 @@ async def export(request: ExportRequest) -> str:
             raise UserError(
                 "There is nothing to export from.",
                 why="neither an invite nor a home was given",
-                attempt="noloco-node export INVITE --out DIR, or noloco-node export --from-home HOME --out DIR",
+                hint="noloco-node export INVITE --out DIR, or noloco-node export --from-home HOME --out DIR",
                 code=Exit.USAGE,
             )
         return await asyncio.to_thread(_from_homes, request)
@@ -78,7 +78,7 @@ def recipe_of(homes: Sequence[Path]) -> RunFileText:
             raise UserError(
                 f"{home} is not the home of a node.",
                 why="it holds no run.toml, which a node keeps there when it joins",
-                attempt="the directory that `noloco-node join --home` was given, ~/.noloco/node by default",
+                hint="the directory that `noloco-node join --home` was given, ~/.noloco/node by default",
                 code=Exit.CONFIG,
             )
     recipes = {home: RunFileText(read_run_text(home / "run.toml"), str(home / "run.toml")) for home in homes}
@@ -88,7 +88,7 @@ def recipe_of(homes: Sequence[Path]) -> RunFileText:
             raise UserError(
                 f"{home} is the home of another run.",
                 why=f"it took part in {recipe.digest[:12]}, {homes[0]} in {first.digest[:12]}",
-                attempt="homes of one run only",
+                hint="homes of one run only",
                 code=Exit.OTHER_RUN,
             )
     return first
@@ -220,7 +220,7 @@ def _said_of_disk(parts: Path) -> Iterator[None]:
         raise UserError(
             f"The stages cannot be laid down in {parts}.",
             why=reason_of(error),
-            attempt="free some space there, or export to another disk; finished stages are kept",
+            hint="free some space there, or export to another disk; finished stages are kept",
             code=Exit.STORAGE,
         ) from error
 

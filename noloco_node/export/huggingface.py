@@ -97,7 +97,7 @@ def check_target(directory: Path) -> None:
         raise UserError(
             f"{directory} is there already, and not empty.",
             why="an export writes a directory of its own and overwrites nothing",
-            attempt="another --out, or remove the old one yourself",
+            hint="another --out, or remove the old one yourself",
             code=Exit.USAGE,
         )
 
@@ -131,7 +131,7 @@ def _written_aside(directory: Path) -> Iterator[Path]:
         raise UserError(
             f"The checkpoint cannot be written to {directory}.",
             why=str(error),
-            attempt="free some space, or choose another directory",
+            hint="free some space, or choose another directory",
             code=Exit.STORAGE,
         ) from error
 
@@ -148,7 +148,7 @@ def _lock(aside: Path, directory: Path) -> int:
             raise UserError(
                 f"Another export is writing {directory}.",
                 why=f"it holds {aside}",
-                attempt="wait for it, or choose another --out",
+                hint="wait for it, or choose another --out",
                 code=Exit.USAGE,
             ) from None
         with suppress(FileNotFoundError):

@@ -57,7 +57,7 @@ def read_provenance(directory: Path) -> Provenance:
         raise UserError(
             f"{directory} is no checkpoint of a swarm.",
             why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
-            attempt="give a directory that `noloco-node export` or the demo wrote",
+            hint="give a directory that `noloco-node export` or the demo wrote",
             code=Exit.CONFIG,
         ) from error
 

@@ -131,7 +131,7 @@ def nobody(recipe: RunFileText, roster: Roster, number: int) -> UserError:
     return UserError(
         f"Nobody gave the weights of stage {number}.",
         why=f"the roster of the run {recipe.digest[:12]} lists {len(roster.stage(number))} replicas of it",
-        attempt="noloco-node status shows who is there; try again when the stage has a replica, or add homes of peers "
+        hint="noloco-node status shows who is there; try again when the stage has a replica, or add homes of peers "
         "that served it with --from-home",
         code=Exit.UNREACHABLE,
     )

@@ -131,6 +131,6 @@ def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behi
     raise UserError(
         f"There are no usable weights of stage {stage}.",
         why=why,
-        attempt="more homes that took part in the run, or a living swarm (an invite)",
+        hint="more homes that took part in the run, or a living swarm (an invite)",
         code=Exit.UNREACHABLE,
     )

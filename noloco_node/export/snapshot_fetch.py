@@ -88,7 +88,7 @@ def lost(recipe: RunFileText, roster: Roster, number: int, vain: SnapshotUnavail
         f"{serves}, and {keeps}.",
         why=f"the roster of the run {recipe.digest[:12]} lists {replicas} replicas of it; of {vain.asked} peers that "
         f"were asked for a snapshot {vain.offered} offered one, {vain.busy} were busy to the end",
-        attempt="add homes of peers that served it, or kept snapshots of it, with --from-home DIR; or try again when "
+        hint="add homes of peers that served it, or kept snapshots of it, with --from-home DIR; or try again when "
         "`noloco-node status` shows a replica of the stage. Finished stages are kept",
         code=Exit.UNREACHABLE,
     )

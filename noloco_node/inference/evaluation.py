@@ -133,7 +133,7 @@ def open_model(directory: Path) -> Any:
         raise UserError(
             f"{directory} holds no model that transformers can load.",
             why=str(error),
-            attempt="give a directory that `noloco-node export` or the demo wrote",
+            hint="give a directory that `noloco-node export` or the demo wrote",
             code=Exit.CONFIG,
         ) from error
 
@@ -152,7 +152,7 @@ def evaluate(question: Question, *, as_json: bool) -> str:
         raise UserError(
             "Nothing to evaluate." if not question.homes else "Directories and homes cannot be evaluated together.",
             why="a model is an exported directory, or what homes of nodes hold",
-            attempt="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
+            hint="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
             code=Exit.USAGE,
         )
     measured = list(_of_homes(question) if question.homes else _of_directories(question))

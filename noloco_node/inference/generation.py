@@ -63,7 +63,7 @@ def continuation(model: Any, prompt: list[int], sampling: Sampling, end: int | N
             raise UserError(
                 "The model computes what is no number.",
                 why="its weights are not finite, or too large",
-                attempt="noloco-node evaluate says what it is worth; export again, or from other homes",
+                hint="noloco-node evaluate says what it is worth; export again, or from other homes",
                 code=Exit.CONFIG,
             )
         token = draw(logits, sampling, generator)
@@ -132,7 +132,7 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
         raise UserError(
             "There is nothing to go on from.",
             why="the prompt has no token",
-            attempt='a prompt with a word in it, such as --prompt "import "',
+            hint='a prompt with a word in it, such as --prompt "import "',
             code=Exit.USAGE,
         )
     spelling: Spelling | ByteSpelling

@@ -28,7 +28,7 @@ class Journal:
             raise UserError(
                 f"cannot open the journal {path}",
                 why=error.strerror or str(error),
-                attempt="free some space, or give another directory with --home",
+                hint="free some space, or give another directory with --home",
                 code=Exit.STORAGE,
             ) from error
         self._size, self._torn = _size_and_torn(path)

@@ -297,6 +297,6 @@ def daemon_trouble(why: str) -> UserError:
     return UserError(
         "The libp2p daemon did not work.",
         why=why,
-        attempt="start again; if it happens again, reinstall hivemind, whose package holds the daemon",
+        hint="start again; if it happens again, reinstall hivemind, whose package holds the daemon",
         code=Exit.DAEMON,
     )

@@ -255,7 +255,7 @@ class Libp2pNetwork:
                 raise UserError(
                     "The libp2p daemon died, again and again.",
                     why=f"its last words: {why}",
-                    attempt="look for a lack of memory in the system's log, and start the node again",
+                    hint="look for a lack of memory in the system's log, and start the node again",
                     code=Exit.DAEMON,
                 )
             self._tell(f"our libp2p daemon died ({why}); starting it again")

@@ -118,7 +118,7 @@ async def _check_identity(parts: HivemindParts, control: Control, identity: Path
     raise UserError(
         "Another node with the identity of this one is running.",
         why=f"the peer {parts.peer_text(ours)} answers in the swarm, and {identity} holds its key",
-        attempt="stop the other one; if this home is a copy of its home, delete that file here to become a new peer",
+        hint="stop the other one; if this home is a copy of its home, delete that file here to become a new peer",
         code=Exit.HOME_IN_USE,
     )
 
@@ -163,7 +163,7 @@ def choose_daemon_config(
         raise UserError(
             "This swarm has no relay to be reached through.",
             why="no peer of the invite knows of any",
-            attempt="ask whoever hosts the bootstrap peer to start it with --relays 4, or join without --relayed "
+            hint="ask whoever hosts the bootstrap peer to start it with --relays 4, or join without --relayed "
             "where others can dial you",
             code=Exit.UNREACHABLE,
         )

@@ -94,7 +94,7 @@ def _no_place(trouble: UserError, number: int, count: int) -> UserError:
     return UserError(
         f"Relay {number} of {count} has no place to listen.",
         why=f"relays take the ports after the peer's own. {trouble.what} {trouble.why[:1].upper()}{trouble.why[1:]}",
-        attempt=f"choose a port with {count} free ones after it (--listen, --announce), or have fewer with --relays",
+        hint=f"choose a port with {count} free ones after it (--listen, --announce), or have fewer with --relays",
         code=trouble.code,
     )
 

@@ -194,7 +194,7 @@ class Session:
             raise UserError(
                 f"The libp2p daemon does not listen on {' and '.join(deaf) or 'any address'}.",
                 why="another program took the port in that moment, or this machine has no such address",
-                attempt="start again, or choose another port with --listen",
+                hint="start again, or choose another port with --listen",
                 code=Exit.PORT_TAKEN,
             )
 

@@ -116,7 +116,7 @@ def read_hours(text: str) -> Hours:
 
 
 def _unreadable(option: str, text: str, why: str, example: str) -> UserError:
-    return UserError(f"{option} {text!r} cannot be used.", why=why, attempt=f"{option} {example}", code=Exit.USAGE)
+    return UserError(f"{option} {text!r} cannot be used.", why=why, hint=f"{option} {example}", code=Exit.USAGE)
 
 
 # The token bucket.

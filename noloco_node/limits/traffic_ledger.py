@@ -60,7 +60,7 @@ class TrafficLedger:
             raise UserError(
                 f"cannot read {self._path}",
                 why=error.strerror or str(error),
-                attempt="repair its permissions, or give another directory with --home",
+                hint="repair its permissions, or give another directory with --home",
                 code=Exit.STORAGE,
             ) from error
         except (msgspec.DecodeError, UnicodeDecodeError):

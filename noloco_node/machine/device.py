@@ -55,21 +55,21 @@ def choose_device(wish: str) -> torch.device:
         raise UserError(
             f"There is no device called {wish!r}.",
             why=str(error),
-            attempt="--device auto, cpu or cuda",
+            hint="--device auto, cpu or cuda",
             code=Exit.DEVICE,
         ) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"The device {wish!r} is not there.",
             why=f"torch sees {torch.cuda.device_count()} CUDA devices",
-            attempt="--device auto, or a torch build for your GPU",
+            hint="--device auto, or a torch build for your GPU",
             code=Exit.DEVICE,
         )
     if device.type not in ("cpu", "cuda"):
         raise UserError(
             f"The device {wish!r} cannot train here.",
             why="only cpu and cuda are supported",
-            attempt="--device cpu",
+            hint="--device cpu",
             code=Exit.DEVICE,
         )
     return device
@@ -93,7 +93,7 @@ class Device:
             raise UserError(
                 f"A device cannot be slowed down {slowdown:g} times.",
                 why="a slowdown lets time pass after each job; it can neither take time back nor stand still",
-                attempt=f"--slowdown from 1 to {MOST_SLOWDOWN:g}",
+                hint=f"--slowdown from 1 to {MOST_SLOWDOWN:g}",
                 code=Exit.USAGE,
             )
         self.device = device

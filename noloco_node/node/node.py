@@ -120,7 +120,7 @@ class Node:
             raise UserError(
                 "The weights of this replica could not be saved.",
                 why="the disk refused; the lines above say how",
-                attempt="free some space; the checkpoints before it are kept, and the swarm does not wait for this one",
+                hint="free some space; the checkpoints before it are kept, and the swarm does not wait for this one",
                 code=Exit.STORAGE,
             )
 

@@ -57,7 +57,7 @@ def model_layout(run: RunConfig) -> ModelLayout:
         raise UserError(
             "The run file describes a model that cannot be built.",
             why=str(error),
-            attempt="correct [model] or [pipeline] in the run file; noloco-node check says what they mean",
+            hint="correct [model] or [pipeline] in the run file; noloco-node check says what they mean",
             code=Exit.CONFIG,
         ) from error
     return ModelLayout(prepared, cuts, shapes, work)
@@ -77,7 +77,7 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
                 raise UserError(
                     f"The model in {directory} cannot be loaded.",
                     why=str(error),
-                    attempt="give a Hugging Face directory with safetensors files of the same architecture",
+                    hint="give a Hugging Face directory with safetensors files of the same architecture",
                     code=Exit.CONFIG,
                 ) from error
     return part

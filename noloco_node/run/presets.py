@@ -62,7 +62,7 @@ def numbers_of(preset: str) -> PresetNumbers:
         raise UserError(
             f"There is no preset {preset!r}.",
             why="a preset is the size of a model",
-            attempt=f"one of {', '.join(PRESETS)}",
+            hint=f"one of {', '.join(PRESETS)}",
             code=Exit.USAGE,
         )
     return _PRESETS[preset]
@@ -82,14 +82,14 @@ def write_text(path: Path, text: str, *, overwrite: bool) -> None:
         raise UserError(
             f"{path} is there already.",
             why="a run file may be all that is left of a run, so it is not overwritten unasked",
-            attempt="another path, or --force",
+            hint="another path, or --force",
             code=Exit.USAGE,
         ) from error
     except OSError as error:
         raise UserError(
             f"{path} cannot be written.",
             why=error.strerror or str(error),
-            attempt="a path in a directory that exists and is yours",
+            hint="a path in a directory that exists and is yours",
             code=Exit.STORAGE,
         ) from error
 

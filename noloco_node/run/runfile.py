@@ -91,7 +91,7 @@ def validate(run: RunConfig, origin: str = "the run") -> None:
     first, others = found[0], list(dict.fromkeys(problem.field for problem in found[1:]))
     also = f" (wrong too: {', '.join(others)})" if others else ""
     what = f"{origin}: {short(first.field)} = {short(first.value)} is refused{short(also)}."
-    raise config_error(what, first.why, first.attempt)
+    raise config_error(what, first.why, first.hint)
 
 
 def with_source(data: DataConfig, source: str) -> DataConfig:

@@ -40,12 +40,12 @@ _LARGEST_SIZE = {
 
 
 class Problem(NamedTuple):
-    """One broken rule. `field`: its path in the run file; `value`: as given; `attempt`: what would be right."""
+    """One broken rule. `field`: its path in the run file; `value`: as given; `hint`: what would be right."""
 
     field: str
     value: str
     why: str
-    attempt: str
+    hint: str
 
 
 def problems(run: RunConfig) -> Iterator[Problem]:

@@ -55,6 +55,6 @@ def write_whole(path: Path, content: bytes) -> None:
         raise UserError(
             f"cannot write {path}",
             why=error.strerror or str(error),
-            attempt="free some space, or give another directory with --home",
+            hint="free some space, or give another directory with --home",
             code=Exit.STORAGE,
         ) from error

@@ -133,7 +133,7 @@ def _in_use(path: Path, lock: int) -> UserError:
     return UserError(
         f"the home {path} belongs to a running node",
         why=f"its lock is held by {who}",
-        attempt="stop that node, or give this one a directory of its own with --home",
+        hint="stop that node, or give this one a directory of its own with --home",
         code=Exit.HOME_IN_USE,
     )
 
@@ -142,6 +142,6 @@ def _unusable(path: Path, error: OSError) -> UserError:
     return UserError(
         f"cannot use the home {path}",
         why=reason_of(error),
-        attempt="free some space, repair its permissions, or give another directory with --home",
+        hint="free some space, repair its permissions, or give another directory with --home",
         code=Exit.STORAGE,
     )

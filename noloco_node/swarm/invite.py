@@ -68,6 +68,6 @@ def _malformed(why: str) -> UserError:
     return UserError(
         "This is not a valid invite.",
         why=why,
-        attempt="paste the whole line that `noloco-node bootstrap` printed, in quotes",
+        hint="paste the whole line that `noloco-node bootstrap` printed, in quotes",
         code=Exit.CONFIG,
     )

@@ -74,7 +74,7 @@ def check_clock(ahead_s: float, peer: str) -> None:
         raise UserError(
             f"This machine's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} a peer's.",
             why=f"{peer} says so, and records of who is there expire by the time of day",
-            attempt="set the clock (timedatectl set-ntp true); if it is right, ask that peer's owner to set theirs",
+            hint="set the clock (timedatectl set-ntp true); if it is right, ask that peer's owner to set theirs",
             code=Exit.UNREACHABLE,
         )
 
@@ -106,7 +106,7 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str) -> RunF
     raise UserError(
         f"No peer of the invite serves the run {digest[:12]}.",
         why="; ".join(answers),
-        attempt="ask whoever sent the invite for a fresh one; if the model or the tokenizer is a local directory, "
+        hint="ask whoever sent the invite for a fresh one; if the model or the tokenizer is a local directory, "
         "it must hold the same files here as there",
         code=Exit.OTHER_RUN,
     )

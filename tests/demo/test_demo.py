@@ -429,7 +429,7 @@ def test_one_replica_a_stage_cannot_be_uneven(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, UserError)
     assert result.exception.code is Exit.USAGE
-    assert "--replicas 2" in result.exception.attempt
+    assert "--replicas 2" in result.exception.hint
     assert not (tmp_path / "demo").exists()
 
 

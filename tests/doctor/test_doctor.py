@@ -69,7 +69,7 @@ def test_memory_prevents_joining_exactly_if_no_stage_fits(needs: list[Need], fre
     assert (found.grade is Grade.BAD) == bool(needs and not fits)
     assert (found.grade is Grade.DOUBTFUL) == (0 < len(fits) < len(needs))
     if found.grade is Grade.DOUBTFUL:
-        assert f"--stage {fits[0]}" in (found.attempt or "")
+        assert f"--stage {fits[0]}" in (found.hint or "")
 
 
 def test_what_nobody_can_measure_is_said_and_not_guessed() -> None:
@@ -96,7 +96,7 @@ def test_a_full_disk_prevents_joining_whatever_the_run_needs(free: int, grade: G
 def test_a_clock_is_judged_by_the_median(ahead_s: tuple[float, ...], grade: Grade) -> None:
     found = swarm_checks.judge_clock(ahead_s)
     assert found.grade is grade
-    assert (found.attempt is None) == (grade is Grade.GOOD)
+    assert (found.hint is None) == (grade is Grade.GOOD)
 
 
 CIRCUIT = "/ip4/192.0.2.1/tcp/4001/p2p/A/p2p-circuit/p2p/B"
@@ -141,7 +141,7 @@ def test_the_best_line_counts_and_a_microbatch_that_takes_long_is_said() -> None
 
 @given(st.lists(st.sampled_from(WORSE), max_size=8))
 def test_one_bad_finding_is_enough(grades: list[Grade]) -> None:
-    findings = [Finding(about="x", grade=grade, says="y", attempt=None) for grade in grades]
+    findings = [Finding(about="x", grade=grade, says="y", hint=None) for grade in grades]
     assert exit_code(findings) is (Exit.UNFIT if Grade.BAD in grades else Exit.OK)
     assert ("prevent" in verdict(findings)) == (Grade.BAD in grades)
     assert all(len(line(finding).splitlines()) == 1 for finding in findings)

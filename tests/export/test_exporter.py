@@ -382,7 +382,7 @@ def test_a_stage_that_nobody_serves_and_nobody_keeps_is_named_with_what_to_try(s
     assert "lists 1 replicas of it; of 2 peers that were asked for a snapshot 0 offered one" in dead.why
     assert broken.what == "Nobody gave the weights of stage 1, and no snapshot of it could be fetched and believed."
     for trouble in (nothing, dead, broken):
-        assert "--from-home DIR" in trouble.attempt
+        assert "--from-home DIR" in trouble.hint
         assert trouble.code is Exit.UNREACHABLE
 
 

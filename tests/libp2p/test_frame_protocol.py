@@ -14,12 +14,12 @@ from torch import Tensor
 from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.libp2p.streams.frame_protocol import (
     MOST_WAITING,
-    Closed,
     Event,
     FrameProtocol,
     MessageReceived,
     PeerEnded,
     SendState,
+    StreamClosed,
 )
 from noloco_node.libp2p.streams.liveness import PeerLiveness
 from noloco_node.network import wire
@@ -120,7 +120,7 @@ def test_whatever_comes_is_an_event_or_a_violation(frames: list[bytes], noise: b
     protocol = conversation()
     for start in range(0, len(content), 7):
         for event in feed(protocol, bytes(content[start : start + 7]), [7]):
-            assert isinstance(event, MessageReceived | PeerEnded | Closed)
+            assert isinstance(event, MessageReceived | PeerEnded | StreamClosed)
         taken(protocol)
     if protocol.closed is not None and isinstance(protocol.closed.error, Violation):
         assert protocol.data_to_send() == wire.error(str(protocol.closed.error))
@@ -210,18 +210,18 @@ def test_whoever_leaves_waits_for_the_other_s_end_but_not_for_ever() -> None:
     assert protocol.data_to_send() == wire.end()
     assert feed(protocol, framed(Ask(text="late")), [100]) == []
     assert protocol.held_bytes == 0
-    assert feed(protocol, wire.end(), [13]) == [Closed(None)]
+    assert feed(protocol, wire.end(), [13]) == [StreamClosed(None)]
 
     protocol = conversation()
     feed(protocol, wire.end(), [13])
-    assert protocol.leave(0.0) == Closed(None)
+    assert protocol.leave(0.0) == StreamClosed(None)
 
     protocol = conversation()
     protocol.leave(0.0)
     protocol.restart_timers(TIMEOUTS.linger_s)
     assert protocol.tick(TIMEOUTS.linger_s, 0) is None
     protocol.restart_timers(TIMEOUTS.linger_s + 0.1)
-    assert protocol.tick(TIMEOUTS.linger_s + 0.1, 0) == Closed(None)
+    assert protocol.tick(TIMEOUTS.linger_s + 0.1, 0) == StreamClosed(None)
 
 
 def test_an_end_within_a_message_breaks_the_stream() -> None:

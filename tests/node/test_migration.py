@@ -212,7 +212,7 @@ SHORTAGES = [
     MemoryError(),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     OSError(5, "Input/output error"),
-    UserError("The model cannot be loaded.", why="it is not there", attempt="fetch it", code=Exit.CONFIG),
+    UserError("The model cannot be loaded.", why="it is not there", hint="fetch it", code=Exit.CONFIG),
 ]
 
 

@@ -53,7 +53,7 @@ def now() -> float:
 
 
 def trouble(code: Exit, why: str = "somewhere: connection refused") -> UserError:
-    return UserError(f"It is {code.name}.", why=why, attempt="wait", code=code)
+    return UserError(f"It is {code.name}.", why=why, hint="wait", code=code)
 
 
 # What is tried again, and after how long.

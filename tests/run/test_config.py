@@ -133,7 +133,7 @@ def test_it_loads_without_torch_or_transformers() -> None:
 def test_a_wrong_field_is_named_with_what_would_be_right(text: str, field: str, advice: str) -> None:
     trouble = refused(text)
     assert field in trouble.what
-    assert advice in trouble.attempt
+    assert advice in trouble.hint
     assert trouble.why
 
 
@@ -142,7 +142,7 @@ def test_a_run_outside_the_stable_range_is_refused_with_the_reason() -> None:
     assert "outer.gamma = 0.7" in trouble.what
     for part in ("2 (1 - alpha^2)", "0.38", "equation 74", "diverge"):
         assert part in trouble.why
-    assert "0.19" in trouble.attempt
+    assert "0.19" in trouble.hint
 
 
 @given(st.floats(0, 0.999), st.floats(-1, 3))

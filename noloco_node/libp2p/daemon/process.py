@@ -171,7 +171,7 @@ def _did_not_start(why: str) -> UserError:
     return UserError(
         "The libp2p daemon did not start.",
         why=why,
-        attempt="check that this machine may run the program p2pd of the installed hivemind package "
+        hint="check that this machine may run the program p2pd of the installed hivemind package "
         "and that its address to listen on is right",
         code=Exit.DAEMON,
     )

@@ -150,7 +150,7 @@ class DhtRecords:
             raise UserError(
                 "The records of this peer cannot be signed.",
                 why=f"the key in {self._identity} is not an Ed25519 key",
-                attempt="move the file away to become a new peer; the weights in the home directory stay",
+                hint="move the file away to become a new peer; the weights in the home directory stay",
                 code=Exit.STORAGE,
             )
         return self._signer.signed(place_of(key), expiry, content)

@@ -132,7 +132,7 @@ def _not_an_address(text: str, why: str) -> UserError:
     return UserError(
         f"The address {text!r} cannot be used.",
         why=why,
-        attempt="write it like /ip4/0.0.0.0/tcp/4001 (port 0 to listen lets the system choose)",
+        hint="write it like /ip4/0.0.0.0/tcp/4001 (port 0 to listen lets the system choose)",
         code=Exit.CONFIG,
     )
 
@@ -150,7 +150,7 @@ def _try_port(text: str, kinds: Sequence[str], host: str, port: int) -> None:
                 raise UserError(
                     f"The port {port} is taken.",
                     why=f"another program already listens on {text}",
-                    attempt="choose another port, or 0 to let the system choose one; "
+                    hint="choose another port, or 0 to let the system choose one; "
                     "if it is an earlier node of yours, stop that one first",
                     code=Exit.PORT_TAKEN,
                 ) from None

@@ -20,7 +20,7 @@ def bootstrap_address(text: str) -> PeerAddress:
         raise UserError(
             "The address of a bootstrap peer is wrong.",
             why=str(error),
-            attempt="copy it from the line that `noloco-node bootstrap` printed",
+            hint="copy it from the line that `noloco-node bootstrap` printed",
             code=Exit.CONFIG,
         ) from None
 
@@ -56,6 +56,6 @@ def unreachable(causes: Mapping[str, str]) -> UserError:
     return UserError(
         "No bootstrap peer could be reached.",
         why="\n       ".join(f"{address}: {cause}" for address, cause in causes.items()),
-        attempt="ask whoever sent the invite whether the bootstrap peer still runs and whether its address is right",
+        hint="ask whoever sent the invite whether the bootstrap peer still runs and whether its address is right",
         code=Exit.UNREACHABLE,
     )

@@ -32,7 +32,7 @@ def ensure_identity(path: Path) -> bool:
         raise UserError(
             "The identity of this peer cannot be read or written.",
             why=f"{path}: {error.strerror}",
-            attempt="choose a home directory on a disk that you may write to",
+            hint="choose a home directory on a disk that you may write to",
             code=Exit.STORAGE,
         ) from None
 
@@ -52,7 +52,7 @@ def _check(path: Path) -> None:
         raise UserError(
             "The identity of this peer is damaged.",
             why=f"{path} holds {len(key)} bytes that are no libp2p private key",
-            attempt="restore it from a backup, or delete it to become a new peer",
+            hint="restore it from a backup, or delete it to become a new peer",
             code=Exit.STORAGE,
         )
 

@@ -49,13 +49,13 @@ class PeerEnded(NamedTuple):
     """The other side ended politely: it sends no more, and takes no more messages."""
 
 
-class Closed(NamedTuple):
+class StreamClosed(NamedTuple):
     """The stream is of no use any more: broken by `error`, or None after a polite end. Nothing follows it."""
 
     error: ConnectionError | None
 
 
-Event: TypeAlias = MessageReceived | PeerEnded | Closed
+Event: TypeAlias = MessageReceived | PeerEnded | StreamClosed
 _MESSAGE_RECEIVED, _PEER_ENDED = MessageReceived(), PeerEnded()
 # By name: to look a member of an enum up takes a while.
 _BETWEEN_FRAMES, _IN_MESSAGE, _ENDED = SendState
@@ -71,7 +71,7 @@ class FrameProtocol:
         self.peer = peer
         self.send_state = _BETWEEN_FRAMES
         self.peer_ended = False
-        self.closed: Closed | None = None
+        self.closed: StreamClosed | None = None
         self.is_full = False
         """Whether so many messages wait that no more should be read."""
         self.held_bytes = 0
@@ -178,7 +178,7 @@ class FrameProtocol:
         """Count silence and standstill from now on: until now it was we who did not listen."""
         self._listening_s = self._taken_s = now_s
 
-    def tick(self, now_s: float, unsent_bytes: int) -> Closed | None:
+    def tick(self, now_s: float, unsent_bytes: int) -> StreamClosed | None:
         """Beat if it is time to, and give the peer up if it is silent or takes nothing; call it every half beat.
 
         `unsent_bytes`: what we wrote and the socket has not taken.
@@ -205,19 +205,19 @@ class FrameProtocol:
 
     # Ends.
 
-    def leave(self, now_s: float) -> Closed | None:
+    def leave(self, now_s: float) -> StreamClosed | None:
         """End politely, once the other has ended too."""
         return self._end(wire.end(), "the conversation was left while a message was being sent", now_s)
 
-    def fail(self, sentence: str, now_s: float) -> Closed | None:
+    def fail(self, sentence: str, now_s: float) -> StreamClosed | None:
         """End with an error that the other side gets to read."""
         return self._end(wire.error(sentence), sentence, now_s)
 
-    def break_off(self, error: ConnectionError) -> Closed | None:
+    def break_off(self, error: ConnectionError) -> StreamClosed | None:
         """Break the stream at once, whatever is under way; None if it was closed before."""
         return self._close(error)
 
-    def lose_connection(self) -> Closed | None:
+    def lose_connection(self) -> StreamClosed | None:
         """Note that no bytes can come or go any more."""
         if self.peer_ended or self.send_state is _ENDED:
             return self._close(None)
@@ -247,7 +247,7 @@ class FrameProtocol:
             self._liveness.take(now_s - self._taken_s)
         self._unsent_bytes, self._taken_s = unsent_bytes, now_s
 
-    def _end(self, frame: bytes, why: str, now_s: float) -> Closed | None:
+    def _end(self, frame: bytes, why: str, now_s: float) -> StreamClosed | None:
         if self.closed is not None or self.send_state is _ENDED:
             return None
         if self.send_state is _IN_MESSAGE:
@@ -259,10 +259,10 @@ class FrameProtocol:
         self.discard()
         return self._close(None) if self.peer_ended else None
 
-    def _close(self, error: ConnectionError | None) -> Closed | None:
+    def _close(self, error: ConnectionError | None) -> StreamClosed | None:
         if self.closed is not None:
             return None
-        self.closed = Closed(error)
+        self.closed = StreamClosed(error)
         self._drop_incoming()
         return self.closed
 

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
 from noloco_node.libp2p.daemon.framing import Preamble
-from noloco_node.libp2p.streams.frame_protocol import Closed, Event, FrameProtocol, MessageReceived, SendState
+from noloco_node.libp2p.streams.frame_protocol import Event, FrameProtocol, MessageReceived, SendState, StreamClosed
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
 from noloco_node.network import wire
 from noloco_node.network.schema import Buffer
@@ -249,7 +249,7 @@ class Stream(asyncio.BufferedProtocol):
         if event is None:
             return
         self._news.set()
-        if isinstance(event, Closed):
+        if isinstance(event, StreamClosed):
             self._writable.set()
             self._count_held()
             # A polite end gets through, and a violator is told why, as far as that is possible without waiting.
@@ -259,7 +259,7 @@ class Stream(asyncio.BufferedProtocol):
                 self._transport.abort()
             self._lost(self, event.error)
 
-    def _end(self, end: Callable[[float], Closed | None]) -> None:
+    def _end(self, end: Callable[[float], StreamClosed | None]) -> None:
         was_full = self._protocol.is_full
         self._react(end(self._time()))
         self._count_held()

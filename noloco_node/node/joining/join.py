@@ -66,7 +66,7 @@ async def join(newcomer: Newcomer) -> Start:
         raise UserError(
             f"The state of stage {number} does not fit into the memory that is free.",
             why=" ".join(str(error).split())[:300] or "no memory is left",
-            attempt="end other programs, or serve a smaller stage with --stage",
+            hint="end other programs, or serve a smaller stage with --stage",
             code=Exit.DEVICE,
         ) from error
     unfinished = newcomer.host.partial_download(number, 0)

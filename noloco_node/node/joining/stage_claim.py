@@ -115,7 +115,7 @@ async def build_stage(host: ComputeHost, number: int) -> StageModel:
         raise UserError(
             f"Stage {number} could not be built.",
             why=_in_a_line(error),
-            attempt="another stage with --stage, or another --device; noloco-node doctor INVITE tells what fits",
+            hint="another stage with --stage, or another --device; noloco-node doctor INVITE tells what fits",
             code=Exit.DEVICE,
         ) from error
 
@@ -135,7 +135,7 @@ async def _read_roster(newcomer: Newcomer) -> None:
     raise UserError(
         "Nobody could tell who takes part in the run.",
         why=f"the DHT did not answer {LOOKS} times in a row",
-        attempt="start the node again in a minute; if it happens again, ask whoever sent the invite",
+        hint="start the node again in a minute; if it happens again, ask whoever sent the invite",
         code=Exit.UNREACHABLE,
     )
 
@@ -147,7 +147,7 @@ async def _claim_wish(newcomer: Newcomer, wish: int) -> ClaimedStage:
         raise UserError(
             f"There is no stage {wish}.",
             why=str(error),
-            attempt="leave out --stage, or choose one that is there",
+            hint="leave out --stage, or choose one that is there",
             code=Exit.USAGE,
         ) from error
     if stage not in servable(newcomer):

@@ -89,14 +89,14 @@ def search(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest,
         raise UserError(
             "--explore does not go with --json, --out or --trace.",
             why="it says which seeds break an invariant and leaves no files",
-            attempt=f"noloco-node simulate --explore {count}; then --seed S --trace shows one of its seeds",
+            hint=f"noloco-node simulate --explore {count}; then --seed S --trace shows one of its seeds",
             code=Exit.USAGE,
         )
     if path is not None or flags.of_the_swarm:
         raise UserError(
             "--explore makes its own swarms.",
             why="it draws a small swarm and its faults from each seed",
-            attempt=f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
+            hint=f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
             code=Exit.USAGE,
         )
     from noloco_node.sim.explore.search import explore
@@ -111,7 +111,7 @@ def repeat(seed: int, wanted: SimulationRequest, say: Say) -> int:
         raise UserError(
             "--seed and --trace alone replay a schedule of --explore, without --json or --out.",
             why="a replay says its events and leaves no files",
-            attempt=f"leave --json and --out away; or trace a swarm of flags: --peers 4 --seed {seed} --trace",
+            hint=f"leave --json and --out away; or trace a swarm of flags: --peers 4 --seed {seed} --trace",
             code=Exit.USAGE,
         )
     from noloco_node.sim.explore.search import replay
@@ -131,7 +131,7 @@ def put_together(path: Path | None, flags: SimulationFlags) -> Scenario:
         raise UserError(
             f"{path}: swarm.run names a run file that is not there.",
             why=f"there is no file {swarm.run}",
-            attempt="correct the path, which is relative to the scenario; `noloco-node init` writes a run file",
+            hint="correct the path, which is relative to the scenario; `noloco-node init` writes a run file",
             code=Exit.CONFIG,
         )
     if flags.seed is not None:
@@ -155,7 +155,7 @@ def _replicas(peers: int, stages: int) -> int:
     raise UserError(
         f"{peers} peers cannot be shared out over {stages} stages.",
         why="all stages of a simulated swarm have equally many replicas",
-        attempt=" or ".join(f"--peers {count}" for count in near),
+        hint=" or ".join(f"--peers {count}" for count in near),
         code=Exit.USAGE,
     )
 
@@ -176,7 +176,7 @@ def complete(scenario: Scenario, path: Path | None) -> SimSetup:
         raise UserError(
             f"{where}: {problem.field} is refused.",
             why=problem.why,
-            attempt=problem.attempt,
+            hint=problem.hint,
             code=Exit.CONFIG,
         )
     return setting
@@ -217,7 +217,7 @@ def _plainly(error: BaseException, setting: SimSetup) -> BaseException:
             return UserError(
                 f"{setting.scenario.name} (seed {setting.scenario.seed}) came to a standstill.",
                 why=str(each),
-                attempt="report it with the scenario: nobody should ever wait for ever",
+                hint="report it with the scenario: nobody should ever wait for ever",
                 code=Exit.BUG,
             )
     return error
@@ -276,5 +276,5 @@ def _unmake(directory: Path) -> None:
 
 def _refused(path: Path, why: str) -> UserError:
     return UserError(
-        f"cannot write {path}", why=why, attempt="free some space, or give another with --out", code=Exit.STORAGE
+        f"cannot write {path}", why=why, hint="free some space, or give another with --out", code=Exit.STORAGE
     )

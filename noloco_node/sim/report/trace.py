@@ -75,6 +75,6 @@ def _refused(path: Path, error: OSError) -> UserError:
     return UserError(
         f"cannot write {path}",
         why=error.strerror or str(error),
-        attempt="free some space, or give another directory with --out",
+        hint="free some space, or give another directory with --out",
         code=Exit.STORAGE,
     )

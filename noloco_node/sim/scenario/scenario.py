@@ -116,7 +116,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class _Problem(NamedTuple):
     field: str
     why: str
-    attempt: str
+    hint: str
 
 
 def peer_name(stage: int, replica: int) -> str:
@@ -132,8 +132,8 @@ def load_scenario(path: Path) -> Scenario:
         text = raw.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        attempt = "check the path; docs/simulator.md shows a scenario"
-        raise config_error(f"The scenario {path} cannot be read.", why, attempt) from error
+        hint = "check the path; docs/simulator.md shows a scenario"
+        raise config_error(f"The scenario {path} cannot be read.", why, hint) from error
     if len(raw) > SCENARIO_BYTES:
         raise config_error(
             f"{path} is too long for a scenario.", f"it has more than {SCENARIO_BYTES} bytes", "shorten it"
@@ -164,7 +164,7 @@ def decode_scenario(text: str, origin: str) -> Scenario:
     scenario = msgspec.structs.replace(scenario, fault=tuple(kinds))
     for problem in problems(scenario):
         where = line_of(text, problem.field)
-        raise config_error(f"{origin}{where}: {short(problem.field)} is refused.", problem.why, problem.attempt)
+        raise config_error(f"{origin}{where}: {short(problem.field)} is refused.", problem.why, problem.hint)
     return scenario
 
 
@@ -204,8 +204,8 @@ def problems(scenario: Scenario) -> Iterator[_Problem]:
     for name in ("mean_s", "std_s"):
         yield from _number(f"network.latency.{name}", getattr(latency, name))
     if latency.std_s > 0.0 == latency.mean_s:
-        attempt = "for example {mean_s = 0.05, std_s = 0.01}"
-        yield _Problem("network.latency.std_s", "a latency of 0 cannot vary", attempt)
+        hint = "for example {mean_s = 0.05, std_s = 0.01}"
+        yield _Problem("network.latency.std_s", "a latency of 0 cannot vary", hint)
     swarm = scenario.swarm
     for name in ("inner_steps_per_round", "late_inner_steps_per_round"):
         per_round = getattr(swarm, name)
@@ -258,11 +258,11 @@ def _faults(scenario: Scenario) -> Iterator[_Problem]:
             if not _NAME.fullmatch(peer):
                 yield _Problem(field, f"{short(peer)!r} is no name", "letters, digits, - and _")
             elif known is not None and peer not in known:
-                attempt = f"planned peers are {known[0]} to {known[-1]}; others come by a fault of the kind join"
-                yield _Problem(field, f"there is no peer {short(peer)}", attempt)
+                hint = f"planned peers are {known[0]} to {known[-1]}; others come by a fault of the kind join"
+                yield _Problem(field, f"there is no peer {short(peer)}", hint)
         if isinstance(fault, Join) and fault.peer in first:
-            attempt = "another name; a fault of the kind restart brings a peer back"
-            yield _Problem(field, f"{fault.peer} is there from the start", attempt)
+            hint = "another name; a fault of the kind restart brings a peer back"
+            yield _Problem(field, f"{fault.peer} is there from the start", hint)
         if isinstance(fault, Join) and swarm.stages and fault.stage is not None and fault.stage >= swarm.stages:
             yield _Problem(f"fault[{number}].stage", f"there is no stage {fault.stage}", f"0 to {swarm.stages - 1}")
 

@@ -115,7 +115,7 @@ def build_setup(scenario: Scenario) -> SimSetup:
         raise UserError(
             f"The scenario {scenario.name} has {run.pipeline.stages * run.pipeline.replicas} peers.",
             why=f"{MOST_PEERS} are simulated at most",
-            attempt="fewer stages or replicas",
+            hint="fewer stages or replicas",
             code=Exit.CONFIG,
         )
     plan = _layout(run) if transformer or swarm.run is not None else None

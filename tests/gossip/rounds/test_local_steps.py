@@ -251,7 +251,7 @@ def test_contradictory_settings_are_refused_with_the_reason(outer: str, field: s
         decode_run(MODEL + f"[outer]\n{outer}\n", "run.toml")
     assert field in caught.value.what
     assert why in caught.value.why
-    assert advice in caught.value.attempt
+    assert advice in caught.value.hint
 
 
 def test_what_run_files_say_and_leave_out() -> None:
