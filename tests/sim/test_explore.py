@@ -31,6 +31,7 @@ from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Stepped, Tensors
 from noloco_node.node.node import Node
 from noloco_node.node.replica import Replica
+from noloco_node.node.training import Ending, Training
 from noloco_node.sim.explore.invariant_error import InvariantBroken
 from noloco_node.sim.explore.schedule_generator import draw
 from noloco_node.sim.explore.search import ExploreResult, examine, explore, replay
@@ -281,10 +282,10 @@ def test_a_roster_that_never_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -
     taken = PeerTable.take
 
     def never_forget(self: PeerTable, *news: Any) -> None:
-        before = dict(self._seen)
+        before = dict(self._entries)
         taken(self, *news)
-        self._seen = {
-            peer: msgspec.structs.replace(sighting, believed=True) for peer, sighting in (before | self._seen).items()
+        self._entries = {
+            peer: msgspec.structs.replace(entry, believed=True) for peer, entry in (before | self._entries).items()
         }
         self._believed = None
 
@@ -300,20 +301,20 @@ def test_a_peer_that_is_deaf_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_peer_that_finishes_first_when_asked_to_leave_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes no further step, but stays until the others have come to the end."""
-    train = Node._train
+    run = Training.run
 
-    async def stays(self: Node, replica: Replica, leave: asyncio.Event, *rest: Any) -> bool:
+    async def stays(self: Training, replica: Replica, leave: asyncio.Event, *rest: Any, moves: bool) -> Ending:
         async def close() -> None:
             await leave.wait()
             replica.gate.close()
 
         async with asyncio.TaskGroup() as group:
             closing = group.create_task(close())
-            over = await train(self, replica, asyncio.Event(), *rest)
+            ending = await run(self, replica, asyncio.Event(), *rest, moves=moves)
             closing.cancel()
-        return over
+        return ending
 
-    monkeypatch.setattr(Node, "_train", stays)
+    monkeypatch.setattr(Training, "run", stays)
     assert "was asked to leave" in first_broken().sentence
 
 
