@@ -45,7 +45,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Utilisation:
-    """What was measured. `efficiency` as `forecast.efficiency` means it; `refused`: calls, of all `calls`."""
+    """What was measured. `efficiency` as `pipeline_model.efficiency` means it; `refused`: calls, of all `calls`."""
 
     efficiency: float
     calls: int

@@ -1,4 +1,4 @@
-"""How many relays grant less than they were told to, as p2pd starts them: the reason why each is asked (`grants`).
+"""How many relays grant less than they were told to, as p2pd starts them: the reason why each is asked (`relay_grant`).
 
     python -m benchmarks.robustness.relay_grants --relays 30
 

@@ -122,7 +122,7 @@ async def download_state(
 ) -> ReplicaState:
     """Copy the state of the first donor that gives it, or of several; ask the busy ones again, up to `passes` times.
 
-    `holding` keeps what has come, also for another call. Raises ConnectionRefusedError, naming each donor's cause,
+    `assembly` keeps what has come, also for another call. Raises ConnectionRefusedError, naming each donor's cause,
     where the donors do not give all of it; DonorBusy where one of them may give it later.
     """
     holding = holding or StateAssembly(wanted.like)

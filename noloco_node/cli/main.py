@@ -329,7 +329,7 @@ def main() -> None:
             raise
         typer.echo(f"{COMPLAINT}{held}", err=True)
         sys.exit(held.code)
-    except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `departure`
+    except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `signals`
         typer.echo(f"{COMPLAINT}interrupted", err=True)
         sys.exit(Exit.INTERRUPTED)
     finally:

@@ -7,7 +7,7 @@ daemon with a key and a port of its own, and pays for them with memory alone whi
 What passes through a relay is bounded by no bandwidth budget: the daemon knows a most of bytes and of hours for each
 circuit, and a circuit that has ended is opened again; it knows no rate.
 
-A relay that grants less than it was told to is started again (`grants`).
+A relay that grants less than it was told to is started again (`relay_grant`).
 
 They are told of in the DHT, in one record of each bootstrap peer, not in the invite: invites stay short, and every peer
 can read it for a newcomer who asks (`dialback`). A rogue record can only lead to a relay that does not relay: what

@@ -2,7 +2,7 @@
 
 All planned peers start together; faults come at their times. The run is over when every process has ended: by itself
 when the token budget is used up, or because it was asked to once `duration_s` had passed, or once nobody could take a
-step any more (`standstill`). Whoever does not end within `GRACE_S` of that waits for ever: `Stuck` says who, and where.
+step any more (`stall`). Whoever does not end within `GRACE_S` of that waits for ever: `Stuck` says who, and where.
 
 A fault for which there is nothing to happen to (the crash of a peer that is gone) does not happen, and watchers do not
 hear of it. A peer that is restarted while it still leaves comes back when it has left.

@@ -1,4 +1,4 @@
-"""Random schedules keep the invariants, and the invariants can fail: thirteen bugs put in on purpose are each found."""
+"""Random schedules keep the invariants, and the invariants can fail: bugs put in on purpose are each found."""
 
 from __future__ import annotations
 
