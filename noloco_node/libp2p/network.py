@@ -2,8 +2,8 @@
 
 One `Session` is one daemon's life. When it dies, what was under way breaks at once, and another session begins: the
 same identity, the same ports, the topics served again, the swarm joined again by whoever is left of it. Calls that
-begin meanwhile wait for it. Before the first one a `preflight` may find out how it must be started: to be reached through
-relays, say, or at an address that only others see.
+begin meanwhile wait for it. Before the first one a `preflight` may find out how it must be started: to be reached
+through relays, say, or at an address that only others see.
 """
 
 from __future__ import annotations

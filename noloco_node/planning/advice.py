@@ -2,9 +2,9 @@
 
 The forecast is `noloco_node.planning.pipeline_model`'s, for three lengths of a message, since the network is not known
 here. What can be changed without another network or other machines is the window: a longer one runs dry less often, and
-one that is a multiple of the replicas is shared out without a rest (`pipeline_model.stand_in` says what a rest costs). With a
-smaller microbatch the batch stays the same, and a message then takes longer in forward passes than before: that is
-counted.
+one that is a multiple of the replicas is shared out without a rest (`pipeline_model.stand_in` says what a rest costs).
+With a smaller microbatch the batch stays the same, and a message then takes longer in forward passes than before: that
+is counted.
 """
 
 from __future__ import annotations

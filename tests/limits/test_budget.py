@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -507,7 +507,7 @@ def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it_less(
         assert narrow_s > 0.2
         # The test's device does not say how long a microbatch takes, so the others say it here.
         for peer, seconds in zip(peers, (0.1, 0.1, 0.1, narrow_s), strict=True):
-            peer.node._machine = replace(peer.node._machine, line_s=lambda _, seconds=seconds: seconds)
+            peer.node._context.host.line_s = lambda _, seconds=seconds: seconds
         async with asyncio.timeout(3600):
             await asyncio.gather(*[peer.task for peer in peers])
         for peer in peers[:2]:

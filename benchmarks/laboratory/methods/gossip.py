@@ -1,7 +1,7 @@
 """Asynchronous gossip: the production's rounds, over the production's port, on simulated lines.
 
-Nobody waits for anybody. Each replica trains at its own speed, and `gossip.rounds.rounds.Rounds` opens a round after as many
-inner steps as the run asks of a machine so fast, finds a partner, swaps weights in the run's number format while
+Nobody waits for anybody. Each replica trains at its own speed, and `gossip.rounds.rounds.Rounds` opens a round after as
+many inner steps as the run asks of a machine so fast, finds a partner, swaps weights in the run's number format while
 training goes on, and corrects the fast weights at the next pause. Messages take their time on lines of the laboratory's
 rate and latency; what a replica sends is counted by the rounds themselves. What rounds compute takes no time, and what
 is known of the others is never out of date, unless the cell asks for it.

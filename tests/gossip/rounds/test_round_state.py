@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from toy_gossip import at_once
 
-from gossip.interface import Candidate, Origin, OuterStep, RoundContext, RoundSettings
+from gossip.interface import Candidate, Origin, OuterStepTaken, RoundContext, RoundSettings
 from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState, StepPending
 from gossip.rule.outer_step import Outer, OuterState, Stepped
@@ -18,7 +18,7 @@ from noloco_node.sim.clock import run
 
 WEIGHTS = (torch.zeros(2),)
 STATE = OuterState(WEIGHTS, WEIGHTS)
-PENDING = PendingStep(Step(Stepped(STATE, WEIGHTS)), 0, OuterStep(round=1, seconds=0.0), last_met=1)
+PENDING = PendingStep(Step(Stepped(STATE, WEIGHTS)), 0, OuterStepTaken(round=1, seconds=0.0), last_met=1)
 SNAPSHOT = Snapshot(WEIGHTS, 0)
 
 
