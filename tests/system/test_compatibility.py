@@ -20,10 +20,13 @@ HOME, PARTS = RECORDED / "home", RECORDED / "parts"
 SAID = messages.said()
 
 
+MEANT = "\nWhere this change is meant: python tests/support/record_compatibility.py, and look at the diff."
+
+
 def compare(now: Any, name: str, tolerance: float = TOLERANCE) -> None:
     """Fail where a table is not as it was recorded."""
     found = list(unlike(json.loads(written(now)), read(name), tolerance))
-    assert not found, f"{name}: " + "\n".join(found[:20])
+    assert not found, f"{name}: " + "\n".join(found[:20]) + MEANT
 
 
 # What swarms do.
