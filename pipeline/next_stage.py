@@ -10,7 +10,9 @@ What a replica answers, and what follows:
   violation), becomes a suspect; a stream that broke accuses nobody. Suspects are asked when there is nobody else, after
   a pause that doubles with each loss; one whose suspicion is over gets one call at a time until it has succeeded;
 - `Refused(NO_ROUTE)`: another replica, which may know another way, and one attempt less;
-- `Refused(EXPIRED)`: nobody wants the reply any more. Up it goes, and nobody is accused.
+- `Refused(EXPIRED)`: nobody wants the reply any more. Up it goes, and nobody is accused. The budget travels as a
+  duration, which a replica counts from when it has it: so its end there is not before ours, and whoever says "expired"
+  while much is left is treated as given up.
 
 With no attempt left, or no replica in the roster for long, the answer is `Refused(NO_ROUTE)`.
 
@@ -45,6 +47,8 @@ SHORTEST_SLEEP_S = 0.001
 POLL_S = 0.25
 """How often an empty roster is looked at again."""
 LARGEST_LOSS = 1e30
+EARLY_SHARE = 0.1
+"""An "expired" with a larger share of the budget left is untrue: clocks that run apart explain less."""
 
 
 class Expired(Exception):
@@ -203,7 +207,12 @@ class NextStage:
             return reply
         self._counts[f"refused_{reply.reason.name.lower()}"] += 1
         if reply.reason is Reason.EXPIRED:
-            return reply
+            left_s = search.deadline_s - _now_s()
+            if left_s <= EARLY_SHARE * sent.budget_s:
+                return reply
+            untrue = ConnectionAbortedError(f'{peer} said "expired" with {left_s:.1f} s of {sent.budget_s:.1f} s left')
+            self._lose(peer, untrue, search, _now_s() - begun_s)
+            return None
         if reply.reason is Reason.NO_ROUTE:
             search.losses += 1
         self._rest(peer, reply)

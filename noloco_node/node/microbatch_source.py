@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RETRY_S = 1.0
+LONGEST_RETRY_S = 30.0
+"""Whatever a refusal names: the next stage may have healed, or other replicas."""
 """Pause before the same tokens are tried again after no stage would take them, where the refusal names none."""
 
 
@@ -75,5 +77,7 @@ class MicrobatchSource:
                 self.samples += len(tokens)
                 return True
             case Refused(retry_after_s=retry_after_s):
-                await asyncio.sleep((retry_after_s or RETRY_S) * self._rng.uniform(0.8, 1.2))
+                # The estimate is a stranger's: not a number reads as none.
+                rest_s = min(retry_after_s, LONGEST_RETRY_S) if retry_after_s > 0.0 else RETRY_S
+                await asyncio.sleep(rest_s * self._rng.uniform(0.8, 1.2))
                 return False

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node.node.microbatch_source import MicrobatchSource
+from noloco_node.node.microbatch_source import LONGEST_RETRY_S, MicrobatchSource
 from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 
@@ -45,5 +45,24 @@ def test_every_sample_is_trained_on_in_the_end(refusals: list[bool], in_flight: 
         assert most <= in_flight
         # What was drawn and refused to the last is of the final moment: at most one each.
         assert len(set(drawn) - set(trained)) <= in_flight
+
+    run(main())
+
+
+@given(named_s=st.floats(allow_nan=True, allow_infinity=True))
+def test_no_refusal_puts_a_source_to_sleep_for_long(named_s: float) -> None:
+    async def main() -> None:
+        answers: list[Reply] = [Refused(reason=Reason.NO_ROUTE, retry_after_s=named_s)]
+
+        async def draw() -> Tensor:
+            return torch.zeros(2, 5)
+
+        async def process(microbatch: Microbatch, sender: str) -> Reply:
+            return answers.pop() if answers else Gradient(hidden=None, loss=1.0, tokens=8)
+
+        source = MicrobatchSource(draw, process, lambda samples: samples / 2, me="me", budget_s=9.0, rng=Random(1))
+        await source.run(1)
+        assert source.samples == 2
+        assert asyncio.get_running_loop().time() <= 1.2 * LONGEST_RETRY_S
 
     run(main())

@@ -104,9 +104,26 @@ def test_another_replica_takes_what_one_did_not(answer: Answer, kind: str, accus
 def test_expired_goes_straight_up() -> None:
     async def main() -> None:
         peers = Peers("ab", lambda *_: Refused(reason=Reason.EXPIRED))
-        assert await peers.ask() == Refused(reason=Reason.EXPIRED)
+        assert await peers.ask(budget_s=1.05) == Refused(reason=Reason.EXPIRED)
         assert len(peers.calls) == 1
         assert not peers.downstream.suspects
+
+    run(main())
+
+
+def test_who_says_expired_early_is_given_up_and_another_is_asked() -> None:
+    async def main() -> None:
+        first = list[str]()
+
+        def answer(peer: str, _: int) -> Reply:
+            first.append(peer)
+            return Refused(reason=Reason.EXPIRED, retry_after_s=1e9) if peer == first[0] else GRADIENT
+
+        peers = Peers("ab", answer)
+        assert await peers.ask() is GRADIENT
+        assert len(peers.calls) == 2
+        assert peers.downstream.suspects == frozenset(first[:1])
+        assert peers.downstream.statistics()["lost_given_up"] == 1
 
     run(main())
 
