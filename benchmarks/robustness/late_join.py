@@ -103,7 +103,7 @@ overlap_steps = 4
 
 
 async def join_late(directory: Path, size: Size, rate: str, *, later: bool) -> Joined:
-    """Run one swarm and one newcomer; raise `Trouble` with a process's last words where that fails."""
+    """Run one swarm and one newcomer; raise `UserError` with a process's last words where that fails."""
     children = Children()
     run_file = directory / "run.toml"
     run_file.write_text(run_text(size, 2 if later else 1))
@@ -143,7 +143,7 @@ def steps(directory: Path, name: str) -> int:
 
 
 async def until(condition: Callable[[], bool], child: Child, what: str) -> None:
-    """Wait for a condition; raise `Trouble` where the process ends before."""
+    """Wait for a condition; raise `UserError` where the process ends before."""
     limit_s = time.monotonic() + WITHIN_S
     while not condition():
         if child.exit_code is not None or time.monotonic() > limit_s:

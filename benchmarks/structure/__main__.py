@@ -40,7 +40,10 @@ def main() -> None:
     parser.add_argument("--at", action="append", default=[], metavar="REVISION", help="measure this commit")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    columns = {revision: measure(read_commit(revision)) for revision in options.at}
+    try:
+        columns = {revision: measure(read_commit(revision)) for revision in options.at}
+    except ValueError as error:
+        parser.error(str(error))
     columns = columns or {"working tree": measure(read_tree())}
     print(json.dumps(columns, indent=1) if options.json else table(columns))
 

@@ -124,10 +124,12 @@ def read_tree(root: Path = ROOT) -> Source:
 
 
 def read_commit(revision: str, root: Path = ROOT) -> Source:
-    """Read the product as it was at a commit."""
+    """Read the product as it was at a commit; raise ValueError with git's words where there is none such."""
     command = ["git", "-C", str(root), "archive", "--format=tar", revision, "--", *PRODUCT]
-    archive = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{revision}: {done.stderr.decode(errors='replace').strip()}")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
         files = ((member.name, tar.extractfile(member)) for member in tar if member.name.endswith(".py"))
         return Source({name: file.read().decode() for name, file in files if file is not None})
 

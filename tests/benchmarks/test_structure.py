@@ -146,3 +146,8 @@ def test_a_commit_is_measured_beside_the_working_tree(root: Path) -> None:
     lines = table({"before": before, "after": after}).splitlines()
     assert lines[0].split() == ["before", "after"]
     assert lines[1].split() == ["files", "9", "10"]
+
+
+def test_a_commit_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="no-such-commit"):
+        read_commit("no-such-commit")

@@ -240,7 +240,7 @@ def test_a_donor_that_lets_its_copy_go_is_asked_for_another() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_newcomer_that_dies_at_any_moment_goes_on_with_what_it_kept(seed: int) -> None:
-    """What it kept is the `Holding` here; `test_partial` has the disk."""
+    """What it kept is the `StateAssembly` here; `test_partial_download` has the disk."""
     rng = Random(seed)
 
     async def main() -> None:
