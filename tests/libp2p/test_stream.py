@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from handlers import Work, echo, now
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -187,36 +188,6 @@ def scene(handler: Handler, play: Callable[[Line], Awaitable[None]], **settings:
                 service.cancel()
 
     run(main())
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-async def echo(conversation: Conversation) -> None:
-    while True:
-        await conversation.send(await conversation.receive())
-
-
-class Work:
-    """A handler that takes one question and then works for so long; tells what became of it."""
-
-    def __init__(self, seconds: float = 1e6) -> None:
-        self.seconds, self.outcome, self.ended = seconds, "", asyncio.Event()
-
-    async def __call__(self, conversation: Conversation) -> None:
-        try:
-            await conversation.receive()
-            await asyncio.sleep(self.seconds)
-            self.outcome = "done"
-        except asyncio.CancelledError:
-            self.outcome = "cancelled"
-            raise
-        except ConnectionError as error:
-            self.outcome = str(error)
-            raise
-        finally:
-            self.ended.set()
 
 
 def test_a_slow_link_is_not_a_silent_peer() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from handlers import Work, echo, now
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from repository import ROOT
@@ -35,33 +36,6 @@ class Ask:
 
 
 SCHEMA = Schema({Ask: MessageSpec("Ask")})
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-async def echo(conversation: Conversation) -> None:
-    while True:
-        await conversation.send(await conversation.receive())
-
-
-class Work:
-    """A handler that takes one question and works for so long; tells what became of it."""
-
-    def __init__(self, seconds: float = 1e6) -> None:
-        self.seconds, self.outcome, self.ended = seconds, "", asyncio.Event()
-
-    async def __call__(self, conversation: Conversation) -> None:
-        try:
-            await conversation.receive()
-            await asyncio.sleep(self.seconds)
-            self.outcome = "done"
-        except asyncio.CancelledError:
-            self.outcome = "cancelled"
-            raise
-        finally:
-            self.ended.set()
 
 
 async def ask(network: PeerNetwork, peer: str, topic: str, number: int = 0) -> int:
