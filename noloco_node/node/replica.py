@@ -157,12 +157,12 @@ class Replica:
 
     @property
     def stranded(self) -> bool:
-        """Whether all microbatches in our hands wait for a replica of the next stage that would take them.
+        """Whether all microbatches in our hands wait for a replica of the next stage, and none is merely busy.
 
         Those whose gradient has come wait for the others.
         """
         away = self.gate.in_flight - self.gate.turns.waiting
-        return self.downstream is not None and 0 < away <= self.downstream.statistics()["waiting"]
+        return self.downstream is not None and 0 < away <= self.downstream.stranded
 
     async def discard(self) -> int:
         """Forget the gradients of the partial window, and what is in flight; return how many microbatches it held."""
