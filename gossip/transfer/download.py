@@ -52,6 +52,8 @@ FAILURES_AT_MOST = 3
 LEAST_PIECE_S = 30.0
 SLOWER_TIMES = 4
 """A donor may take so many times its deadline, as long as pieces come: without its copy they are worth less."""
+LARGEST_COUNT = 2**48
+"""Of rounds and steps: more than anybody takes, and few enough to go on counting from."""
 
 T = TypeVar("T")
 Talk = AbstractAsyncContextManager[Conversation]
@@ -170,9 +172,7 @@ def check_manifest(manifest: Manifest, parts: Parts, pieces: int) -> None:
         raise Implausible(f"the sections {', '.join(there) or '(none)'} for {parts}")
     if any(tuple(digests.shape) != (pieces, DIGEST_BYTES) for digests in there.values()):
         raise Implausible(f"not a hash for each of {pieces} pieces")
-    counters = (manifest.round, manifest.inner_steps, manifest.optimiser_steps, manifest.meetings, manifest.last_met)
-    if min(counters) < 0 or manifest.last_met > manifest.round or not 0.0 <= manifest.progress <= 1.0:
-        raise Implausible(f"counters: rounds, steps, meetings, last met {counters}, progress {manifest.progress}")
+    _check_counters(manifest)
     if not 0.0 <= manifest.norm < math.inf:
         raise Implausible(f"a norm of {manifest.norm}")
 
@@ -340,6 +340,11 @@ def check_state(state: ReplicaState, wanted: StateWanted) -> None:
     check_finite(state.momentum, "outer momentum")
     check_finite(state.gathered, "gathered momentum")
     check_finite(state.optimiser, "optimiser")
-    counters = (state.round, state.inner_steps, state.optimiser_steps, state.meetings, state.last_met)
-    if min(counters) < 0 or state.last_met > state.round or not 0.0 <= state.progress <= 1.0:
-        raise Implausible(f"counters: rounds, steps, meetings, last met {counters}, progress {state.progress}")
+    _check_counters(state)
+
+
+def _check_counters(said: Manifest | ReplicaState) -> None:
+    counters = (said.round, said.inner_steps, said.optimiser_steps, said.meetings, said.last_met)
+    possible = min(counters) >= 0 and max(counters) <= LARGEST_COUNT and said.last_met <= said.round
+    if not possible or not 0.0 <= said.progress <= 1.0:
+        raise Implausible(f"counters: rounds, steps, meetings, last met {counters}, progress {said.progress}")

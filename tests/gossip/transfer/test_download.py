@@ -422,6 +422,7 @@ WRONG_MANIFESTS = {
     "meetings that gathered nothing": {"meetings": 2},
     "a hash too many": {"slow": torch.zeros(len(SPANS) + 1, 32, dtype=torch.uint8)},
     "a negative counter": {"inner_steps": -1},
+    "more steps than anybody takes": {"inner_steps": 2**60},
     "met in a round to come": {"last_met": 7},
     "a norm that is none": {"norm": math.inf},
     "progress beyond the end": {"progress": 1.01},
