@@ -133,7 +133,8 @@ def test_who_leaves_before_a_merely_full_stage_finishes_its_window() -> None:
         await until(lambda: all(peer.of(events.InnerStep) for peer in sources), 300.0)
         leaver = sources[0]
         replica = leaver.node.replica
-        assert replica is not None and replica.downstream is not None
+        assert replica is not None
+        assert replica.downstream is not None
         downstream = replica.downstream
         await until(lambda: downstream.statistics()["waiting"] == replica.gate.in_flight and replica.gate.succeeded > 0)
         leaver.leave.set()
