@@ -128,6 +128,23 @@ def test_a_newcomer_copies_a_living_replica() -> None:
     assert any(event.partner == "peer-1" for event in late.of(events.OuterStep))
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_newcomer_before_the_first_round_begins_at_the_progress_of_the_others(stage: int) -> None:
+    async def main() -> tuple[Peer, Peer]:
+        hub, what = SimNetwork(), recipe(replicas=2, steps=60, per_round=1000)
+        peers = [Peer(hub, what, f"peer-{number}", number) for number in (0, 1)]
+        await until(lambda: len(peers[1].of(events.InnerStep)) >= 20)
+        late = Peer(hub, what, "peer-late", stage)
+        await until(lambda: bool(late.of(events.InnerStep)))
+        for peer in (*peers, late):
+            peer.leave.set()
+        await asyncio.gather(late.task, *[peer.task for peer in peers])
+        return peers[stage], late
+
+    old, late = run(main())
+    assert late.of(events.InnerStep)[0].progress >= old.of(events.InnerStep)[15].progress > 0.0
+
+
 def test_a_killed_replica_does_not_stop_the_others() -> None:
     async def main() -> list[Peer]:
         hub, what = SimNetwork(), recipe(replicas=2, steps=40)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from statistics import median_low
@@ -127,7 +128,8 @@ class _StateSearch:
                 " has its checkpoint, stop this node now and let them join first; join --keep-snapshots guards"
                 " against it"
             )
-        return await self._device.run(from_seed, self._stage)
+        beginning = await self._device.run(from_seed, self._stage)
+        return replace(beginning, progress=_median_progress(self._at_work()))
 
     async def _from_checkpoint(self, living: tuple[PeerRecord, ...], searched: bool) -> StartingState:
         saved = self._saved
@@ -183,6 +185,12 @@ class _StateSearch:
         await asyncio.sleep(seconds)
         await self._newcomer.membership.peek()
 
+    def _at_work(self) -> Sequence[PeerRecord]:
+        """Return the records of the others that train: those of our stage, or of all where it has none."""
+        roster, number, me = self._newcomer.membership.roster, self._number, self._newcomer.me
+        stages = (living_replicas(roster, stage, me) for stage in range(len(roster.stages)))
+        return living_replicas(roster, number, me) or [record for records in stages for record in records]
+
     def _announce(self, waiting: str | None) -> None:
         """Say in our record that we catch up, and for what we wait."""
         for record in self._newcomer.membership.roster.stage(self._number):
@@ -191,5 +199,5 @@ class _StateSearch:
                 self._newcomer.membership.update(record)
 
 
-def _median_progress(living: tuple[PeerRecord, ...]) -> float:
-    return median_low([record.progress for record in living])
+def _median_progress(records: Sequence[PeerRecord]) -> float:
+    return median_low([record.progress for record in records] or [0.0])
