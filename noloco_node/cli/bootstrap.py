@@ -21,7 +21,7 @@ from noloco_node.machine.signals import departure
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm import speed_test
+from noloco_node.swarm import run_history, speed_test
 from noloco_node.swarm.connection import connected, prefix
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
@@ -74,6 +74,8 @@ async def host(config: BootstrapConfig) -> None:
         async with departure(say) as leaving, connected(settings) as network, network.relaying(keys) as relays:
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
+            history = run_history.RunHistory(home.run_history, recipe.digest, say)
+            await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
             invite = invites.format(recipe.digest, await network.addresses())
             print(invite, flush=True)
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}); to join from another machine:")
@@ -83,6 +85,7 @@ async def host(config: BootstrapConfig) -> None:
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(membership.run()), group.create_task(_tell(membership))]
+                tasks.append(group.create_task(history.follow(membership)))
                 leaving.polite = True
                 await leaving.asked.wait()
                 for task in tasks:

@@ -30,8 +30,10 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_pe
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
+from noloco_node.swarm import run_history
 from noloco_node.swarm.connection import connected, prefix
 from noloco_node.swarm.run_distribution import RunFileText, fetch
+from noloco_node.tasks import background
 from noloco_node.terminal import Bar, say
 
 
@@ -76,11 +78,20 @@ class _Participant:
         # In the first shift alone: in a later one nobody of the invite may be there to ask.
         self._run = self._run or await self._fetch_run(network)
         recipe, layout = self._run
+        history = run_history.RunHistory(self._home.run_history, recipe.digest, say)
         host = HostMachine(self._config, self._home, self._torch_device, recipe, layout, network.peer_id)
         with closing(host):
-            node = Node(recipe, layout, network, host, _node_options(self._config), self._reporter)
+            options = _node_options(self._config, await self._reached(network, history))
+            node = Node(recipe, layout, network, host, options, self._reporter)
             self._leaving.polite = True
-            await node.live(leave)
+            async with background(history.follow(node.membership)):
+                await node.live(leave)
+
+    async def _reached(self, network: PeerNetwork, history: run_history.RunHistory) -> float:
+        """Return how far the run had come, as far as we or the peers of the invite know; from now on, tell others."""
+        await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
+        asked = [address.peer for address in self._invite.addresses if address.peer != network.peer_id]
+        return max(history.progress, await run_history.reached(network, asked))
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout]:
         recipe = await fetch(network, [address.peer for address in self._invite.addresses], self._invite.digest)
@@ -101,7 +112,7 @@ def _network_settings(invite: invites.Invite, config: NodeConfig, home: Home) ->
     return msgspec.structs.replace(settings, listen=config.listen) if config.listen else settings
 
 
-def _node_options(config: NodeConfig) -> NodeOptions:
+def _node_options(config: NodeConfig, reached: float) -> NodeOptions:
     return NodeOptions(
         stage=config.stage,
         moves=config.stage is None and not config.stay,
@@ -109,4 +120,6 @@ def _node_options(config: NodeConfig) -> NodeOptions:
         refresh_s=config.refresh_s,
         keep_snapshots=config.keep_snapshots,
         slowest_bytes_per_s=slowest_bytes_per_s(config.allowance, SLOWEST_BYTES_PER_S),
+        reached=reached,
+        begin_anew=config.begin_anew,
     )

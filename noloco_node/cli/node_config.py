@@ -33,6 +33,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Checkpoints that are kept."""
     keep_snapshots: int = 0
     """Rounds between two snapshots of each other stage; 0 keeps none."""
+    begin_anew: bool = False
+    """Begins the run from its first weights though it was begun, where nobody who has others is there."""
     allowance: OwnerLimits = OwnerLimits()
     """What its owner lets it take of the line, and when."""
     linger_s: float = 600.0

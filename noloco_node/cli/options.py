@@ -144,6 +144,14 @@ class JoinOptions:
             "from there. 0: none.",
         ),
     ] = 0
+    begin_anew: Annotated[
+        bool,
+        typer.Option(
+            "--begin-anew",
+            help="Begin at step 0 with the run's first weights, where the run had gone further and nobody is left who "
+            "has its weights.",
+        ),
+    ] = False
     linger: Annotated[
         float,
         typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run."),
@@ -179,6 +187,7 @@ class JoinOptions:
             allowance=read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours),
             keep=self.keep,
             keep_snapshots=self.keep_snapshots,
+            begin_anew=self.begin_anew,
             linger_s=self.linger,
             refresh_s=self.refresh,
             slowdown=self.slowdown,

@@ -21,6 +21,7 @@ from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, Replic
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 from noloco_node.storage import tensor_file
 from noloco_node.storage.checkpoint import Checkpoint, Counters, arrays_of, counters_of
+from noloco_node.terminal import say
 
 
 class StagePart(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,12 +99,13 @@ def laid_down(parts: Path, run_id: str, stage: int, shapes: Shapes) -> list[Repl
             counters = counters_of(path)
             each = ReplicaFile(path, counters.peer, counters)
             if (counters.run_id, counters.stage, path_of(parts, stage, counters.peer)) != (run_id, stage, path):
+                say(f"{path} is skipped: it is of another run, stage or peer than its name says")
                 continue
             tensor_file.check(path)
             with ReplicaReader([each], shapes):
                 found.append(each)
-        except (OSError, ValueError):
-            continue
+        except (OSError, ValueError) as error:
+            say(f"{path} is skipped: {error}")
     return found
 
 
@@ -145,7 +147,10 @@ def read_part(parts: Path, run_id: str, stage: int, shapes: Shapes) -> FoundStag
         part = msgspec.json.decode(tensor_file.about(path) or "", type=StagePart)
         tensor_file.check(path)
         weights = load_file(path)
-    except (OSError, ValueError, SafetensorError):
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, SafetensorError) as error:
+        say(f"{path} is skipped: {error}")
         return None
     fits = {name: tuple(weight.shape) for name, weight in weights.items()} == dict(shapes)
     if part.run_id != run_id or part.stage != stage or not fits:
