@@ -23,6 +23,7 @@ from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history, speed_test
 from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.kept_invite import KeptInvite, from_where
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
@@ -76,16 +77,21 @@ async def host(config: BootstrapConfig) -> None:
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             history = run_history.RunHistory(home.run_history, recipe.digest, say)
             await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
-            invite = invites.format(recipe.digest, await network.addresses())
+            addresses = await network.addresses()
+            invite = invites.format(recipe.digest, addresses)
             print(invite, flush=True)
-            say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}); to join from another machine:")
+            kept = KeptInvite(home.invite, invites.parse(invite), (), say)
+            kept.keep()
+            usable = from_where(addresses)
+            say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
+            say(f"to join {usable}:")
             say(f"noloco-node join {invite}")
             if relays:
                 say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(membership.run()), group.create_task(_tell(membership))]
-                tasks.append(group.create_task(history.follow(membership)))
+                tasks += [group.create_task(each.follow(membership)) for each in (history, kept)]
                 leaving.polite = True
                 await leaving.asked.wait()
                 for task in tasks:

@@ -32,14 +32,17 @@ from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history
 from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.kept_invite import KeptInvite
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background
 from noloco_node.terminal import Bar, say
 
 
-async def join(invite: str, config: NodeConfig) -> None:
-    """Join the swarm of an invite and stay until the run ends or we are asked to leave."""
-    parsed = invites.parse(invite)
+async def join(invite: str | None, config: NodeConfig) -> None:
+    """Join the swarm of an invite, or of the one that our home keeps, and stay until the run ends or we are asked to
+    leave.
+    """
+    parsed = invites.parse(invites.found(invite, Path(config.home)))
     if config.data is not None:
         await asyncio.to_thread(check_source, config.data)
     share_arenas()
@@ -84,17 +87,22 @@ class _Participant:
             options = _node_options(self._config, await self._reached(network, history))
             node = Node(recipe, layout, network, host, options, self._reporter)
             self._leaving.polite = True
-            async with background(history.follow(node.membership)):
+            kept = KeptInvite(self._home.invite, self._invite, await network.addresses(), say)
+            say(f"an invite of our own, kept in {self._home.invite}: {kept.keep()}")
+            async with background(history.follow(node.membership)), background(kept.follow(node.membership)):
                 await node.live(leave)
 
     async def _reached(self, network: PeerNetwork, history: run_history.RunHistory) -> float:
         """Return how far the run had come, as far as we or the peers of the invite know; from now on, tell others."""
         await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
-        asked = [address.peer for address in self._invite.addresses if address.peer != network.peer_id]
-        return max(history.progress, await run_history.reached(network, asked))
+        return max(history.progress, await run_history.reached(network, self._asked(network)))
+
+    def _asked(self, network: PeerNetwork) -> list[str]:
+        """Return the peers of the invite, without ourselves: it may be our own."""
+        return list(dict.fromkeys(each.peer for each in self._invite.addresses if each.peer != network.peer_id))
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout]:
-        recipe = await fetch(network, [address.peer for address in self._invite.addresses], self._invite.digest)
+        recipe = await fetch(network, self._asked(network), self._invite.digest)
         self._home.keep_run_file(recipe.text)
         return recipe, await asyncio.to_thread(model_layout, recipe.run)
 

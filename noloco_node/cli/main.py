@@ -21,8 +21,8 @@ from noloco_node.cli.options import (
     DownloadOption,
     HomeOption,
     HomesOption,
-    InviteArgument,
     JoinOptions,
+    KeptInviteArgument,
     ListenOption,
     SimulateOptions,
     UploadOption,
@@ -112,7 +112,9 @@ def bootstrap(
     invite: Annotated[
         str | None,
         typer.Option(
-            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.", show_default=False
+            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place; or the home of a "
+            "node of it.",
+            show_default=False,
         ),
     ] = None,
     relays: Annotated[
@@ -127,13 +129,14 @@ def bootstrap(
 ) -> None:
     """Host a bootstrap peer: newcomers find the swarm and its run file here. Prints the invite to pass on."""
     from noloco_node.cli.bootstrap import BootstrapConfig, host
+    from noloco_node.swarm.invite import found
 
     config = BootstrapConfig(
         run=run,
         home=home or default_home("bootstrap"),
         listen=tuple(listen or ()),
         announce=tuple(announce or ()),
-        invite=invite,
+        invite=invite and found(invite, Path()),
         relays=relays,
     )
     _run(host(config))
@@ -141,7 +144,7 @@ def bootstrap(
 
 @app.command()
 @taking(JoinOptions)
-def join(invite: InviteArgument, options: JoinOptions) -> None:
+def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
     # Before torch is loaded: a refusal is to come at once.
     config = options.node_config()
@@ -152,13 +155,15 @@ def join(invite: InviteArgument, options: JoinOptions) -> None:
 
 @app.command()
 def status(
-    invite: InviteArgument,
+    invite: KeptInviteArgument = None,
+    home: HomeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
     from noloco_node.cli.status import look
+    from noloco_node.swarm.invite import found
 
-    typer.echo(_run(look(invite, as_json=as_json)))
+    typer.echo(_run(look(found(invite, home or default_home("node")), as_json=as_json)))
 
 
 @app.command()

@@ -16,9 +16,13 @@ from noloco_node.cli.node_config import NodeConfig
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.run.config import MOST_SLOWDOWN
 
-InviteArgument = Annotated[
-    str,
-    typer.Argument(metavar="INVITE", help="The one line that a bootstrap peer or `status` prints.", show_default=False),
+KeptInviteArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[INVITE]",
+        help="The one line that a bootstrap peer, a node or `status` prints, or the home of a node, which keeps one.",
+        show_default="the one that --home keeps",
+    ),
 ]
 HomeOption = Annotated[
     Path | None,

@@ -10,11 +10,9 @@ import msgspec
 
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.connection import visited
-from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.roster import PeerRecord, Roster, some_addresses
 from noloco_node.swarm.run_distribution import RunFileText
 
-BESIDE_BOOTSTRAP = 4
-"""Addresses of ordinary peers in the invite that `status` prints: with them it outlives its bootstrap peers."""
 MOST_WORDS = 200
 """Of what a peer says of itself in words."""
 
@@ -23,20 +21,10 @@ async def look(invite: str, *, as_json: bool) -> str:
     """Return a table, or one JSON object, of all peers of a run."""
     async with visited(invite) as (_, recipe, membership):
         roster = membership.roster
-    wider = widened(invite, roster)
+    wider = invites.widened(invites.parse(invite), some_addresses(roster))
     if as_json:
         return msgspec.json.encode(summary(recipe, roster, wider)).decode()
     return picture(recipe, roster) + f"\nThe same swarm by more addresses:\n  {wider}"
-
-
-def widened(invite: str, roster: Roster) -> str:
-    """Return the invite with the addresses of some living peers added."""
-    parsed = invites.parse(invite)
-    known = [str(address) for address in parsed.addresses]
-    living = [record.addresses[0] for stage in roster.stages for record in stage if record.addresses]
-    return invites.format(
-        parsed.digest, [*known, *[address for address in living if address not in known][:BESIDE_BOOTSTRAP]]
-    )
 
 
 def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
