@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import closing
 from datetime import datetime
+from math import prod
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import torch
 from noloco_node.cli.host_machine import HostMachine
 from noloco_node.cli.node_config import NodeConfig
 from noloco_node.data.blocks import check_source
+from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability
@@ -104,7 +106,11 @@ class _Participant:
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout]:
         recipe = await fetch(network, self._asked(network), self._invite.digest)
         self._home.keep_run_file(recipe.text)
-        return recipe, await asyncio.to_thread(model_layout, recipe.run)
+        layout = await asyncio.to_thread(model_layout, recipe.run)
+        weights = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in enumerate(layout.shapes)}
+        wished = {stage: size for stage, size in weights.items() if stage == self._config.stage}
+        require_disk(self._home.path, wished or weights, self._config.keep)
+        return recipe, layout
 
 
 def _network_settings(invite: invites.Invite, config: NodeConfig, home: Home) -> NetworkSettings:

@@ -248,7 +248,7 @@ class Replica:
             loss=_finite(self._loss),
             gap=_finite(self._gap),
             partner=self._partner,
-            waiting=self.waiting(),
+            waiting=None if state is PeerState.FINISHED else self.waiting(),
             version=__version__,
         )
 

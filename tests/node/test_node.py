@@ -193,6 +193,24 @@ def test_who_comes_back_to_a_run_is_waited_for() -> None:
     run(main())
 
 
+def test_who_has_finished_waits_for_nothing() -> None:
+    async def main() -> None:
+        hub, what = SimNetwork(), recipe(steps=6, per_round=3)
+        peers = [Peer(hub, what, f"peer-{number}", number) for number in (0, 1)]
+        state = PeerState.FINISHED
+        await until(lambda: all(any(e.state is state for e in peer.of(events.StateChanged)) for peer in peers))
+        await asyncio.sleep(20.0)
+        replica = peers[1].node.replica
+        assert replica is not None
+        assert "microbatches" in (replica.waiting() or "")
+        assert replica.describe(state).waiting is None
+        for peer in peers:
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in peers])
+
+    run(main())
+
+
 def test_a_killed_replica_does_not_stop_the_others() -> None:
     async def main() -> list[Peer]:
         hub, what = SimNetwork(), recipe(replicas=2, steps=40)
