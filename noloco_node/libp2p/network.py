@@ -76,9 +76,9 @@ class Libp2pNetwork:
         check_announce(settings.announce)
         parts = load_hivemind()
         ignore_orphaned_waits(asyncio.get_running_loop())
-        switchboard = Switchboard(settings.patience, settings.capacity)
+        switchboard = Switchboard(settings.timeouts, settings.capacity)
         with private_directory() as directory:
-            exchange = StreamContext(switchboard, met or KnownPeers(), settings.prefix, settings.patience)
+            exchange = StreamContext(switchboard, met or KnownPeers(), settings.prefix, settings.timeouts)
             network = cls(settings, LinkContext(parts, directory, exchange, settings.reach), tell)
             try:
                 await network._begin(settings.identity or directory / "identity.key")
@@ -171,7 +171,7 @@ class Libp2pNetwork:
     async def relaying(self, identities: Sequence[Path]) -> AsyncIterator[tuple[str, ...]]:
         """Run a relay for each identity, at the ports after our own, and tell the swarm of them; see `relays`."""
         chosen = relays.relay_configs(self._settings, identities)
-        start_s = self._settings.patience.start_s
+        start_s = self._settings.timeouts.start_s
         pool = relays.RelayPool(self._context.parts, self._context.directory, start_s, self._tell, self._granted)
         async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
             key = self._settings.prefix + KEY
@@ -302,7 +302,7 @@ class Libp2pNetwork:
             present = asyncio.get_running_loop().create_task(self._present.wait())
             ends: set[asyncio.Future[Any]] = {present, self._service}
             try:
-                await asyncio.wait(ends, timeout=self._settings.patience.return_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(ends, timeout=self._settings.timeouts.return_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 present.cancel()
         if self._session is None:
@@ -324,4 +324,4 @@ class Libp2pNetwork:
         self._switchboard.close()
         if self._service is not None:
             self._service.cancel()
-            await asyncio.wait({self._service}, timeout=self._settings.patience.linger_s)
+            await asyncio.wait({self._service}, timeout=self._settings.timeouts.linger_s)

@@ -56,7 +56,7 @@ class MigrationWatcher:
         self._newcomer, self._stage, self._progress, self._unfit = newcomer, stage, progress, unfit
         self._pace = StagePace.of(refresh_s)
         self._me = OwnPlacement(newcomer.me, newcomer.run.seed, _now(), moves)
-        self._mind = MigrationState()
+        self._state = MigrationState()
 
     async def run(self, allowed: bool) -> Move:
         """Return when it is time to go, and where; never where the owner does not allow it."""
@@ -66,7 +66,7 @@ class MigrationWatcher:
         while True:
             await asyncio.sleep(self._pace.look_s * rng.uniform(0.9, 1.1))
             if not may_move(self._me, self._pace, _now(), self._progress()):
-                self.may_serve, self.moves_to, self._mind = (), None, MigrationState()
+                self.may_serve, self.moves_to, self._state = (), None, MigrationState()
                 continue
             self.may_serve = self._elsewhere()
             move = await self._look()
@@ -85,7 +85,7 @@ class MigrationWatcher:
         `device_s`: of a microbatch here.
         """
         newcomer = self._newcomer
-        work, line_s = newcomer.plan.work, newcomer.host.line_s(move.target)
+        work, line_s = newcomer.dimensions.work, newcomer.host.line_s(move.target)
         self.device_s = max(device_s * work[move.target] / work[move.origin], line_s)
         newcomer.membership.focus(range(newcomer.run.pipeline.stages))
         record = PeerRecord(
@@ -118,25 +118,25 @@ class MigrationWatcher:
             claim._replace(may_serve=self.may_serve, moves_to=self.moves_to) if claim.peer == self._me.peer else claim
             for claim in claims_of(roster)
         ]
-        verdict = decide(self._me, self._mind, claims, self._newcomer.plan.work, self._pace, _now())
-        self._mind = verdict.mind
-        if verdict.go:
-            return verdict.move
-        if verdict.announce != self.moves_to:
-            self.moves_to = verdict.announce
-            if verdict.move is not None:
-                say(f"{verdict.move}; we go there in {self._pace.settle_s:.0f} s unless somebody else does")
+        decision = decide(self._me, self._state, claims, self._newcomer.dimensions.work, self._pace, _now())
+        self._state = decision.state
+        if decision.go:
+            return decision.move
+        if decision.announce != self.moves_to:
+            self.moves_to = decision.announce
+            if decision.move is not None:
+                say(f"{decision.move}; we go there in {self._pace.settle_s:.0f} s unless somebody else does")
             else:
                 say("somebody else moves, or nobody has to any more: we stay")
         return None
 
 
-async def stop_serving(network: PeerNetwork, run: RunConfig, plan: Dimensions, stage: int) -> None:
+async def stop_serving(network: PeerNetwork, run: RunConfig, dimensions: Dimensions, stage: int) -> None:
     """Serve a stage no more: who still asks for it is told so, and no handler keeps its weights in memory."""
-    shapes = tuple(plan.shapes[stage].values())
+    shapes = tuple(dimensions.shapes[stage].values())
     schemas = {GOSSIP: gossip_schema(run, shapes), STATE: state_schema(shapes)}
     if stage > 0:
-        schemas[MICROBATCH] = microbatch_schema(run, plan.width)
+        schemas[MICROBATCH] = microbatch_schema(run, dimensions.width)
     for name, schema in schemas.items():
         await network.serve(topic(name, stage), schema, _gone)
 

@@ -40,8 +40,8 @@ class NodeOptions:
 class NodeContext:
     """The parts of a node that outlive its time at one stage."""
 
-    recipe: RunFileText
-    plan: Dimensions
+    run_file: RunFileText
+    dimensions: Dimensions
     network: PeerNetwork
     host: Host
     options: NodeOptions
@@ -64,13 +64,13 @@ class NodeContext:
     def newcomer(self, stage: int | None, device_s: float = 0.0) -> Newcomer:
         """Return ourselves as who is about to join, at `stage` if that is given."""
         return Newcomer(
-            recipe=self.recipe,
-            plan=self.plan,
+            run_file=self.run_file,
+            dimensions=self.dimensions,
             network=self.network,
             membership=self.membership,
             host=self.host,
             reporter=self.reporter,
-            wish=stage,
+            requested_stage=stage,
             device_s=device_s,
             slowest_bytes_per_s=self.options.slowest_bytes_per_s,
             deadlines=self.options.deadlines,

@@ -65,15 +65,18 @@ class Replica:
         stage: StageModel,
         device: Runner,
         context: ReplicaContext,
-        beginning: StartingState,
+        starting_state: StartingState,
     ) -> None:
         run = config.run
         window, windows = run.pipeline.microbatches_per_step, run.pipeline.windows_in_flight
         # The last stage waits for nobody: a second window would gain it nothing, and its gradients are always fresh.
         # It queues what it would have had in flight.
-        self.config, self.gate = config, AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows)
-        self.inner_steps = beginning.origin.inner_steps
-        self.progress: Progress = begin(beginning.progress, _now())
+        self.config, self.admission = (
+            config,
+            AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows),
+        )
+        self.inner_steps = starting_state.origin.inner_steps
+        self.progress: Progress = begin(starting_state.progress, _now())
         self._stage, self._device, self._context = stage, device, context
         self._schedule = Schedule(
             peak=run.inner.learning_rate,
@@ -84,15 +87,19 @@ class Replica:
         rng = Random(f"{run.seed}|routing|{config.peer}")
         client = MicrobatchClient(config, context)
         next_stage = NextStageClient(hops=Derived(context.roster, client.hops), call=client.call)
-        self.downstream = None if config.last else NextStage(next_stage, Limits(), rng)
+        self.next_stage = None if config.last else NextStage(next_stage, Limits(), rng)
         self.worker = Worker(
-            stage, self.gate, WorkerCompute(run=device.run, clock=device.clock), self.downstream, run.pipeline.budget_s
+            stage,
+            self.admission,
+            WorkerCompute(run=device.run, clock=device.clock),
+            self.next_stage,
+            run.pipeline.budget_s,
         )
         self.microbatches = MicrobatchServer(config, context, self.worker)
         self.rounds = Rounds(
             config.peer,
-            round_settings(config, sum(tensor.nbytes for tensor in beginning.origin.state.slow)),
-            beginning.origin,
+            round_settings(config, sum(tensor.nbytes for tensor in starting_state.origin.state.slow)),
+            starting_state.origin,
             self,
             RoundContext(
                 compute=device.beside,
@@ -113,7 +120,7 @@ class Replica:
 
     async def train(self, in_pause: Callable[[], Awaitable[None]]) -> None:
         """Fill windows and take inner steps until the gate is closed; call `in_pause` between two of them."""
-        while (outcomes := await self.gate.full()) is not None:
+        while (outcomes := await self.admission.full()) is not None:
             # What the optimiser has taken must be counted, and known to the rounds, whenever we are cancelled.
             await to_the_end(self._step(outcomes, in_pause))
 
@@ -125,7 +132,7 @@ class Replica:
         going = RoundProgress(self.progress.value, speed(self._microbatch_s))
         await self.rounds.between_steps(self.inner_steps, self._seconds_per_step, going)
         await in_pause()
-        self.gate.next_window()
+        self.admission.next_window()
 
     def _note_step(self, outcomes: tuple[WindowOutcome, ...], rate: float, applied: bool) -> None:
         self.inner_steps += 1
@@ -161,14 +168,14 @@ class Replica:
 
         Those whose gradient has come wait for the others.
         """
-        away = self.gate.in_flight - self.gate.turns.waiting
-        return self.downstream is not None and 0 < away <= self.downstream.statistics()["waiting"]
+        away = self.admission.in_flight - self.admission.turns.waiting
+        return self.next_stage is not None and 0 < away <= self.next_stage.statistics()["waiting"]
 
     async def discard(self) -> int:
         """Forget the gradients of the partial window, and what is in flight; return how many microbatches it held."""
         self.worker.abandon()
         await self._device.run(self._stage.discard)
-        return self.gate.succeeded
+        return self.admission.succeeded
 
     # What peers ask of us.
 
@@ -203,7 +210,7 @@ class Replica:
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Shut the gate until nothing is in flight."""
-        return self.gate.alone(retry_after_s, DRAIN_S if self.config.deadlines else math.inf)
+        return self.admission.alone(retry_after_s, DRAIN_S if self.config.deadlines else math.inf)
 
     def _partners(self, roster: Roster) -> tuple[Candidate, ...]:
         others = [record for record in roster.stage(self.config.stage) if record.peer != self.config.peer]
@@ -254,11 +261,11 @@ class Replica:
 
     def waiting(self) -> str | None:
         """Say what the replica waits for and since when; None while it works."""
-        now_s, wait = _now(), self.downstream.waiting if self.downstream else None
+        now_s, wait = _now(), self.next_stage.waiting if self.next_stage else None
         if wait is not None and now_s - wait.since_s > IDLE_S:
             return f"{wait.what}, for {now_s - wait.since_s:.0f} s"
         idle_s = now_s - self._stepped_at
-        if self.gate.in_flight == 0 and self.gate.succeeded < self.gate.window and idle_s > IDLE_S:
+        if self.admission.in_flight == 0 and self.admission.succeeded < self.admission.window and idle_s > IDLE_S:
             return f"microbatches from stage {self.config.stage - 1}, for {idle_s:.0f} s" if self.config.stage else None
         return None
 
@@ -288,9 +295,9 @@ class Replica:
     def statistics(self) -> dict[str, int | float]:
         """Return the counters of the gate, the worker and the rounds, each under its own prefix."""
         parts = {
-            "gate": self.gate.statistics(),
+            "gate": self.admission.statistics(),
             "worker": self.worker.statistics(),
-            "downstream": self.downstream.statistics() if self.downstream else {},
+            "downstream": self.next_stage.statistics() if self.next_stage else {},
             "rounds": self.rounds.statistics(),
             "stage": self._stage.statistics(),
         }

@@ -59,8 +59,8 @@ class ProgressReporter:
 
     def record_totals(self) -> None:
         """Journal the totals so far: microbatches by next hop, bytes by purpose."""
-        if self._replica.downstream is not None:
-            totals = self._replica.downstream.hop_totals
+        if self._replica.next_stage is not None:
+            totals = self._replica.next_stage.hop_totals
             self._reporter.record(events.Hops(counts={peer: total.succeeded for peer, total in totals.items()}))
         bytes_by: dict[str, dict[str, int]] = {"bytes.sent.": {}, "bytes.received.": {}}
         totals_now = self._network.statistics()

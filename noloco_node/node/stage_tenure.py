@@ -66,7 +66,7 @@ class StageTenure:
     ) -> None:
         self._context, self._addresses = context, addresses
         replica = self.replica = _make_replica(context, start)
-        self._shapes = tuple(context.plan.shapes[start.number].values())
+        self._shapes = tuple(context.dimensions.shapes[start.number].values())
         self._donor = Donor(replica.state, context.host.device.beside, self._shapes, self._donor_limits())
         self.migration = MigrationWatcher(
             context.newcomer(context.options.stage),
@@ -110,9 +110,9 @@ class StageTenure:
     async def _start_serving(self) -> None:
         """Serve what a replica serves."""
         context, replica = self._context, self.replica
-        run, number = context.recipe.run, replica.config.stage
+        run, number = context.run_file.run, replica.config.stage
         if number > 0:
-            await self._serve(MICROBATCH, microbatch_schema(run, context.plan.width), replica.microbatches.serve)
+            await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), replica.rounds.serve)
         await self._serve(STATE, state_schema(self._shapes), self._donor.serve)
         self._announce(PeerState.TRAINING)
@@ -131,7 +131,7 @@ class StageTenure:
     async def _depart(self, move: Move, device_s: float) -> None:
         """Take our place at another stage, and serve this one no more."""
         await self.migration.take_place(move, device_s)
-        await stop_serving(self._context.network, self._context.recipe.run, self._context.plan, move.origin)
+        await stop_serving(self._context.network, self._context.run_file.run, self._context.dimensions, move.origin)
 
     async def _linger(self, leave: asyncio.Event) -> None:
         """Go on serving the weights after the end of a run."""
@@ -185,9 +185,9 @@ class StageTenure:
         if store is None or not context.keeps_snapshots:
             return
         config = SnapshotKeeperConfig(
-            run_id=context.recipe.digest,
-            seed=context.recipe.run.seed,
-            shapes=tuple(tuple(shapes.values()) for shapes in context.plan.shapes),
+            run_id=context.run_file.digest,
+            seed=context.run_file.run.seed,
+            shapes=tuple(tuple(shapes.values()) for shapes in context.dimensions.shapes),
             own=self.replica.config.stage,
             every=context.options.keep_snapshots,
             deadline_s=lambda weight_bytes: copying_s(weight_bytes, context.options.slowest_bytes_per_s),
@@ -200,12 +200,12 @@ class StageTenure:
 
 def _make_replica(context: NodeContext, start: Start) -> Replica:
     """Make what joining yielded a replica of its stage."""
-    run, options, membership = context.recipe.run, context.options, context.membership
-    context.work.begin(start.beginning.progress, start.counted)
+    run, options, membership = context.run_file.run, context.options, context.membership
+    context.work.begin(start.starting_state.progress, start.counted)
     membership.focus(range(run.pipeline.stages) if context.keeps_snapshots else (start.number, start.number + 1))
     config = ReplicaConfig(
         run=run,
-        run_id=context.recipe.digest,
+        run_id=context.run_file.digest,
         stage=start.number,
         peer=context.me,
         deadlines=options.deadlines,
@@ -216,20 +216,20 @@ def _make_replica(context: NodeContext, start: Start) -> Replica:
         network=context.network,
         roster=lambda: membership.roster,
         record=context.reporter.record,
-        microbatch_schema=microbatch_schema(run, context.plan.width),
+        microbatch_schema=microbatch_schema(run, context.dimensions.width),
         gossip_schema=gossip_schema(run, start.stage.shapes),
-        vocabulary=context.plan.vocabulary,
+        vocabulary=context.dimensions.vocabulary,
     )
     context.reporter.record(
         events.Started(
             peer=context.me,
             stage=start.number,
-            run=context.recipe.digest,
+            run=context.run_file.digest,
             version=__version__,
-            parameters=sum(tensor.numel() for tensor in start.beginning.origin.state.slow),
+            parameters=sum(tensor.numel() for tensor in start.starting_state.origin.state.slow),
         )
     )
-    return Replica(config, start.stage, context.host.device, replica_context, start.beginning)
+    return Replica(config, start.stage, context.host.device, replica_context, start.starting_state)
 
 
 def violations_journalled(record: Callable[[events.Event], None], topic: str, handler: Handler) -> Handler:

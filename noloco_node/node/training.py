@@ -170,7 +170,7 @@ class Training:
             self.move = moving.result() if moving.done() and not over and not asked.done() else None
             moving.cancel()
             self.state = PeerState.TRAINING if over else PeerState.LEAVING
-            replica.gate.close()
+            replica.admission.close()
             if self.move is not None:
                 self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
                 await self._depart(self.move, replica.worker.device_s)
@@ -192,8 +192,8 @@ class Training:
         until_s = asyncio.get_running_loop().time() + drain_s
         while not steps.done() and not replica.stranded and asyncio.get_running_loop().time() < until_s:
             await asyncio.wait({steps}, timeout=0.5)
-        if replica.gate.in_flight:
-            self._reporter.say(f"{replica.gate.in_flight} microbatches did not come back in time")
+        if replica.admission.in_flight:
+            self._reporter.say(f"{replica.admission.in_flight} microbatches did not come back in time")
 
     def tell(self, replica: Replica, ending: Ending) -> None:
         """Journal how it ended."""

@@ -107,7 +107,7 @@ async def peer(
 ) -> AsyncIterator[tuple[Libp2pNetwork, int]]:
     """A peer on this machine, and the process id of its daemon."""
     before = p2pds()
-    chosen = {"listen": (LOCAL,), "patience": PATIENT, "bootstrap": bootstrap} | settings
+    chosen = {"listen": (LOCAL,), "timeouts": PATIENT, "bootstrap": bootstrap} | settings
     async with Libp2pNetwork.open(NetworkSettings(prefix=prefix, **chosen), tell) as network:
         (daemon,) = p2pds() - before
         yield network, daemon
@@ -115,11 +115,11 @@ async def peer(
 
 @asynccontextmanager
 async def pair(
-    patience: TimeoutSettings = PATIENT, **settings: Any
+    timeouts: TimeoutSettings = PATIENT, **settings: Any
 ) -> AsyncIterator[tuple[Libp2pNetwork, int, Libp2pNetwork, int]]:
     async with (
-        peer(patience=patience) as (one, one_daemon),
-        peer(*await one.addresses(), patience=patience, **settings) as (other, other_daemon),
+        peer(timeouts=timeouts) as (one, one_daemon),
+        peer(*await one.addresses(), timeouts=timeouts, **settings) as (other, other_daemon),
     ):
         yield one, one_daemon, other, other_daemon
 

@@ -14,19 +14,19 @@ from noloco_node.swarm.run_distribution import RunFileText
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Newcomer:
-    """A peer that is about to take part. `wish`: the stage that its owner asked for, or to which it moves; then
+    """A peer that is about to take part. `requested_stage`: the stage that its owner asked for, or to which it moves; then
     `device_s` is what a microbatch will take it there, as far as it knows.
 
     `slowest_bytes_per_s`: a donor whose line is slower is given up. `deadlines`: False waits for a copy without end.
     """
 
-    recipe: RunFileText
-    plan: Dimensions
+    run_file: RunFileText
+    dimensions: Dimensions
     network: PeerNetwork
     membership: Membership
     host: Host
     reporter: Reporter
-    wish: int | None = None
+    requested_stage: int | None = None
     device_s: float = 0.0
     slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
     deadlines: bool = True
@@ -39,4 +39,4 @@ class Newcomer:
     @property
     def run(self) -> RunConfig:
         """What all peers of the run have agreed on."""
-        return self.recipe.run
+        return self.run_file.run

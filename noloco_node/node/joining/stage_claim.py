@@ -87,11 +87,11 @@ def servable(newcomer: Newcomer) -> range:
 async def claim_stage(newcomer: Newcomer, served: int | None) -> ClaimedStage:
     """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
     await _read_roster(newcomer)
-    if newcomer.wish is not None:
-        return await _claim_wish(newcomer, newcomer.wish)
+    if newcomer.requested_stage is not None:
+        return await _claim_requested(newcomer, newcomer.requested_stage)
     if not newcomer.network.dialable:
         newcomer.reporter.say("looking at stage 0 alone, which dials the others: nobody can dial us")
-    membership, work, fitting = newcomer.membership, newcomer.plan.work, _FittingStages(newcomer)
+    membership, work, fitting = newcomer.membership, newcomer.dimensions.work, _FittingStages(newcomer)
     rng = Random(f"{newcomer.run.seed}|placement|{newcomer.me}")
     stage = choose_stage(capacities(claims_of(membership.roster), work), fitting.stages(), rng, served)
     part = await build_stage(newcomer.host, stage)
@@ -140,12 +140,12 @@ async def _read_roster(newcomer: Newcomer) -> None:
     )
 
 
-async def _claim_wish(newcomer: Newcomer, wish: int) -> ClaimedStage:
+async def _claim_requested(newcomer: Newcomer, requested: int) -> ClaimedStage:
     try:
-        stage = parse_stage(wish, newcomer.run.pipeline.stages)
+        stage = parse_stage(requested, newcomer.run.pipeline.stages)
     except ValueError as error:
         raise UserError(
-            f"There is no stage {wish}.",
+            f"There is no stage {requested}.",
             why=str(error),
             hint="leave out --stage, or choose one that is there",
             code=Exit.USAGE,
@@ -210,15 +210,15 @@ async def _measure(newcomer: Newcomer, stage: StageModel, number: int) -> tuple[
     """Take a microbatch through a stage. Return the seconds of one at every stage, on the device or on the line, and
     the bytes that it keeps at this one.
     """
-    host, work, stages = newcomer.host, newcomer.plan.work, newcomer.run.pipeline.stages
-    probe = await host.device.run(measure, stage, number, newcomer.run.pipeline, newcomer.plan, host.device.clock)
+    host, work, stages = newcomer.host, newcomer.dimensions.work, newcomer.run.pipeline.stages
+    probe = await host.device.run(measure, stage, number, newcomer.run.pipeline, newcomer.dimensions, host.device.clock)
     device_s = tuple(max(probe.device_s * work[each] / work[number], host.line_s(each)) for each in range(stages))
     return device_s, probe.kept_bytes
 
 
 async def _settle(newcomer: Newcomer, stage: int, own: _OwnCapacity) -> int:
     """Announce a stage, read again, and move if another newcomer chose alike; return where we stay."""
-    membership, work = newcomer.membership, newcomer.plan.work
+    membership, work = newcomer.membership, newcomer.dimensions.work
     claimed_at = newcomer.host.unix_time()
     for left in reversed(range(CLAIMS)):
         await membership.claim(
