@@ -206,13 +206,8 @@ class Libp2pNetwork:
         if any(goal):
             config = await preflight(self._context, settings, config, goal, self._tell)
         self._dialable = config.dialable
-        loop = asyncio.get_running_loop()
-        self._service = loop.create_task(self._serve(config), name="network")
-        present = loop.create_task(self._present.wait())
-        try:
-            await asyncio.wait({self._service, present}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            present.cancel()
+        self._service = asyncio.get_running_loop().create_task(self._serve(config), name="network")
+        await self._wait_for_session(self._service, None)
         if self._service.done():
             self._service.result()
 
@@ -299,15 +294,19 @@ class Libp2pNetwork:
             self._session = None
             self._present.clear()
         if self._session is None and self._service is not None and not self._service.done():
-            present = asyncio.get_running_loop().create_task(self._present.wait())
-            ends: set[asyncio.Future[Any]] = {present, self._service}
-            try:
-                await asyncio.wait(ends, timeout=self._settings.timeouts.return_s, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                present.cancel()
+            await self._wait_for_session(self._service, self._settings.timeouts.return_s)
         if self._session is None:
             raise ConnectionResetError("our own libp2p daemon is gone")
         return self._session
+
+    async def _wait_for_session(self, service: asyncio.Task[None], wait_s: float | None) -> None:
+        """Wait until a session is there, or none can come any more, or for so long."""
+        present = asyncio.get_running_loop().create_task(self._present.wait())
+        ends: set[asyncio.Future[Any]] = {present, service}
+        try:
+            await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            present.cancel()
 
     async def _granted(self, doors: Sequence[PeerAddress]) -> Grant:
         return await (await self._now()).granted(doors)

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from noloco_node.network.wire import Schema
-
+from noloco_node.network.wire import Schema
 
 VIOLATION_GRACE_S = 1.0
 """A handler whose caller violated the protocol is told so where it waits; whoever does not end then is cancelled."""

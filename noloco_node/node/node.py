@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import Dimensions, Host, Reporter
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.joining.join import Start, join
@@ -33,9 +33,6 @@ from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background, until_event
 from pipeline.migration import Move
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
 
 LIFETIME_S = 30.0
 """For which our record is believed at least; for others' too, since all of a run refresh alike as a rule."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from noloco_node.machine.interface import Dimensions, Host, Reporter
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.training import StageWork
@@ -13,9 +13,6 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.storage.checkpoint_writer import CheckpointWriter
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,12 @@ the fast weights. Everything that touches weights is a job of the device's one t
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from gossip.exchange.messages import Parts, ReplicaState
 from gossip.interface import (
@@ -33,6 +31,7 @@ from gossip.rule.outer_step import Tensors
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.machine.interface import Runner, StageModel
+from noloco_node.network.interface import Conversation
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, round_settings
@@ -41,14 +40,12 @@ from noloco_node.run.protocols import GOSSIP, topic
 from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
+from noloco_node.tasks import loop_s
 from pipeline.admission import AdmissionWindow, WindowOutcome
 from pipeline.next_stage import Limits, NextStage, NextStageClient
 from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
 from pipeline.stage import OptimiserState
 from pipeline.worker import Worker, WorkerCompute
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import Conversation
 
 DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
@@ -76,7 +73,7 @@ class Replica:
             AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows),
         )
         self.inner_steps = starting_state.origin.inner_steps
-        self.progress: Progress = begin(starting_state.progress, _now())
+        self.progress: Progress = begin(starting_state.progress, loop_s())
         self._stage, self._device, self._context = stage, device, context
         self._schedule = Schedule(
             peak=run.inner.learning_rate,
@@ -113,8 +110,9 @@ class Replica:
         self._gap: float | None = None
         self._partner: str | None = None
         self._tokens_per_s = 0.0
-        self._seconds_per_step = 1.0
-        self._stepped_at, self._busy_s = _now(), device.busy_s
+        self.seconds_per_step = 1.0
+        """What the last window took, from one inner step to the next; 1 before the first."""
+        self._stepped_at, self._busy_s = loop_s(), device.busy_s
 
     # The training itself.
 
@@ -125,24 +123,24 @@ class Replica:
             await to_the_end(self._step(outcomes, in_pause))
 
     async def _step(self, outcomes: tuple[WindowOutcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
-        self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], _now())
+        self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
         rate = learning_rate(self.progress.value, self._schedule)
         report = await self._device.run(self._stage.step, rate, len(outcomes))
         self._note_step(outcomes, rate, report.applied)
         going = RoundProgress(self.progress.value, speed(self._microbatch_s))
-        await self.rounds.between_steps(self.inner_steps, self._seconds_per_step, going)
+        await self.rounds.between_steps(self.inner_steps, self.seconds_per_step, going)
         await in_pause()
         self.admission.next_window()
 
     def _note_step(self, outcomes: tuple[WindowOutcome, ...], rate: float, applied: bool) -> None:
         self.inner_steps += 1
-        now_s, tokens = _now(), sum(outcome.tokens for outcome in outcomes)
+        now_s, tokens = loop_s(), sum(outcome.tokens for outcome in outcomes)
         losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
         self._loss = fmean(losses) if losses else None
-        self._seconds_per_step = max(1e-6, now_s - self._stepped_at)
+        self.seconds_per_step = max(1e-6, now_s - self._stepped_at)
         device_s = self._device.busy_s - self._busy_s
         self._stepped_at, self._busy_s = now_s, self._device.busy_s
-        newest = tokens / self._seconds_per_step
+        newest = tokens / self.seconds_per_step
         self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * newest if self._tokens_per_s else newest
         self._context.record(
             events.InnerStep(
@@ -150,17 +148,12 @@ class Replica:
                 progress=self.progress.value,
                 loss=self._loss,
                 tokens=tokens,
-                seconds=self._seconds_per_step,
+                seconds=self.seconds_per_step,
                 learning_rate=rate if applied else 0.0,
                 device_s=device_s,
                 stale=sum(outcome.stale for outcome in outcomes),
             )
         )
-
-    @property
-    def seconds_per_step(self) -> float:
-        """What the last window took, from one inner step to the next; 1 before the first."""
-        return self._seconds_per_step
 
     @property
     def stranded(self) -> bool:
@@ -261,7 +254,7 @@ class Replica:
 
     def waiting(self) -> str | None:
         """Say what the replica waits for and since when; None while it works."""
-        now_s, wait = _now(), self.next_stage.waiting if self.next_stage else None
+        now_s, wait = loop_s(), self.next_stage.waiting if self.next_stage else None
         if wait is not None and now_s - wait.since_s > IDLE_S:
             return f"{wait.what}, for {now_s - wait.since_s:.0f} s"
         idle_s = now_s - self._stepped_at
@@ -306,7 +299,3 @@ class Replica:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
 from noloco_node.machine.interface import Reporter
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.node.replica import Replica
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
-    from noloco_node.node.replica import Replica
+from noloco_node.tasks import loop_s
 
 LINE_EVERY_S = 10.0
 
@@ -42,7 +41,7 @@ class ProgressReporter:
         while True:
             await asyncio.sleep(min(self._refresh_s, LINE_EVERY_S) / 2)
             state = self._announce()
-            now_s = asyncio.get_running_loop().time()
+            now_s = loop_s()
             if now_s - totals_at >= self._refresh_s:
                 totals_at = now_s
                 self.record_totals()

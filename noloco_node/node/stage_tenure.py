@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -20,9 +20,10 @@ from gossip.transfer.download import piece_s
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
-from noloco_node.network.wire import Violation
+from noloco_node.network.interface import Conversation, Handler
+from noloco_node.network.wire import Schema, Violation
 from noloco_node.node.joining.join import Start
-from noloco_node.node.migration import MigrationWatcher, stop_serving
+from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
@@ -35,10 +36,6 @@ from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeepe
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.tasks import background
 from pipeline.migration import Move
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import Conversation, Handler
-    from noloco_node.network.wire import Schema
 
 LONGEST_WAITING = 400
 """Characters of what we wait for, in our record: there may be many things."""
@@ -67,6 +64,8 @@ class StageTenure:
         self._context, self._addresses = context, addresses
         replica = self.replica = _make_replica(context, start)
         self._shapes = tuple(context.dimensions.shapes[start.number].values())
+        self._served: dict[str, Schema] = {}
+        """What is said here about each topic."""
         self._donor = Donor(replica.state, context.host.device.beside, self._shapes, self._donor_limits())
         self.migration = MigrationWatcher(
             context.newcomer(context.options.stage),
@@ -119,8 +118,10 @@ class StageTenure:
         context.reporter.record(events.StateChanged(state=PeerState.TRAINING))
 
     async def _serve(self, protocol: str, schema: Schema, handler: Handler) -> None:
+        name = topic(protocol, self.replica.config.stage)
+        self._served[name] = schema
         handler = violations_journalled(self._context.reporter.record, protocol, handler)
-        await self._context.network.serve(topic(protocol, self.replica.config.stage), schema, handler)
+        await self._context.network.serve(name, schema, handler)
 
     def _donor_limits(self) -> DonorLimits:
         """Return the limits of copies: one outlives its newcomer's patience, so that one that comes back finds it."""
@@ -131,7 +132,8 @@ class StageTenure:
     async def _depart(self, move: Move, device_s: float) -> None:
         """Take our place at another stage, and serve this one no more."""
         await self.migration.take_place(move, device_s)
-        await stop_serving(self._context.network, self._context.run_file.run, self._context.dimensions, move.origin)
+        for name, schema in self._served.items():
+            await self._context.network.serve(name, schema, _gone)
 
     async def _linger(self, leave: asyncio.Event) -> None:
         """Go on serving the weights after the end of a run."""
@@ -230,6 +232,11 @@ def _make_replica(context: NodeContext, start: Start) -> Replica:
         )
     )
     return Replica(config, start.stage, context.host.device, replica_context, start.starting_state)
+
+
+async def _gone(conversation: Conversation) -> None:
+    """Tell whoever still asks; this handler keeps no weights in memory."""
+    raise ConnectionResetError(f"we serve another stage now, {conversation.peer}")
 
 
 def violations_journalled(record: Callable[[events.Event], None], topic: str, handler: Handler) -> Handler:

@@ -33,7 +33,7 @@ from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S
 from noloco_node.libp2p.daemon.process import WITHIN_S, restart_pause_s
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.daemon.socket_dir import private_directory, remove_stale
-from noloco_node.libp2p.dht.records import RecordLimits
+from noloco_node.libp2p.dht.records import has_our_form
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
@@ -658,8 +658,7 @@ class Record(NamedTuple):
 
 def test_only_records_of_our_form_are_stored() -> None:
     subkey, value, soon = b"\xa1a", b"\xc4\x01x", time.time() + RECORD_S
-    limits = RecordLimits()
-    assert limits.validate(Record(subkey, value, soon))
+    assert has_our_form(Record(subkey, value, soon))
     for wrong in (
         Record(b"\xc0", value, soon),
         Record(b"\xa1", value, soon),
@@ -669,7 +668,7 @@ def test_only_records_of_our_form_are_stored() -> None:
         Record(subkey, value, soon + 1e5),
         Record(subkey, value, float("nan")),
     ):
-        assert not limits.validate(wrong), wrong
+        assert not has_our_form(wrong), wrong
 
 
 def test_addresses_of_this_machine_are_for_this_machine_only() -> None:

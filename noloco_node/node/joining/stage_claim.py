@@ -21,14 +21,15 @@ from itertools import count
 from random import Random
 from typing import NamedTuple
 
-from noloco_node import __version__
+from msgspec import structs
+
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import ComputeHost, StageModel
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.stage_benchmark import measure
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.roster import Roster
 from noloco_node.units import format_bytes
 from pipeline.placement import StageClaim, capacities, choose_stage, parse_stage, reason, should_yield, stages_that_fit
 
@@ -154,16 +155,7 @@ async def _claim_requested(newcomer: Newcomer, requested: int) -> ClaimedStage:
         newcomer.reporter.say(
             f"nobody can dial us, and stage {stage} lives on calls: expect no work; stage 0 needs none"
         )
-    await newcomer.membership.claim(
-        PeerRecord(
-            peer=newcomer.me,
-            stage=stage,
-            state=PeerState.CATCHING_UP,
-            claimed_at=newcomer.host.unix_time(),
-            device_s=newcomer.device_s,
-            version=__version__,
-        )
-    )
+    await newcomer.membership.claim(newcomer.claim_record(stage, PeerState.CATCHING_UP, newcomer.device_s))
     return ClaimedStage(stage)
 
 
@@ -219,19 +211,9 @@ async def _measure(newcomer: Newcomer, stage: StageModel, number: int) -> tuple[
 async def _settle(newcomer: Newcomer, stage: int, own: _OwnCapacity) -> int:
     """Announce a stage, read again, and move if another newcomer chose alike; return where we stay."""
     membership, work = newcomer.membership, newcomer.dimensions.work
-    claimed_at = newcomer.host.unix_time()
+    claim = newcomer.claim_record(stage, PeerState.JOINING, own.device_s[stage], own.fits)
     for left in reversed(range(CLAIMS)):
-        await membership.claim(
-            PeerRecord(
-                peer=newcomer.me,
-                stage=stage,
-                state=PeerState.JOINING,
-                claimed_at=claimed_at,
-                device_s=own.device_s[stage],
-                may_serve=own.fits,
-                version=__version__,
-            )
-        )
+        await membership.claim(structs.replace(claim, stage=stage, device_s=own.device_s[stage]))
         await asyncio.sleep(SETTLE_S)
         await membership.peek()
         claims = claims_of(membership.roster)
