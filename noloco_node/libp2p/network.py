@@ -38,7 +38,7 @@ from noloco_node.libp2p.streams.dialer import StreamContext
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.network.interface import Handler
-from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 
 logger = logging.getLogger(__name__)
 

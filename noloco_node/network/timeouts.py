@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import NamedTuple
 
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 from noloco_node.network.wrapper import NetworkWrapper
 
 MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
-from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 
 
 class NetworkWrapper:

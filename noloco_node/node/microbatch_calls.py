@@ -7,8 +7,8 @@ import math
 
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
+from noloco_node.network.schema import Violation
 from noloco_node.network.timeouts import AdaptiveTimeout, TimeoutBounds
-from noloco_node.network.wire import Violation
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, topic

@@ -12,7 +12,7 @@ from gossip.rule.delayed_momentum import Delay
 from gossip.rule.outer_step import Outer
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.planning.message_sizes import sets
 from noloco_node.run.config import RunConfig

@@ -21,7 +21,7 @@ from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
 from noloco_node.network.interface import Conversation, Handler
-from noloco_node.network.wire import Schema, Violation
+from noloco_node.network.schema import Schema, Violation
 from noloco_node.node.joining.join import Start
 from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.node_context import NodeContext

@@ -17,7 +17,7 @@ from gossip.exchange.messages import Manifest, Parts, StateRequest
 from gossip.transfer.chunks import cut
 from gossip.transfer.download import Converse, StateWanted, manifest_of
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 from noloco_node.run.protocols import state_schema, topic
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 

@@ -41,7 +41,7 @@ from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.streams import dialback
 from noloco_node.libp2p.streams.dialback import DialBackReply, DialMe
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import MessageSpec, Schema, TensorSpec
+from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
 pytestmark = pytest.mark.network
 

@@ -40,7 +40,7 @@ from noloco_node.limits.budget import (
 from noloco_node.limits.rate_limit import FairLimiter, RateLimitedNetwork, spending, weigh
 from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
+from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
 from noloco_node.node.shifts import Shifts
 from noloco_node.planning.bandwidth import (
     MicrobatchBytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from noloco_node.network.wire import Violation
+from noloco_node.network.schema import Violation
 
 _ANSWER_BYTES = 1 << 20
 _PREAMBLE_BYTES = 64 * 1024

@@ -20,7 +20,7 @@ from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import HivemindParts
 from noloco_node.libp2p.streams.stream import Stream, StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard
-from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 
 
 class StreamContext(NamedTuple):

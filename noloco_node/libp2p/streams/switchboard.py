@@ -19,7 +19,7 @@ from noloco_node.libp2p.streams.liveness import LivenessTable
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget
 from noloco_node.libp2p.streams.stream import ByteCounts, Stream
 from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
-from noloco_node.network.wire import Schema, Violation
+from noloco_node.network.schema import Schema, Violation
 from noloco_node.tasks import loop_s
 
 logger = logging.getLogger(__name__)
