@@ -234,8 +234,10 @@ class InvariantChecker:
     def _check_rest(self, peer: SimulatedPeer, life: PeerLife) -> None:
         replica = life.node.replica if life.node is not None else None
         self._context.checked["rest"] += 1
-        if replica is not None and (replica.gate.in_flight or replica.gate.queued):
-            sentence = f"life {life.number} of {peer.name} is over, and not all slots are free: {slots(replica.gate)}"
+        if replica is not None and (replica.admission.in_flight or replica.admission.queued):
+            sentence = (
+                f"life {life.number} of {peer.name} is over, and not all slots are free: {slots(replica.admission)}"
+            )
             self._context.complain("slot", sentence)
         if self._world.hub.open_calls(peer.name):
             calls = self._world.hub.open_calls(peer.name)
@@ -248,10 +250,10 @@ class InvariantChecker:
             return
         replica = life.node.replica
         succeeded = int(replica.worker.statistics()["succeeded"])
-        used = record.steps * self._window + replica.gate.succeeded
+        used = record.steps * self._window + replica.admission.succeeded
         self._context.checked["batch"] += 1
         # The window of the last step may not have been opened again.
-        if succeeded != used and succeeded != used - replica.gate.succeeded:
+        if succeeded != used and succeeded != used - replica.admission.succeeded:
             sentence = f"{record.name}: {succeeded} microbatches succeeded and {used} are accounted for"
             self._context.complain("batch", sentence)
 

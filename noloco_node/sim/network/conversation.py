@@ -22,7 +22,7 @@ import asyncio
 from typing import Any, Protocol
 
 from noloco_node.network.interface import VIOLATION_GRACE_S
-from noloco_node.network.wire import Schema, Violation
+from noloco_node.network.schema import Schema, Violation
 from noloco_node.sim.network.bandwidth import AccessLine
 from noloco_node.sim.network.medium import Medium
 from noloco_node.sim.network.outbox import EndOfStream, Outbox

@@ -13,7 +13,8 @@ from functools import cache
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from noloco_node.network.wire import FrameDecoder, MessageSpec, Schema, TensorSpec, Violation, beat, encode
+from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
+from noloco_node.network.wire import FrameDecoder, beat, encode
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from noloco_node.network.interface import Handler
-from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 from noloco_node.sim.network.conversation import StreamByteCounts, StreamEnd
 from noloco_node.sim.network.dht import SimDht
 from noloco_node.sim.network.medium import Medium

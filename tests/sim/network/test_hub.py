@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from repository import ROOT
 
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.wire import MessageSpec, Schema
+from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
