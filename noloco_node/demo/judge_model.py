@@ -20,12 +20,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from noloco_node.data.blocks import open_blocks
 from noloco_node.demo.summary import ModelScores
 from noloco_node.errors import COMPLAINT, UserError
 from noloco_node.export.exporter import SwarmExport, merge_files, parts_of, write
 from noloco_node.export.replica_files import ReplicaFile, ReplicaReader
-from noloco_node.inference.evaluation import BATCH, open_model, unigram_entropy, validation_loss
+from noloco_node.inference.evaluation import open_model, unigram_entropy, validation_loss, validation_text
 from noloco_node.inference.generation import generate_sample
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.run.config import RunConfig
@@ -54,11 +53,7 @@ def judge(
 ) -> ModelScores:
     """Evaluate the checkpoint in `directory`, and the replicas that it was merged from."""
     run = recipe.run
-    blocks = open_blocks(run.data, run.pipeline.sequence_length, run.seed, "", "validation")
-    try:
-        text = list(itertools.islice(blocks.batches(BATCH), BATCHES))
-    finally:
-        blocks.close()
+    text = validation_text(run.data, run.pipeline.sequence_length, run.seed, BATCHES)
     model = open_model(directory)
 
     def loss() -> float:

@@ -18,7 +18,7 @@ from noloco_node.doctor import machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.endpoint.settings import EVERYWHERE, NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
@@ -106,9 +106,12 @@ async def _door(digest: str, address: PeerAddress) -> Finding:
 
 async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: DoctorRequest) -> Swarm:
     """Visit the swarm by the addresses that answered."""
-    settings = NetworkSettings(prefix=prefix(digest), announce=wish.announce, bootstrap=tuple(map(str, doors)))
-    if wish.listen:
-        settings = msgspec.structs.replace(settings, listen=wish.listen)
+    settings = NetworkSettings(
+        prefix=prefix(digest),
+        listen=wish.listen or EVERYWHERE,
+        announce=wish.announce,
+        bootstrap=tuple(map(str, doors)),
+    )
     found: list[Finding] = []
     needs: tuple[machine_checks.Need, ...] = ()
     try:

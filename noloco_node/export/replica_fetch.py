@@ -19,7 +19,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossip.exchange.messages import Manifest
-from gossip.exchange.swap import Compute
 from gossip.transfer.download import DonorBusy, download_state
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import PeerNetwork
@@ -64,7 +63,7 @@ async def fetched(
 
     `here`: peers whose weights need not be asked for any more; they count among those that have given.
     """
-    loop = asyncio.get_running_loop()
+    loop, subject = asyncio.get_running_loop(), WeightsOf(number, tuple(shapes.values()), STATE)
     begun_s, given = loop.time(), len(here)
     again_s: dict[str, float] = {}
     """Of each replica that was asked: when to ask it again, infinity for never."""
@@ -79,7 +78,7 @@ async def fetched(
             say(f"stage {number}: fetching from {peer}; {given} of {len(here) + len(listed)} replicas are here")
         before_s, again_s[peer] = again_s.get(peer), math.inf
         try:
-            copy = await fetch(network, peer, number, shapes)
+            copy = await fetch_of(network, peer, subject, shapes)
         except DonorBusy as busy:
             left_s = begun_s + (BUSY_BESIDE_S if given else BUSY_S) - loop.time()
             if left_s > 0.0:
@@ -107,20 +106,18 @@ def at_work(roster: Roster, number: int) -> list[PeerRecord]:
     return [record for record in roster.stage(number) if record.state in (PeerState.TRAINING, PeerState.FINISHED)]
 
 
-async def fetch(network: PeerNetwork, peer: str, number: int, shapes: Mapping[str, tuple[int, ...]]) -> FetchedReplica:
-    """Fetch one replica's slow weights; raise a `ConnectionError` where it gives none, `DonorBusy` if not now."""
-    return await fetch_of(network, peer, WeightsOf(number, tuple(shapes.values()), STATE), shapes)
-
-
 async def fetch_of(
     network: PeerNetwork, peer: str, subject: WeightsOf, names: Iterable[str], objection: Objection | None = None
 ) -> FetchedReplica:
-    """Do what `fetch` does, for what a peer has of any subject; `names`: of the parameters."""
+    """Fetch what a peer has of a subject; raise a `ConnectionError` where it gives none, `DonorBusy` if not now.
+
+    `names`: of the parameters.
+    """
     # A newcomer's patience, who copies five times as much: a line at home may be slow, and nobody waits for us.
     wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
     if objection is not None:
         wanted = replace(wanted, objection=objection)
-    state = await download_state([peer], subject.converse(network), wanted, _in_a_thread(), passes=1)
+    state = await download_state([peer], subject.converse(network), wanted, asyncio.to_thread, passes=1)
     return FetchedReplica(
         peer, state.round, state.inner_steps, state.progress, dict(zip(names, state.slow, strict=True))
     )
@@ -135,7 +132,3 @@ def nobody(recipe: RunFileText, roster: Roster, number: int) -> UserError:
         "that served it with --from-home",
         code=Exit.UNREACHABLE,
     )
-
-
-def _in_a_thread() -> Compute:
-    return asyncio.to_thread

@@ -9,8 +9,7 @@ model with one of them in the place of its stage's mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,20 +36,6 @@ LONGEST_SEQUENCE = 1024
 """Tokens, where nothing but the model's positions says how long a sequence should be."""
 
 Model = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What to evaluate, and on what: `directories` of checkpoints, or `homes` of nodes of one run.
-
-    `data`: a source of text as `with_source` reads it, used whole; None for the text that the run held out. `batches`:
-    the most of them.
-    """
-
-    directories: tuple[Path, ...] = ()
-    homes: tuple[Path, ...] = ()
-    data: str | None = None
-    batches: int = 64
 
 
 class Loss(NamedTuple):
@@ -138,24 +123,28 @@ def open_model(directory: Path) -> Any:
         ) from error
 
 
-def evaluate_directory(directory: Path, *, data: str | None, batches: int, as_json: bool) -> str:
-    """Evaluate an exported checkpoint; return a sentence or one JSON object. `data` and `batches`: see `Question`."""
-    return evaluate(Question(directories=(directory,), data=data, batches=batches), as_json=as_json)
-
-
-def evaluate(question: Question, *, as_json: bool) -> str:
+def evaluate(
+    directories: Sequence[Path] = (),
+    homes: Sequence[Path] = (),
+    *,
+    data: str | None = None,
+    batches: int = 64,
+    as_json: bool = False,
+) -> str:
     """Evaluate exported checkpoints, or what lies in homes: the merged model and every replica in its place in it.
 
-    Returns a sentence a model, or one JSON object: of one model its numbers, of several a list of them under `models`.
+    `data`: a source of text as `with_source` reads it, used whole; None for the text that the run held out. `batches`:
+    the most of them. Returns a sentence a model, or one JSON object: of one model its numbers, of several a list of
+    them under `models`.
     """
-    if bool(question.directories) == bool(question.homes):
+    if bool(directories) == bool(homes):
         raise UserError(
-            "Nothing to evaluate." if not question.homes else "Directories and homes cannot be evaluated together.",
+            "Nothing to evaluate." if not homes else "Directories and homes cannot be evaluated together.",
             why="a model is an exported directory, or what homes of nodes hold",
             hint="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
             code=Exit.USAGE,
         )
-    measured = list(_of_homes(question) if question.homes else _of_directories(question))
+    measured = list(_of_homes(homes, data, batches) if homes else _of_directories(directories, data, batches))
     if as_json:
         rows = [measure.numbers() for measure in measured]
         only = rows[0] if len(rows) == 1 else {"models": rows}
@@ -165,21 +154,21 @@ def evaluate(question: Question, *, as_json: bool) -> str:
     return "\n".join(measure.sentence(named=len(measured) > 1) for measure in measured)
 
 
-def _of_directories(question: Question) -> Iterator[Measure]:
-    for directory in question.directories:
-        text = _text(*_reading(directory, question.data), question.batches)
+def _of_directories(directories: Sequence[Path], source: str | None, batches: int) -> Iterator[Measure]:
+    for directory in directories:
+        text = validation_text(*_reading(directory, source), batches)
         model = open_model(directory)
         yield Measure(str(directory), validation_loss(_logits_of(model), text), unigram_entropy(text))
 
 
-def _of_homes(question: Question) -> Iterator[Measure]:
+def _of_homes(homes: Sequence[Path], source: str | None, batches: int) -> Iterator[Measure]:
     """Measure the merged model, and then it with one stage after the other held by a single replica."""
-    recipe = recipe_of(question.homes)
+    recipe = recipe_of(homes)
     run, layout = recipe.run, model_layout(recipe.run)
-    data = run.data if question.data is None else _whole(with_source(run.data, question.data))
-    text = _text(data, run.pipeline.sequence_length, run.seed, question.batches)
-    entropy, filed = unigram_entropy(text), of_homes(question.homes, recipe)
-    stages = [each.stage for each in merge_files(filed, recipe, layout)]
+    data = run.data if source is None else _whole(with_source(run.data, source))
+    text = validation_text(data, run.pipeline.sequence_length, run.seed, batches)
+    entropy, filed = unigram_entropy(text), of_homes(homes, recipe)
+    stages = merge_files(filed, recipe, layout)
     model = joined(layout.prepared.config, [stage.weights for stage in stages]).eval()
 
     def loss() -> Loss:
@@ -198,7 +187,8 @@ def _logits_of(model: Any) -> Model:
     return lambda ids: model(ids).logits
 
 
-def _text(data: DataConfig, sequence_length: int, seed: int, batches: int) -> list[Tensor]:
+def validation_text(data: DataConfig, sequence_length: int, seed: int, batches: int) -> list[Tensor]:
+    """Return at most so many batches of the text that a run holds out."""
     blocks = open_blocks(data, sequence_length, seed, "", "validation")
     try:
         return list(islice(blocks.batches(BATCH), batches))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossip.rule.stability import stability_bound
-from noloco_node.cli.node_config import NodeConfig
+from noloco_node.cli.options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, OuterConfig, RunConfig
@@ -412,7 +412,7 @@ def test_half_a_source_is_refused(source: str) -> None:
 
 
 def test_configs_do_not_change() -> None:
-    node = NodeConfig(home="h")
+    node = JoinOptions()
     with pytest.raises(AttributeError):
         node.device = "cuda"  # type: ignore[misc]
     with pytest.raises(AttributeError):
