@@ -1,6 +1,6 @@
 """How many inner steps fit into the time asked for: a short training of the run's own model on this machine.
 
-    python -m noloco_node.demo.calibrate RUN_FILE        prints {"seconds_per_microbatch": ..., "measured_s": ...}
+    python -m noloco_node.demo.calibrate RUN_FILE        prints seconds_per_microbatch and a number
 
 Peers compute in one thread each, so a swarm has the arithmetic of as many cores as it has peers, at most all of them.
 The parent starts that many calibrations at once: cores that share a cache, a clock or a quota are slow here as they
@@ -12,9 +12,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from noloco_node.run.config import InnerConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
@@ -29,13 +28,6 @@ EFFICIENCY = 0.7
 """Share of the cores' time that a demo's swarm spends on arithmetic, as measured on two cores."""
 
 
-class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """What one calibration found. `seconds_per_microbatch`: through all stages, forward, backward and inner steps."""
-
-    seconds_per_microbatch: float
-    measured_s: float
-
-
 def cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -43,20 +35,25 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def affordable_steps(train_s: float, calibrations: list[Calibration], run: RunConfig, slowdown: float = 1.0) -> int:
+def affordable_steps(
+    train_s: float, seconds_per_microbatch: Sequence[float], run: RunConfig, slowdown: float = 1.0
+) -> int:
     """Return how many inner steps each source can take in `train_s` seconds; at least 20, so that there is a curve.
 
-    `calibrations`: one for each core that the swarm can keep busy, measured at the same time. `slowdown`: of one
+    `seconds_per_microbatch`: of each core that the swarm can keep busy, measured at the same time. `slowdown`: of one
     replica; all stages then run at the speed of its stage, and cannot keep more cores busy than that needs.
     """
-    microbatches_per_s = sum(EFFICIENCY / found.seconds_per_microbatch for found in calibrations)
+    microbatches_per_s = sum(EFFICIENCY / seconds for seconds in seconds_per_microbatch)
     wanted = run.pipeline.stages * (run.pipeline.replicas - 1 + 1 / slowdown)
     per_step = run.pipeline.microbatches_per_step * run.pipeline.replicas
-    return max(20, int(train_s * microbatches_per_s * min(1.0, wanted / len(calibrations)) / per_step))
+    return max(20, int(train_s * microbatches_per_s * min(1.0, wanted / len(seconds_per_microbatch)) / per_step))
 
 
-def measure(run: RunConfig, measure_s: float) -> Calibration:
-    """Train the whole model of `run` for `measure_s` seconds, stage by stage in one thread, and time it."""
+def measure(run: RunConfig, measure_s: float) -> float:
+    """Train the whole model of `run` for `measure_s` seconds, stage by stage in one thread.
+
+    Returns the seconds of a microbatch: through all stages, forward, backward and inner steps.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -67,9 +64,7 @@ def measure(run: RunConfig, measure_s: float) -> Calibration:
     while (elapsed := time.perf_counter() - begun) < measure_s or windows == 0:
         _window(stages, tokens, run.pipeline, run.inner)
         windows += 1
-    return Calibration(
-        seconds_per_microbatch=elapsed / (windows * run.pipeline.microbatches_per_step), measured_s=elapsed
-    )
+    return elapsed / (windows * run.pipeline.microbatches_per_step)
 
 
 def _stages(run: RunConfig) -> list[Stage]:
@@ -109,4 +104,4 @@ def _window(stages: list[Stage], tokens: Tensor, pipeline: PipelineConfig, inner
 
 
 if __name__ == "__main__":
-    print(msgspec.json.encode(measure(load_run(sys.argv[1]), MEASURE_S)).decode())
+    print("seconds_per_microbatch", measure(load_run(sys.argv[1]), MEASURE_S))

@@ -100,8 +100,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarise(histories: Sequence[PeerHistory]) -> Summary:
     """Sum up a swarm; tokens count once, where they were drawn (stage 0)."""
-    sources = [history for history in histories if history.stage == 0 and history.first_step is not None]
-    starts = [history.first_step.at - history.first_step.seconds for history in sources if history.first_step]
+    sources = [history for history in histories if history.stage == 0 and history.began_at is not None]
+    starts = [history.began_at for history in sources if history.began_at is not None]
     seconds = max((history.recent[-1].at for history in sources), default=0.0) - min(starts, default=0.0)
     tokens = sum(history.tokens for history in sources)
     return Summary(
