@@ -92,7 +92,5 @@ async def _tell(membership: Membership) -> None:
 
 def census(roster: Roster) -> str:
     """Say in one line how many replicas each stage has."""
-    counts = [len(records) for records in roster.stages]
-    lone = [str(number) for number, count in enumerate(counts) if count == 0]
-    text = "replicas by stage: " + ", ".join(f"{number}: {count}" for number, count in enumerate(counts))
-    return text + (f"; nobody serves stage {' and '.join(lone)}" if lone else "")
+    text, lone = f"replicas by stage: {roster.census()}", " and ".join(map(str, roster.unserved))
+    return text + (f"; nobody serves stage {lone}" if lone else "")

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
 from noloco_node.run.presets import numbers_of, written
 
 _MODEL = """\
@@ -64,9 +64,8 @@ def _config_of(directory: Path) -> dict[str, Any]:
         why = "config.json is no table"
     except (OSError, ValueError) as error:
         why = str(error)
-    raise UserError(
+    raise config_error(
         f"{directory} holds no model to go on from.",
         why=why,
         hint="a Hugging Face directory, such as noloco-node export writes",
-        code=Exit.CONFIG,
     )

@@ -9,7 +9,6 @@ import asyncio
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,9 +27,7 @@ from noloco_node.storage.partial_download import PartialDownloadFile
 from noloco_node.storage.snapshot_store import SnapshotDirectory
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
-
-if TYPE_CHECKING:
-    from pipeline.stage import Stage
+from pipeline.stage import Stage
 
 
 class HostMachine:
@@ -51,8 +48,7 @@ class HostMachine:
         self.in_flight_bytes = list(in_flight_bytes(recipe.run, layout))
         self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
-        source = partial(TextSource, recipe.run, options.data, peer, layout.vocabulary)
-        self._text = BackgroundOpen(source, TextSource.read_ahead)
+        self._text = BackgroundOpen(partial(TextSource, recipe.run, options.data, peer, layout.vocabulary))
         self.device = Device(torch_device, options.slowdown)
 
     def close(self) -> None:

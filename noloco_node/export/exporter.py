@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_node.data.encoding import open_tokenizer
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.export.huggingface import check_target, write_checkpoint
 from noloco_node.export.parts import PartsDirectory, parts_beside, passed
 from noloco_node.export.provenance import Provenance, noted, told_of
@@ -69,11 +69,10 @@ def recipe_of(homes: Sequence[Path]) -> RunFileText:
     """Return the run that these homes took part in; raise `UserError` where they name none, or several."""
     for home in homes:
         if not (home / "run.toml").is_file():
-            raise UserError(
+            raise config_error(
                 f"{home} is not the home of a node.",
                 why="it holds no run.toml, which a node keeps there when it joins",
                 hint="the directory that `noloco-node join --home` was given, ~/.noloco/node by default",
-                code=Exit.CONFIG,
             )
     recipes = {home: RunFileText(read_run_text(home / "run.toml"), str(home / "run.toml")) for home in homes}
     first = recipes[homes[0]]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from noloco_node.data.blocks import open_blocks
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.export.exporter import merge_files, of_homes, recipe_of
 from noloco_node.export.huggingface import joined, quiet_unless_watched
 from noloco_node.export.provenance import NOTES, read_provenance
@@ -115,11 +115,10 @@ def open_model(directory: Path) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
-        raise UserError(
+        raise config_error(
             f"{directory} holds no model that transformers can load.",
             why=str(error),
             hint="give a directory that `noloco-node export` or the demo wrote",
-            code=Exit.CONFIG,
         ) from error
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.inference.evaluation import open_model, reading_of
 
 _BYTE_OFFSET, _BYTES = 3, 256
@@ -60,11 +60,10 @@ def continuation(model: Any, prompt: list[int], sampling: Sampling, end: int | N
             output = model(torch.tensor([unread]), past_key_values=memory, use_cache=True)
         logits = output.logits[0, -1]
         if logits.isnan().any():
-            raise UserError(
+            raise config_error(
                 "The model computes what is no number.",
                 why="its weights are not finite, or too large",
                 hint="noloco-node evaluate says what it is worth; export again, or from other homes",
-                code=Exit.CONFIG,
             )
         token = draw(logits, sampling, generator)
         if token == end:
