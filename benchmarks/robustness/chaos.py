@@ -31,9 +31,8 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.robustness.process_swarm import LOOK_S, READY_S, Peer, Shape, Swarm, options, run, say, write
-from noloco_node.demo.calibrate import affordable_steps
 from noloco_node.demo.child_processes import Children
-from noloco_node.demo.swarm_processes import calibrations, evaluation
+from noloco_node.demo.swarm_processes import affordable_steps, calibrations, evaluation
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import Event, Finished, InnerStep, Started
 from noloco_node.journal.reader import read

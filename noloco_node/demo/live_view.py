@@ -108,10 +108,10 @@ class LiveView:
             table.add_row(
                 Text(history.name, style=_colour(number)),
                 Text(state, style=STATE_STYLES.get(state, "dim")),
-                str(history.step),
+                str(history.steps),
                 str(history.round),
                 partner,
-                "" if history.gap is None else f"{history.gap:.4f}",
+                "" if history.gap_last is None else f"{history.gap_last:.4f}",
                 "" if history.loss is None else f"{history.loss:.3f}",
                 f"{history.tokens_per_s(now):,.0f}",
                 Text(waits, style="dim"),
@@ -145,13 +145,13 @@ def _colour(number: int) -> str:
 
 def _plain_state(history: PeerHistory, now: float) -> str:
     if history.finished is not None:
-        return f"finished at step {history.step}"
+        return f"finished at step {history.steps}"
     if history.gone is not None:
         return history.gone
     if history.waiting is not None:
         return f"waits for {history.waiting} since {format_clock(now - history.since)}"
-    if history.step:
-        return f"step {history.step} round {history.round}"
+    if history.steps:
+        return f"step {history.steps} round {history.round}"
     return _state(history)
 
 
@@ -161,5 +161,5 @@ def _state(history: PeerHistory) -> str:
     if history.gone is not None:
         return "gone"
     if history.state is None:
-        return str(PeerState.TRAINING) if history.step else "starting"
+        return str(PeerState.TRAINING) if history.steps else "starting"
     return str(history.state)

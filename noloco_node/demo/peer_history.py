@@ -60,7 +60,7 @@ class PeerHistory:
     began_at: float | None = None
     """When its first inner step began."""
     recent: deque[events.InnerStep] = field(default_factory=lambda: deque(maxlen=RECENT))
-    step: int = 0
+    steps: int = 0
     tokens: int = 0
     loss: float | None = None
     """Of the last inner steps, smoothed."""
@@ -73,7 +73,8 @@ class PeerHistory:
     """It has taken an inner step in this life."""
     round: int = 0
     partner: str | None = None
-    gap: float | None = None
+    gap_first: float | None = None
+    gap_last: float | None = None
     gaps: Curve = field(default_factory=Curve)
     met: int = 0
     solo: int = 0
@@ -86,7 +87,8 @@ class PeerHistory:
     refused: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
     violations: int = 0
-    finished: events.Finished | None = None
+    finished: str | None = None
+    """Why its training ended."""
     gone: str | None = None
     """How its process ended, where somebody saw it end; a journal cannot tell."""
 
@@ -107,14 +109,14 @@ class PeerHistory:
                 self.hops = event.counts
             case events.Traffic():
                 self.sent, self.received = event.sent, event.received
-            case events.RefusedMicrobatch():
-                self.refused[event.reason] += 0 if event.here else event.count
+            case events.RefusedMicrobatch(here=False):
+                self.refused[event.reason] += event.count
             case events.Lost():
                 self.lost[event.what] += event.count
             case events.PeerViolation():
                 self.violations += 1
             case events.Finished():
-                self.finished, self.waiting, self.since = event, None, event.at
+                self.finished, self.waiting, self.since = event.why, None, event.at
 
     def _take_inner_step(self, event: events.InnerStep) -> None:
         if self.began_at is None:
@@ -124,7 +126,7 @@ class PeerHistory:
             self.busy_s += event.device_s
             self.worked_s += event.seconds
         self.underway = True
-        self.step = event.step
+        self.steps = event.step
         self.tokens += event.tokens
         self.drawn.add(event.at, self.tokens)
         if event.loss is not None:
@@ -137,13 +139,19 @@ class PeerHistory:
         self.solo += event.partner is None
         self.staleness += event.staleness
         if event.gap is not None:
-            self.gap = event.gap
+            self.gap_first = event.gap if self.gap_first is None else self.gap_first
+            self.gap_last = event.gap
             self.gaps.add(event.at, event.gap)
 
     @property
     def busy(self) -> float | None:
         """The share of its wall time at work for which its device worked; None where no step says so."""
         return self.busy_s / self.worked_s if self.busy_s > 0 else None
+
+    @property
+    def mean_staleness(self) -> float:
+        """The mean over its rounds."""
+        return self.staleness / max(1, self.met + self.solo)
 
     def tokens_per_s(self, now: float) -> float:
         """Return the speed over the last steps as of `now` (unix seconds): it falls while nothing comes."""

@@ -21,7 +21,6 @@ import msgspec
 from rich.console import Console
 
 from noloco_node.demo import swarm_processes
-from noloco_node.demo.calibrate import affordable_steps, cores
 from noloco_node.demo.child_processes import Child, Children
 from noloco_node.demo.live_view import LiveView
 from noloco_node.demo.options import DemoConfig, check, letters, mark
@@ -140,12 +139,13 @@ class _Demo:
     async def _affordable_steps(self) -> int:
         """Measure what this machine can do; return how many inner steps of each source fit into the time asked for."""
         demo = self._demo
-        self._say(f"calibrating: how fast can {min(cores(), demo.peers)} of {cores()} cores train this model?")
+        cores = swarm_processes.cores()
+        self._say(f"calibrating: how fast can {min(cores, demo.peers)} of {cores} cores train this model?")
         run = self._write_run(steps=100)
         logs = self._home.path / "calibration"
         found = await swarm_processes.calibrations(self._children, self._home.run_file, demo.peers, logs)
         self._say(f"a microbatch takes {1000 * mean(found):.0f} ms")
-        return affordable_steps(60 * demo.minutes, found, run, demo.slowdown)
+        return swarm_processes.affordable_steps(60 * demo.minutes, found, run, demo.slowdown)
 
     def _write_run(self, steps: int) -> RunConfig:
         demo, path = self._demo, self._home.run_file

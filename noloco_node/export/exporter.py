@@ -26,7 +26,7 @@ from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.export.huggingface import check_target, write_checkpoint
 from noloco_node.export.parts import PartsDirectory, parts_beside, passed
 from noloco_node.export.provenance import Provenance, noted, told_of
-from noloco_node.export.replica_fetch import FetchedReplica, Look, at_work, fetched, nobody
+from noloco_node.export.replica_fetch import FetchedReplica, Look, at_work, fetched
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, in_home, merged, newest
 from noloco_node.export.snapshot_fetch import fetch_snapshot, lost
 from noloco_node.network.interface import PeerNetwork
@@ -128,14 +128,12 @@ class SwarmExport:
             return [await self._stage(number) for number in range(len(self.layout.shapes))]
 
     async def replicas(self) -> list[list[ReplicaFile]]:
-        """Return the living replicas of every stage, a file each; raise `UserError` where a stage has none."""
+        """Return the living replicas of every stage, a file each."""
         with _said_of_disk(self.parts.path):
             self.parts.make()
             stages = []
             for number in range(len(self.layout.shapes)):
                 lying, came = await self._fetch_replicas(number)
-                if not lying and not came:
-                    raise nobody(self.recipe, await self.look(), number)
                 stages.append(newest([*lying, *came], number))
             return stages
 

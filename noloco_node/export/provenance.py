@@ -9,6 +9,8 @@ from statistics import median_low
 import msgspec
 
 from noloco_node.errors import config_error
+from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import decode_run
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 
 NOTES = "noloco.json"
@@ -59,6 +61,11 @@ def read_provenance(directory: Path) -> Provenance:
             why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
             hint="give a directory that `noloco-node export` or the demo wrote",
         ) from error
+
+
+def run_of(directory: Path) -> RunConfig:
+    """Return the run that a checkpoint came from; raise `UserError` where it does not say."""
+    return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
 
 
 def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gossip.exchange.messages import Manifest
 from gossip.transfer.download import DonorBusy, download_state
-from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.peer_state import PeerState
@@ -28,7 +27,6 @@ from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.manifests import WeightsOf
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
 BUSY_S = 900.0
@@ -120,15 +118,4 @@ async def fetch_of(
     state = await download_state([peer], subject.converse(network), wanted, asyncio.to_thread, passes=1)
     return FetchedReplica(
         peer, state.round, state.inner_steps, state.progress, dict(zip(names, state.slow, strict=True))
-    )
-
-
-def nobody(recipe: RunFileText, roster: Roster, number: int) -> UserError:
-    """Return the message that a stage has nobody who gives its weights."""
-    return UserError(
-        f"Nobody gave the weights of stage {number}.",
-        why=f"the roster of the run {recipe.digest[:12]} lists {len(roster.stage(number))} replicas of it",
-        hint="noloco-node status shows who is there; try again when the stage has a replica, or add homes of peers "
-        "that served it with --from-home",
-        code=Exit.UNREACHABLE,
     )

@@ -23,11 +23,11 @@ from noloco_node.data.blocks import open_blocks
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.export.exporter import merge_files, of_homes, recipe_of
 from noloco_node.export.huggingface import joined, quiet_unless_watched
-from noloco_node.export.provenance import NOTES, read_provenance
+from noloco_node.export.provenance import NOTES, run_of
 from noloco_node.export.replica_files import ReplicaReader, newest
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, RunConfig
-from noloco_node.run.runfile import decode_run, with_source
+from noloco_node.run.runfile import with_source
 
 BATCH = 8
 """Sequences evaluated at a time."""
@@ -200,34 +200,34 @@ def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]
 
     A checkpoint that comes from no swarm is read with its own tokenizer, on a text that must be named.
     """
-    if source is not None and not (directory / NOTES).exists() and (directory / "config.json").exists():
-        tokenizer = reading_of(directory)
-        config = msgspec.json.decode((directory / "config.json").read_bytes())
-        positions = config.get("max_position_embeddings") or config.get("n_positions") or LONGEST_SEQUENCE
-        return _whole(with_source(tokenizer, source)), min(int(positions), LONGEST_SEQUENCE), 0
-    run = run_of(directory)
-    data = run.data if source is None else _whole(with_source(run.data, source))
-    return own_tokenizer(data, directory), run.pipeline.sequence_length, run.seed
+    run = run_of(directory) if source is None else known_run(directory)
+    data = reading_of(directory, run)
+    data = data if source is None else _whole(with_source(data, source))
+    if run is not None:
+        return data, run.pipeline.sequence_length, run.seed
+    config = msgspec.json.decode((directory / "config.json").read_bytes())
+    positions = config.get("max_position_embeddings") or config.get("n_positions") or LONGEST_SEQUENCE
+    return data, min(int(positions), LONGEST_SEQUENCE), 0
 
 
 def _whole(data: DataConfig) -> DataConfig:
     return msgspec.structs.replace(data, validation_percent=100.0)
 
 
-def run_of(directory: Path) -> RunConfig:
-    """Return the run that a checkpoint came from; raise `UserError` where it does not say."""
-    return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
+def known_run(directory: Path) -> RunConfig | None:
+    """Return the run that a checkpoint came from, None if from no swarm; raise `UserError` where there is no model."""
+    if not (directory / NOTES).exists() and (directory / "config.json").exists():
+        return None
+    return run_of(directory)
 
 
-def reading_of(directory: Path) -> DataConfig:
-    """Return how the model in a directory reads text: with its run's tokenizer, or with its own if it has no run."""
-    if (directory / NOTES).exists() or not (directory / "config.json").exists():
-        return own_tokenizer(run_of(directory).data, directory)
-    return DataConfig(tokenizer=str(directory))
+def reading_of(directory: Path, run: RunConfig | None) -> DataConfig:
+    """Return how the model in a directory reads text: with its run's tokenizer, or with its own if it has no run.
 
-
-def own_tokenizer(data: DataConfig, directory: Path) -> DataConfig:
-    """Take the tokenizer from the checkpoint: the run's own may be a directory of another machine."""
-    if data.tokenizer == "byt5":
-        return data
-    return msgspec.structs.replace(data, tokenizer=str(directory), tokenizer_commit=None)
+    The run's own may be a directory of another machine: the checkpoint has a copy.
+    """
+    if run is None:
+        return DataConfig(tokenizer=str(directory))
+    if run.data.tokenizer == "byt5":
+        return run.data
+    return msgspec.structs.replace(run.data, tokenizer=str(directory), tokenizer_commit=None)

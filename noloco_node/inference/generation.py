@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from noloco_node.data.encoding import open_encoder, open_tokenizer
 from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.inference.evaluation import open_model, reading_of
+from noloco_node.inference.evaluation import known_run, open_model, reading_of
 
 _BYTE_OFFSET, _BYTES = 3, 256
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -122,9 +123,7 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
 
     Raises `UserError` at once where there is no such checkpoint, or no token to go on from.
     """
-    from noloco_node.data.encoding import open_encoder, open_tokenizer
-
-    data = reading_of(directory)
+    data = reading_of(directory, known_run(directory))
     encoder = open_encoder(data)
     given = encoder.encode(prompt).tolist()
     if not given:

@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.braille_chart import Series, chart, smoothed
-from noloco_node.demo.calibrate import EFFICIENCY, affordable_steps
 from noloco_node.demo.child_processes import Children, KillPolicy, bound_sockets, tied_command
 from noloco_node.demo.live_view import LiveView
 from noloco_node.demo.loss_plot import picture
@@ -35,6 +34,7 @@ from noloco_node.demo.output_dir import claim_output_dir
 from noloco_node.demo.peer_history import Curve, PeerHistory, Point, over_tokens
 from noloco_node.demo.run import demonstrate
 from noloco_node.demo.summary import ModelScores, busy, lines, summarise
+from noloco_node.demo.swarm_processes import EFFICIENCY, affordable_steps
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState

@@ -314,8 +314,9 @@ def test_single_replicas_are_files_of_which_each_stage_has_one_at_least(swarm: S
         assert [peers_of(stage) for stage in found] == [["a", "b"], ["c"]]
         del swarm.records["c"]
         swarm.export_to_come().parts.remove()
-        with pytest.raises(UserError, match="Nobody gave the weights of stage 1"):
-            await swarm.export_to_come().replicas()
+        stages = await swarm.export_to_come().replicas()
+        with pytest.raises(UserError, match="no usable weights of stage 1"):
+            merge_files([each for stage in stages for each in stage], RUN, PLAN)
 
     run(main())
 
