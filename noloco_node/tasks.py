@@ -1,4 +1,4 @@
-"""Two things at once, of which one ends the other."""
+"""The loop's time, and two things at once of which one ends the other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def loop_s() -> float:
+    """Return the running loop's time, in seconds: virtual in a simulation."""
+    return asyncio.get_running_loop().time()
 
 
 @asynccontextmanager

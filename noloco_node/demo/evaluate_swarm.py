@@ -25,7 +25,7 @@ from noloco_node.errors import COMPLAINT, UserError, user_error_of
 from noloco_node.export.exporter import SwarmExport, merge_files, parts_of, write
 from noloco_node.export.replica_files import ReplicaFile, ReplicaReader
 from noloco_node.inference.evaluation import open_model, unigram_entropy, validation_loss, validation_text
-from noloco_node.inference.generation import generate_sample
+from noloco_node.inference.generation import Sampling, generate
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.run.config import RunConfig
 from noloco_node.swarm.connection import visited
@@ -66,6 +66,7 @@ def scores_of(
         losses["/".join(each.peer for each in route)] = loss()
     model.load_state_dict(_initial_weights(run, layout))
     untrained = loss()
+    sampling = Sampling(tokens=run.pipeline.sequence_length - len(PROMPT), seed=run.seed)
     return ModelScores(
         merged=merged,
         routes=losses,
@@ -74,7 +75,7 @@ def scores_of(
         tokens=sum(batch[:, 1:].numel() for batch in text),
         parameters=sum(weight.numel() for weight in model.parameters()),
         prompt=PROMPT,
-        sample=generate_sample(directory, PROMPT, run.pipeline.sequence_length - len(PROMPT), run.seed),
+        sample="".join(generate(directory, PROMPT, sampling)),
     )
 
 

@@ -13,19 +13,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.replica_fetch import FetchedReplica, Look, fetch_of
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, standings
 from noloco_node.state_sync.snapshot_choice import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
+from noloco_node.swarm.roster import Roster
+from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
-    from noloco_node.swarm.roster import Roster
-    from noloco_node.swarm.run_distribution import RunFileText
 
 
 class SnapshotUnavailable(NamedTuple):

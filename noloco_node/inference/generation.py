@@ -148,8 +148,3 @@ def _pieces(tokens: Iterator[int], spelling: Spelling | ByteSpelling) -> Iterato
             yield piece
     if piece := spelling.rest():
         yield piece
-
-
-def generate_sample(directory: Path, prompt: str, tokens: int, seed: int = 0) -> str:
-    """Let an exported checkpoint go on from `prompt` for at most `tokens` tokens; return what it adds."""
-    return "".join(generate(directory, prompt, Sampling(tokens=tokens, seed=seed)))

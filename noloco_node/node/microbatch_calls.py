@@ -12,6 +12,7 @@ from noloco_node.network.wire import Violation
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, topic
+from noloco_node.tasks import loop_s
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 
@@ -59,7 +60,7 @@ class MicrobatchClient:
         # or the innocent are accused. (A usual deadline is twice the mean at least.) That is why waits in vain do not
         # lengthen it: those who wait above would not know. Who needs three times as long as the others is left out.
         config, context = self._config, self._context
-        begun_s, below = _now(), config.run.pipeline.stages - 1 - config.stage
+        begun_s, below = loop_s(), config.run.pipeline.stages - 1 - config.stage
         most_s = (1.0 + below / 2) * self._timeout.deadline_s(peer)
         try:
             async with (
@@ -75,7 +76,7 @@ class MicrobatchClient:
         except TimeoutError:
             raise ConnectionAbortedError(f"{peer} has not answered for {most_s:.0f} s, though it is there") from None
         if isinstance(reply, Gradient):
-            self._timeout.took(peer, _now() - begun_s)
+            self._timeout.took(peer, loop_s() - begun_s)
         return reply
 
 
@@ -106,7 +107,3 @@ class MicrobatchServer:
             raise
         if isinstance(reply, Refused):
             self._context.record(events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -25,6 +25,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.tasks import loop_s
 from pipeline.migration import MigrationState, Move, OwnPlacement, StagePace, decide, may_move
 from pipeline.placement import stages_that_fit
 
@@ -55,7 +56,7 @@ class MigrationWatcher:
         self.device_s = 0.0
         self._newcomer, self._stage, self._progress, self._unfit = newcomer, stage, progress, unfit
         self._pace = StagePace.of(refresh_s)
-        self._me = OwnPlacement(newcomer.me, newcomer.run.seed, _now(), moves)
+        self._me = OwnPlacement(newcomer.me, newcomer.run.seed, loop_s(), moves)
         self._mind = MigrationState()
 
     async def run(self, allowed: bool) -> Move:
@@ -65,7 +66,7 @@ class MigrationWatcher:
         rng = Random(f"{self._me.seed}|looks|{self._me.peer}|{self.moves}")
         while True:
             await asyncio.sleep(self._pace.look_s * rng.uniform(0.9, 1.1))
-            if not may_move(self._me, self._pace, _now(), self._progress()):
+            if not may_move(self._me, self._pace, loop_s(), self._progress()):
                 self.may_serve, self.moves_to, self._mind = (), None, MigrationState()
                 continue
             self.may_serve = self._elsewhere()
@@ -118,7 +119,7 @@ class MigrationWatcher:
             claim._replace(may_serve=self.may_serve, moves_to=self.moves_to) if claim.peer == self._me.peer else claim
             for claim in claims_of(roster)
         ]
-        verdict = decide(self._me, self._mind, claims, self._newcomer.plan.work, self._pace, _now())
+        verdict = decide(self._me, self._mind, claims, self._newcomer.plan.work, self._pace, loop_s())
         self._mind = verdict.mind
         if verdict.go:
             return verdict.move
@@ -143,7 +144,3 @@ async def stop_serving(network: PeerNetwork, run: RunConfig, plan: Dimensions, s
 
 async def _gone(conversation: Conversation) -> None:
     raise ConnectionResetError(f"we serve another stage now, {conversation.peer}")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

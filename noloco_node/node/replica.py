@@ -7,7 +7,6 @@ the fast weights. Everything that touches weights is a job of the device's one t
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -41,6 +40,7 @@ from noloco_node.run.protocols import GOSSIP, topic
 from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
+from noloco_node.tasks import loop_s
 from pipeline.admission import AdmissionWindow, WindowOutcome
 from pipeline.next_stage import Limits, NextStage, NextStageClient
 from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
@@ -73,7 +73,7 @@ class Replica:
         # It queues what it would have had in flight.
         self.config, self.gate = config, AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows)
         self.inner_steps = beginning.origin.inner_steps
-        self.progress: Progress = begin(beginning.progress, _now())
+        self.progress: Progress = begin(beginning.progress, loop_s())
         self._stage, self._device, self._context = stage, device, context
         self._schedule = Schedule(
             peak=run.inner.learning_rate,
@@ -107,7 +107,7 @@ class Replica:
         self._partner: str | None = None
         self._tokens_per_s = 0.0
         self._seconds_per_step = 1.0
-        self._stepped_at, self._busy_s = _now(), device.busy_s
+        self._stepped_at, self._busy_s = loop_s(), device.busy_s
 
     # The training itself.
 
@@ -118,7 +118,7 @@ class Replica:
             await to_the_end(self._step(outcomes, in_pause))
 
     async def _step(self, outcomes: tuple[WindowOutcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
-        self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], _now())
+        self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
         rate = learning_rate(self.progress.value, self._schedule)
         report = await self._device.run(self._stage.step, rate, len(outcomes))
         self._note_step(outcomes, rate, report.applied)
@@ -129,7 +129,7 @@ class Replica:
 
     def _note_step(self, outcomes: tuple[WindowOutcome, ...], rate: float, applied: bool) -> None:
         self.inner_steps += 1
-        now_s, tokens = _now(), sum(outcome.tokens for outcome in outcomes)
+        now_s, tokens = loop_s(), sum(outcome.tokens for outcome in outcomes)
         losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
         self._loss = fmean(losses) if losses else None
         self._seconds_per_step = max(1e-6, now_s - self._stepped_at)
@@ -254,7 +254,7 @@ class Replica:
 
     def waiting(self) -> str | None:
         """Say what the replica waits for and since when; None while it works."""
-        now_s, wait = _now(), self.downstream.waiting if self.downstream else None
+        now_s, wait = loop_s(), self.downstream.waiting if self.downstream else None
         if wait is not None and now_s - wait.since_s > IDLE_S:
             return f"{wait.what}, for {now_s - wait.since_s:.0f} s"
         idle_s = now_s - self._stepped_at
@@ -299,7 +299,3 @@ class Replica:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

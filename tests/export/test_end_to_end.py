@@ -38,7 +38,7 @@ from noloco_node.export.parts import is_kept
 from noloco_node.export.provenance import read_provenance
 from noloco_node.export.replica_files import MergedReplicas, in_home, newest
 from noloco_node.inference.evaluation import evaluate
-from noloco_node.inference.generation import generate_sample
+from noloco_node.inference.generation import Sampling, generate
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
@@ -547,7 +547,7 @@ def test_a_checkpoint_of_anybody_is_evaluated_on_a_text_that_is_named(
     with pytest.raises(UserError, match="no checkpoint of a swarm"):
         asked((stranger,), data=None)
     # Bytes that are no text are marked by one, and passed over by the tokenizer of the other.
-    one, other = (generate_sample(directory, "to be", 40).replace("\ufffd", "") for directory in (out, stranger))
+    one, other = ("".join(generate(each, "to be", Sampling(40))).replace("\ufffd", "") for each in (out, stranger))
     assert one == other
     assert one
 
