@@ -28,7 +28,7 @@ from noloco_node.export.parts import PartsDirectory, parts_beside, passed
 from noloco_node.export.provenance import Provenance, noted, told_of
 from noloco_node.export.replica_fetch import FetchedReplica, Look, at_work, fetched
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, in_home, merged, newest
-from noloco_node.export.snapshot_fetch import fetch_snapshot, lost
+from noloco_node.export.snapshot_fetch import fetch_snapshot
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.runfile import read_run_text
@@ -160,7 +160,7 @@ class SwarmExport:
         if isinstance(kept, FetchedReplica):
             return await self._with_snapshot(number, candidates, kept)
         if not candidates:
-            raise lost(self.recipe, await self.look(), number, kept)
+            raise kept
         return await self._merged(number, candidates)
 
     async def _with_snapshot(
