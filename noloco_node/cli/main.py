@@ -290,15 +290,12 @@ def main() -> None:
     """Run the command line and leave with its exit code."""
     try:
         app()
-    except UserError as trouble:
+    except (UserError, BaseExceptionGroup) as error:
+        trouble = user_error_of(error)
+        if trouble is None:
+            raise
         typer.echo(f"{COMPLAINT}{trouble}", err=True)
         sys.exit(trouble.code)
-    except BaseExceptionGroup as group:
-        held = user_error_of(group)
-        if held is None:
-            raise
-        typer.echo(f"{COMPLAINT}{held}", err=True)
-        sys.exit(held.code)
     except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `signals`
         typer.echo(f"{COMPLAINT}interrupted", err=True)
         sys.exit(Exit.INTERRUPTED)
