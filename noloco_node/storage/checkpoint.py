@@ -10,7 +10,7 @@ and a checkpoint that a failing disk has damaged costs the steps since the one b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,7 +58,7 @@ class Checkpoint(NamedTuple):
 
 def save(directory: Path, checkpoint: Checkpoint, keep: int = KEPT) -> Path:
     """Write `checkpoint` as a new file, then drop all but the last `keep`; raise `OSError` when the disk refuses."""
-    return store(directory, checkpoint.counters, arrays_of(checkpoint), keep)
+    return store(directory, checkpoint.counters, arrays_of(checkpoint.tensors), keep)
 
 
 def store(directory: Path, counters: Counters, arrays: list[tensor_file.Array], keep: int) -> Path:
@@ -79,12 +79,12 @@ def store(directory: Path, counters: Counters, arrays: list[tensor_file.Array], 
     return path
 
 
-def arrays_of(checkpoint: Checkpoint) -> list[tensor_file.Array]:
-    """Return the tensors of a checkpoint as they lie in memory, float32."""
+def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[tensor_file.Array]:
+    """Return the tensors of a checkpoint, by group, as they lie in memory, float32."""
     return [
         tensor_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), _bytes_of(tensor))
-        for group, tensors in checkpoint.tensors.items()
-        for number, tensor in enumerate(tensors)
+        for group, members in tensors.items()
+        for number, tensor in enumerate(members)
     ]
 
 

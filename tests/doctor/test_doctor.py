@@ -305,9 +305,9 @@ def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.MonkeyP
 
     async def main() -> None:
         monkeypatch.setattr(command, "connected", connected)
-        swarm = await command._swarm("0" * 64, (), command.DoctorRequest(home=Path("home")))
-        assert [finding.grade for finding in swarm.findings] == [Grade.DOUBTFUL, Grade.BAD]
-        assert "serves the run" in swarm.findings[1].says
+        found, _ = await command._visit("0" * 64, (), command.DoctorRequest(home=Path("home")))
+        assert [finding.grade for finding in found] == [Grade.DOUBTFUL, Grade.BAD]
+        assert "serves the run" in found[1].says
 
     run(main())
 

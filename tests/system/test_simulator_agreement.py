@@ -26,7 +26,7 @@ import pytest
 import torch
 from memory_swarms import until
 from msgspec import structs
-from process_swarm import LOCAL, host, is_finished
+from process_swarm import LOCAL, TINY_MODEL, host, is_finished
 from processes import Command, Commands
 
 from noloco_node.errors import Exit
@@ -134,15 +134,7 @@ def run_file(directory: Path, *, replicas: int, steps: int) -> Path:
     path.write_text(f"""
 name = "agreement"
 seed = {SEED}
-[model]
-architecture = "llama"
-[model.sizes]
-vocab_size = 384
-hidden_size = 32
-intermediate_size = 48
-num_hidden_layers = 2
-num_attention_heads = 2
-max_position_embeddings = 64
+{TINY_MODEL}
 [pipeline]
 stages = {STAGES}
 replicas = {replicas}

@@ -13,6 +13,9 @@ import msgspec
 
 from noloco_node.network.timeouts import TimeoutBounds
 
+EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)
+"""A free TCP port on all interfaces."""
+
 
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for what, in seconds."""
@@ -81,7 +84,7 @@ class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Begins every protocol name: wire version and run id. Peers with another prefix cannot converse with us."""
     identity: Path | None = None
     """The key file, created when absent; None for a passing identity."""
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    listen: tuple[str, ...] = EVERYWHERE
     announce: tuple[str, ...] = ()
     """Where others can reach us, when the daemon cannot find that out itself."""
     bootstrap: tuple[str, ...] = ()

@@ -36,11 +36,8 @@ from noloco_node.cli.status import summary as status_summary
 from noloco_node.data.blocks import open_blocks
 from noloco_node.data.shuffled_blocks import shuffled as mixed
 from noloco_node.errors import Exit
-from noloco_node.export.exporter import ExportRequest as ExportOrder
 from noloco_node.export.exporter import export
-from noloco_node.export.parts import FoundStage, laid_down, read_part, write_part
-from noloco_node.export.parts import path_of as replica_path
-from noloco_node.export.parts import write_replica as lay_down
+from noloco_node.export.parts import PartsDirectory
 from noloco_node.export.replica_fetch import FetchedReplica as Copy
 from noloco_node.export.replica_files import MergedReplicas as Merged
 from noloco_node.export.replica_files import in_home
