@@ -17,6 +17,7 @@ from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, Text
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
+from noloco_node.node.replica import Replica
 from noloco_node.sim.hardware.device import Stutter, VirtualDevice
 from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
@@ -54,6 +55,11 @@ class PeerLife:
     def running(self) -> bool:
         """Whether the process is there."""
         return self.task is not None and not self.task.done() and not self.crashed
+
+    @property
+    def replica(self) -> Replica | None:
+        """What trains in this life; None before it has joined, and where it is forgotten."""
+        return None if self.node is None else self.node.replica
 
     def forget(self) -> None:
         """Let go of all that an earlier life held but its words, once nobody asks for its weights and counters."""
@@ -93,6 +99,11 @@ class SimulatedPeer:
         return self.running and self.life.leave.is_set()
 
     @property
+    def replica(self) -> Replica | None:
+        """What the peer trains in its present life, or trained in its last."""
+        return self.life.replica if self.lives else None
+
+    @property
     def device(self) -> VirtualDevice:
         """The device of the last life."""
         return self.devices[-1]
@@ -100,9 +111,8 @@ class SimulatedPeer:
     @property
     def stage(self) -> int | None:
         """The stage that the peer serves, or served last; None before it has one."""
-        node = self.life.node if self.lives else None
-        if node is not None and node.replica is not None:
-            return node.replica.config.stage
+        if self.replica is not None:
+            return self.replica.config.stage
         return self.disk.counters.stage if self.disk is not None else self.asked_stage
 
     def start(self) -> None:
@@ -160,12 +170,12 @@ class SimulatedPeer:
     def weights_digest(self) -> bytes:
         """Return the SHA-256 of slow weights, momentum, fast weights and counters of the last life."""
         total = hashlib.sha256(self.name.encode())
-        node, stage = self.life.node, self.life.stage
-        if node is not None and node.replica is not None and stage is not None:
-            state = node.replica.rounds.state
+        replica, stage = self.replica, self.life.stage
+        if replica is not None and stage is not None:
+            state = replica.rounds.state
             for tensor in (*state.slow, *state.momentum, *stage.weights()):
                 total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-            total.update(f"{node.replica.rounds.finished} {node.replica.inner_steps}".encode())
+            total.update(f"{replica.rounds.finished} {replica.inner_steps}".encode())
         return total.digest()
 
     def _host(self, life: PeerLife, device: VirtualDevice) -> MemoryHost:

@@ -58,9 +58,7 @@ def patience_s(setting: SimSetup) -> float:
 def sentence(peers: Mapping[str, SimulatedPeer], stages: int, since_s: float) -> str:
     """Say who waits for ever, and for what; `since_s` is the virtual time of the last inner step."""
     waiting = [peer.name for peer in peers.values() if peer.running]
-    served = dict.fromkeys(
-        peer.stage for peer in peers.values() if peer.running and peer.life.node and peer.life.node.replica
-    )
+    served = {peer.stage for peer in peers.values() if peer.running and peer.replica}
     bare = [str(stage) for stage in range(stages) if stage not in served]
     text = f"Nobody took an inner step after {since_s:,.0f} s, and no fault was left that could have changed it"
     if bare:

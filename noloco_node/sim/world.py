@@ -89,7 +89,7 @@ class World:
     @property
     def progress(self) -> float:
         """How far the run is, 0 to 1, as the replica that is furthest knows."""
-        replicas = [peer.life.node.replica for peer in self.peers.values() if peer.lives and peer.life.node]
+        replicas = (peer.replica for peer in self.peers.values())
         return max((replica.progress.value for replica in replicas if replica is not None), default=0.0)
 
     def digest(self) -> str:

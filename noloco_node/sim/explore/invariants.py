@@ -56,12 +56,8 @@ class InvariantChecker:
         run = world.setting.run
         self._world, self._window = world, run.pipeline.microbatches_per_step
         context = self._context = CheckerContext(world, delays_of(world))
-        meetings = self._meetings = MeetingChecker(
-            run.outer, context.lives, context.is_spoilt, context.complain, context.checked
-        )
-        self._rounds = RoundInvariants(
-            run.outer, context.delays, context.present, meetings, context.complain, context.checked
-        )
+        self._meetings = MeetingChecker(context)
+        self._rounds = RoundInvariants(context, self._meetings)
         self._liveness, self._bounds = LivenessInvariants(context), BoundInvariants(context)
         self._kept_steps = run.outer.inner_steps_per_round + run.outer.overlap_steps + 2
         self._looked_s = 0.0
@@ -100,7 +96,7 @@ class InvariantChecker:
                 record.forget_pauses(KEPT_PAUSES)
                 self._liveness.note_step(record)
             case events.OuterStep() if record is not None:
-                self._rounds.hear(record, event, now_s, self._context.quiet_s)
+                self._rounds.hear(record, event)
                 self._check_finite(record)
                 if event.partner is not None:
                     self._liveness.note_meeting(record.stage)
@@ -232,7 +228,7 @@ class InvariantChecker:
         self._raise()
 
     def _check_rest(self, peer: SimulatedPeer, life: PeerLife) -> None:
-        replica = life.node.replica if life.node is not None else None
+        replica = life.replica
         self._context.checked["rest"] += 1
         if replica is not None and (replica.gate.in_flight or replica.gate.queued):
             sentence = f"life {life.number} of {peer.name} is over, and not all slots are free: {slots(replica.gate)}"
@@ -244,9 +240,9 @@ class InvariantChecker:
     def _check_samples(self, record: LifeRecord) -> None:
         """Each microbatch that succeeded is in an inner step, or in the partial window that the last life left."""
         life = record.peer.lives[record.life]
-        if life.crashed or life.node is None or life.node.replica is None:
+        replica = life.replica
+        if life.crashed or replica is None:
             return
-        replica = life.node.replica
         succeeded = int(replica.worker.statistics()["succeeded"])
         used = record.steps * self._window + replica.gate.succeeded
         self._context.checked["batch"] += 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from noloco_node.node.training import LONGEST_DRAIN_S
 from noloco_node.run.protocols import GOSSIP
-from noloco_node.sim.explore.introspection import is_closed, meets, slots, swaps
-from noloco_node.sim.explore.life_records import Asked, LifeRecord, replica_of
+from noloco_node.sim.explore.introspection import is_closed, slots
+from noloco_node.sim.explore.life_records import Asked, LifeRecord
 from noloco_node.sim.explore.observation import CheckerContext
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig
@@ -70,7 +70,7 @@ class LivenessInvariants:
             return
         now_s = self.context.world.now_s
         self._asked.setdefault((peer.name, peer.life.number), now_s)
-        record, replica = self.context.lives.get((peer.name, peer.life.number)), replica_of(peer)
+        record, replica = self.context.lives.get((peer.name, peer.life.number)), peer.replica
         if record is not None and record.asked is None and replica is not None:
             record.asked = Asked(now_s, record.steps, record.training and not is_closed(replica))
 
@@ -106,7 +106,8 @@ class LivenessInvariants:
         context, now_s = self.context, self.context.world.now_s
         known, self._talks = self._talks, {}
         limit_s = ANSWER_S + context.delays.trip_s
-        partners = {record.name: (meets(replica), swaps(replica)) for record, replica in context.training()}
+        views = {record.name: replica.rounds.view for record, replica in context.training()}
+        partners = {name: (view.meeting_partner, view.prefetch_partner) for name, view in views.items()}
         for name in partners:
             network = context.world.hub.peer(name)
             for end in network.ends if network is not None else ():

@@ -256,7 +256,7 @@ class EventCollector:
     def _is_bad(self, me: str, name: str) -> bool:
         """Say whether a suspicion of `me` against a peer is true."""
         peer, now_s = self._world.peers[name], self._world.now_s
-        if not peer.running or peer.life.node is None or peer.life.node.replica is None or peer.access.dials_only:
+        if not peer.running or peer.replica is None or peer.access.dials_only:
             return True
         if now_s < self._bad_until_s.get(name, 0.0) or self._world.hub.is_cut(me, name):
             return True

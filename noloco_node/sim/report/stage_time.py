@@ -57,9 +57,7 @@ class StageTime:
     @property
     def replica(self) -> Replica | None:
         """What trains in this life, at this stage."""
-        if self.left is not None:
-            return self.left
-        return self.life.node.replica if self.life.node is not None else None
+        return self.life.replica if self.left is None else self.left
 
     @property
     def succeeded(self) -> int:
