@@ -23,8 +23,8 @@ from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.hardware.quadratic_model import VOCABULARY, RandomBatches
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.storage.checkpoint import Checkpoint
 
@@ -70,18 +70,18 @@ class SimulatedPeer:
     """A peer of a world. `asked_stage`: the one that its owner wants; None lets it choose."""
 
     def __init__(
-        self, name: str, asked_stage: int | None, setting: SimSetup, hub: SimNetwork, observe: Observer
+        self, name: str, asked_stage: int | None, setting: SimSetup, network: SimNetwork, observe: Observer
     ) -> None:
         self.name, self.asked_stage = name, asked_stage
         self.access: Access = setting.access()
         self.first_slowness = self.slowness = 1.0
         self.stutter = Stutter()
         self.disk: Checkpoint | None = None
-        self.shelf = MemoryStore(lambda: self.disk)
+        self.archive = MemoryStore(lambda: self.disk)
         self.disk_refuses = False
         self.lives: list[PeerLife] = []
         self.devices: list[VirtualDevice] = []
-        self._setting, self._hub, self._observe = setting, hub, observe
+        self._setting, self._network, self._observe = setting, network, observe
 
     @property
     def life(self) -> PeerLife:
@@ -122,14 +122,13 @@ class SimulatedPeer:
         setting, swarm = self._setting, self._setting.scenario.swarm
         life = PeerLife(len(self.lives))
         device = VirtualDevice(seed=f"{setting.run.seed}|{self.name}|{life.number}")
-        device.slow_down(self.slowness)
-        device.stutter(self.stutter)
+        device.slowness, device.stutter = self.slowness, self.stutter
         self.lives.append(life)
         self.devices.append(device)
         node = life.node = Node(
             setting.recipe,
             setting.dimensions,
-            self._hub.network(self.name, self.access),
+            self._network.network(self.name, self.access),
             self._host(life, device),
             NodeOptions(
                 stage=self.asked_stage,
@@ -149,7 +148,7 @@ class SimulatedPeer:
         """Let the process die, with nobody asked and nothing saved."""
         life = self.life
         life.crashed = True
-        self._hub.kill(self.name)
+        self._network.kill(self.name)
         if life.task is not None:
             life.task.cancel()
 
@@ -159,13 +158,11 @@ class SimulatedPeer:
 
     def slow_down(self, factor: float) -> None:
         """Let the device take `factor` times as long as at first, in later lives too."""
-        self.slowness = self.first_slowness * factor
-        self.device.slow_down(self.slowness)
+        self.slowness = self.device.slowness = self.first_slowness * factor
 
     def begin_stutter(self, stutter: Stutter) -> None:
         """Let the device stutter, in later lives too."""
-        self.stutter = stutter
-        self.device.stutter(stutter)
+        self.stutter = self.device.stutter = stutter
 
     def weights_digest(self) -> bytes:
         """Return the SHA-256 of slow weights, momentum, fast weights and counters of the last life."""
@@ -193,7 +190,7 @@ class SimulatedPeer:
             self.disk = checkpoint
             return "the simulated disk"
 
-        return MemoryHost(device, self.shelf, build=build, open_text=self._open_text, save=save)
+        return MemoryHost(device, self.archive, build=build, open_text=self._open_text, save=save)
 
     async def _open_text(self) -> Text:
         run = self._setting.run
@@ -222,4 +219,4 @@ class SimulatedPeer:
     def _over(self, life: PeerLife) -> None:
         """Take a process that ended by itself out of the network."""
         if not life.crashed:
-            self._hub.kill(self.name)
+            self._network.kill(self.name)

@@ -109,7 +109,7 @@ class LivenessInvariants:
         views = {record.name: replica.rounds.view for record, replica in context.training()}
         partners = {name: (view.meeting_partner, view.prefetch_partner) for name, view in views.items()}
         for name in partners:
-            network = context.world.hub.peer(name)
+            network = context.world.network.peer(name)
             for end in network.ends if network is not None else ():
                 engaged = end.peer in partners[name] or name in partners.get(end.peer, ())
                 if not end.topic.startswith(GOSSIP) or engaged:
@@ -130,7 +130,7 @@ class LivenessInvariants:
         """Complain of a stage, or of one replica, that meets nobody although somebody else opens rounds too."""
         if self.context.idle_s <= self.context.delays.news_s or self.finished or self.context.sent_home:
             return
-        hub, per_round = self.context.world.hub, self.context.world.setting.run.outer.inner_steps_per_round
+        network, per_round = self.context.world.network, self.context.world.setting.run.outer.inner_steps_per_round
         base_s = self.context.quiet_s + self.context.delays.news_s
         records = [record for record, _ in self.context.training()]
         of_stage = _openings(self.context.world.setting.scenario.network)
@@ -140,7 +140,7 @@ class LivenessInvariants:
                 for other in records
                 if other.stage == record.stage
                 and other is not record
-                and not (hub.dials_only(other.name) and hub.dials_only(record.name))
+                and not (network.dials_only(other.name) and network.dials_only(record.name))
             ]
             for openings, met_s in (
                 (of_stage, self._met_s.get(record.stage, 0.0)),
@@ -196,7 +196,7 @@ class LivenessInvariants:
         world, found = self.context.world, dict[int, None]()
         training = {record.name for record, _ in self.context.training()}
         peers = [world.peers[name] for name in self.context.running]
-        hidden = {peer.name for peer in peers if world.hub.dials_only(peer.name)}
+        hidden = {peer.name for peer in peers if world.network.dials_only(peer.name)}
         unreachable = {peer.stage for peer in peers if peer.name in training & hidden}
         for peer in peers:
             if peer.stage == 0 or (

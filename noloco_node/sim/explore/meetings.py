@@ -43,7 +43,7 @@ FEW_STEPS = 3
 
 
 class MeetingSide:
-    """One side of a meeting, just applied: who with whom, in which round, the gap that it saw, the mean that it applied.
+    """One side of a meeting: who with whom, in which round, the gap that it saw, the mean that it applied.
 
     `slow` and `snapshot`: weights before the step. `scale`: its largest number. `begun_s`: no later than the exchange
     began. `stepped_s`: when the step was applied.
@@ -137,7 +137,9 @@ class MeetingChecker:
                 self.context.checked["unmatched"] += 1
                 if not self._gave_up(side, used) and not self._ended(side):
                     sentence = f"{side.name} met {side.partner} in round {side.round} at {side.stepped_s:.2f} s"
-                    self.context.complain("pair", f"{sentence}, and the other neither stepped nor lost the exchange nor ended")
+                    self.context.complain(
+                        "pair", f"{sentence}, and the other neither stepped nor lost the exchange nor ended"
+                    )
 
     def _gave_up(self, side: MeetingSide, used: set[int]) -> bool:
         """Say whether the partner gave up an exchange with us then; each that it gave up explains one side."""

@@ -82,13 +82,13 @@ class CheckerContext:
             if record.ended_s is None and running.get(name) != life:
                 record.end(now_s)
         for name, until_s in self._spoilt_s.items():
-            if until_s == float("inf") and not self.world.hub.is_corrupting(name):
+            if until_s == float("inf") and not self.world.network.is_corrupting(name):
                 # The last of them was sent since the last look.
                 self._spoilt_s[name] = now_s
 
     def spoil(self, peer: str) -> None:
         """Note that messages of a peer will arrive wrong: what is plausible in them is believed."""
-        if self.world.hub.is_corrupting(peer):
+        if self.world.network.is_corrupting(peer):
             self._spoilt_s[peer] = float("inf")
 
     def is_spoilt(self, peer: str, since_s: float) -> bool:

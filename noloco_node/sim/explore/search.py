@@ -24,7 +24,7 @@ from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
-from noloco_node.sim.world import Stuck, World
+from noloco_node.sim.world import Stuck, Watcher, World
 
 LINE_EVERY_S = 10.0
 Say = Callable[[str], None]
@@ -39,8 +39,8 @@ class ExploreResult(NamedTuple):
     digest: str
 
 
-class ScheduleTrace:
-    """Says every journal event and fault, with the virtual time; a `world.Watcher`."""
+class ScheduleTrace(Watcher):
+    """Says every journal event and fault, with the virtual time."""
 
     def __init__(self, world: World, say: Say) -> None:
         self._world, self._say = world, say
@@ -53,9 +53,6 @@ class ScheduleTrace:
     def struck(self, fault: Fault) -> None:
         """Say a fault."""
         self._line("*", {name: value for name, value in msgspec.to_builtins(fault).items() if name != "at_s"})
-
-    def look(self) -> None:
-        """Nothing is to be seen from outside."""
 
     def _line(self, who: str, told: dict[str, object]) -> None:
         what = told.pop("event", None) or told.pop("kind")
@@ -141,11 +138,11 @@ def _breaks(scenario: Scenario, kind: str) -> bool:
     return broken is not None and broken.kind == kind
 
 
-def replay(seed: int, trace: bool, say: Say) -> int:
-    """Run the schedule of one seed again; return 0 if all invariants held, 1 otherwise. `trace`: say every event."""
+def replay(seed: int, say: Say) -> int:
+    """Run the schedule of one seed again and say every event; return 0 if all invariants held, 1 otherwise."""
     scenario = draw(seed)
     say(scenario_text(scenario))
-    result = examine(scenario, say if trace else None)
+    result = examine(scenario, say)
     told = ", ".join(f"{name} {value:g}" for name, value in result.counts.items())
     say(f"{told}\ndigest {result.digest}")
     say("all invariants held" if result.broken is None else str(result.broken))

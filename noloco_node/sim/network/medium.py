@@ -65,7 +65,7 @@ class Medium:
         self.message_counts: Counter[str] = Counter()
         self.fate_rng, self.corruption_rng = Random(f"{seed}|network|fate"), Random(f"{seed}|network|tamper")
         self.lag_rng, self._latency_rng = Random(f"{seed}|network|lag"), Random(f"{seed}|network|latency")
-        self.holding: dict[Releasable, None] = {}
+        self.held_outboxes: dict[Releasable, None] = {}
         """What holds messages back just now."""
         self._lines: dict[str, AccessLine] = {}
         self._accesses: dict[str, Access] = {}
@@ -160,7 +160,7 @@ class Medium:
 
     def release(self) -> None:
         """Let go of what was held back between peers that reach each other again."""
-        for held in list(self.holding):
+        for held in list(self.held_outboxes):
             held.release()
 
     # Wrong messages, and those that broke.

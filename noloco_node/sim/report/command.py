@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,14 +21,17 @@ from msgspec import structs
 from noloco_node.errors import Exit, UserError
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
+from noloco_node.sim.explore.search import explore, replay
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.progress_bar import ProgressBar
 from noloco_node.sim.report.text import lines
-from noloco_node.sim.report.trace import EventTrace
+from noloco_node.sim.report.trace import EventTrace, trace_file
 from noloco_node.sim.scenario.scenario import Scenario, line_of, load_scenario, problems
 from noloco_node.sim.scenario.setup import SimSetup, base, build_setup
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
+from noloco_node.storage.atomic_file import write_whole
+from noloco_node.terminal import Bar
 
 DEFAULT_OUT = Path("noloco-simulation")
 Say = Callable[[str], None]
@@ -99,8 +102,6 @@ def search(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest,
             hint=f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
             code=Exit.USAGE,
         )
-    from noloco_node.sim.explore.search import explore
-
     torch.set_num_threads(1)
     return explore(count, flags.seed or 0, say)
 
@@ -114,10 +115,8 @@ def repeat(seed: int, wanted: SimulationRequest, say: Say) -> int:
             hint=f"leave --json and --out away; or trace a swarm of flags: --peers 4 --seed {seed} --trace",
             code=Exit.USAGE,
         )
-    from noloco_node.sim.explore.search import replay
-
     torch.set_num_threads(1)
-    return replay(seed, True, say)
+    return replay(seed, say)
 
 
 # The scenario.
@@ -189,17 +188,16 @@ def _simulate(setting: SimSetup, trace: Path | None) -> Report:
     torch.set_num_threads(1)  # threads would cost more than they give, and the sums would depend on their number
     begun_s = time.perf_counter()
     with ExitStack() as stack:
-        progress = stack.enter_context(ProgressBar())
+        bar, file = stack.enter_context(closing(Bar())), None
         collectors: list[EventCollector] = []
-        traces: list[EventTrace] = []
         if trace is not None:
             stack.callback(_unmake, trace)
             _make(trace)
-            traces.append(stack.enter_context(EventTrace(trace / "events.jsonl")))
+            file = stack.enter_context(trace_file(trace / "events.jsonl"))
 
         def watch(world: World) -> list[Watcher]:
             collectors.append(EventCollector(world))
-            return [*collectors, progress.watch(world), *(each.watch(world) for each in traces)]
+            return [*collectors, ProgressBar(world, bar), *([] if file is None else [EventTrace(world, file)])]
 
         try:
             report = simulate(setting, watch, lambda world: make_report(world, collectors[0]))
@@ -246,7 +244,6 @@ def _look_at(directory: Path) -> None:
 
 def _write(directory: Path, report: Report) -> None:
     from noloco_node.sim.report.plot import picture
-    from noloco_node.storage.atomic_file import write_whole
 
     files = {
         "swarm.png": picture(report),

@@ -8,7 +8,7 @@ within a conversation. How long that takes and what can go wrong is in `conditio
 - `kill(peer)`: its streams break at the others one latency later, new ones are refused, its records expire by
   themselves. Afterwards `network(peer)` makes a new one, as after a restart;
 - `silence(peer)`: nothing leaves or reaches it, as with a host that lost its power or a process that is stopped.
-  Whoever talks with it gives it up after `silence_s`; `resume(peer)` delivers what was held back to those that did not;
+  Whoever talks with it gives it up after `SILENCE_S`; `resume(peer)` delivers what was held back to those that did not;
 - `partition(groups)`: the same between peers of different groups, and each group has a DHT of its own; `heal()`;
 - `corrupt(peer, how)`: its next messages arrive wrong (see `corruption`).
 
@@ -56,7 +56,7 @@ class SimNetwork(Medium):
         for network in self._peers.values():
             counts.update(network.sent_bytes())
         counts.update({f"messages.{name}": count for name, count in self.message_counts.items()})
-        sizes = {"held": len(self.holding), "failures": len(self.failures)}
+        sizes = {"held": len(self.held_outboxes), "failures": len(self.failures)}
         return {**self.counts, **counts, **self.dht.statistics(), **sizes}
 
     def network(self, peer: str, access: Access | None = None) -> SimPeerNetwork:
