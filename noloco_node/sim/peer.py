@@ -42,8 +42,8 @@ class Observer(Protocol):
 class PeerLife:
     """One run of a peer's process. `wrong`: promises that its stage saw broken. `crashed`: it was not asked."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.crashed = number, False
+    def __init__(self, number: int, device: VirtualDevice) -> None:
+        self.number, self.device, self.crashed = number, device, False
         self.leave = asyncio.Event()
         self.wrong: list[str] = []
         self.said: list[str] = []
@@ -60,6 +60,11 @@ class PeerLife:
     def replica(self) -> Replica | None:
         """What trains in this life; None before it has joined, and where it is forgotten."""
         return None if self.node is None else self.node.replica
+
+    def say(self, line: str) -> None:
+        """Keep the first of what the node says."""
+        if len(self.said) < KEPT_LINES:
+            self.said.append(line)
 
     def forget(self) -> None:
         """Let go of all that an earlier life held but its words, once nobody asks for its weights and counters."""
@@ -80,7 +85,6 @@ class SimulatedPeer:
         self.archive = MemoryStore(lambda: self.disk)
         self.disk_refuses = False
         self.lives: list[PeerLife] = []
-        self.devices: list[VirtualDevice] = []
         self._setting, self._network, self._observe = setting, network, observe
 
     @property
@@ -106,7 +110,7 @@ class SimulatedPeer:
     @property
     def device(self) -> VirtualDevice:
         """The device of the last life."""
-        return self.devices[-1]
+        return self.life.device
 
     @property
     def stage(self) -> int | None:
@@ -120,16 +124,16 @@ class SimulatedPeer:
         if self.running:
             raise RuntimeError(f"{self.name} is running already")
         setting, swarm = self._setting, self._setting.scenario.swarm
-        life = PeerLife(len(self.lives))
-        device = VirtualDevice(seed=f"{setting.run.seed}|{self.name}|{life.number}")
+        number = len(self.lives)
+        device = VirtualDevice(seed=f"{setting.run.seed}|{self.name}|{number}")
         device.slowness, device.stutter = self.slowness, self.stutter
+        life = PeerLife(number, device)
         self.lives.append(life)
-        self.devices.append(device)
         node = life.node = Node(
             setting.recipe,
             setting.dimensions,
             self._network.network(self.name, self.access),
-            self._host(life, device),
+            self._host(life),
             NodeOptions(
                 stage=self.asked_stage,
                 linger_s=3 * swarm.refresh_s,
@@ -139,7 +143,7 @@ class SimulatedPeer:
                 deadlines=swarm.impatient,
                 slowest_bytes_per_s=setting.slowest_bytes_per_s,
             ),
-            Reporter(record=self._recorder(life), say=self._speaker(life)),
+            Reporter(record=self._recorder(life), say=life.say),
         )
         life.task = asyncio.create_task(node.live(life.leave), name=f"{self.name} life {life.number}")
         life.task.add_done_callback(lambda _: self._over(life))
@@ -175,12 +179,12 @@ class SimulatedPeer:
             total.update(f"{replica.rounds.finished} {replica.inner_steps}".encode())
         return total.digest()
 
-    def _host(self, life: PeerLife, device: VirtualDevice) -> MemoryHost:
+    def _host(self, life: PeerLife) -> MemoryHost:
         def build(number: int) -> PricedStage:
             setting = self._setting
             windows = setting.run.pipeline.windows_in_flight
             life.stage = PricedStage(
-                setting.build(number), setting.prices[number], device.charge, life.wrong.append, windows
+                setting.build(number), setting.prices[number], life.device.charge, life.wrong.append, windows
             )
             return life.stage
 
@@ -190,7 +194,7 @@ class SimulatedPeer:
             self.disk = checkpoint
             return "the simulated disk"
 
-        return MemoryHost(device, self.archive, build=build, open_text=self._open_text, save=save)
+        return MemoryHost(life.device, self.archive, build=build, open_text=self._open_text, save=save)
 
     async def _open_text(self) -> Text:
         run = self._setting.run
@@ -208,13 +212,6 @@ class SimulatedPeer:
                 self._observe(self, event)
 
         return record
-
-    def _speaker(self, life: PeerLife) -> Callable[[str], None]:
-        def say(line: str) -> None:
-            if len(life.said) < KEPT_LINES:
-                life.said.append(line)
-
-        return say
 
     def _over(self, life: PeerLife) -> None:
         """Take a process that ended by itself out of the network."""

@@ -75,12 +75,11 @@ class World:
         self._ended: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._fault_injector = FaultInjector(self.network, self.peers, setting.scenario.network)
-        slowness = setting.scenario.devices.slowness
         devices = setting.scenario.devices
         for number, name in enumerate(setting.peers):
             stage, replica = divmod(number, setting.run.pipeline.replicas)
             peer = self._add(name, stage)
-            peer.first_slowness = peer.slowness = slowness[replica % len(slowness)]
+            peer.first_slowness = peer.slowness = devices.slowness[replica % len(devices.slowness)]
             peer.stutter = Stutter(devices.stutter_share, devices.stutter_pause_s)
         for name in unreachable(setting.peers, setting.scenario.network.dials_only):
             self.peers[name].access = replace(self.peers[name].access, dials_only=True)

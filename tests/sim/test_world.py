@@ -17,7 +17,7 @@ from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.stall import LEAST_S, patience_s
-from noloco_node.sim.world import World, simulate
+from noloco_node.sim.world import Watcher, World, simulate
 
 SWARM = """
 [swarm]
@@ -200,15 +200,13 @@ def test_every_fault_is_felt_and_survived(text: str, felt: Callable[[Record], No
     assert [event.why for event in finished(record)] == ["the run is over"] * 4
 
 
-class Moments:
+class Moments(Watcher):
     """What a question about the world was answered at each look."""
 
     def __init__(self, world: World, ask: Callable[[World], object]) -> None:
         self.world, self.ask = world, ask
         self.answers: list[tuple[float, object]] = []
 
-    def hear(self, peer: SimulatedPeer, event: events.Event) -> None: ...
-    def struck(self, fault: Fault) -> None: ...
     def look(self) -> None:
         self.answers.append((self.world.now_s, self.ask(self.world)))
 

@@ -9,7 +9,6 @@ from types import TracebackType
 from noloco_node.network.interface import Handler
 from noloco_node.network.wire import Schema
 from noloco_node.sim.network.conversation import StreamEnd, StreamHost
-from noloco_node.sim.network.dht import SimDht
 from noloco_node.sim.network.link_model import OPEN_S
 from noloco_node.sim.network.medium import Medium
 
@@ -17,17 +16,9 @@ from noloco_node.sim.network.medium import Medium
 class SimPeerNetwork(StreamHost):
     """One peer's view of a `SimNetwork`; implements `interface.PeerNetwork`."""
 
-    def __init__(
-        self,
-        peer: str,
-        *,
-        medium: Medium,
-        dht: SimDht,
-        peers: Mapping[str, SimPeerNetwork],
-        failures: list[tuple[str, Exception]],
-    ) -> None:
+    def __init__(self, peer: str, medium: Medium, peers: Mapping[str, SimPeerNetwork]) -> None:
         super().__init__(peer, medium.line(peer))
-        self._medium, self._dht, self._peers, self._failures = medium, dht, peers, failures
+        self._medium, self._peers = medium, peers
         self._alive = True
         self._served: dict[str, tuple[Schema, Handler]] = {}
 
@@ -61,9 +52,9 @@ class SimPeerNetwork(StreamHost):
         place = (key, subkey)
         side = medium.side(self.peer_id)
         # It expires by the moment of its publication, so that one that was long on its way replaces no later one.
-        if not self._dht.publish(place, (value, expires_s - now_s), now_s, side=side, author=self.peer_id):
+        if not medium.dht.publish(place, (value, expires_s - now_s), now_s, side=side, author=self.peer_id):
             return False
-        self._dht.forget(place, now_s - medium.conditions.roster_lag_s, now_s)
+        medium.dht.forget(place, now_s - medium.conditions.roster_lag_s, now_s)
         return True
 
     async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
@@ -75,13 +66,10 @@ class SimPeerNetwork(StreamHost):
         await asyncio.sleep(max([medium.round_trip_s() for _ in keys], default=0.0))
         if not self._alive or medium.is_cut(self.peer_id, self.peer_id):
             return [{}] * len(keys)
-        now_s, side, lag_s = (
-            asyncio.get_running_loop().time(),
-            medium.side(self.peer_id),
-            medium.conditions.roster_lag_s,
-        )
+        now_s, side = asyncio.get_running_loop().time(), medium.side(self.peer_id)
+        lag_s = medium.conditions.roster_lag_s
         lags = [lag_s * medium.lag_rng.random() if lag_s else 0.0 for _ in keys]
-        return [self._dht.read(key, now_s, lag_s=lag, side=side) for key, lag in zip(keys, lags, strict=True)]
+        return [medium.dht.read(key, now_s, lag_s=lag, side=side) for key, lag in zip(keys, lags, strict=True)]
 
     def statistics(self) -> dict[str, int | float]:
         """Return the bytes sent and received by topic, open conversations, and violations by who sent them."""
@@ -159,7 +147,7 @@ class SimPeerNetwork(StreamHost):
             end.abort("the handler was cancelled")
             raise
         except Exception as error:  # the border: a bug of a handler must not end the simulation unseen
-            self._failures.append((self.peer_id, error))
+            self._medium.failures.append((self.peer_id, error))
             end.fail(f"{type(error).__name__}: {error}")
         else:
             end.end()

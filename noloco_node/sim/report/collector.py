@@ -204,7 +204,7 @@ class EventCollector(Watcher):
         """Count what those wait for that have nothing to do; one look counts for those that are left out."""
         step = len(self.stage_times.open) // SEEN_AT_ONCE + 1
         for stage_time in islice(self.stage_times.open, len(self.rows) % step, None, step):
-            if stage_time.ended_s is None and stage_time.stage is not None and not stage_time.device.busy:
+            if stage_time.ended_s is None and stage_time.stage is not None and not stage_time.life.device.busy:
                 self.causes[stage_time.stage][waits_for(stage_time, over)] += self._stride
 
     def _note_suspects(self, stage_time: StageTime) -> None:
@@ -246,7 +246,7 @@ class EventCollector(Watcher):
         if stage_time.ended_s is None:
             stage_time.ended_s = self._world.now_s
             stage_time.busy_s = min(
-                stage_time.device.busy_s - stage_time.before_s, stage_time.ended_s - stage_time.begun_s
+                stage_time.life.device.busy_s - stage_time.before_s, stage_time.ended_s - stage_time.begun_s
             )
             stage_time.lines = self._world.network.link_use(stage_time.peer.name)
 
