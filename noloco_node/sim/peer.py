@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -30,13 +29,6 @@ from noloco_node.storage.checkpoint import Checkpoint
 
 KEPT_LINES = 50
 """Of what a node said, in a life."""
-
-
-class Observer(Protocol):
-    """Hears everything that peers do, in order."""
-
-    def __call__(self, peer: SimulatedPeer, event: events.Event) -> None:
-        """Take note of an event of a peer's journal."""
 
 
 class PeerLife:
@@ -75,8 +67,14 @@ class SimulatedPeer:
     """A peer of a world. `asked_stage`: the one that its owner wants; None lets it choose."""
 
     def __init__(
-        self, name: str, asked_stage: int | None, setting: SimSetup, network: SimNetwork, observe: Observer
+        self,
+        name: str,
+        asked_stage: int | None,
+        setting: SimSetup,
+        network: SimNetwork,
+        observe: Callable[[SimulatedPeer, events.Event], None],
     ) -> None:
+        """`observe`: takes note of each event of the peer's journal, in order."""
         self.name, self.asked_stage = name, asked_stage
         self.access: Access = setting.access()
         self.first_slowness = self.slowness = 1.0

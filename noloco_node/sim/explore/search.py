@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from noloco_node.errors import leaves
 from noloco_node.journal import events
 from noloco_node.sim import clock
 from noloco_node.sim.explore.invariant_error import InvariantBroken
@@ -88,10 +89,8 @@ def examine(scenario: Scenario, say: Say | None = None) -> ExploreResult:
 
 
 def _as_broken(error: BaseException, checker: InvariantChecker) -> InvariantBroken:
-    inner = error
-    while isinstance(inner, BaseExceptionGroup):
-        known = inner.subgroup(InvariantBroken) or inner
-        inner = known.exceptions[0]
+    found = leaves(error)
+    inner = next((each for each in found if isinstance(each, InvariantBroken)), found[0])
     if isinstance(inner, InvariantBroken):
         return inner
     looked_s = float(checker.statistics()["virtual_s"])

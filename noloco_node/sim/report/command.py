@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import msgspec
 import torch
 from msgspec import structs
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, config_error, leaves
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
 from noloco_node.sim.explore.search import explore, replay
@@ -89,18 +89,16 @@ def simulate_scenario(path: Path | None, flags: SimulationFlags, wanted: Simulat
 def search(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest, count: int, say: Say) -> int:
     """Run `count` random fault schedules from the seed on; return the exit code."""
     if wanted != SimulationRequest():
-        raise UserError(
+        raise _misuse(
             "--explore does not go with --json, --out or --trace.",
-            why="it says which seeds break an invariant and leaves no files",
-            hint=f"noloco-node simulate --explore {count}; then --seed S --trace shows one of its seeds",
-            code=Exit.USAGE,
+            "it says which seeds break an invariant and leaves no files",
+            f"noloco-node simulate --explore {count}; then --seed S --trace shows one of its seeds",
         )
     if path is not None or flags.of_the_swarm:
-        raise UserError(
+        raise _misuse(
             "--explore makes its own swarms.",
-            why="it draws a small swarm and its faults from each seed",
-            hint=f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
-            code=Exit.USAGE,
+            "it draws a small swarm and its faults from each seed",
+            f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
         )
     torch.set_num_threads(1)
     return explore(count, flags.seed or 0, say)
@@ -109,11 +107,10 @@ def search(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest,
 def repeat(seed: int, wanted: SimulationRequest, say: Say) -> int:
     """Replay the random fault schedule of a seed with all its events; return the exit code."""
     if wanted != SimulationRequest(trace=True):
-        raise UserError(
+        raise _misuse(
             "--seed and --trace alone replay a schedule of --explore, without --json or --out.",
-            why="a replay says its events and leaves no files",
-            hint=f"leave --json and --out away; or trace a swarm of flags: --peers 4 --seed {seed} --trace",
-            code=Exit.USAGE,
+            "a replay says its events and leaves no files",
+            f"leave --json and --out away; or trace a swarm of flags: --peers 4 --seed {seed} --trace",
         )
     torch.set_num_threads(1)
     return replay(seed, say)
@@ -127,11 +124,10 @@ def put_together(path: Path | None, flags: SimulationFlags) -> Scenario:
     scenario = Scenario() if path is None else load_scenario(path)
     swarm = scenario.swarm
     if swarm.run is not None and not Path(swarm.run).is_file():
-        raise UserError(
+        raise config_error(
             f"{path}: swarm.run names a run file that is not there.",
-            why=f"there is no file {swarm.run}",
-            hint="correct the path, which is relative to the scenario; `noloco-node init` writes a run file",
-            code=Exit.CONFIG,
+            f"there is no file {swarm.run}",
+            "correct the path, which is relative to the scenario; `noloco-node init` writes a run file",
         )
     if flags.seed is not None:
         scenario = structs.replace(scenario, seed=flags.seed)
@@ -151,12 +147,15 @@ def _replicas(peers: int, stages: int) -> int:
     if peers % stages == 0:
         return peers // stages
     near = [count for count in (peers - peers % stages, peers - peers % stages + stages) if count]
-    raise UserError(
+    raise _misuse(
         f"{peers} peers cannot be shared out over {stages} stages.",
-        why="all stages of a simulated swarm have equally many replicas",
-        hint=" or ".join(f"--peers {count}" for count in near),
-        code=Exit.USAGE,
+        "all stages of a simulated swarm have equally many replicas",
+        " or ".join(f"--peers {count}" for count in near),
     )
+
+
+def _misuse(what: str, why: str, hint: str) -> UserError:
+    return UserError(what, why=why, hint=hint, code=Exit.USAGE)
 
 
 def complete(scenario: Scenario, path: Path | None) -> SimSetup:
@@ -172,12 +171,7 @@ def complete(scenario: Scenario, path: Path | None) -> SimSetup:
     )
     for problem in problems(structs.replace(scenario, swarm=swarm)):
         where = "the flags" if path is None else f"{path}{line_of(path.read_text('utf-8-sig'), problem.field)}"
-        raise UserError(
-            f"{where}: {problem.field} is refused.",
-            why=problem.why,
-            hint=problem.hint,
-            code=Exit.CONFIG,
-        )
+        raise config_error(f"{where}: {problem.field} is refused.", problem.why, problem.hint)
     return setting
 
 
@@ -208,7 +202,7 @@ def _simulate(setting: SimSetup, trace: Path | None) -> Report:
 
 def _plainly(error: BaseException, setting: SimSetup) -> BaseException:
     """Return what ended a simulation in words, where there are any."""
-    for each in _leaves(error):
+    for each in leaves(error):
         if isinstance(each, UserError):
             return each
         if isinstance(each, Stuck | Deadlock):
@@ -219,14 +213,6 @@ def _plainly(error: BaseException, setting: SimSetup) -> BaseException:
                 code=Exit.BUG,
             )
     return error
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for each in error.exceptions:
-            yield from _leaves(each)
-    else:
-        yield error
 
 
 # The files.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from msgspec import structs
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.planning.plan import mean_steps_per_round
@@ -104,12 +104,8 @@ def build_setup(scenario: Scenario) -> SimSetup:
     run = _run(start, swarm, scenario.seed)
     validate(run, f"the scenario {scenario.name}")
     if run.pipeline.stages * run.pipeline.replicas > MOST_PEERS:
-        raise UserError(
-            f"The scenario {scenario.name} has {run.pipeline.stages * run.pipeline.replicas} peers.",
-            why=f"{MOST_PEERS} are simulated at most",
-            hint="fewer stages or replicas",
-            code=Exit.CONFIG,
-        )
+        what = f"The scenario {scenario.name} has {run.pipeline.stages * run.pipeline.replicas} peers."
+        raise config_error(what, f"{MOST_PEERS} are simulated at most", "fewer stages or replicas")
     plan = None
     if transformer or swarm.run is not None:
         from noloco_node.planning.model_layout import model_layout
