@@ -136,7 +136,7 @@ inner_steps_per_round = 1000000
 
 def _node(hub: SimNetwork, recipe: RunFileText, name: str, peer: _Peer, pass_s: float, wrong: list[str]) -> Node:
     device = peer.device
-    device.slow_down(peer.time)
+    device.slowness = peer.time
 
     def build(number: int) -> PricedStage:
         windows = recipe.run.pipeline.windows_in_flight
