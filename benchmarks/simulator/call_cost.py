@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import MessageSpec, Schema
+from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.dht import SimDht
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions

@@ -145,11 +145,11 @@ def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -> None
         assert node is not None
         replica = node.replica
         assert replica is not None
-        await until(lambda: replica.gate.in_flight >= 2)
+        await until(lambda: replica.admission.in_flight >= 2)
         counts, asked_s, in_flight = (
             replica.worker.statistics(),
             asyncio.get_running_loop().time(),
-            replica.gate.in_flight,
+            replica.admission.in_flight,
         )
         taken.clear()
         refused.clear()

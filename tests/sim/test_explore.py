@@ -231,7 +231,7 @@ def test_a_gate_shut_while_waiting_for_a_partner_is_found(monkeypatch: pytest.Mo
             while True:
                 await self._round_state.nap(None)
                 if waits(self):
-                    async with replica.gate.alone(1.0, math.inf):
+                    async with replica.admission.alone(1.0, math.inf):
                         await self._round_state.wait_while(lambda: waits(self), math.inf)
 
         async with asyncio.TaskGroup() as group:
@@ -306,7 +306,7 @@ def test_a_peer_that_finishes_first_when_asked_to_leave_is_found(monkeypatch: py
     async def stays(self: Training, replica: Replica, leave: asyncio.Event, *rest: Any, moves: bool) -> Ending:
         async def close() -> None:
             await leave.wait()
-            replica.gate.close()
+            replica.admission.close()
 
         async with asyncio.TaskGroup() as group:
             closing = group.create_task(close())

@@ -119,8 +119,8 @@ def nothing_is_held(peer: SimulatedPeer) -> None:
     assert peer.life.node is not None
     replica = peer.life.node.replica
     assert replica is not None
-    assert replica.gate.in_flight == replica.gate.queued == 0
-    assert replica.downstream is None or replica.downstream.statistics()["waiting"] == 0
+    assert replica.admission.in_flight == replica.admission.queued == 0
+    assert replica.next_stage is None or replica.next_stage.statistics()["waiting"] == 0
     found = replica.rounds.statistics()
     assert not found["open"], found
     assert "did not come back" not in " ".join(peer.life.said)

@@ -91,5 +91,5 @@ class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Relays to use before those that the swarm tells of, each ending in /p2p/ID."""
     lends_line: bool = True
     """Whether peers who find no other relay may use us as one, with libp2p's usual limits for each of them."""
-    patience: TimeoutSettings = TimeoutSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
     capacity: Capacity = Capacity()

@@ -55,7 +55,7 @@ class BoundInvariants:
             self.context.complain("bound", f"{what}: {size}, more than {limit}")
 
     def _check_gate(self, record: LifeRecord, replica: Replica) -> None:
-        gate = replica.gate
+        gate = replica.admission
         if gate.queued > gate.queue_limit or gate.in_flight + gate.succeeded > gate.windows * gate.window:
             self.context.complain("bound", f"{record.name} has let in too many: {slots(gate)}")
         if record.stage > 0:

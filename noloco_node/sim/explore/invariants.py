@@ -229,8 +229,10 @@ class InvariantChecker(Watcher):
     def _check_rest(self, peer: SimulatedPeer, life: PeerLife) -> None:
         replica = life.replica
         self._context.checked["rest"] += 1
-        if replica is not None and (replica.gate.in_flight or replica.gate.queued):
-            sentence = f"life {life.number} of {peer.name} is over, and not all slots are free: {slots(replica.gate)}"
+        if replica is not None and (replica.admission.in_flight or replica.admission.queued):
+            sentence = (
+                f"life {life.number} of {peer.name} is over, and not all slots are free: {slots(replica.admission)}"
+            )
             self._context.complain("slot", sentence)
         if self._world.network.open_calls(peer.name):
             calls = self._world.network.open_calls(peer.name)
@@ -243,10 +245,10 @@ class InvariantChecker(Watcher):
         if life.crashed or replica is None:
             return
         succeeded = int(replica.worker.statistics()["succeeded"])
-        used = record.steps * self._window + replica.gate.succeeded
+        used = record.steps * self._window + replica.admission.succeeded
         self._context.checked["batch"] += 1
         # The window of the last step may not have been opened again.
-        if succeeded != used and succeeded != used - replica.gate.succeeded:
+        if succeeded != used and succeeded != used - replica.admission.succeeded:
             sentence = f"{record.name}: {succeeded} microbatches succeeded and {used} are accounted for"
             self._context.complain("batch", sentence)
 

@@ -174,7 +174,7 @@ class LivenessInvariants:
         if idle_s > STANDSTILL_S + 2 * window_s:
             context.complain("wait", f"nobody has taken an inner step for {idle_s:.0f} s:\n  " + self._waits())
         for record, replica in context.training():
-            gate = replica.gate
+            gate = replica.admission
             if not gate.in_flight and gate.succeeded < gate.window:
                 # Nothing is in its hands: whoever suspects it lets it wait for minutes, which are not its own.
                 record.idle_s += now_s - (record.looked_s or now_s)

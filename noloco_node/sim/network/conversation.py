@@ -24,7 +24,7 @@ from collections import Counter
 from typing import Any
 
 from noloco_node.network.interface import VIOLATION_GRACE_S
-from noloco_node.network.wire import Schema, Violation
+from noloco_node.network.schema import Schema, Violation
 from noloco_node.sim.network.bandwidth import AccessLine
 from noloco_node.sim.network.link_model import SILENCE_S
 from noloco_node.sim.network.medium import Medium

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_node.network.wire import FrameDecoder, MessageSpec, Schema, TensorSpec, Violation, beat, encode
+from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
+from noloco_node.network.wire import FrameDecoder, beat, encode
 
 
 class Corruption(StrEnum):

@@ -14,7 +14,7 @@ import asyncio
 import math
 from typing import Any, NamedTuple, Protocol
 
-from noloco_node.network.wire import Schema, Violation
+from noloco_node.network.schema import Schema, Violation
 from noloco_node.sim.network.bandwidth import Link, Transfer
 from noloco_node.sim.network.corruption import spoil
 from noloco_node.sim.network.link_model import SILENCE_S

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from noloco_node.network.interface import Handler
-from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 from noloco_node.sim.network.conversation import StreamEnd, StreamHost
 from noloco_node.sim.network.link_model import OPEN_S
 from noloco_node.sim.network.medium import Medium

@@ -210,9 +210,9 @@ class EventCollector(Watcher):
     def _note_suspects(self, stage_time: StageTime) -> None:
         """Count new suspicions. They may be over after a few seconds, so that no look is left out."""
         replica = stage_time.replica
-        if replica is None or replica.downstream is None:
+        if replica is None or replica.next_stage is None:
             return
-        suspects = replica.downstream.suspects
+        suspects = replica.next_stage.suspects
         if suspects != stage_time.suspects:
             rightly = [self._is_bad(stage_time.peer.name, peer) for peer in suspects - stage_time.suspects]
             self.true_suspects += sum(rightly)
@@ -265,19 +265,21 @@ def waits_for(stage_time: StageTime, over: bool) -> Cause:
     replica = stage_time.replica
     if replica is None:
         return Cause.JOINING
-    gate, downstream = replica.gate, replica.downstream
-    if (over and not gate.in_flight) or stage_time.life.leave.is_set():
+    admission, next_stage = replica.admission, replica.next_stage
+    if (over and not admission.in_flight) or stage_time.life.leave.is_set():
         return Cause.ENDING
-    if gate.succeeded == gate.window or (replica.config.run.outer.blocking and replica.rounds.statistics()["engaged"]):
+    if admission.succeeded == admission.window or (
+        replica.config.run.outer.blocking and replica.rounds.statistics()["engaged"]
+    ):
         return Cause.GOSSIP
-    wait = downstream.waiting if downstream is not None else None
+    wait = next_stage.waiting if next_stage is not None else None
     if wait is not None:
         if wait.what.startswith("room"):
             return Cause.ROOM
         return Cause.ENDING if over else Cause.ROUTE  # at the end those whom it looks for have left
-    if gate.turns.waiting:
+    if admission.turns.waiting:
         return Cause.WINDOW
-    if gate.succeeded + gate.in_flight == gate.windows * gate.window:
-        return Cause.WINDOW if gate.queued else Cause.REPLIES
+    if admission.succeeded + admission.in_flight == admission.windows * admission.window:
+        return Cause.WINDOW if admission.queued else Cause.REPLIES
     # A source fills its window at once; where it does not it was refused, and pauses.
     return Cause.ROUTE if stage_time.stage == 0 else Cause.MICROBATCHES

@@ -89,13 +89,13 @@ class Seeker:
         host.free, host.needs_bytes, host.in_flight_bytes = free, [100, 200, 300], [20, 20, 20]
         reporter = Reporter(record=self.events.append, say=self.said.append)
         self.newcomer = Newcomer(
-            recipe=what,
-            plan=quadratic_layout(3, WORK),
+            run_file=what,
+            dimensions=quadratic_layout(3, WORK),
             membership=self.membership,
             host=host,
             reporter=reporter,
             network=network,
-            wish=wish,
+            requested_stage=wish,
         )
 
     def _build(self, number: int) -> PricedStage:

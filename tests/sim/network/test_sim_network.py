@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from repository import ROOT
 
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.wire import MessageSpec, Schema
+from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
 from noloco_node.sim.network.sim_network import SimNetwork

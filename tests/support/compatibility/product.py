@@ -54,8 +54,9 @@ from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits as Allowance
 from noloco_node.limits.rate_limit import RateLimitedNetwork as MeteredNetwork
 from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
+from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
-from noloco_node.network.wire import Schema, beat, encode, end, error
+from noloco_node.network.wire import beat, encode, end, error
 from noloco_node.network.wrapper import NetworkWrapper as Around
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.planning.plan_text import report as check_report
