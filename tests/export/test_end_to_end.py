@@ -47,8 +47,8 @@ from noloco_node.run.presets import PRESETS, demo_run_text, run_text
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.replica_mean import FACTOR, ReplicaSummary, drop_outliers
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.swarm.roster import PeerRecord, Roster

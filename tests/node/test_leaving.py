@@ -23,8 +23,8 @@ from noloco_node.machine.signals import departure
 from noloco_node.node.training import DRAIN_S
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
 from pipeline.messages import Microbatch, Reason, Refused
 

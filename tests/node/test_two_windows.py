@@ -21,8 +21,8 @@ from noloco_node.run.validation import problems
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.run_distribution import RunFileText
 
 FAR = NetworkConditions(latency=Latency(shape="constant", mean_s=0.1))

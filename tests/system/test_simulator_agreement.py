@@ -46,8 +46,8 @@ from noloco_node.journal.events import (
 from noloco_node.journal.reader import read
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig, Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
@@ -209,7 +209,7 @@ def train_simulated(run: Path, real: Swarm) -> Swarm:
         return not peer.running or len(meetings(outer)) >= MEETINGS
 
     async def main() -> dict[str, Trace]:
-        hub = SimNetwork(setting.conditions, seed=SEED, size_bytes=setting.size_bytes)
+        hub = SimNetwork(setting.scenario.network, seed=SEED, size_bytes=setting.sizes.size_bytes)
         peers = [SimulatedPeer(name, trace.started.stage, setting, hub, observe) for name, trace in real.peers.items()]
         for peer in peers:
             peer.start()
