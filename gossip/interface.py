@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from gossip.events import Event
 from gossip.exchange.formats import Format
 from gossip.exchange.swap import Compute, Conversation
 from gossip.rule.delayed_momentum import Delay
@@ -128,56 +129,3 @@ class Origin(NamedTuple):
     """The round in which these weights last met anybody's, 0 if in none: a copy of stale weights is as stale."""
     gathered: bool = True
     """Whether the slow weights hold every inner step that the fast ones do."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OuterStepTaken:
-    """An outer step was taken. `partner` and `gap` are None in a solo round.
-
-    `staleness`: inner steps between snapshot and correction. `seconds`: from acceptance to the partner's receipt.
-    `staleness_rounds`: rounds since these weights last met anybody's, 1 where in the one before; `partner_staleness`:
-    since the partner's did. `adopted`: ours were too stale to count, and the partner's were taken over.
-    """
-
-    round: int
-    seconds: float
-    partner: str | None = None
-    gap: float | None = None
-    staleness: int = 0
-    staleness_rounds: int = 0
-    partner_staleness: int = 0
-    adopted: bool = False
-    bytes_sent: int = 0
-    bytes_received: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartnerTooStale:
-    """A partner's weights had met nobody for too many rounds: it took ours, and our round stays open."""
-
-    round: int
-    partner: str
-    partner_staleness: int
-    bytes_sent: int
-    bytes_received: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundDeferred:
-    """No partner before the next round was due: no outer step. `in_a_row`: how often now without one."""
-
-    round: int
-    in_a_row: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeetingLost:
-    """A meeting that had been agreed came to nothing. `implausible`: the partner's weights could not be right."""
-
-    round: int
-    partner: str
-    why: str
-    implausible: bool
-
-
-Event = OuterStepTaken | PartnerTooStale | RoundDeferred | MeetingLost

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from gossip.events import MeetingLost, OuterStepTaken, PartnerTooStale
 from gossip.exchange.messages import Accepted, Implausible
 from gossip.exchange.swap import Conversation, conclude
-from gossip.interface import GossipReplica, MeetingLost, OuterStepTaken, PartnerTooStale, RoundContext
+from gossip.interface import GossipReplica, RoundContext
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
 from gossip.rounds.prefetch_cache import PrefetchCache
 from gossip.rounds.round_state import Meeting, PendingStep, RoundState, now

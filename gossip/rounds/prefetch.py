@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 
+from gossip.events import MeetingLost
 from gossip.exchange.messages import NOTHING, Accepted, Declined, DeclineReason, Implausible, Probe, Received, Weights
 from gossip.exchange.messages import PrefetchOffer as Proposal
 from gossip.exchange.swap import Conversation, check_own, check_probe, size_bytes, swap
-from gossip.interface import MeetingLost, RoundContext
+from gossip.interface import RoundContext
 from gossip.rounds.outer_optimiser import OuterOptimiser
 from gossip.rounds.partners import SLACK_S
 from gossip.rounds.prefetch_cache import PrefetchCache, PrefetchReceived, PrefetchSent

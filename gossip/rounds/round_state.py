@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gossip.interface import Origin, OuterStepTaken, RoundContext, RoundSettings
+from gossip.events import OuterStepTaken
+from gossip.interface import Origin, RoundContext, RoundSettings
 from gossip.rounds.matching import AnswerState, heal
 from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.partners import SLACK_S, PartnerQueue, PartnerView

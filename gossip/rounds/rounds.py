@@ -31,19 +31,11 @@ import asyncio
 from dataclasses import replace
 from typing import NamedTuple
 
+from gossip.events import OuterStepTaken, RoundDeferred
 from gossip.exchange.messages import Offer
 from gossip.exchange.messages import PrefetchOffer as Proposal
 from gossip.exchange.swap import Conversation
-from gossip.interface import (
-    UNKNOWN,
-    GossipReplica,
-    Origin,
-    OuterStepTaken,
-    RoundContext,
-    RoundDeferred,
-    RoundProgress,
-    RoundSettings,
-)
+from gossip.interface import UNKNOWN, GossipReplica, Origin, RoundContext, RoundProgress, RoundSettings
 from gossip.rounds.local_steps import local_step_count
 from gossip.rounds.meeting import Meetings
 from gossip.rounds.offers import Offers

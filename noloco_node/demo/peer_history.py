@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+from gossip.events import OuterStepTaken, RoundDeferred
 from noloco_node.journal.events import (
-    Deferred,
     Event,
     Finished,
     Hops,
     InnerStep,
     Lost,
-    OuterStep,
     PeerViolation,
     RefusedMicrobatch,
     Started,
@@ -103,14 +102,14 @@ class PeerHistory:
         match event:
             case InnerStep():
                 self._take_inner_step(event)
-            case OuterStep():
+            case OuterStepTaken():
                 self._take_outer_step(event)
             case Started():
                 self.peer, self.stage, self.parameters = event.peer, event.stage, event.parameters
                 self._underway = False
             case StateChanged():
                 self.state, self.waiting, self.since = event.state, event.waiting, event.at
-            case Deferred():
+            case RoundDeferred():
                 self.deferred += 1
             case Hops():
                 self.hops = event.counts
@@ -140,7 +139,7 @@ class PeerHistory:
             self.losses.add(event.at, event.loss)
             self.loss = event.loss if self.loss is None else 0.8 * self.loss + 0.2 * event.loss
 
-    def _take_outer_step(self, event: OuterStep) -> None:
+    def _take_outer_step(self, event: OuterStepTaken) -> None:
         self.round, self.partner = event.round, event.partner
         self.met += event.partner is not None
         self.solo += event.partner is None

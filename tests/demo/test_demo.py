@@ -23,6 +23,7 @@ from limits import LAST_RESORT_S
 from rich.console import Console
 from typer.testing import CliRunner
 
+from gossip.events import OuterStepTaken, RoundDeferred
 from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.braille_chart import Series, chart, smoothed
@@ -37,13 +38,11 @@ from noloco_node.demo.run import demonstrate
 from noloco_node.demo.summary import ModelScores, busy, lines, summarise
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import (
-    Deferred,
     Event,
     Finished,
     Hops,
     InnerStep,
     Lost,
-    OuterStep,
     PeerViolation,
     RefusedMicrobatch,
     Started,
@@ -81,8 +80,8 @@ def inner(step: int, at: float, loss: float | None = 3.0, device_s: float = 0.0)
     )
 
 
-def outer(number: int, partner: str | None, gap: float | None) -> OuterStep:
-    return OuterStep(
+def outer(number: int, partner: str | None, gap: float | None) -> OuterStepTaken:
+    return OuterStepTaken(
         at=1.0,
         round=number,
         partner=partner,
@@ -115,7 +114,7 @@ def swarm() -> list[PeerHistory]:
             [
                 *steps,
                 outer(1, "Qm0b", 0.1),
-                Deferred(at=1.0, round=2, in_a_row=1),
+                RoundDeferred(at=1.0, round=2, in_a_row=1),
                 outer(2, None, None),
                 outer(3, "Qm0b", 0.02),
                 Hops(counts={"Qm1a": 5, "Qm1b": 5}),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import Toy, World
 
+from gossip.events import OuterStepTaken, PartnerTooStale
 from gossip.exchange.formats import Format
 from gossip.exchange.messages import Implausible, Manifest, Parts, Piece, ReplicaState
 from gossip.interface import Origin, RoundSettings
@@ -22,7 +23,6 @@ from gossip.rule.outer_step import Outer, OuterState
 from gossip.transfer.chunks import cut, listed
 from gossip.transfer.download import StateWanted, check_state
 from noloco_node.errors import UserError
-from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
 from noloco_node.node.replica_context import ReplicaConfig, round_settings
@@ -250,7 +250,7 @@ def test_manifests_and_pieces_pass_the_wire_and_others_do_not(shapes: tuple[tupl
 
 
 def test_staleness_is_in_the_journal(tmp_path: Path) -> None:
-    step = events.OuterStep(
+    step = OuterStepTaken(
         round=3,
         partner="b",
         gap=0.1,
@@ -262,12 +262,12 @@ def test_staleness_is_in_the_journal(tmp_path: Path) -> None:
         partner_staleness=1,
         adopted=True,
     )
-    stale = events.TooStale(round=3, partner="a", partner_staleness=20, bytes_sent=20, bytes_received=10)
+    stale = PartnerTooStale(round=3, partner="a", partner_staleness=20, bytes_sent=20, bytes_received=10)
     with Journal(tmp_path / "journal.jsonl", now=lambda: 1.0) as written:
         written.write(step)
         written.write(stale)
     first, second = read(tmp_path / "journal.jsonl")
-    assert isinstance(first, events.OuterStep)
+    assert isinstance(first, OuterStepTaken)
     assert (first.staleness_rounds, first.partner_staleness, first.adopted) == (20, 1, True)
-    assert isinstance(second, events.TooStale)
+    assert isinstance(second, PartnerTooStale)
     assert second.partner_staleness == 20

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gossip.events import OuterStepTaken
 from gossip.exchange.formats import Format
 from gossip.rule.staleness import ROUND_BOUND
-from noloco_node.journal import events
 from noloco_node.run.config import OuterConfig
 from noloco_node.sim.explore.life_records import Complain, LifeRecord, Lives, Spoilt
 
@@ -73,7 +73,7 @@ class MeetingSide:
     stepped_s: float
 
     @classmethod
-    def of(cls, record: LifeRecord, event: events.OuterStep, facts: MeetingFacts, now_s: float) -> MeetingSide:
+    def of(cls, record: LifeRecord, event: OuterStepTaken, facts: MeetingFacts, now_s: float) -> MeetingSide:
         """Return the side that a replica has just applied; it was agreed after the last pause but one."""
         assert event.partner is not None
         agreed_s = record.stepped_s[-2] if len(record.stepped_s) > 1 else record.began_s
@@ -109,7 +109,7 @@ class MeetingChecker:
         """Return meetings whose two sides were compared, and sides that had no other in the end."""
         return {"compared": self.compared, "unmatched": self.unmatched}
 
-    def hear(self, record: LifeRecord, event: events.OuterStep, side: MeetingSide) -> None:
+    def hear(self, record: LifeRecord, event: OuterStepTaken, side: MeetingSide) -> None:
         """Compare a side that has just been applied with its other side, if that is there already."""
         first, second = sorted((record.name, side.partner))
         waiting = self._open.setdefault((first, second), [])

@@ -36,9 +36,9 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
+from gossip.events import OuterStepTaken
 from gossip.rule.outer_step import OuterState
 from gossip.rule.staleness import ROUND_BOUND
-from noloco_node.journal import events
 from noloco_node.run.config import OuterConfig
 from noloco_node.sim.explore.life_records import Complain, Delays, LifeRecord, fast_of, state_of
 from noloco_node.sim.explore.meetings import MeetingChecker, MeetingFacts, MeetingSide
@@ -68,7 +68,7 @@ class RoundInvariants:
         """Return outer steps seen with, without and to the weights of a partner, and what the meetings count."""
         return {"met": self.met, "solo": self.solo, "adopted": self.adopted, **self.meetings.statistics()}
 
-    def hear(self, record: LifeRecord, event: events.OuterStep, now_s: float, quiet_s: float) -> None:
+    def hear(self, record: LifeRecord, event: OuterStepTaken, now_s: float, quiet_s: float) -> None:
         """Check a step that has just been applied. `quiet_s`: since when nothing has happened to the world."""
         after, fast = state_of(record.peer), fast_of(record.peer)
         before, before_fast = record.state, record.fast
@@ -129,7 +129,7 @@ class RoundInvariants:
             sentence = f"{record.name} moved its fast weights by other than new slow weights less snapshot"
             self.complain("rule", f"{sentence}: {away:.3g} off, of {float(due.abs().max()):.3g}")
 
-    def _check_number(self, record: LifeRecord, event: events.OuterStep, now_s: float, quiet_s: float) -> None:
+    def _check_number(self, record: LifeRecord, event: OuterStepTaken, now_s: float, quiet_s: float) -> None:
         last = record.finished[-1][1]
         if event.round <= last:
             self.complain("round", f"{record.name} finished round {event.round} after round {last}")

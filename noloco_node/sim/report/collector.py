@@ -24,6 +24,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
 
+from gossip.events import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.peer import SimulatedPeer
@@ -131,7 +132,7 @@ class EventCollector:
                 self.stage_times.of(peer).stage = event.stage
             case events.InnerStep():
                 self._note_step(self.stage_times.of(peer).stage or 0, event)
-            case events.OuterStep() if event.gap is not None:
+            case OuterStepTaken() if event.gap is not None:
                 stage = self.stage_times.of(peer).stage or 0
                 self.sums.gap[stage] += event.gap
                 self.sums.gaps[stage] += 1

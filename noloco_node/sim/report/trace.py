@@ -54,7 +54,7 @@ class EventTrace:
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Write an event."""
-        self._write({"node": peer.name, **msgspec.to_builtins(event)})
+        self._write({"node": peer.name, **events.fields_of(event)})
 
     def struck(self, fault: Fault) -> None:
         """Write a fault."""

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_gossip import Toy, World
 
-from gossip.interface import UNKNOWN, Candidate, RoundDeferred, RoundProgress, RoundSettings
+from gossip.events import OuterStepTaken, RoundDeferred
+from gossip.interface import UNKNOWN, Candidate, RoundProgress, RoundSettings
 from gossip.rounds.local_steps import (
     LARGEST_MULTIPLE,
     TOLERANCE,
@@ -350,9 +351,9 @@ class _Watcher:
                 if event.step > 10:  # the speeds are known by then
                     self.device_s[peer.name] = self.device_s.get(peer.name, 0.0) + event.device_s
                     self.worked_s[peer.name] = self.worked_s.get(peer.name, 0.0) + event.seconds
-            case events.OuterStep(partner=str()):
+            case OuterStepTaken(partner=str()):
                 self.met[peer.name] = self.met.get(peer.name, 0) + 1
-            case events.OuterStep() | events.Deferred():
+            case OuterStepTaken() | RoundDeferred():
                 self.missed[peer.name] = self.missed.get(peer.name, 0) + 1
 
     def busy(self, name: str) -> float:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import CUT, SWALLOW, Line, Toy, World, honest, live
 
+from gossip.events import PartnerTooStale, RoundDeferred
 from gossip.exchange.formats import Format, absolute, wire_bytes
 from gossip.exchange.messages import (
     NOTHING,
@@ -28,7 +29,7 @@ from gossip.exchange.messages import (
     Received,
     Weights,
 )
-from gossip.interface import Candidate, Origin, PartnerTooStale, RoundDeferred, RoundSettings, RoundTimeouts
+from gossip.interface import Candidate, Origin, RoundSettings, RoundTimeouts
 from gossip.rounds.outer_optimiser import Seen
 from gossip.rounds.prefetch_cache import PrefetchCache, PrefetchReceived, PrefetchSent
 from gossip.rounds.round_state import VAIN_AT_MOST

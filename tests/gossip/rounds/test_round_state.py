@@ -10,7 +10,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from toy_gossip import at_once
 
-from gossip.interface import Candidate, Origin, OuterStepTaken, RoundContext, RoundSettings
+from gossip.events import OuterStepTaken
+from gossip.interface import Candidate, Origin, RoundContext, RoundSettings
 from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState, StepPending
 from gossip.rule.outer_step import Outer, OuterState, Stepped
