@@ -15,8 +15,7 @@ from typing import NamedTuple, Protocol
 from gossip.events import Event
 from gossip.exchange.formats import Format
 from gossip.exchange.swap import Compute, Conversation
-from gossip.rule.delayed_momentum import Delay
-from gossip.rule.outer_step import Outer, OuterState, Tensors
+from gossip.rule.outer_step import UNDELAYED, Delay, Outer, OuterState, Tensors
 
 
 class GossipReplica(Protocol):
@@ -29,7 +28,7 @@ class GossipReplica(Protocol):
         """Add this to the fast weights. Called only in a pause between two inner steps."""
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
-        """Shut the gate, wait until nothing is in flight, and open it again at the end.
+        """Take in no microbatch, wait until none is in flight, and take them in again at the end.
 
         Whoever comes meanwhile is refused, with this hint. Used by the blocking form alone.
         """
@@ -54,7 +53,6 @@ class RoundProgress(NamedTuple):
 
 
 UNKNOWN = RoundProgress()
-UNDELAYED = Delay()
 
 
 class Timing(Protocol):

@@ -27,8 +27,8 @@ Meet = Callable[[Conversation, Meeting, Accepted | None], Awaitable[None]]
 class Offers:
     """The offers of one replica: `run` as a background task, `answer_one` for each that comes in."""
 
-    def __init__(self, round_state: RoundState, around: RoundContext, meet: Meet) -> None:
-        self._round_state, self._around, self._meet = round_state, around, meet
+    def __init__(self, round_state: RoundState, context: RoundContext, meet: Meet) -> None:
+        self._round_state, self._context, self._meet = round_state, context, meet
 
     async def run(self) -> None:
         """Ask partners while a round is open, until cancelled."""
@@ -66,13 +66,13 @@ class Offers:
 
     async def _ask(self, peer: str) -> None:
         round_state, patience = self._round_state, self._round_state.settings.patience
-        answers, asked_s = self._around.answers, now()
+        answers, asked_s = self._context.answers, now()
         round_state.ask(peer)
         meeting = None
         try:
             async with (
                 asyncio.timeout(answers.deadline_s(peer) if answers else patience.answer_s) as deadline,
-                self._around.converse(peer) as conversation,
+                self._context.converse(peer) as conversation,
             ):
                 await conversation.send(Offer(round=round_state.schedule.round))
                 reply = await conversation.receive()

@@ -31,9 +31,9 @@ class SlowWeightPrefetcher:
     """One replica's swaps ahead of its rounds: `run` as a background task, `answer_one` for each that comes in."""
 
     def __init__(
-        self, round_state: RoundState, optimiser: OuterOptimiser, around: RoundContext, shelf: PrefetchCache
+        self, round_state: RoundState, optimiser: OuterOptimiser, context: RoundContext, cache: PrefetchCache
     ) -> None:
-        self._round_state, self._optimiser, self._around, self._shelf = round_state, optimiser, around, shelf
+        self._round_state, self._optimiser, self._context, self._cache = round_state, optimiser, context, cache
         self._asking: str | None = None
         self._swapping: str | None = None
         self._put_off: tuple[str, int, float] | None = None
@@ -82,16 +82,16 @@ class SlowWeightPrefetcher:
         return put_off[2] - now()
 
     def _wants(self, peer: str) -> bool:
-        given = self._shelf.given
+        given = self._cache.given
         done = given is not None and (given.peer, given.version) == (peer, self._optimiser.version)
-        return not done and self._shelf.swaps[peer] < SWAPS_AT_MOST
+        return not done and self._cache.swaps[peer] < SWAPS_AT_MOST
 
     def _refusal(self, sender: str) -> DeclineReason | None:
         if self._round_state.leaving:
             return DeclineReason.LEAVING
         if self._swapping is not None:
             return DeclineReason.ENGAGED
-        swaps_left = self._optimiser.needs_slow and self._shelf.swaps[sender] < SWAPS_AT_MOST
+        swaps_left = self._optimiser.needs_slow and self._cache.swaps[sender] < SWAPS_AT_MOST
         if not swaps_left or self._next_partner() != sender:
             return DeclineReason.NOT_NEXT
         if self._asking is None:
@@ -108,7 +108,7 @@ class SlowWeightPrefetcher:
         try:
             async with (
                 asyncio.timeout(patience.answer_s) as deadline,
-                self._around.converse(peer) as conversation,
+                self._context.converse(peer) as conversation,
             ):
                 await conversation.send(Proposal())
                 reply = await conversation.receive()
@@ -132,7 +132,7 @@ class SlowWeightPrefetcher:
     async def _swap(self, conversation: Conversation, accepted: Accepted | None) -> None:
         """Swap, once agreed. `accepted`: our answer, still to be sent, where we are the asked."""
         self._swapping = conversation.peer
-        self._shelf.swaps[conversation.peer] += 1
+        self._cache.swaps[conversation.peer] += 1
         try:
             if accepted is not None:
                 await conversation.send(accepted)
@@ -147,32 +147,32 @@ class SlowWeightPrefetcher:
     def _note_implausible(self, peer: str, why: str) -> None:
         round_state = self._round_state
         round_state.counts["implausible"] += 1
-        self._around.record(MeetingLost(round=round_state.next_round, partner=peer, why=why, implausible=True))
+        self._context.record(MeetingLost(round=round_state.next_round, partner=peer, why=why, implausible=True))
 
     async def _swap_once(self, conversation: Conversation, *, asked: bool) -> None:
-        optimiser, shelf, version = self._optimiser, self._shelf, self._optimiser.version
+        optimiser, cache, version = self._optimiser, self._cache, self._optimiser.version
         round, last_met = self._round_state.met
         mine = Probe(
             round=round, last_met=last_met, version=version, holds=NOTHING, slow=optimiser.slow_probe(), fast=None
         )
         check_own(mine)
-        shelf.bytes_sent += size_bytes(mine)
+        cache.bytes_sent += size_bytes(mine)
         theirs = await swap(conversation, mine)
         check_probe(theirs, mine)
-        shelf.bytes_received += size_bytes(theirs)
+        cache.bytes_received += size_bytes(theirs)
         steps = optimiser.steps(mine.slow, theirs.slow)
         encoded = await optimiser.encode_slow(steps)
         self._must_be(version)
         # What was held for an earlier prediction goes first: two copies are one too many.
-        shelf.forget()
+        cache.forget()
         sent = Weights(fast=(), slow=encoded.wire)
-        shelf.bytes_sent += size_bytes(sent)
+        cache.bytes_sent += size_bytes(sent)
         came = await swap(conversation, sent)
-        shelf.bytes_received += size_bytes(came)
+        cache.bytes_received += size_bytes(came)
         slow = await optimiser.decode_slow(came.slow, steps)
         self._must_be(version)
-        shelf.held = PrefetchReceived(conversation.peer, theirs.version, slow)
-        shelf.given = PrefetchSent(conversation.peer, version, steps)
+        cache.held = PrefetchReceived(conversation.peer, theirs.version, slow)
+        cache.given = PrefetchSent(conversation.peer, version, steps)
         self._round_state.counts["sent_ahead"] += 1
         # The asker stays until the asked has all: its leaving ends the conversation.
         if asked:

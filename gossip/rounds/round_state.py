@@ -100,9 +100,9 @@ class RoundState:
     applied.
     """
 
-    def __init__(self, me: str, settings: RoundSettings, origin: Origin, around: RoundContext) -> None:
+    def __init__(self, me: str, settings: RoundSettings, origin: Origin, context: RoundContext) -> None:
         self.me, self.settings = me, settings
-        self.partners = PartnerView(me, settings.seed, around.partners)
+        self.partners = PartnerView(me, settings.seed, context.partners)
         self.schedule = RoundSchedule(settings.inner_steps_per_round, origin.rounds, origin.inner_steps)
         self.rng = random.Random(f"{settings.seed}|jitter|{me}")
         self.queue = PartnerQueue(settings.patience, self.rng)

@@ -70,7 +70,7 @@ async def exchange_weights(
     conversation: Conversation,
     snapshot: Snapshot,
     optimiser: OuterOptimiser,
-    shelf: PrefetchCache,
+    cache: PrefetchCache,
     claim: MeetingStanding,
 ) -> ExchangeResult:
     """Exchange probes and weights, and compute the step; nothing moves yet.
@@ -82,7 +82,7 @@ async def exchange_weights(
         round=claim.met.round,
         last_met=claim.met.last_met,
         version=optimiser.version,
-        holds=shelf.holds(conversation.peer),
+        holds=cache.holds(conversation.peer),
         slow=optimiser.slow_probe(),
         fast=optimiser.fast_probe(snapshot),
     )
@@ -94,7 +94,7 @@ async def exchange_weights(
     own_age, their_age = (staleness(side, clock(claim.met, partner)) for side in (claim.met, partner))
     whose = contribution_weights(own_age, their_age, claim.at_most)
     if whose is ContributionWeights.BOTH:
-        swapped = await _average(meeting, shelf)
+        swapped = await _average(meeting, cache)
     elif whose is ContributionWeights.MINE:
         swapped = await _lend(meeting)
     else:
@@ -112,14 +112,14 @@ async def exchange_weights(
     )
 
 
-async def _average(meeting: _Meeting, shelf: PrefetchCache) -> _Swapped:
+async def _average(meeting: _Meeting, cache: PrefetchCache) -> _Swapped:
     """Swap weights in the run's codec, of which both use what both decode."""
     conversation, snapshot, optimiser, mine, theirs = meeting
     fast_steps = optimiser.steps(mine.fast, theirs.fast)
     # By which steps slow weights are coded that travel now, and those of ours that have travelled ahead.
     anew = optimiser.steps(mine.slow, theirs.slow) if optimiser.needs_slow else ()
-    given = shelf.given_to(conversation.peer, mine.version, theirs.holds)
-    held = shelf.held_of(conversation.peer)
+    given = cache.given_to(conversation.peer, mine.version, theirs.holds)
+    held = cache.held_of(conversation.peer)
 
     fast = await optimiser.encode_fast(snapshot, fast_steps)
     slow = await optimiser.encode_slow(anew if given is None else given) if optimiser.needs_slow else None

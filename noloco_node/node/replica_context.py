@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from gossip.exchange.formats import Format
 from gossip.interface import RoundSettings, RoundTimeouts
-from gossip.rule.delayed_momentum import Delay
-from gossip.rule.outer_step import Outer
+from gossip.rule.outer_step import Delay, Outer
 from noloco_node.journal import events
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.planning.message_sizes import sets

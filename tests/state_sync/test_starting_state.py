@@ -18,8 +18,7 @@ from gossip.events import OuterStepTaken, PartnerTooStale
 from gossip.exchange.formats import Format
 from gossip.exchange.messages import Implausible, Manifest, Parts, Piece, ReplicaState
 from gossip.interface import Origin, RoundSettings
-from gossip.rule.delayed_momentum import Delay
-from gossip.rule.outer_step import Outer, OuterState
+from gossip.rule.outer_step import Delay, Outer, OuterState
 from gossip.transfer.chunks import cut, listed
 from gossip.transfer.download import StateWanted, check_state
 from noloco_node.errors import UserError

@@ -1,7 +1,7 @@
 """What must hold of the rounds, as far as journals and the state of both sides show it.
 
 With gamma = beta a step adds u = beta (phi - mean theta) to the momentum, at once or at the end of its period
-(`gossip.rule.delayed_momentum`). So u, and with it the mean that a side applied, mean theta = phi - u / beta, follows
+(`gossip.rule.outer_step`). So u, and with it the mean that a side applied, mean theta = phi - u / beta, follows
 from its own state before and after the step, and needs no look at the exchange. With another gamma there is a pull in
 it besides, (1 - gamma / beta) / 2 times the distance to the partner's slow weights, with opposite signs on the two
 sides. The snapshot is known too: an outer step says how many inner steps ago it was taken, and the fast weights at the

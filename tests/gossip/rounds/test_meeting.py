@@ -33,8 +33,7 @@ from gossip.interface import Candidate, Origin, RoundSettings, RoundTimeouts
 from gossip.rounds.outer_optimiser import Seen
 from gossip.rounds.prefetch_cache import PrefetchCache, PrefetchReceived, PrefetchSent
 from gossip.rounds.round_state import VAIN_AT_MOST
-from gossip.rule.delayed_momentum import Delay, outer_step
-from gossip.rule.outer_step import Outer, OuterState, Tensors
+from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, outer_step
 from noloco_node.sim.clock import run
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
@@ -814,7 +813,7 @@ def test_an_answer_is_awaited_for_as_long_as_the_shell_says() -> None:
         timings = []
         for toy in toys:
             timings.append(Watched(3.0))
-            toy.rounds._offers._around = replace(toy.rounds._offers._around, answers=timings[-1])
+            toy.rounds._offers._context = replace(toy.rounds._offers._around, answers=timings[-1])
         await live(list(toys), 200)
         assert all(toy.met for toy in toys)
         return timings
