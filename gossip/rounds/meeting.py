@@ -15,7 +15,7 @@ from gossip.exchange.messages import Accepted, Implausible
 from gossip.exchange.swap import Conversation, conclude
 from gossip.interface import GossipReplica, RoundContext
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
-from gossip.rounds.prefetch_cache import PrefetchCache
+from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import Meeting, PendingStep, RoundState, now
 from gossip.rounds.weight_exchange import ExchangeResult, MeetingStanding, exchange_weights
 
@@ -27,12 +27,12 @@ class Meetings:
         self,
         round_state: RoundState,
         optimiser: OuterOptimiser,
-        cache: PrefetchCache,
+        prefetcher: SlowWeightPrefetcher,
         replica: GossipReplica,
         context: RoundContext,
         apply: Callable[[PendingStep], Awaitable[None]],
     ) -> None:
-        self._round_state, self._optimiser, self._cache = round_state, optimiser, cache
+        self._round_state, self._optimiser, self._prefetcher = round_state, optimiser, prefetcher
         self._replica, self._context, self._apply = replica, context, apply
         self._blocked_s = 1.0
 
@@ -88,7 +88,7 @@ class Meetings:
     async def _exchange(self, conversation: Conversation, meeting: Meeting, snapshot: Snapshot, *, asked: bool) -> None:
         round_state = self._round_state
         claim = MeetingStanding(round_state.met, round_state.settings.staleness_at_most)
-        result = await exchange_weights(conversation, snapshot, self._optimiser, self._cache, claim)
+        result = await exchange_weights(conversation, snapshot, self._optimiser, self._prefetcher, claim)
 
         async def commit() -> None:
             if round_state.meeting is not meeting:

@@ -40,7 +40,6 @@ from gossip.rounds.meeting import Meetings
 from gossip.rounds.offers import Offers
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, to_the_end
 from gossip.rounds.prefetch import SlowWeightPrefetcher
-from gossip.rounds.prefetch_cache import PrefetchCache
 from gossip.rounds.round_state import PendingStep, RoundState, now
 from gossip.rule.outer_step import OuterState
 
@@ -66,10 +65,9 @@ class Rounds:
         self._round_state = RoundState(me, settings, origin, context)
         self._schedule, self._counts = self._round_state.schedule, self._round_state.counts
         self._optimiser = OuterOptimiser(settings, origin.state, replica, context.compute)
-        self._cache = PrefetchCache()
-        meetings = Meetings(self._round_state, self._optimiser, self._cache, replica, context, self._apply)
+        self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
+        meetings = Meetings(self._round_state, self._optimiser, self._prefetcher, replica, context, self._apply)
         self._offers = Offers(self._round_state, context, meetings.meet)
-        self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context, self._cache)
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
         """The inner steps that the slow weights hold."""
 
@@ -250,10 +248,10 @@ class Rounds:
         event = replace(
             event,
             staleness=self._schedule.inner_steps - pending.snapshot_step,
-            bytes_sent=event.bytes_sent + self._cache.bytes_sent,
-            bytes_received=event.bytes_received + self._cache.bytes_received,
+            bytes_sent=event.bytes_sent + self._prefetcher.bytes_sent,
+            bytes_received=event.bytes_received + self._prefetcher.bytes_received,
         )
-        self._cache.clear()
+        self._prefetcher.clear()
         self._counts["solo" if event.partner is None else "met"] += 1
         self._counts["adopted"] += event.adopted
         self._counts["bytes_sent"] += event.bytes_sent

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gossip.exchange.messages import Implausible, Probe, Weights
+from gossip.exchange.messages import NOTHING, Implausible, Probe, Weights
 from gossip.exchange.swap import Conversation, check_own, check_probe, gap, size_bytes, swap
 from gossip.rounds.outer_optimiser import OuterOptimiser, Seen, Snapshot, Step
-from gossip.rounds.prefetch_cache import PrefetchCache
+from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rule.outer_step import Tensors
 from gossip.rule.staleness import ContributionWeights, Met, clock, contribution_weights, last_met_after, staleness
 
@@ -70,7 +70,7 @@ async def exchange_weights(
     conversation: Conversation,
     snapshot: Snapshot,
     optimiser: OuterOptimiser,
-    cache: PrefetchCache,
+    prefetcher: SlowWeightPrefetcher,
     claim: MeetingStanding,
 ) -> ExchangeResult:
     """Exchange probes and weights, and compute the step; nothing moves yet.
@@ -78,11 +78,12 @@ async def exchange_weights(
     Raises Implausible where what comes cannot be right, another `ConnectionError` where it does not come or where our
     own weights are not finite.
     """
+    prefetched = prefetcher.of(conversation.peer)
     mine = Probe(
         round=claim.met.round,
         last_met=claim.met.last_met,
         version=optimiser.version,
-        holds=cache.holds(conversation.peer),
+        holds=NOTHING if prefetched is None else prefetched.their_version,
         slow=optimiser.slow_probe(),
         fast=optimiser.fast_probe(snapshot),
     )
@@ -94,7 +95,7 @@ async def exchange_weights(
     own_age, their_age = (staleness(side, clock(claim.met, partner)) for side in (claim.met, partner))
     whose = contribution_weights(own_age, their_age, claim.at_most)
     if whose is ContributionWeights.BOTH:
-        swapped = await _average(meeting, cache)
+        swapped = await _average(meeting, prefetcher)
     elif whose is ContributionWeights.MINE:
         swapped = await _lend(meeting)
     else:
@@ -112,17 +113,17 @@ async def exchange_weights(
     )
 
 
-async def _average(meeting: _Meeting, cache: PrefetchCache) -> _Swapped:
+async def _average(meeting: _Meeting, prefetcher: SlowWeightPrefetcher) -> _Swapped:
     """Swap weights in the run's codec, of which both use what both decode."""
     conversation, snapshot, optimiser, mine, theirs = meeting
     fast_steps = optimiser.steps(mine.fast, theirs.fast)
-    # By which steps slow weights are coded that travel now, and those of ours that have travelled ahead.
-    anew = optimiser.steps(mine.slow, theirs.slow) if optimiser.needs_slow else ()
-    given = cache.given_to(conversation.peer, mine.version, theirs.holds)
-    held = cache.held_of(conversation.peer)
+    # By which steps slow weights are coded that travel now; those of ours that have travelled ahead have others.
+    slow_steps = optimiser.steps(mine.slow, theirs.slow) if optimiser.needs_slow else ()
+    prefetched = prefetcher.of(conversation.peer)
+    given = prefetched if prefetched is not None and theirs.holds == prefetched.version == mine.version else None
 
     fast = await optimiser.encode_fast(snapshot, fast_steps)
-    slow = await optimiser.encode_slow(anew if given is None else given) if optimiser.needs_slow else None
+    slow = await optimiser.encode_slow(slow_steps if given is None else given.steps) if optimiser.needs_slow else None
     sent = Weights(fast=fast.wire, slow=() if slow is None or given is not None else slow.wire)
     came = await swap(conversation, sent)
 
@@ -131,11 +132,11 @@ async def _average(meeting: _Meeting, cache: PrefetchCache) -> _Swapped:
     if came.slow and not optimiser.needs_slow:
         raise Implausible("slow weights, which gamma = beta does not need")
     if came.slow:
-        their_slow = await optimiser.decode_slow(came.slow, anew)
+        their_slow = await optimiser.decode_slow(came.slow, slow_steps)
     elif optimiser.needs_slow:
-        if held is None or held.version != theirs.version:
+        if prefetched is None or prefetched.their_version != theirs.version:
             raise Implausible("no slow weights, and we hold none of this version")
-        their_slow = held.slow
+        their_slow = prefetched.their_slow
     said = Seen(fast.decoded, None if slow is None else slow.decoded)
     step = await optimiser.with_partner(snapshot, said, Seen(their_fast, their_slow))
     return _Swapped(step, sent, came, spared=given is not None)
