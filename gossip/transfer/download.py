@@ -42,7 +42,7 @@ from gossip.exchange.swap import NORM_RATIO, Compute, Conversation, check_finite
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
-from gossip.transfer.donor_queue import Complete, Dead, DonorQueue, Outcome, Refuted, TryLater
+from gossip.transfer.donor_queue import DonorBusy, DonorQueue
 from gossip.transfer.donor_slots import STREAMS
 
 DIAL_AGAIN_S = 0.5
@@ -77,25 +77,6 @@ class StateWanted:
     objection: Callable[[str, Manifest], Awaitable[str | None]] = field(default=_no_objection)
 
 
-class DonorBusy(ConnectionRefusedError):
-    """Nobody gave, and somebody would have: the donors that are left serve others just now.
-
-    `retry_after_s`: when asking again makes sense.
-    """
-
-    def __init__(self, why: str, retry_after_s: float) -> None:
-        super().__init__(why)
-        self.retry_after_s = retry_after_s
-
-
-class _BreakOff(Exception):
-    """The donor can give no more just now. Raised, for only leaving by an error breaks off what is open to it."""
-
-    def __init__(self, outcome: TryLater) -> None:
-        super().__init__(outcome.why)
-        self.outcome = outcome
-
-
 class _Silence(ConnectionAbortedError):
     """Nothing came in time."""
 
@@ -116,7 +97,7 @@ async def download_state(
     converse: Converse,
     wanted: StateWanted,
     compute: Compute,
-    holding: StateAssembly | None = None,
+    assembly: StateAssembly | None = None,
     *,
     passes: int = 5,
 ) -> ReplicaState:
@@ -125,26 +106,23 @@ async def download_state(
     `assembly` keeps what has come, also for another call. Raises ConnectionRefusedError, naming each donor's cause,
     where the donors do not give all of it; DonorBusy where one of them may give it later.
     """
-    holding = holding or StateAssembly(wanted.like)
+    assembly = assembly or StateAssembly(wanted.like)
     queue = DonorQueue(order, passes)
-    await compute(holding.load)
+    await compute(assembly.load)
     while (turn := queue.next()) is not None:
         if turn.wait_s:
             await asyncio.sleep(turn.wait_s)
-        attempt = _Attempt(turn.donor, converse, wanted, compute, holding)
-        outcome = await attempt.run()
-        if isinstance(outcome, Complete):
-            return outcome.state
-        queue.note(turn.donor, outcome)
-        refuted = isinstance(outcome, Refuted)
-        if refuted and attempt.selected:
+        attempt = _Attempt(turn.donor, converse, wanted, compute, assembly)
+        try:
+            return await attempt.run()
+        except ConnectionError as failure:
+            why, refused = queue.note(turn.donor, failure), isinstance(failure, Implausible)
+        if refused and attempt.selected:
             # Of several who gave, all hashes right, nobody can say who has lied.
-            await compute(holding.clear if attempt.fetched and holding.mixed else holding.forget)
-        if refuted or attempt.selected:
-            holding.tell(DonorLost(donor=turn.donor, why=outcome.why, refused=refuted))
-    if queue.retry_after_s is not None:
-        raise DonorBusy(queue.why, queue.retry_after_s)
-    raise ConnectionRefusedError(queue.why)
+            await compute(assembly.clear if attempt.fetched and assembly.mixed else assembly.forget)
+        if refused or attempt.selected:
+            assembly.tell(DonorLost(donor=turn.donor, why=why, refused=refused))
+    raise queue.failure()
 
 
 async def manifest_of(conversation: Conversation, request: StateRequest, pieces: int) -> Manifest | Busy:
@@ -181,59 +159,57 @@ class _Attempt:
     """Fetching what is missing from one donor. `selected`: it has begun to give; `fetched`: it gave everything."""
 
     def __init__(
-        self, donor: str, converse: Converse, wanted: StateWanted, compute: Compute, holding: StateAssembly
+        self, donor: str, converse: Converse, wanted: StateWanted, compute: Compute, assembly: StateAssembly
     ) -> None:
         self.selected = self.fetched = False
         self._donor, self._converse, self._wanted = donor, converse, wanted
-        self._compute, self._holding = compute, holding
+        self._compute, self._assembly = compute, assembly
         self._missing: deque[Key] = deque()
         self._snapshot = ""
         self._streams = self._arrived = 0
-        self._piece_s = piece_s(wanted.deadline_s, len(holding.spans))
+        self._piece_s = piece_s(wanted.deadline_s, len(assembly.spans))
 
-    async def run(self) -> Outcome:
-        """Copy, and return what came of it; what has come and is right stays."""
+    async def run(self) -> ReplicaState:
+        """Copy; what has come and is right stays.
+
+        Raises DonorBusy where the donor can give no more just now, Implausible where what it said or sent cannot be
+        right, another `ConnectionError` where it does not answer, or not in time.
+        """
         limit_s = SLOWER_TIMES * self._wanted.deadline_s
         try:
             async with asyncio.timeout(limit_s):
-                return Complete(await self._copy())
-        except TimeoutError:
-            return Dead(f"not done within {limit_s:g} s")
-        except _BreakOff as off:
-            return off.outcome
-        except Implausible as lie:
-            return Refuted(str(lie))
-        except ConnectionError as loss:
-            return Dead(str(loss) or type(loss).__name__)
+                return await self._copy()
+        except TimeoutError as silence:
+            raise ConnectionAbortedError(f"not done within {limit_s:g} s") from silence
 
     async def _copy(self) -> ReplicaState:
         async with AsyncExitStack() as line:
             first = await line.enter_async_context(self._converse(self._donor))
             manifest = await self._agree(first)
-            needed, selected = await self._compute(self._holding.follow, manifest, self._donor)
+            needed, selected = await self._compute(self._assembly.follow, manifest, self._donor)
             self.selected = True
-            self._holding.tell(selected)
+            self._assembly.tell(selected)
             self._missing, self._snapshot = deque(needed), manifest.snapshot
-            self._piece_s = piece_s(self._wanted.deadline_s, len(present(manifest)) * len(self._holding.spans))
+            self._piece_s = piece_s(self._wanted.deadline_s, len(present(manifest)) * len(self._assembly.spans))
             await self._fetch(first, line)
         self.fetched = True
-        state = self._holding.state()
+        state = self._assembly.state()
         await self._compute(_check_norm, state, manifest)
         await self._compute(check_state, state, self._wanted)
         return state
 
     async def _agree(self, conversation: Conversation) -> Manifest:
-        request = StateRequest(parts=self._wanted.parts, snapshot=self._holding.snapshot)
+        request = StateRequest(parts=self._wanted.parts, snapshot=self._assembly.snapshot)
         # To freeze and hash a copy may take as long as to send a good part of it.
         share = 1.0 if self._wanted.parts is Parts.ALL else 1.0 / len(Section)
         agree_s = LEAST_PIECE_S + share * self._wanted.deadline_s / 4
         try:
             async with asyncio.timeout(agree_s):
-                reply = await manifest_of(conversation, request, len(self._holding.spans))
+                reply = await manifest_of(conversation, request, len(self._assembly.spans))
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"no manifest within {agree_s:g} s") from silence
         if isinstance(reply, Busy):
-            raise _BreakOff(TryLater("busy", reply.retry_after_s))
+            raise DonorBusy("busy", reply.retry_after_s)
         refusal = await self._wanted.objection(self._donor, reply)
         if refusal is not None:
             raise Implausible(refusal)
@@ -269,7 +245,7 @@ class _Attempt:
                 else:
                     async with self._converse(self._donor) as another:
                         await self._drain(another, 2**silences)
-            except Implausible:
+            except (Implausible, DonorBusy):
                 raise
             except ConnectionError as loss:
                 if line is not None:
@@ -307,14 +283,14 @@ class _Attempt:
         await conversation.send(PieceRequest(snapshot=self._snapshot, section=key.section, number=key.number))
         reply = await conversation.receive()
         if isinstance(reply, Gone):
-            raise _BreakOff(TryLater("it holds the copy no more", 0.1))
+            raise DonorBusy("it holds the copy no more", 0.1)
         if isinstance(reply, Busy):
             raise ConnectionResetError("busy")
         if not isinstance(reply, Piece):
             raise ConnectionAbortedError(f"expected a piece, got {type(reply).__name__}")
-        await self._compute(self._holding.put, key, reply.data)
+        await self._compute(self._assembly.put, key, reply.data)
         self._arrived += 1
-        self._holding.tell(ChunkArrived(size_bytes=reply.data.nbytes))
+        self._assembly.tell(ChunkArrived(size_bytes=reply.data.nbytes))
 
 
 def _now() -> float:

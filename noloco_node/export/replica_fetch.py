@@ -20,7 +20,8 @@ from torch import Tensor
 
 from gossip.exchange.messages import Manifest
 from gossip.exchange.swap import Compute
-from gossip.transfer.download import DonorBusy, download_state
+from gossip.transfer.donor_queue import DonorBusy
+from gossip.transfer.download import download_state
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S

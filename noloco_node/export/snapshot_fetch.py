@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from gossip.transfer.download import DonorBusy
+from gossip.transfer.donor_queue import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.replica_fetch import FetchedReplica, Look, fetch_of
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, standings

@@ -85,7 +85,7 @@ class StateDownload:
         self._schema = state_schema(stage.shapes)
         self._like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
         self._account = DownloadAccount(number, reporter, asyncio.get_running_loop().time)
-        self._holding = StateAssembly(self._like, keep, self._account.note)
+        self._assembly = StateAssembly(self._like, keep, self._account.note)
         self.attempts = 0
 
     async def attempt(
@@ -95,8 +95,8 @@ class StateDownload:
         self.attempts += 1
         if self._own is not None:
             own, self._own = self._own, None
-            await self._line.device.run(self._holding.load)
-            await self._line.device.run(self._holding.seed, own_sections(own))
+            await self._line.device.run(self._assembly.load)
+            await self._line.device.run(self._assembly.seed, own_sections(own))
         norms: dict[str, float] = {}
 
         async def refuse(donor: str, manifest: Manifest) -> str | None:
@@ -114,7 +114,7 @@ class StateDownload:
             parts=Parts.ALL, like=self._like, deadline_s=self._line.deadline_s, objection=refuse
         )
         try:
-            state = await download.download_state(donors, self._converse, wanted, self._line.device.run, self._holding)
+            state = await download.download_state(donors, self._converse, wanted, self._line.device.run, self._assembly)
         except ConnectionError as error:
             return str(error)
         finally:
@@ -122,7 +122,7 @@ class StateDownload:
             if self._keep is not None:
                 self._keep.rest()
             self._account.close()
-        self._account.done(self._holding.mixed)
+        self._account.done(self._assembly.mixed)
         return state
 
     def discard(self) -> None:
@@ -135,7 +135,7 @@ class StateDownload:
         try:
             async with asyncio.timeout(NORM_S), self._converse(peer) as conversation:
                 request = StateRequest(parts=Parts.OUTLINE)
-                reply = await download.manifest_of(conversation, request, len(self._holding.spans))
+                reply = await download.manifest_of(conversation, request, len(self._assembly.spans))
         except (ConnectionError, TimeoutError):
             return
         if isinstance(reply, Manifest):

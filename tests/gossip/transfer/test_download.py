@@ -49,10 +49,9 @@ from gossip.transfer import donor as donors_side
 from gossip.transfer.assembly import ChunkArrived, DonorLost, DonorSelected, News
 from gossip.transfer.chunks import cut, tensors_of
 from gossip.transfer.donor import ABANDONED_S, HOLD_S, RETRY_S, DonorLimits
-from gossip.transfer.donor_queue import LONGEST_WAIT_S
+from gossip.transfer.donor_queue import LONGEST_WAIT_S, DonorBusy
 from gossip.transfer.donor_slots import STREAMS, VISITORS
 from gossip.transfer.download import (
-    DonorBusy,
     check_manifest,
     check_state,
     donors,
