@@ -17,7 +17,7 @@ from gossip.interface import GossipReplica, RoundContext
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
 from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import Meeting, PendingStep, RoundState, now
-from gossip.rounds.weight_exchange import ExchangeResult, MeetingStanding, exchange_weights
+from gossip.rounds.weight_exchange import ExchangeResult, exchange_weights
 
 
 class Meetings:
@@ -87,8 +87,10 @@ class Meetings:
 
     async def _exchange(self, conversation: Conversation, meeting: Meeting, snapshot: Snapshot, *, asked: bool) -> None:
         round_state = self._round_state
-        claim = MeetingStanding(round_state.met, round_state.settings.staleness_at_most)
-        result = await exchange_weights(conversation, snapshot, self._optimiser, self._prefetcher, claim)
+        at_most = round_state.settings.staleness_at_most
+        result = await exchange_weights(
+            conversation, snapshot, self._optimiser, self._prefetcher, round_state.met, at_most
+        )
 
         async def commit() -> None:
             if round_state.meeting is not meeting:

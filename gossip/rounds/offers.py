@@ -46,7 +46,7 @@ class Offers:
         """Answer an offer at once; if it is accepted, move the deadline on to a meeting's, and meet."""
         round_state, peer = self._round_state, conversation.peer
         round_state.counts["offers_received"] += 1
-        reply = answer(round_state.standing(peer), peer, offer)
+        reply = answer(round_state.answer_state(peer), peer, offer)
         if isinstance(reply, Declined):
             await conversation.send(reply)
             return
@@ -61,7 +61,9 @@ class Offers:
         order = round_state.partners.order(round_state.schedule.round)
         places = range(min(len(order), ASKED_AT_MOST))
         # Whoever is preferred less is hoped against for longer: the good enough are the first ones.
-        good_enough = list(takewhile(lambda place: not round_state.preference_delay_s(place, len(order)), places))
+        good_enough = list(
+            takewhile(lambda place: not round_state.schedule.preference_delay_s(place, len(order)), places)
+        )
         return round_state.queue.next(order[: len(good_enough)], now())
 
     async def _ask(self, peer: str) -> None:

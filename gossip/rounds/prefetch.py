@@ -87,7 +87,9 @@ class SlowWeightPrefetcher:
         round_state = self._round_state
         reason = self._refusal(conversation.peer)
         if reason is not None:
-            refusal = Declined(reason=reason, retry_after_s=round_state.ready_in_s(), round=round_state.schedule.round)
+            refusal = Declined(
+                reason=reason, retry_after_s=round_state.schedule.ready_in_s, round=round_state.schedule.round
+            )
             await conversation.send(refusal)
             return
         deadline.reschedule(now() + round_state.settings.patience.exchange_s)

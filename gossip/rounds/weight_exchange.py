@@ -22,13 +22,6 @@ from gossip.rule.staleness import ContributionWeights, Met, clock, contribution_
 NO_WEIGHTS = Weights(fast=(), slow=())
 
 
-class MeetingStanding(NamedTuple):
-    """What we say of our weights: when they met anybody's; and the staleness beyond which a side does not count."""
-
-    met: Met
-    at_most: int
-
-
 class ExchangeResult(NamedTuple):
     """What a meeting came to. `step`: None where the partner's weights are too stale to count.
 
@@ -71,17 +64,18 @@ async def exchange_weights(
     snapshot: Snapshot,
     optimiser: OuterOptimiser,
     prefetcher: SlowWeightPrefetcher,
-    claim: MeetingStanding,
+    met: Met,
+    staleness_at_most: int,
 ) -> ExchangeResult:
-    """Exchange probes and weights, and compute the step; nothing moves yet.
+    """Exchange probes and weights, and compute the step; nothing moves yet. `met`: what we say of our weights.
 
     Raises Implausible where what comes cannot be right, another `ConnectionError` where it does not come or where our
     own weights are not finite.
     """
     prefetched = prefetcher.of(conversation.peer)
     mine = Probe(
-        round=claim.met.round,
-        last_met=claim.met.last_met,
+        round=met.round,
+        last_met=met.last_met,
         version=optimiser.version,
         holds=NOTHING if prefetched is None else prefetched.their_version,
         slow=optimiser.slow_probe(),
@@ -92,8 +86,8 @@ async def exchange_weights(
     check_probe(theirs, mine)
     meeting = _Meeting(conversation, snapshot, optimiser, mine, theirs)
     partner = Met(theirs.round, theirs.last_met)
-    own_age, their_age = (staleness(side, clock(claim.met, partner)) for side in (claim.met, partner))
-    whose = contribution_weights(own_age, their_age, claim.at_most)
+    own_age, their_age = (staleness(side, clock(met, partner)) for side in (met, partner))
+    whose = contribution_weights(own_age, their_age, staleness_at_most)
     if whose is ContributionWeights.BOTH:
         swapped = await _average(meeting, prefetcher)
     elif whose is ContributionWeights.MINE:
@@ -105,7 +99,7 @@ async def exchange_weights(
         gap=gap(mine.slow, theirs.slow),
         staleness=own_age,
         partner_staleness=their_age,
-        last_met=last_met_after(claim.met, partner, adopted=whose is ContributionWeights.THEIRS),
+        last_met=last_met_after(met, partner, adopted=whose is ContributionWeights.THEIRS),
         bytes_sent=size_bytes(mine, swapped.sent),
         bytes_received=size_bytes(theirs, swapped.came),
         adopted=whose is ContributionWeights.THEIRS,

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from gossip.exchange.messages import (
     Busy,
@@ -38,7 +37,7 @@ from gossip.exchange.messages import (
     Section,
     StateRequest,
 )
-from gossip.exchange.swap import NORM_RATIO, Compute, Conversation, check_finite, check_like, norm
+from gossip.exchange.swap import NORM_RATIO, Compute, Conversation, all_or_failure, check_finite, norm
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
@@ -53,7 +52,6 @@ LEAST_PIECE_S = 30.0
 SLOWER_TIMES = 4
 """A donor may take so many times its deadline, as long as pieces come: without its copy they are worth less."""
 
-T = TypeVar("T")
 Talk = AbstractAsyncContextManager[Conversation]
 Converse = Callable[[str], Talk]
 
@@ -194,8 +192,7 @@ class _Attempt:
             await self._fetch(first, line)
         self.fetched = True
         state = self._assembly.state()
-        await self._compute(_check_norm, state, manifest)
-        await self._compute(check_state, state, self._wanted)
+        await self._compute(check_values, state, manifest.norm)
         return state
 
     async def _agree(self, conversation: Conversation) -> Manifest:
@@ -220,16 +217,7 @@ class _Attempt:
         self._streams = max(1, min(STREAMS, len(self._missing)))
         places = range(self._streams)
         tasks = [asyncio.create_task(self._stream(*((first, line) if place == 0 else ()))) for place in places]
-        failures: list[BaseException] = []
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            failures = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
-        for failure in sorted(failures, key=lambda failure: not isinstance(failure, Implausible)):
-            raise failure
+        await all_or_failure(tasks)
 
     async def _stream(self, conversation: Conversation | None = None, line: AsyncExitStack | None = None) -> None:
         """Fetch pieces until none is missing, over one conversation after the other as they break.
@@ -297,25 +285,14 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _check_norm(state: ReplicaState, manifest: Manifest) -> None:
-    """Raise Implausible where the weights are far from the norm that was announced, and compared with the others'."""
+def check_values(state: ReplicaState, announced_norm: float) -> None:
+    """Raise Implausible unless all values are finite, and the weights of about the norm that others were compared with.
+
+    Shapes and counters are those of the manifest, which was checked before.
+    """
     found = norm(state.slow)
-    if not manifest.norm / NORM_RATIO <= found <= manifest.norm * NORM_RATIO:
-        raise Implausible(f"slow weights of the norm {found:.3g} came where {manifest.norm:.3g} was announced")
-
-
-def check_state(state: ReplicaState, wanted: StateWanted) -> None:
-    """Raise Implausible unless counts, shapes and dtypes are as wanted, all values finite and the counters possible."""
-    whole = wanted.parts is Parts.ALL
-    check_like(state.slow, wanted.like, "slow weights")
-    check_like(state.momentum, wanted.like if whole else (), "outer momentum")
-    check_like(state.gathered, wanted.like if whole and state.meetings else (), "gathered momentum")
-    if state.optimiser or not whole:
-        check_like(state.optimiser, wanted.like + wanted.like if whole else (), "optimiser")
-    check_finite(state.slow, "slow weights")
+    if not announced_norm / NORM_RATIO <= found <= announced_norm * NORM_RATIO:
+        raise Implausible(f"slow weights of the norm {found:.3g} came where {announced_norm:.3g} was announced")
     check_finite(state.momentum, "outer momentum")
     check_finite(state.gathered, "gathered momentum")
     check_finite(state.optimiser, "optimiser")
-    counters = (state.round, state.inner_steps, state.optimiser_steps, state.meetings, state.last_met)
-    if min(counters) < 0 or state.last_met > state.round or not 0.0 <= state.progress <= 1.0:
-        raise Implausible(f"counters: rounds, steps, meetings, last met {counters}, progress {state.progress}")

@@ -16,11 +16,10 @@ from toy_gossip import Toy, World
 
 from gossip.events import OuterStepTaken, PartnerTooStale
 from gossip.exchange.formats import Format
-from gossip.exchange.messages import Implausible, Manifest, Parts, Piece, ReplicaState
+from gossip.exchange.messages import Manifest, Piece, ReplicaState
 from gossip.interface import Origin, RoundSettings
 from gossip.rule.outer_step import Delay, Outer, OuterState
 from gossip.transfer.chunks import cut, listed
-from gossip.transfer.download import StateWanted, check_state
 from noloco_node.errors import UserError
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
@@ -194,35 +193,6 @@ def test_a_newcomer_starts_where_its_stage_is_and_never_met_anybody_later(round:
     assert beginning.progress == 0.7
     assert beginning.origin.last_met <= beginning.origin.rounds
     assert beginning.origin.rounds >= sorted(rounds)[(len(rounds) - 1) // 2]
-
-
-WRONG = {
-    "gathered without a meeting": {"meetings": 0},
-    "meetings that gathered nothing": {"gathered": ()},
-    "another shape": {"gathered": (torch.zeros(SIZE + 1),)},
-    "not finite": {"gathered": (torch.full((SIZE,), torch.nan),)},
-    "less than no meetings": {"meetings": -1},
-    "met before the first round": {"last_met": -1},
-    "met in a round to come": {"last_met": 5},
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_a_donors_momentum_period_is_checked(what: str) -> None:
-    like = (torch.empty(SIZE, device="meta"),)
-    wanted = StateWanted(parts=Parts.ALL, like=like, deadline_s=1.0)
-    check_state(state_of_donor(), wanted)
-    check_state(state_of_donor(gathered=(), meetings=0), wanted)
-    with pytest.raises(Implausible):
-        check_state(state_of_donor(**WRONG[what]), wanted)
-
-
-def test_an_export_gets_no_momentum() -> None:
-    like = (torch.empty(SIZE, device="meta"),)
-    wanted = StateWanted(parts=Parts.SLOW, like=like, deadline_s=1.0)
-    check_state(state_of_donor(momentum=(), optimiser=(), gathered=(), meetings=0), wanted)
-    with pytest.raises(Implausible):
-        check_state(state_of_donor(momentum=(), optimiser=()), wanted)
 
 
 @pytest.mark.parametrize("shapes", [((SIZE,),), ((700, 300), (3,), (), (50, 11))])
