@@ -63,6 +63,11 @@ class SlowWeightPrefetcher:
         """Return what was swapped with a peer; at most one peer's copy is held."""
         return self._prefetched if self._prefetched is not None and self._prefetched.peer == peer else None
 
+    def version_held(self, peer: str) -> int:
+        """Return the version that we hold of a peer's slow weights."""
+        prefetched = self.of(peer)
+        return NOTHING if prefetched is None else prefetched.their_version
+
     def clear(self) -> None:
         """Forget all, after an outer step: the versions are others now."""
         self._prefetched = None

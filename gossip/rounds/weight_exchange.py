@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gossip.exchange.messages import NOTHING, Implausible, Probe, Weights
+from gossip.exchange.messages import Implausible, Probe, Weights
 from gossip.exchange.swap import Conversation, check_own, check_probe, gap, size_bytes, swap
 from gossip.rounds.outer_optimiser import OuterOptimiser, Seen, Snapshot, Step
 from gossip.rounds.prefetch import SlowWeightPrefetcher
@@ -72,12 +72,11 @@ async def exchange_weights(
     Raises Implausible where what comes cannot be right, another `ConnectionError` where it does not come or where our
     own weights are not finite.
     """
-    prefetched = prefetcher.of(conversation.peer)
     mine = Probe(
         round=met.round,
         last_met=met.last_met,
         version=optimiser.version,
-        holds=NOTHING if prefetched is None else prefetched.their_version,
+        holds=prefetcher.version_held(conversation.peer),
         slow=optimiser.slow_probe(),
         fast=optimiser.fast_probe(snapshot),
     )
