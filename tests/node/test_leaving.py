@@ -135,9 +135,9 @@ def test_who_leaves_before_a_merely_full_stage_finishes_its_window() -> None:
         leaver = sources[0]
         replica = leaver.node.replica
         assert replica is not None
-        assert replica.downstream is not None
-        downstream = replica.downstream
-        await until(lambda: downstream.statistics()["waiting"] == replica.gate.in_flight and replica.gate.succeeded > 0)
+        assert replica.next_stage is not None
+        after, gate = replica.next_stage, replica.admission
+        await until(lambda: after.statistics()["waiting"] == gate.in_flight and gate.succeeded > 0)
         leaver.leave.set()
         await leaver.task
         assert leaver.of(events.Finished)[0].discarded == 0

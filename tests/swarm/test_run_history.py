@@ -10,7 +10,7 @@ import pytest
 from noloco_node.network.interface import Conversation
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_history import LEAST, SCHEMA, STEP, TOPIC, ReachedReply, RunHistory, reached
 
