@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import closing
 from datetime import datetime
+from functools import partial
 from math import prod
 
 import torch
+from msgspec import structs
 
 from noloco_node.cli.host_machine import HostMachine
 from noloco_node.cli.options import JoinOptions, default_home
 from noloco_node.data.blocks import check_source
 from noloco_node.doctor.machine_checks import require_disk
+from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
@@ -54,10 +58,17 @@ async def join(invite: str | None, options: JoinOptions) -> None:
         settings, known_peers = _network_settings(parsed, options, home), KnownPeers()
         ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
-        reporter = Reporter(record=journal.write, say=say, draw=bar.draw)
+        reporter = Reporter(record=partial(_record, journal, torch_device), say=say, draw=bar.draw)
         async with departure(say) as leaving:
             participant = _Participant(parsed, options, home, torch_device, reporter, leaving)
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
+
+
+def _record(journal: Journal, torch_device: torch.device, event: events.Event) -> None:
+    """Write an event to the journal; to the first of a life what only this process knows."""
+    if isinstance(event, events.Started):
+        event = structs.replace(event, device=str(torch_device), pid=os.getpid())
+    journal.write(event)
 
 
 class _Participant:

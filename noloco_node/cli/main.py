@@ -118,6 +118,9 @@ def bootstrap(options: BootstrapOptions) -> None:
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
     _ = options.allowance  # before torch is loaded: a refusal is to come at once
+    from noloco_node.terminal import say
+
+    say("starting: torch is loaded, which takes some seconds")
     from noloco_node.cli.join import join as join_swarm
 
     _run(join_swarm(invite, options))
