@@ -134,7 +134,9 @@ class JoinOptions:
     data: Annotated[
         str | None,
         typer.Option(
-            help="Local text to train on instead of the run's source: a file, directory or glob.", show_default=False
+            help="Local text to train on instead of the run's source: a file, directory or glob; of rows a field of "
+            "theirs, rows.jsonl#FIELD.",
+            show_default=False,
         ),
     ] = None
     home: HomeOption = None

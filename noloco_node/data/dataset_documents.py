@@ -25,9 +25,11 @@ from typing import Any, NamedTuple, TypeVar
 from noloco_node.data.file_documents import Place, ReadingOrder, find_files, unit_hash
 from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
+from noloco_node.terminal import say
 
 T = TypeVar("T")
 
+ANOTHER_FIELD = "another data.field in the run file, or --data SOURCE#FIELD"
 END_BYTES = 4096
 """Of a file's beginning and end, by which it is known again."""
 CHUNK_ROWS = 8192
@@ -156,9 +158,7 @@ class RowDocuments:
     def _text_of(self, row: Any) -> str:
         field = self._data.field
         if field not in row:
-            raise config_error(
-                f"The data has no field {field!r}.", f"its fields are {', '.join(row)}", "another data.field"
-            )
+            raise config_error(f"The data has no field {field!r}.", f"its fields are {', '.join(row)}", ANOTHER_FIELD)
         text = row[field]
         if text is None:
             return ""
@@ -166,7 +166,7 @@ class RowDocuments:
             raise config_error(
                 f"The field {field!r} of the data holds no text.",
                 f"it holds {type(text).__name__}",
-                "another data.field",
+                ANOTHER_FIELD,
             )
         return text
 
@@ -193,6 +193,7 @@ class RowDocuments:
                 self.retries += 1
                 if pause_s is None:
                     raise self._unreadable(e, "check the network; the node goes on from here when started again") from e
+                say(f"the data source does not answer ({type(e).__name__}); trying again in {pause_s:.0f} s")
                 if self._closed.wait(pause_s):
                     raise ConnectionAbortedError("the data source was closed") from e
         raise AssertionError("the last try returns or raises")

@@ -339,6 +339,17 @@ def bpe(directory: Path) -> Path:
     return directory / "bpe"
 
 
+@pytest.mark.parametrize("source", ["text", "json"])
+@pytest.mark.parametrize("whole", [True, False], ids=["a split", "a dictionary of splits"])
+def test_what_save_to_disk_wrote_is_refused(tmp_path: Path, source: str, whole: bool) -> None:
+    split = datasets.Dataset.from_dict({"text": [text_of(1)]})
+    saved = split if whole else datasets.DatasetDict(train=split)
+    saved.save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="save_to_disk") as caught:
+        open_blocks(DataConfig(source=source, path=str(tmp_path / "saved")), 16, 0, "p")
+    assert "to_parquet" in caught.value.hint
+
+
 def test_a_local_tokenizer_and_its_end_token(corpus: Path, tmp_path: Path) -> None:
     data = config(corpus, "text", tokenizer=str(bpe(tmp_path)))
     encoder = open_encoder(data)
