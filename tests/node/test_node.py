@@ -176,7 +176,7 @@ def test_who_comes_back_to_a_run_is_waited_for() -> None:
     async def main() -> None:
         hub, what = SimNetwork(), recipe(replicas=2, steps=400, per_round=3)
         peers = [Peer(hub, what, f"peer-{number}", number, 0.5) for number in (0, 1)]
-        await until(lambda: len(peers[0].of(events.OuterStep)) > 1)
+        await until(lambda: len(peers[0].of(OuterStepTaken)) > 1)
         for peer in peers:
             peer.leave.set()
         await asyncio.gather(*[peer.task for peer in peers])
