@@ -601,7 +601,7 @@ def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], 
     def typed(*words: str) -> str:
         done = CliRunner().invoke(app, words, catch_exceptions=False)
         assert done.exit_code == 0, done.output
-        return str(done.output)
+        return str(done.stdout)
 
     from_homes = [word for home in homes for word in ("--from-home", str(home))]
     assert "stage 1: 2, round 40" in typed("export", *from_homes, "--out", str(tmp_path / "model"))
