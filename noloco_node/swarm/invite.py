@@ -11,8 +11,10 @@ peer, so that nobody else can answer in its place. The 1 is the version of this 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -76,8 +78,8 @@ def found(given: str | None, home: Path) -> str:
     """Return the invite that a person gave, or the one that a home keeps: `home`, where none was given, or the one
     whose directory stands in its place. Raises `UserError` where there is none.
     """
-    directory = home if given is None else Path(given.strip()).expanduser()
-    if given is not None and not directory.is_dir():
+    directory = home if given is None else Path(os.path.expanduser(given.strip()))
+    if given is not None and not os.path.isdir(directory):
         return given
     try:
         return (directory / FILE).read_text().strip()
@@ -93,9 +95,21 @@ def found(given: str | None, home: Path) -> str:
 
 
 def widened(invite: Invite, addresses: Iterable[str], first: Sequence[str] = ()) -> str:
-    """Return an invite with `first` before its addresses, and behind them the first few `addresses` that are new."""
+    """Return an invite with `first` before its addresses, and behind them the first few `addresses` that are new.
+
+    `addresses` are what strangers say: those that are none are left out.
+    """
     known = list(dict.fromkeys([*first, *map(str, invite.addresses)]))[: _MOST_ADDRESSES - BESIDE]
-    return format(invite.digest, [*known, *[each for each in dict.fromkeys(addresses) if each not in known][:BESIDE]])
+    new = (each for each in dict.fromkeys(addresses) if each not in known and _is_address(each))
+    return format(invite.digest, [*known, *islice(new, BESIDE)])
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parse_peer_address(text)
+    except ValueError:
+        return False
+    return "," not in text
 
 
 def _malformed(why: str) -> UserError:

@@ -62,6 +62,22 @@ def test_an_invite_is_widened_by_a_few_that_it_has_not(others: list[str], first:
     assert len(invite.parse(invite.widened(before, crowd, crowd)).addresses) <= 64
 
 
+def test_what_strangers_say_of_themselves_breaks_no_invite(tmp_path: Path) -> None:
+    before = invite.parse(invite.format(DIGEST, ADDRESSES[:1]))
+    said = [
+        "",
+        "nonsense",
+        "/ip4/192.0.2.1/tcp/1",
+        f"{ADDRESSES[1]},{ADDRESSES[2]}",
+        "/ip4/1/p2p/x",
+        "\x00",
+        ADDRESSES[1],
+    ]
+    assert invite.widened(before, said) == invite.format(DIGEST, ADDRESSES[:2])
+    long = invite.format(DIGEST, [f"/ip4/192.0.2.1/tcp/{port}/p2p/{ED25519}" for port in range(1, 65)])
+    assert invite.found(long, tmp_path) == long
+
+
 def test_a_home_keeps_an_invite_and_says_once_that_it_cannot(tmp_path: Path) -> None:
     said: list[str] = []
     came_by = invite.parse(invite.format(DIGEST, ADDRESSES[:1]))
