@@ -24,7 +24,7 @@ from gossip.rounds.local_steps import (
     local_step_count,
     steps_per_round,
 )
-from gossip.rounds.round_schedule import RoundSchedule
+from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
 from gossip.rule.outer_step import Outer
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -180,7 +180,7 @@ def test_each_round_lasts_as_long_as_was_settled_when_it_was_opened(lasting: lis
         assert round_schedule.ready_in_s(99.0) == 0.5 * max(1, due_at - step)
         if round_schedule.due:
             round_schedule.tick(step, 0.5, lasting[opened + 1])
-            round_schedule.open([])
+            round_schedule.open(RoundClaims())
             opened_at.append(step)
             assert not round_schedule.due
             assert round_schedule.preference_delay_s(1, 2, 99.0) == 0.5 * 0.5 * lasting[opened + 1]
@@ -191,7 +191,7 @@ def test_a_tick_that_says_nothing_of_it_leaves_the_length_as_it_is() -> None:
     round_schedule = RoundSchedule(10, rounds=0, inner_steps=0)
     round_schedule.tick(10, 1.0)
     assert round_schedule.due
-    round_schedule.open([])
+    round_schedule.open(RoundClaims())
     assert round_schedule.steps == 10
 
 
