@@ -3,9 +3,9 @@
     python -m benchmarks.robustness.attacks  # all rows of the protocol
     python -m benchmarks.robustness.attacks expired rounds  # some of them
 
-Production nodes in virtual time, 2 stages x 4 replicas of the cheap model, 100 inner steps a source, if the row does not
-say otherwise. Where one replica is hostile it is one of four of its stage. Each row prints the figure without the attack,
-with it, and what it is to be.
+Production nodes in virtual time, 2 stages x 4 replicas of the cheap model, 20 rounds of 5 inner steps if the row does
+not say otherwise. Where one replica is hostile it is one of four of its stage. Each row prints its goal, the figure
+without the attack, that where the hostile peer is merely absent, and that with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from gossip.events import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.attacks import FASTEST_S, Attack, Identities, boast, hang, in_round, refuse
@@ -53,7 +54,7 @@ class Seen:
             case events.InnerStep():
                 self.steps += 1
                 self.stepped_s = self.world.now_s
-            case events.OuterStep(partner=str()):
+            case OuterStepTaken(partner=str()):
                 self.meetings += 1
                 self.adopted += event.adopted
 
@@ -131,7 +132,7 @@ def crowd(world: World, seen: Seen, record: PeerRecord, count: int, samples: int
     """Let identities appear."""
     setting = world.setting
     names = [f"x{number}" for number in range(count)]
-    identities = Identities(world.hub, setting.recipe.digest, names, setting.scenario.swarm.refresh_s)
+    identities = Identities(world.network, setting.recipe.digest, names, setting.scenario.swarm.refresh_s)
 
     async def appear() -> None:
         await asyncio.sleep(APPEAR_S)
@@ -221,9 +222,30 @@ ROWS = (
     Row("rounds-identities", "B10: 0 adoptions", rounds, _claims_rounds),
     Row("samples", "B3: 95 % of the clean steps", seconds, partial(_claims_samples, count=1), hostile=()),
     Row("samples-long", "B3: 95 % of the clean steps", seconds, partial(_claims_samples, count=1), LONG, ()),
-    Row("samples-source", "B3: 95 % of the clean steps", seconds, partial(attacked, attack=Attack(samples=lambda own: own + HUGE), peer="s0r0"), LONG, ("s0r0",)),
-    Row("stage0", "B12: somebody stays at stage 0", places, partial(crowd, record=ghost(0, device_s=FASTEST_S), count=10), MOVING, ()),
-    Row("newcomer", "B8: the newcomer trains", joined, partial(crowd, record=ghost(1, device_s=0.15), count=200), LATE, ()),
+    Row(
+        "samples-source",
+        "B3: 95 % of the clean steps",
+        seconds,
+        partial(attacked, attack=Attack(samples=lambda own: own + HUGE), peer="s0r0"),
+        LONG,
+        ("s0r0",),
+    ),
+    Row(
+        "stage0",
+        "B12: somebody stays at stage 0",
+        places,
+        partial(crowd, record=ghost(0, device_s=FASTEST_S), count=10),
+        MOVING,
+        (),
+    ),
+    Row(
+        "newcomer",
+        "B8: the newcomer trains",
+        joined,
+        partial(crowd, record=ghost(1, device_s=0.15), count=200),
+        LATE,
+        (),
+    ),
 )
 
 

@@ -10,25 +10,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from noloco_node.journal import events
+from noloco_node.machine.interface import Reporter, Text
 from noloco_node.node.microbatch_source import MicrobatchSource
+from noloco_node.node.migration import MigrationWatcher
+from noloco_node.node.replica import Replica
+from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
-from noloco_node.tasks import until_event
+from noloco_node.storage.checkpoint import Counters
+from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.observed_work import ObservedWork
+from noloco_node.swarm.roster import Roster
+from noloco_node.tasks import loop_s, until_event
+from pipeline.migration import Move
 from pipeline.schedule import run_over
-
-if TYPE_CHECKING:
-    from noloco_node.machine.interface import Reporter, Text
-    from noloco_node.node.migration import MigrationWatcher
-    from noloco_node.node.replica import Replica
-    from noloco_node.run.config import RunConfig
-    from noloco_node.storage.checkpoint import Counters
-    from noloco_node.swarm.membership import Membership
-    from pipeline.migration import Move
 
 ASKED = "asked to leave"
 LAST_ROUND_S = 20.0
+UNSEEN_TIMES = 2
+"""Times our own samples that each source counts for, until the first of the work on them is seen."""
 DRAIN_S, LONGEST_DRAIN_S = 10.0, 60.0
 """How long a leaving node waits for the microbatches in its hands: twice what a window took, within these bounds."""
 
@@ -41,6 +43,8 @@ class StageWork:
     The samples of the run, as a source counts them, are its own, those of every other source that it has heard of, and
     the unlisted ones: what the run had reached beyond these when we began. They are those of sources that the DHT had
     forgotten. One that is heard of later brings along what it had done before, and as many fewer are unlisted.
+
+    All of it counts as far as we have seen it worked on (`noloco_node.swarm.observed_work`).
     """
 
     def __init__(
@@ -60,7 +64,9 @@ class StageWork:
         """Samples of the whole run when we began at this stage, as far as was known."""
         self._begun = membership.roster
         """The roster of that moment."""
-        self._unlisted = 0
+        self._unlisted = self._own_then = 0
+        self._observed: ObservedWork | None = None
+        self._last_roster: Roster | None = None
 
     @property
     def samples(self) -> int:
@@ -113,6 +119,7 @@ class StageWork:
         )
         # The swarm forgets a source that was away for long; its own checkpoint does not.
         own = self._source.samples = max(self._membership.roster.own_samples, resumed.samples if resumed else 0)
+        self._own_then, self._observed, self._last_roster = own, None, None
         self._unlisted = max(0, self._reached - own - self._begun.others_samples)
         return self._source
 
@@ -122,7 +129,23 @@ class StageWork:
         if run_over(roster.sources, roster.sources_finished):
             return 1.0
         unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
-        return min(1.0, (own_samples + roster.others_samples + unlisted) / self._run.budget_samples)
+        claimed = own_samples + roster.others_samples + unlisted
+        return min(1.0, max(own_samples, min(claimed, self._covered(own_samples))) / self._run.budget_samples)
+
+    def _covered(self, own_samples: int) -> float:
+        """Return the samples of the run that the work which we have seen covers, `own_samples` being ours."""
+        roster = self._membership.roster
+        records = roster.stage(min(1, self._run.pipeline.stages - 1))
+        if self._observed is None:
+            self._observed = ObservedWork(records, from_start=not self._reached)
+        elif roster is not self._last_roster:
+            self._observed.take(records)
+        self._last_roster = roster
+        steps = self._observed.covers()
+        if steps is None:
+            # The first readings: sources that begin with us have done about as much.
+            return self._reached + UNSEEN_TIMES * max(1, roster.sources) * (own_samples - self._own_then)
+        return self._reached + steps * self._run.samples_per_step
 
 
 class Ending(NamedTuple):
@@ -170,7 +193,7 @@ class Training:
             self.move = moving.result() if moving.done() and not over and not asked.done() else None
             moving.cancel()
             self.state = PeerState.TRAINING if over else PeerState.LEAVING
-            replica.gate.close()
+            replica.admission.close()
             if self.move is not None:
                 self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
                 await self._depart(self.move, replica.worker.device_s)
@@ -189,11 +212,11 @@ class Training:
     async def _drain(self, replica: Replica, steps: asyncio.Task[None]) -> None:
         """Wait until the step loop has ended: by itself, once nothing is in flight; a complete window is still used."""
         drain_s = min(LONGEST_DRAIN_S, max(DRAIN_S, 2 * replica.seconds_per_step))
-        until_s = asyncio.get_running_loop().time() + drain_s
-        while not steps.done() and not replica.stranded and asyncio.get_running_loop().time() < until_s:
+        until_s = loop_s() + drain_s
+        while not steps.done() and not replica.stranded and loop_s() < until_s:
             await asyncio.wait({steps}, timeout=0.5)
-        if replica.gate.in_flight:
-            self._reporter.say(f"{replica.gate.in_flight} microbatches did not come back in time")
+        if replica.admission.in_flight:
+            self._reporter.say(f"{replica.admission.in_flight} microbatches did not come back in time")
 
     def tell(self, replica: Replica, ending: Ending) -> None:
         """Journal how it ended."""

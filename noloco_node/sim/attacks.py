@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from noloco_node.machine.interface import StageModel
     from noloco_node.network.interface import Conversation, Handler, PeerNetwork
-    from noloco_node.network.wire import Schema
-    from noloco_node.sim.network.hub import SimNetwork
+    from noloco_node.network.schema import Schema
+    from noloco_node.sim.network.sim_network import SimNetwork
     from pipeline.stage import OptimiserState, StepReport
     from pipeline.worker import WorkerForward
 
@@ -237,8 +237,8 @@ def in_round(number: int) -> Callable[[Any], Any]:
 class Identities:
     """Names without a node behind them, published as long as `run` is awaited."""
 
-    def __init__(self, hub: SimNetwork, run_id: str, names: Sequence[str], refresh_s: float) -> None:
-        self._networks = [hub.network(name) for name in names]
+    def __init__(self, medium: SimNetwork, run_id: str, names: Sequence[str], refresh_s: float) -> None:
+        self._networks = [medium.network(name) for name in names]
         self._run_id, self._refresh_s = run_id, refresh_s
 
     async def run(self, record: PeerRecord, samples: int = 0) -> None:

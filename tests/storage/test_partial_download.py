@@ -23,7 +23,7 @@ from gossip.transfer.donor_slots import STREAMS
 from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import DownloadLink, StateDownload
 from noloco_node.storage.atomic_file import SPARE_BYTES
 from noloco_node.storage.partial_download import PartialDownloadFile
@@ -205,11 +205,11 @@ def test_a_copy_that_is_cancelled_leaves_no_file_open(tmp_path: Path, seconds: f
         copying._converse = world.conversing("new")  # type: ignore[method-assign, assignment]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(seconds):
-                await copying.attempt(("donor",), lambda: ())
+                await copying.attempt(("donor",))
         assert keep.path.stat().st_size > 0
         assert open_files(tmp_path) == []
         # Another attempt goes on in the same file.
-        found = await copying.attempt(("donor",), lambda: ())
+        found = await copying.attempt(("donor",))
         assert isinstance(found, ReplicaState)
         assert same(found, WHOLE)
         assert open_files(tmp_path) == []
