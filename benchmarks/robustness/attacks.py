@@ -107,7 +107,7 @@ def _ended(world: World, seen: Seen) -> Outcome:
         for name, peer in world.peers.items()
         if name not in seen.hostile and peer.lives and peer.life.node and peer.life.node.replica
     }
-    routes = [each.downstream.hop_totals for each in replicas.values() if each.downstream is not None]
+    routes = [each.next_stage.hop_totals for each in replicas.values() if each.next_stage is not None]
     through = sum(totals[LIAR].succeeded for totals in routes if LIAR in totals)
     total = sum(hop.succeeded for totals in routes for hop in totals.values())
     places = [replica.config.stage for replica in replicas.values()]
@@ -189,7 +189,7 @@ def scenario(**swarm: object) -> Scenario:
 
 LATE = Scenario(swarm=scenario(rounds=80).swarm, fault=(Join(at_s=250.0, peer="late", stage=1),))
 LONG = scenario(rounds=200)
-MOVING = scenario(rounds=1000, moves=True)
+MOVING = scenario(rounds=400, moves=True)
 
 
 def _claims_rounds(world: World, seen: Seen) -> None:

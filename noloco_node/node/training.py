@@ -64,7 +64,7 @@ class StageWork:
         """Samples of the whole run when we began at this stage, as far as was known."""
         self._begun = membership.roster
         """The roster of that moment."""
-        self._unlisted = self._own_then = 0
+        self._unlisted = self._own_then = self._own_seen = 0
         self._observed: ObservedWork | None = None
         self._last_roster: Roster | None = None
 
@@ -119,7 +119,7 @@ class StageWork:
         )
         # The swarm forgets a source that was away for long; its own checkpoint does not.
         own = self._source.samples = max(self._membership.roster.own_samples, resumed.samples if resumed else 0)
-        self._own_then, self._observed, self._last_roster = own, None, None
+        self._own_then, self._own_seen, self._observed, self._last_roster = own, own, None, None
         self._unlisted = max(0, self._reached - own - self._begun.others_samples)
         return self._source
 
@@ -139,7 +139,9 @@ class StageWork:
         if self._observed is None:
             self._observed = ObservedWork(records, from_start=not self._reached)
         elif roster is not self._last_roster:
-            self._observed.take(records)
+            self._observed.take(records, (own_samples - self._own_seen) / self._run.samples_per_step)
+        if roster is not self._last_roster:
+            self._own_seen = own_samples
         self._last_roster = roster
         steps = self._observed.covers()
         if steps is None:

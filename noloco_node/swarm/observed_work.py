@@ -18,7 +18,7 @@ SLACK = 1.03
 READINGS_LATE = 2
 """By which a record may be older than that of the source whose samples it covers."""
 MOST_TIMES = 8.0
-"""Times the median growth that one replica is believed to have: devices differ honestly (`pipeline.placement`)."""
+"""Times the typical growth, or our own, that a replica is believed to have: devices differ (`pipeline.placement`)."""
 
 
 class ObservedWork:
@@ -30,13 +30,14 @@ class ObservedWork:
         self._known = {record.peer: 0 if from_start else record.inner_steps for record in records}
         self._latest = 0.0
         self._replicas = 0
-        self.take(records)
+        self.take(records, 0.0)
 
-    def take(self, records: Sequence[PeerRecord]) -> None:
-        """Take note of another reading of the stage."""
+    def take(self, records: Sequence[PeerRecord], own_steps: float) -> None:
+        """Take note of another reading of the stage; `own_steps`: worth of samples that we had done since the last."""
         grown = [record.inner_steps - self._known.get(record.peer, record.inner_steps) for record in records]
         known = [max(0, steps) for steps in grown]
-        most = MOST_TIMES * median_low(known) if known else 0.0
+        # Names that do nothing have no voice, and our own work is what nobody can talk down.
+        most = MOST_TIMES * max(own_steps, median_low([steps for steps in known if steps] or [0]))
         self._latest = sum(min(steps, most) for steps in known)
         self.steps += self._latest
         self._known = {record.peer: record.inner_steps for record in records}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -40,7 +40,6 @@ from noloco_node.state_sync.download import (
 )
 from noloco_node.storage.partial_download import PartialDownloadFile
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.roster import PeerRecord
 from noloco_node.terminal import Bar, say
 
 TOTAL_BYTES = 16 * sum(tensor.numel() for tensor in LIKE)
@@ -88,13 +87,6 @@ class Newcomers:
 
     def told(self, what: str) -> list[journal_events.CatchUp]:
         return [event for event in self.events if isinstance(event, journal_events.CatchUp) and event.what == what]
-
-
-def listed(*names: str, round: int = 6, progress: float = 0.25) -> Callable[[], tuple[PeerRecord, ...]]:
-    records = [
-        PeerRecord(peer=name, stage=1, state=PeerState.TRAINING, round=round, progress=progress) for name in names
-    ]
-    return lambda: tuple(records)
 
 
 @pytest.mark.processes
@@ -200,14 +192,21 @@ def test_a_gross_outlier_is_refused_before_a_byte_of_its_weights() -> None:
     assert any("refused the copy of outlier" in line for line in world.said)
 
 
-def test_a_donor_far_from_the_rosters_round_or_progress_is_refused() -> None:
-    async def main(records: Callable[[], tuple[PeerRecord, ...]]) -> ReplicaState | str:
+def test_a_donor_far_from_what_others_answer_is_refused_and_names_have_no_voice() -> None:
+    async def main(other: ReplicaState | None) -> tuple[ReplicaState | str, list[str]]:
         world = Newcomers()
         await world.donor("donor", state())
-        return await world.newcomer(1e9).attempt(("donor",))
+        if other is not None:
+            await world.donor("other", other)
+        names = ["other"] if other is not None else [f"name{number}" for number in range(20)]
+        found = await world.newcomer(1e9).attempt(("donor", *names))
+        return found, [refused.why or "" for refused in world.told("refused")]
 
-    assert "its stage in round 60" in str(run(main(listed("donor", round=60))))
-    assert "that of its stage 0.90" in str(run(main(listed("donor", progress=0.9))))
+    assert "its stage in round 60" in run(main(replace(state(), round=60)))[1][0]
+    assert "that of its stage 0.90" in run(main(replace(state(), progress=0.9)))[1][0]
+    found, why = run(main(None))
+    assert isinstance(found, ReplicaState)
+    assert not why
 
 
 def test_a_person_reads_how_far_it_is_every_few_seconds() -> None:

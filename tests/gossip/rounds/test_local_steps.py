@@ -396,11 +396,12 @@ def test_a_slow_node_reaches_its_rounds_together_with_a_fast_one() -> None:
 
 def test_a_slow_node_costs_its_own_stage_nothing_and_the_others_what_they_cannot_pass_on() -> None:
     uneven, even = _swarm(4.0, dynamic=True, stages=2), _swarm(1.0, dynamic=True, stages=2)
-    assert uneven.busy("s1r0") > 0.95 * even.busy("s1r0")
+    # A little is lost until its replies have shown that it is the faster one.
+    assert uneven.busy("s1r0") > 0.9 * even.busy("s1r0")
     # A stage at 1 + 1/4 of its 2 replicas takes no more than that from the one before.
     capacity = 1.25 / 2
     for source in ("s0r0", "s0r1"):
-        assert 0.95 * capacity < uneven.busy(source) / even.busy(source) < 1.05 * capacity
+        assert 0.9 * capacity < uneven.busy(source) / even.busy(source) < 1.05 * capacity
     assert abs(uneven.met["s1r0"] - uneven.met["s1r1"]) <= 1
     assert sum(uneven.missed.values()) <= 0.2 * sum(uneven.met.values())
 
