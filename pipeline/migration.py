@@ -3,7 +3,8 @@
 Peers come and go, and a swarm that began in balance need not stay so: it runs at the speed of its weakest stage,
 however much the others could do. `movers` reads from the records who should go to the weakest stage: whoever leaves
 the weaker of it and his own stage strongest, and then his own stage. Of those who are as good within a tenth, a hash of
-seed and peer decides, so that all who see the same records name the same peer. A stage's last replica never goes.
+seed and peer decides, so that all who see the same records name the same peer. A stage's last replica never goes; nor
+does the last one that has proved its work, to whoever decides: names at a stage are cheap, and hold no weights.
 
 A move costs a copy of the weights and what is done meanwhile, and readings are noisy and late. Hence:
 
@@ -26,7 +27,7 @@ keeps both from swinging back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 from random import Random
 from types import MappingProxyType
@@ -170,8 +171,12 @@ def decide(
     work: Sequence[float],
     pace: StagePace,
     now_s: float,
+    proved: Collection[str] | None = None,
 ) -> MigrationDecision:
-    """Judge one reading of all stages: stay, announce to go, or go."""
+    """Judge one reading of all stages: stay, announce to go, or go.
+
+    `proved`: peers of our stage that have brought weights to us; we do not leave it to names alone. None: anybody.
+    """
     others = [claim for claim in claims if claim.moves_to is not None and claim.peer != me.peer]
     heard = {claim.peer: state.heard.get(claim.peer, 0) + 1 for claim in others}
     found = movers(claims, work, me.seed)
@@ -190,6 +195,8 @@ def decide(
     # long, and has not, keeps nobody.
     candidates = found if state.announced_s is not None else found[: 1 + state.readings // MOST_READINGS]
     move = next((each for each in candidates if each.peer == me.peer), None)
+    if move is not None and proved is not None and not _is_held(move.origin, claims, proved):
+        move = None
     early = state.readings < READINGS or now_s < state.ready_s
     left_alone = found[0].before == 0.0 and now_s - state.since_s < pace.empty_s
     if move is None or early or left_alone:
@@ -199,6 +206,13 @@ def decide(
     if state.announced_s is None:
         return MigrationDecision(state._replace(announced_s=now_s), move)
     return MigrationDecision(state, move, go=now_s - state.announced_s >= pace.settle_s)
+
+
+def _is_held(stage: int, claims: Sequence[StageClaim], proved: Collection[str]) -> bool:
+    """Say whether somebody stays at a stage whose work we have seen."""
+    return any(
+        claim.stage == stage and claim.training and claim.moves_to is None and claim.peer in proved for claim in claims
+    )
 
 
 def _gives_way(me: OwnPlacement, state: MigrationState, move: Move, others: Sequence[StageClaim]) -> bool:

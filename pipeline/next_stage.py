@@ -47,6 +47,8 @@ SHORTEST_SLEEP_S = 0.001
 BUSY = (Reason.FULL, Reason.GOSSIPING)
 POLL_S = 0.25
 """How often an empty roster is looked at again."""
+SOONER_WEIGHT, LATER_WEIGHT = 1 / 2, 1 / 32
+"""Of the newest reply in a replica's usual shortest, by whether it came sooner: what a device takes when none waits."""
 LARGEST_LOSS = 1e30
 EARLY_SHARE = 0.1
 """An "expired" with a larger share of the budget left is untrue: clocks that run apart explain less."""
@@ -131,6 +133,8 @@ class NextStage:
         self._busy: set[str] = set()
         """Replicas whose last refusal was that they are full or gossiping."""
         self._totals: dict[str, HopTotals] = {}
+        self._reply_s: dict[str, float] = {}
+        """Seconds in which a replica's gradients come where none of them has to wait."""
         self._waits: dict[_Search, Waiting] = {}
         self._counts: Counter[str] = Counter()
 
@@ -195,7 +199,7 @@ class NextStage:
         avoid = self._resting_now()
         if not search.forgiving:
             avoid |= self.suspects | search.lost | self._on_trial.keys()
-        peer, self._bag = next_hop(self._bag, self._ways.hops(), avoid, self._rng)
+        peer, self._bag = next_hop(self._bag, self._ways.hops(), avoid, self._rng, self._reply_s)
         return peer
 
     async def _ask_one(self, peer: str, microbatch: Microbatch, search: _Search) -> Reply | None:
@@ -216,6 +220,7 @@ class NextStage:
             self._suspects = self._suspects.clear(peer)
             self._counts["gradients"] += 1
             self._count_call(peer, succeeded=1)
+            self._note_reply(peer, _now_s() - begun_s)
             return reply
         self._counts[f"refused_{reply.reason.name.lower()}"] += 1
         if reply.reason is Reason.EXPIRED:
@@ -297,11 +302,18 @@ class NextStage:
         finally:
             del self._waits[search]
 
+    def _note_reply(self, peer: str, took_s: float) -> None:
+        before_s = self._reply_s.setdefault(peer, took_s)
+        weight = SOONER_WEIGHT if took_s < before_s else LATER_WEIGHT
+        self._reply_s[peer] = before_s + weight * (took_s - before_s)
+
     def _count_call(self, peer: str, *, succeeded: int) -> None:
         before = self._totals.pop(peer, HopTotals())
         self._totals[peer] = HopTotals(before.attempted + 1 - succeeded, before.succeeded + succeeded)
         if len(self._totals) > MOST_HOPS_COUNTED:
-            del self._totals[next(iter(self._totals))]
+            forgotten = next(iter(self._totals))
+            del self._totals[forgotten]
+            self._reply_s.pop(forgotten, None)
 
 
 def _check(reply: Gradient, microbatch: Microbatch) -> None:

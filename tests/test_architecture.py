@@ -30,7 +30,9 @@ TOP_ORDER = """
 INNER_ORDERS = {
     "gossip": "events rule | exchange | interface | rounds transfer",
     "noloco_node.libp2p": "endpoint hivemind_compat | daemon | streams dht | session | relays preflight | network",
-    "noloco_node.sim": "clock hardware network | scenario | peer | stall fault_injection | world | explore | report",
+    "noloco_node.sim": """
+        clock hardware network | scenario attacks | peer | stall fault_injection | world | explore | report
+    """,
 }
 MOST_FILES = 15
 LONE_MODULES = 5

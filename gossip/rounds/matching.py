@@ -19,7 +19,8 @@ offers cross, the offer of the lower peer id goes first: its owner declines the 
 it is still waiting for an answer (which will be that very refusal).
 
 **The number of the round** is only a seed for the hint, and heals: the lower side adopts the higher, but never more
-than a bound beyond the roster's median, so that one liar's number drags nobody.
+than a bound beyond the median of those that it has really met, so that neither one liar's number drags anybody nor that
+of many names.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ class Meetings:
             pending = PendingStep(result.step, snapshot.inner_steps, self._event(meeting, result), result.last_met)
             if round_state.settings.blocking:
                 round_state.close()
+                round_state.note_met(meeting.partner)
                 await self._apply(pending)
             else:
                 round_state.step(pending)

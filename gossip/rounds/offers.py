@@ -118,5 +118,5 @@ class Offers:
         round_state = self._round_state
         round_state.counts["declined"] += 1
         if round_state.is_open:
-            round_state.schedule.adopt(reply.round, round_state.partners.rounds)
+            round_state.schedule.adopt(reply.round, round_state.claims)
         round_state.queue.declined(peer, reply, now())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from gossip.exchange.messages import Declined, DeclineReason
 from gossip.interface import Candidate, RoundTimeouts
@@ -39,6 +39,12 @@ class PartnerView:
         """The rounds that they say they have finished."""
         self._look()
         return self._rounds
+
+    def rounds_of(self, peers: Collection[str]) -> tuple[int, ...]:
+        """Return the rounds that these of them say they have finished."""
+        self._look()
+        pairs = zip(self._peers, self._rounds, strict=True)
+        return tuple([round for peer, round in pairs if peer in peers])
 
     @property
     def speeds(self) -> tuple[float, ...]:

@@ -13,9 +13,18 @@ Plain bookkeeping: no tensors, no time, no I/O.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median_low
+from typing import NamedTuple
 
 from gossip.rounds.matching import good_enough_at, heal
-from gossip.rule.staleness import ROUND_BOUND
+from gossip.rule.staleness import LIFT_BOUND
+
+
+class RoundClaims(NamedTuple):
+    """The rounds that others say they have finished: all of `listed` in the roster, and of these who was `met`."""
+
+    listed: Sequence[int] = ()
+    met: Sequence[int] = ()
 
 
 class RoundSchedule:
@@ -69,22 +78,26 @@ class RoundSchedule:
         steps = good_enough_at(place, count) * self.steps - (self.inner_steps - self._opened_at)
         return max(0.0, steps) * (self._unknown_s if self._seconds_per_step is None else self._seconds_per_step)
 
-    def next_round(self, listed: Sequence[int]) -> int:
-        """Return the number that the next round has, after those that the roster says are finished."""
-        return max(self.round, 1 + heal(self.finished, (), (self.finished, *listed), ROUND_BOUND))
+    def next_round(self, claims: RoundClaims) -> int:
+        """Return the number that the next round has, after those that the others say are finished."""
+        return max(self.round, 1 + heal(self.finished, claims.listed, (self._shown(claims),), LIFT_BOUND))
 
-    def open(self, listed: Sequence[int], *, last: bool = False) -> None:
+    def _shown(self, claims: RoundClaims) -> int:
+        """Return the round that our own eyes have seen finished: ours, or the median of those that we have met."""
+        return max(self.finished, median_low((self.finished, *claims.met)))
+
+    def open(self, claims: RoundClaims, *, last: bool = False) -> None:
         """Begin the next round."""
         self._last = last
-        following = self.next_round(listed)
+        following = self.next_round(claims)
         self.healed += following > max(self.round, self.finished + 1)
         self.round = following
         self._opened_at, self._opened = self.inner_steps, True
         self.steps = self._next_steps
 
-    def adopt(self, seen_round: int, listed: Sequence[int]) -> None:
-        """Move up to a partner's number, as far as the roster makes it believable."""
-        healed = heal(self.round, (seen_round,), (self.finished, *listed), ROUND_BOUND)
+    def adopt(self, seen_round: int, claims: RoundClaims) -> None:
+        """Move up to a partner's number, as far as those that we have met make it believable."""
+        healed = heal(self.round, (seen_round,), (1 + self._shown(claims),), LIFT_BOUND)
         self.healed += healed > self.round
         self.round = healed
 

@@ -19,7 +19,7 @@ from gossip.interface import Origin, RoundContext, RoundSettings
 from gossip.rounds.matching import AnswerState
 from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.partners import SLACK_S, PartnerQueue, PartnerView
-from gossip.rounds.round_schedule import RoundSchedule
+from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
 from gossip.rule.staleness import Met, staleness
 
 POLL_S = 1.0
@@ -28,6 +28,8 @@ LATE_AT_MOST = 4
 """Exchanges in a row that ran out of time, each of which doubles the time of the next."""
 VAIN_AT_MOST = 3
 """Meetings without a step of ours that one partner may have in a round: weather, beyond it mischief."""
+MOST_MET = 256
+"""Partners that are remembered to have been met."""
 COUNTED = (
     *("met", "solo", "deferred", "lost", "implausible", "retaken", "adopted", "too_stale", "sent_ahead", "spared"),
     *("offers_sent", "offers_received", "declined", "unanswered", "bytes_sent", "bytes_received"),
@@ -108,6 +110,8 @@ class RoundState:
         self.leaving = False
         self.asking: str | None = None
         self.last_met = origin.last_met
+        self.met_partners: dict[str, None] = {}
+        """With whom a meeting has ended in a step of ours, the last of them last."""
         self._vain_meetings: Counter[str] = Counter()
         """With whom how many meetings of this round have ended without a step of ours."""
         self._late = 0
@@ -157,7 +161,12 @@ class RoundState:
     @property
     def next_round(self) -> int:
         """The number that the next round will have, as the roster is now."""
-        return self.schedule.next_round(self.partners.rounds)
+        return self.schedule.next_round(self.claims)
+
+    @property
+    def claims(self) -> RoundClaims:
+        """What the others say of their rounds."""
+        return RoundClaims(self.partners.rounds, self.partners.rounds_of(self.met_partners))
 
     @property
     def exchange_s(self) -> float:
@@ -218,7 +227,7 @@ class RoundState:
         """Bind ourselves to one partner. Wakes nobody: there is less to do than before."""
         if not isinstance(self._phase, Open):
             raise self._illegal("engage")
-        self.schedule.adopt(their_round, self.partners.rounds)
+        self.schedule.adopt(their_round, self.claims)
         meeting = Meeting(peer, now())
         self._phase = InMeeting(self._phase.snapshot, meeting)
         return meeting
@@ -234,7 +243,9 @@ class RoundState:
         """End the meeting and its round with a step for the next pause."""
         if not isinstance(self._phase, InMeeting):
             raise self._illegal("step")
+        partner = self._phase.meeting.partner
         self._phase = pending
+        self.note_met(partner)
         self.ring()
 
     def take_step(self) -> PendingStep | None:
@@ -277,7 +288,7 @@ class RoundState:
 
     def begin_round(self, *, last: bool = False) -> None:
         """Count a new round, in which everybody may be asked anew."""
-        self.schedule.open(self.partners.rounds, last=last)
+        self.schedule.open(self.claims, last=last)
         self.queue.clear()
         self._vain_meetings.clear()
 
@@ -294,6 +305,13 @@ class RoundState:
         """Ask this partner later, if at all, and do not let it have as many meetings in this round as it likes."""
         self._vain_meetings[partner] += 1
         self.queue.put_off(partner, self.settings.patience.sleep_s, now())
+
+    def note_met(self, partner: str) -> None:
+        """Note that a partner has brought weights that we could use: it has done what no name alone can."""
+        self.met_partners.pop(partner, None)
+        self.met_partners[partner] = None
+        if len(self.met_partners) > MOST_MET:
+            del self.met_partners[next(iter(self.met_partners))]
 
     # Waking up.
 

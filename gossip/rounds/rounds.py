@@ -27,6 +27,7 @@ Weights and snapshots change under one lock, `RoundState.pause`; a replica is dr
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -85,6 +86,11 @@ class Rounds:
     def last_met(self) -> int:
         """The round in which our weights last met anybody's, 0 if in none."""
         return self._round_state.last_met
+
+    @property
+    def met_partners(self) -> Collection[str]:
+        """With whom a meeting has ended in a step of ours, within memory."""
+        return self._round_state.met_partners
 
     def statistics(self) -> dict[str, int | float]:
         """Return counters since the start, and where the replica is."""

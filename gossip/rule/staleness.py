@@ -75,4 +75,6 @@ def last_met_after(own: Met, other: Met, *, adopted: bool) -> int:
 
 
 ROUND_BOUND = 4
-"""Rounds beyond the roster's median that a replica lets itself be told."""
+"""Rounds that replicas of a stage may honestly be apart."""
+LIFT_BOUND = 1
+"""Rounds that claims alone may lift a replica by at an opening: what one that meets nobody falls behind by."""

@@ -45,7 +45,7 @@ def mixes(before: Manifest, after: Manifest, *, afresh_bytes: int, mixed_bytes: 
 
 
 class NormVotes(NamedTuple):
-    """What the others of a donor's stage say: rounds and progress of the roster, norms of some replicas' manifests."""
+    """What others of a donor's stage say of themselves in their manifests."""
 
     rounds: Sequence[int] = ()
     progress: Sequence[float] = ()
@@ -73,8 +73,11 @@ def objection(manifest: Manifest, others: NormVotes) -> str | None:
 
 
 def round_to_start_in(state_round: int, rounds: Sequence[int]) -> int:
-    """Return the round that a newcomer is in: its stage's, or its donor's where that is a little further."""
+    """Return the round that a newcomer is in: its stage's, or its donor's, where the two are a little apart.
+
+    Of both only the donor has shown anything, so what the stage says lifts a newcomer by a bound.
+    """
     if not rounds:
         return state_round
     middle = median_low(rounds)
-    return min(max(state_round, middle), middle + ROUND_BOUND)
+    return min(max(state_round, middle), min(state_round, middle) + ROUND_BOUND)

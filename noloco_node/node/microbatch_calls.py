@@ -28,6 +28,8 @@ class MicrobatchClient:
     def __init__(self, config: ReplicaConfig, context: ReplicaContext) -> None:
         self._config, self._context = config, context
         self._timeout = AdaptiveTimeout(REPLIES)
+        self._unbounded: dict[asyncio.Timeout, float] = {}
+        """Calls that began before anybody had replied, and when (loop seconds)."""
 
     def hops(self, roster: Roster) -> tuple[Hop, ...]:
         """Return the replicas of the next stage that train."""
@@ -57,11 +59,11 @@ class MicrobatchClient:
         # or the innocent are accused. (A usual deadline is twice the mean at least.) That is why waits in vain do not
         # lengthen it: those who wait above would not know. Who needs three times as long as the others is left out.
         config, context = self._config, self._context
-        begun_s, below = loop_s(), config.run.pipeline.stages - 1 - config.stage
-        most_s = (1.0 + below / 2) * self._timeout.deadline_s(peer)
+        begun_s, share = loop_s(), 1.0 + (config.run.pipeline.stages - 1 - config.stage) / 2
+        limit = self._limit(share * self._timeout.deadline_s(peer), begun_s)
         try:
             async with (
-                asyncio.timeout(most_s if config.deadlines and most_s < math.inf else None),
+                limit,
                 context.network.talk(
                     peer, topic(MICROBATCH, config.stage + 1), context.microbatch_schema
                 ) as conversation,
@@ -71,10 +73,27 @@ class MicrobatchClient:
                 if not isinstance(reply, Gradient | Refused):
                     raise Violation(f"expected a gradient, got {type(reply).__name__}")
         except TimeoutError:
-            raise ConnectionAbortedError(f"{peer} has not answered for {most_s:.0f} s, though it is there") from None
+            waited_s = loop_s() - begun_s
+            raise ConnectionAbortedError(f"{peer} has not answered for {waited_s:.0f} s, though it is there") from None
+        finally:
+            self._unbounded.pop(limit, None)
         if isinstance(reply, Gradient):
             self._timeout.took(peer, loop_s() - begun_s)
+            self._bound_first(share * self._timeout.deadline_s(peer))
         return reply
+
+    def _limit(self, most_s: float, begun_s: float) -> asyncio.Timeout:
+        """Return the limit of a call; one that nothing bounds yet is bounded by the first reply of anybody."""
+        limit = asyncio.timeout(most_s if self._config.deadlines and most_s < math.inf else None)
+        if self._config.deadlines and most_s == math.inf:
+            self._unbounded[limit] = begun_s
+        return limit
+
+    def _bound_first(self, most_s: float) -> None:
+        """Bound the calls that began before the first reply came: by now it is known what one takes."""
+        unbounded, self._unbounded = self._unbounded, {}
+        for limit, begun_s in unbounded.items():
+            limit.reschedule(max(loop_s(), begun_s + most_s))
 
 
 class MicrobatchServer:

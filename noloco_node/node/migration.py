@@ -41,12 +41,15 @@ class MigrationWatcher:
         refresh_s: float,
         progress: Callable[[], float],
         unfit: Collection[int] = (),
+        proved: Callable[[], Collection[str]] | None = None,
     ) -> None:
+        """`proved`: the replicas of our stage whose weights we have met; None asks for no proof."""
         self.may_serve: tuple[int, ...] = ()
         self.moves_to: int | None = None
         self.moves = moves
         self.device_s = 0.0
         self._newcomer, self._stage, self._progress, self._unfit = newcomer, stage, progress, unfit
+        self._proved = proved
         self._pace = StagePace.of(refresh_s)
         self._me = OwnPlacement(newcomer.me, newcomer.run.seed, loop_s(), moves)
         self._state = MigrationState()
@@ -103,7 +106,9 @@ class MigrationWatcher:
             claim._replace(may_serve=self.may_serve, moves_to=self.moves_to) if claim.peer == self._me.peer else claim
             for claim in claims_of(roster)
         ]
-        decision = decide(self._me, self._state, claims, self._newcomer.dimensions.work, self._pace, loop_s())
+        proved = None if self._proved is None else self._proved()
+        work = self._newcomer.dimensions.work
+        decision = decide(self._me, self._state, claims, work, self._pace, loop_s(), proved)
         self._state = decision.state
         if decision.go:
             return decision.move

@@ -74,6 +74,7 @@ class StageTenure:
             context.options.refresh_s,
             lambda: replica.progress.value,
             unfit,
+            lambda: replica.rounds.met_partners,
         )
         self._training = Training(self.migration, context.work, self._depart, context.reporter)
         self._progress = ProgressReporter(

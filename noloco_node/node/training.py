@@ -21,12 +21,16 @@ from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.observed_work import ObservedWork
+from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s, until_event
 from pipeline.migration import Move
 from pipeline.schedule import run_over
 
 ASKED = "asked to leave"
 LAST_ROUND_S = 20.0
+UNSEEN_TIMES = 2
+"""Times our own samples that each source counts for, until the first of the work on them is seen."""
 DRAIN_S, LONGEST_DRAIN_S = 10.0, 60.0
 """How long a leaving node waits for the microbatches in its hands: twice what a window took, within these bounds."""
 
@@ -39,6 +43,8 @@ class StageWork:
     The samples of the run, as a source counts them, are its own, those of every other source that it has heard of, and
     the unlisted ones: what the run had reached beyond these when we began. They are those of sources that the DHT had
     forgotten. One that is heard of later brings along what it had done before, and as many fewer are unlisted.
+
+    All of it counts as far as we have seen it worked on (`noloco_node.swarm.observed_work`).
     """
 
     def __init__(
@@ -58,7 +64,9 @@ class StageWork:
         """Samples of the whole run when we began at this stage, as far as was known."""
         self._begun = membership.roster
         """The roster of that moment."""
-        self._unlisted = 0
+        self._unlisted = self._own_then = self._own_seen = 0
+        self._observed: ObservedWork | None = None
+        self._last_roster: Roster | None = None
 
     @property
     def samples(self) -> int:
@@ -111,6 +119,7 @@ class StageWork:
         )
         # The swarm forgets a source that was away for long; its own checkpoint does not.
         own = self._source.samples = max(self._membership.roster.own_samples, resumed.samples if resumed else 0)
+        self._own_then, self._own_seen, self._observed, self._last_roster = own, own, None, None
         self._unlisted = max(0, self._reached - own - self._begun.others_samples)
         return self._source
 
@@ -120,7 +129,25 @@ class StageWork:
         if run_over(roster.sources, roster.sources_finished):
             return 1.0
         unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
-        return min(1.0, (own_samples + roster.others_samples + unlisted) / self._run.budget_samples)
+        claimed = own_samples + roster.others_samples + unlisted
+        return min(1.0, max(own_samples, min(claimed, self._covered(own_samples))) / self._run.budget_samples)
+
+    def _covered(self, own_samples: int) -> float:
+        """Return the samples of the run that the work which we have seen covers, `own_samples` being ours."""
+        roster = self._membership.roster
+        records = roster.stage(min(1, self._run.pipeline.stages - 1))
+        if self._observed is None:
+            self._observed = ObservedWork(records, from_start=not self._reached)
+        elif roster is not self._last_roster:
+            self._observed.take(records, (own_samples - self._own_seen) / self._run.samples_per_step)
+        if roster is not self._last_roster:
+            self._own_seen = own_samples
+        self._last_roster = roster
+        steps = self._observed.covers()
+        if steps is None:
+            # The first readings: sources that begin with us have done about as much.
+            return self._reached + UNSEEN_TIMES * max(1, roster.sources) * (own_samples - self._own_then)
+        return self._reached + steps * self._run.samples_per_step
 
 
 class Ending(NamedTuple):

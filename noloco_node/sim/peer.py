@@ -14,9 +14,11 @@ import torch
 
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, Text
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.replica import Replica
+from noloco_node.sim.attacks import Attack, HostileNetwork
 from noloco_node.sim.hardware.device import Stutter, VirtualDevice
 from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
@@ -64,7 +66,10 @@ class PeerLife:
 
 
 class SimulatedPeer:
-    """A peer of a world. `asked_stage`: the one that its owner wants; None lets it choose."""
+    """A peer of a world. `asked_stage`: the one that its owner wants; None lets it choose.
+
+    `attack`: what it does instead of what it should.
+    """
 
     def __init__(
         self,
@@ -79,6 +84,7 @@ class SimulatedPeer:
         self.access: Access = setting.access()
         self.first_slowness = self.slowness = 1.0
         self.stutter = Stutter()
+        self.attack: Attack | None = None
         self.disk: Checkpoint | None = None
         self.archive = MemoryStore(lambda: self.disk)
         self.disk_refuses = False
@@ -127,10 +133,13 @@ class SimulatedPeer:
         device.slowness, device.stutter = self.slowness, self.stutter
         life = PeerLife(number, device)
         self.lives.append(life)
+        network: PeerNetwork = self._network.network(self.name, self.access)
+        if self.attack is not None:
+            network = HostileNetwork(network, self.attack)
         node = life.node = Node(
             setting.recipe,
             setting.dimensions,
-            self._network.network(self.name, self.access),
+            network,
             self._host(life),
             NodeOptions(
                 stage=self.asked_stage,
@@ -181,9 +190,10 @@ class SimulatedPeer:
         def build(number: int) -> PricedStage:
             setting = self._setting
             windows = setting.run.pipeline.windows_in_flight
-            life.stage = PricedStage(
-                setting.build(number), setting.prices[number], life.device.charge, life.wrong.append, windows
-            )
+            stage = setting.build(number)
+            if self.attack is not None and self.attack.stage is not None:
+                stage = self.attack.stage(stage)
+            life.stage = PricedStage(stage, setting.prices[number], life.device.charge, life.wrong.append, windows)
             return life.stage
 
         async def save(checkpoint: Checkpoint) -> str:

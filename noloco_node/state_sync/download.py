@@ -3,8 +3,9 @@
 What is copied, and what becomes of it when a donor dies, is `gossip.transfer.download`'s. Here are the peers that are
 asked, what their word is compared with, the lines that a person reads, and the journal.
 
-A donor is compared with its stage before a byte of its weights is fetched: its round and progress with the roster's
-records, its norm with what up to `NORMS_ASKED` other replicas say (a small question: nothing is frozen for it).
+A donor is compared with its stage before a byte of its weights is fetched: its round, its progress and its norm with
+what up to `OUTLINES_ASKED` other replicas say (a small question: nothing is frozen for it). Records of the roster have
+no voice: any number of names may stand there, and who answers has a state at least.
 """
 
 from __future__ import annotations
@@ -26,17 +27,16 @@ from noloco_node.machine.interface import Reporter, Runner, StageModel
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.swarm.roster import PeerRecord
 from noloco_node.units import format_bytes, format_duration, format_rate
 
 COPY_AGAIN_S = 10.0
 """Before all donors are asked again, when none gave its state; half as long again each time."""
 LONGEST_PAUSE_S = 120.0
 SAY_EVERY_S = 5.0
-NORMS_ASKED = 2
-"""Other replicas whose norms a donor's is compared with."""
-NORM_S = 10.0
-"""For another replica to say its norm."""
+OUTLINES_ASKED = 2
+"""Other replicas that a donor is compared with."""
+OUTLINE_S = 10.0
+"""For another replica to say how far it is."""
 
 
 class DownloadLink(NamedTuple):
@@ -84,24 +84,22 @@ class StateDownload:
         self._account = DownloadAccount(number, reporter, asyncio.get_running_loop().time)
         self._assembly = StateAssembly(self._like, keep, self._account.note)
 
-    async def attempt(
-        self, donors: tuple[str, ...], living: Callable[[], tuple[PeerRecord, ...]]
-    ) -> ReplicaState | str:
-        """Return the state, or why no donor has completed it. `living`: the records of the stage's replicas by then."""
+    async def attempt(self, donors: tuple[str, ...]) -> ReplicaState | str:
+        """Return the state, or why no donor has completed it."""
         if self._own is not None:
             own, self._own = self._own, None
             await self._line.device.run(self._assembly.load)
             await self._line.device.run(self._assembly.seed, own_sections(own))
-        norms: dict[str, float] = {}
 
         async def refuse(donor: str, manifest: Manifest) -> str | None:
-            asked = [peer for peer in donors if peer != donor][:NORMS_ASKED]
-            await asyncio.gather(*[self._ask_norm(peer, norms) for peer in asked if peer not in norms])
-            records = living()  # the donor before this one may have taken an hour
+            # Anew each time: the donor before this one may have taken an hour.
+            asked = [peer for peer in donors if peer != donor][:OUTLINES_ASKED]
+            answers = await asyncio.gather(*[self._ask_outline(peer) for peer in asked])
+            others = [answer for answer in answers if answer is not None]
             votes = NormVotes(
-                rounds=[record.round for record in records],
-                progress=[record.progress for record in records],
-                norms=[norms[peer] for peer in asked if peer in norms],
+                rounds=[other.round for other in others],
+                progress=[other.progress for other in others],
+                norms=[other.norm for other in others],
             )
             return objection(manifest, votes)
 
@@ -125,16 +123,15 @@ class StateDownload:
         if self._keep is not None:
             self._keep.discard()
 
-    async def _ask_norm(self, peer: str, norms: dict[str, float]) -> None:
-        """Note the norm of a replica's slow weights, if it says one in time."""
+    async def _ask_outline(self, peer: str) -> Manifest | None:
+        """Return the counters of a replica and the norm of its slow weights, if it says them in time."""
         try:
-            async with asyncio.timeout(NORM_S), self._converse(peer) as conversation:
+            async with asyncio.timeout(OUTLINE_S), self._converse(peer) as conversation:
                 request = StateRequest(parts=Parts.OUTLINE)
                 reply = await download.manifest_of(conversation, request, len(self._assembly.spans))
         except (ConnectionError, TimeoutError):
-            return
-        if isinstance(reply, Manifest):
-            norms[peer] = reply.norm
+            return None
+        return reply if isinstance(reply, Manifest) else None
 
     def _converse(self, peer: str) -> download.Talk:
         return self._line.network.talk(peer, topic(STATE, self._number), self._schema)

@@ -16,7 +16,7 @@ from gossip.exchange.messages import ReplicaState
 from gossip.interface import Origin
 from gossip.rule.outer_step import OuterState, init
 from gossip.rule.staleness import ROUND_BOUND
-from gossip.transfer.donor_switch import round_to_start_in
+from gossip.transfer.donor_switch import OUTLYING_PROGRESS, round_to_start_in
 from noloco_node.machine.interface import StageModel
 from noloco_node.storage.checkpoint import Checkpoint
 from pipeline.stage import OptimiserState
@@ -62,7 +62,12 @@ def is_recent_enough(own_round: int, rounds: Sequence[int], staleness_at_most: i
 
 
 def started(beginning: StartingState, rounds: Sequence[int], progress: float) -> StartingState:
-    """Return the beginning of a newcomer that is as far as its stage: `rounds` of its replicas, median `progress`."""
+    """Return the beginning of a newcomer that is as far as its stage: `rounds` of its replicas, median `progress`.
+
+    Where the stage says quite another progress than the donor, most of it may be names: the donor has shown a state.
+    """
+    if abs(progress - beginning.progress) > OUTLYING_PROGRESS:
+        progress = beginning.progress
     origin = beginning.origin
     round = round_to_start_in(origin.rounds, rounds)
     origin = origin._replace(rounds=round, last_met=min(origin.last_met, round))

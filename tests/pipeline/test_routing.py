@@ -13,7 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing import FIRST_SUSPICION_S, LONGEST_SUSPICION_S, Bag, Hop, SuspectList, next_hop, quotas
+from pipeline.routing import (
+    FIRST_SUSPICION_S,
+    LONGEST_SUSPICION_S,
+    MOST_BELIEVED,
+    UNPROVEN,
+    Bag,
+    Hop,
+    SuspectList,
+    next_hop,
+    quotas,
+)
 
 times = st.floats(0.01, 100.0)
 
@@ -61,7 +71,17 @@ def test_quotas_follow_speeds_down_to_a_floor(device_s: list[float]) -> None:
 
 
 def test_shares_are_inverse_to_device_time() -> None:
-    assert quotas([Hop("a", 0.1), Hop("b", 0.3)]) == pytest.approx({"a": 1.5, "b": 0.5})
+    assert quotas([Hop("a", 0.1), Hop("b", 0.3)], {"a": 0.1, "b": 0.3}) == pytest.approx({"a": 1.5, "b": 0.5})
+
+
+@pytest.mark.parametrize("honest", [1, 3, 15])
+def test_a_boast_is_worth_a_quarter_more_until_replies_show_it(honest: int) -> None:
+    hops = [Hop("liar", 1e-9), *hops_of([1.0] * honest)]
+    even = dict.fromkeys((hop.peer for hop in hops), 1.0)
+    for reply_s in ({}, even, even | {"liar": 5.0}):
+        assert quotas(hops, reply_s)["liar"] / len(hops) == pytest.approx(UNPROVEN / (UNPROVEN + honest))
+    # Who invents answers is soonest, and still counts as a number.
+    assert quotas(hops, even | {"liar": 1e-9})["liar"] <= len(hops) * MOST_BELIEVED / (MOST_BELIEVED + honest) + 1e-9
 
 
 def test_noise_does_not_bias_and_unknown_speeds_take_the_median() -> None:
@@ -120,7 +140,7 @@ def test_the_last_one_standing_is_asked_even_when_the_bag_owes_it_nothing() -> N
         peer, bag = next_hop(bag, hops, {"p0"}, rng)
         assert peer == "p1"
     drawn, bag = draw(bag, hops, rng, 20)
-    assert drawn["p0"] >= 16
+    assert drawn["p0"] >= 8
     assert all(-1.0 <= owed <= 1.0 for owed in bag.credit.values())
 
 
@@ -176,7 +196,7 @@ def test_the_bag_reaches_nine_tenths_of_capacity_where_independent_draws_do_not(
 
         def drawn() -> str:
             nonlocal bag
-            peer, bag = next_hop(bag, hops, (), rng)
+            peer, bag = next_hop(bag, hops, (), rng, device_s)
             assert peer is not None
             return peer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -40,7 +40,6 @@ from noloco_node.state_sync.download import (
 )
 from noloco_node.storage.partial_download import PartialDownloadFile
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.roster import PeerRecord
 from noloco_node.terminal import Bar, say
 
 TOTAL_BYTES = 16 * sum(tensor.numel() for tensor in LIKE)
@@ -90,13 +89,6 @@ class Newcomers:
         return [event for event in self.events if isinstance(event, journal_events.CatchUp) and event.what == what]
 
 
-def listed(*names: str, round: int = 6, progress: float = 0.25) -> Callable[[], tuple[PeerRecord, ...]]:
-    records = [
-        PeerRecord(peer=name, stage=1, state=PeerState.TRAINING, round=round, progress=progress) for name in names
-    ]
-    return lambda: tuple(records)
-
-
 @pytest.mark.processes
 def test_a_process_killed_while_it_copies_takes_over_every_whole_piece(tmp_path: Path) -> None:
     """Five real processes, five SIGKILLs at random instants; what a life takes over is checked in there."""
@@ -114,14 +106,14 @@ def test_a_newcomer_killed_at_a_random_instant_resumes_from_its_disk(tmp_path: P
         world = Newcomers(tmp_path)
         await world.donor("donor", state())
         lives = 1
-        task = asyncio.create_task(world.newcomer().attempt(("donor",), listed("donor")))
+        task = asyncio.create_task(world.newcomer().attempt(("donor",)))
         while lives < 4:
             await asyncio.sleep(rng.uniform(2.0, 9.0))
             world.network.kill("new")
             task.cancel()
             await asyncio.wait({task})
             await asyncio.sleep(rng.uniform(0.0, 30.0))
-            task = asyncio.create_task(world.newcomer().attempt(("donor",), listed("donor")))
+            task = asyncio.create_task(world.newcomer().attempt(("donor",)))
             lives += 1
         found = await task
         assert isinstance(found, ReplicaState)
@@ -149,7 +141,7 @@ def test_a_donor_that_crashes_at_a_random_instant_is_replaced(seed: int) -> None
         await world.donor("first", state(1))
         await world.donor("second", state(2))
         copying = world.newcomer()
-        task = asyncio.create_task(copying.attempt(("first", "second"), listed("first", "second")))
+        task = asyncio.create_task(copying.attempt(("first", "second")))
         await asyncio.sleep(rng.uniform(0.5, 19.0))
         world.network.kill("first")
         found = await task
@@ -173,7 +165,7 @@ def test_a_line_with_a_bandwidth_is_used_to_the_full() -> None:
     async def main() -> float:
         world = Newcomers()
         await world.donor("donor", state())
-        found = await world.newcomer().attempt(("donor",), listed("donor"))
+        found = await world.newcomer().attempt(("donor",))
         assert isinstance(found, ReplicaState)
         assert same(found, state())
         return asyncio.get_running_loop().time()
@@ -188,7 +180,7 @@ def test_a_gross_outlier_is_refused_before_a_byte_of_its_weights() -> None:
         await world.donor("outlier", state(3, slow=blown_up))
         await world.donor("donor", state(1))
         await world.donor("third", state(2))
-        found = await world.newcomer(1e9).attempt(("outlier", "donor", "third"), listed("outlier", "donor", "third"))
+        found = await world.newcomer(1e9).attempt(("outlier", "donor", "third"))
         assert isinstance(found, ReplicaState)
         assert same(found, state(1))
         return world
@@ -200,21 +192,28 @@ def test_a_gross_outlier_is_refused_before_a_byte_of_its_weights() -> None:
     assert any("refused the copy of outlier" in line for line in world.said)
 
 
-def test_a_donor_far_from_the_rosters_round_or_progress_is_refused() -> None:
-    async def main(records: Callable[[], tuple[PeerRecord, ...]]) -> ReplicaState | str:
+def test_a_donor_far_from_what_others_answer_is_refused_and_names_have_no_voice() -> None:
+    async def main(other: ReplicaState | None) -> tuple[ReplicaState | str, list[str]]:
         world = Newcomers()
         await world.donor("donor", state())
-        return await world.newcomer(1e9).attempt(("donor",), records)
+        if other is not None:
+            await world.donor("other", other)
+        names = ["other"] if other is not None else [f"name{number}" for number in range(20)]
+        found = await world.newcomer(1e9).attempt(("donor", *names))
+        return found, [refused.why or "" for refused in world.told("refused")]
 
-    assert "its stage in round 60" in str(run(main(listed("donor", round=60))))
-    assert "that of its stage 0.90" in str(run(main(listed("donor", progress=0.9))))
+    assert "its stage in round 60" in run(main(replace(state(), round=60)))[1][0]
+    assert "that of its stage 0.90" in run(main(replace(state(), progress=0.9)))[1][0]
+    found, why = run(main(None))
+    assert isinstance(found, ReplicaState)
+    assert not why
 
 
 def test_a_person_reads_how_far_it_is_every_few_seconds() -> None:
     async def main() -> Newcomers:
         world = Newcomers()
         await world.donor("donor", state())
-        await world.newcomer().attempt(("donor",), listed("donor"))
+        await world.newcomer().attempt(("donor",))
         return world
 
     said = run(main()).said
@@ -230,7 +229,7 @@ def test_on_a_terminal_a_bar_takes_the_place_of_these_lines_and_is_gone_in_the_e
         world = Newcomers()
         world.terminal = True
         await world.donor("donor", state())
-        await world.newcomer().attempt(("donor",), listed("donor"))
+        await world.newcomer().attempt(("donor",))
         return world
 
     world = run(main())

@@ -205,11 +205,11 @@ def test_a_copy_that_is_cancelled_leaves_no_file_open(tmp_path: Path, seconds: f
         copying._converse = world.conversing("new")  # type: ignore[method-assign, assignment]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(seconds):
-                await copying.attempt(("donor",), lambda: ())
+                await copying.attempt(("donor",))
         assert keep.path.stat().st_size > 0
         assert open_files(tmp_path) == []
         # Another attempt goes on in the same file.
-        found = await copying.attempt(("donor",), lambda: ())
+        found = await copying.attempt(("donor",))
         assert isinstance(found, ReplicaState)
         assert same(found, WHOLE)
         assert open_files(tmp_path) == []

@@ -182,15 +182,12 @@ class _StateSearch:
             self._newcomer.host.prepare_text(self._number)
             self._download = self._new_download()
 
-        def living_now() -> tuple[PeerRecord, ...]:
-            return living_replicas(self._newcomer.membership.roster, self._number, self._newcomer.me) or living
-
-        state = await self._download.attempt(donors, living_now)
+        state = await self._download.attempt(donors)
         if not isinstance(state, ReplicaState):
             self._say(f"could not copy the state: {state}")
             return DownloadFailed()
         # The stage's word on how far the run is by now, not one donor's.
-        living = living_now()
+        living = living_replicas(self._newcomer.membership.roster, self._number, self._newcomer.me) or living
         starting_state = await self._device.run(from_donor, self._stage, state)
         starting_state = started(starting_state, [record.round for record in living], _median_progress(living))
         await self._device.run(self._download.discard)

@@ -19,25 +19,24 @@ met different partners.
 
 **Numbers.** Within a life each step's round is above the last one. Who is behind heals: a round is opened at
 
-    1 + min(highest finished, median finished + ROUND_BOUND)
+    1 + min(highest finished, own finished + LIFT_BOUND)
 
 of the roster or above (`matching.heal`), where the roster's numbers are at most `Delays.news_s` old. The step that ends
 a round comes at most H + overlap inner steps after its opening; so the numbers of that moment, less the delay, bound
-the round of every step from below. A replica that fell behind by k rounds is therefore there again with the next step
-that it takes, unless the median itself is behind: then it is within k / (ROUND_BOUND + 1) steps.
+the round of every step from below. A replica that fell behind by k rounds is there again within k / (LIFT_BOUND + 1)
+steps, and with the next one where those that it has met are ahead as far.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median_low
 
 import torch
 from torch import Tensor
 
 from gossip.events import OuterStepTaken
 from gossip.rule.outer_step import OuterState
-from gossip.rule.staleness import ROUND_BOUND
+from gossip.rule.staleness import LIFT_BOUND
 from noloco_node.sim.explore.life_records import LifeRecord, fast_of, state_of
 from noloco_node.sim.explore.meetings import MeetingChecker, MeetingSide
 from noloco_node.sim.explore.observation import CheckerContext
@@ -131,7 +130,7 @@ class RoundInvariants:
         if then_s < context.quiet_s + context.delays.roster_s:
             return
         others = [o.finished_at(then_s) for o in context.present.values() if o.training and o.stage == record.stage]
-        least = 1 + min(max(others), median_low(others) + ROUND_BOUND)
+        least = 1 + min(max(others), last + LIFT_BOUND)
         context.checked["round"] += 1
         if event.round < least:
             sentence = f"{record.name} finished round {event.round}, which was behind already when it opened"

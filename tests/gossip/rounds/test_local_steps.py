@@ -25,7 +25,7 @@ from gossip.rounds.local_steps import (
     local_step_count,
     steps_per_round,
 )
-from gossip.rounds.round_schedule import RoundSchedule
+from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
 from gossip.rule.outer_step import Outer
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
@@ -181,7 +181,7 @@ def test_each_round_lasts_as_long_as_was_settled_when_it_was_opened(lasting: lis
         assert round_schedule.ready_in_s == 0.5 * max(1, due_at - step)
         if round_schedule.due:
             round_schedule.tick(step, 0.5, lasting[opened + 1])
-            round_schedule.open([])
+            round_schedule.open(RoundClaims())
             opened_at.append(step)
             assert not round_schedule.due
             assert round_schedule.preference_delay_s(1, 2) == 0.5 * 0.5 * lasting[opened + 1]
@@ -192,7 +192,7 @@ def test_a_tick_that_says_nothing_of_it_leaves_the_length_as_it_is() -> None:
     round_schedule = RoundSchedule(10, rounds=0, inner_steps=0, unknown_s=99.0)
     round_schedule.tick(10, 1.0)
     assert round_schedule.due
-    round_schedule.open([])
+    round_schedule.open(RoundClaims())
     assert round_schedule.steps == 10
 
 
@@ -396,11 +396,12 @@ def test_a_slow_node_reaches_its_rounds_together_with_a_fast_one() -> None:
 
 def test_a_slow_node_costs_its_own_stage_nothing_and_the_others_what_they_cannot_pass_on() -> None:
     uneven, even = _swarm(4.0, dynamic=True, stages=2), _swarm(1.0, dynamic=True, stages=2)
-    assert uneven.busy("s1r0") > 0.95 * even.busy("s1r0")
+    # A little is lost until its replies have shown that it is the faster one.
+    assert uneven.busy("s1r0") > 0.9 * even.busy("s1r0")
     # A stage at 1 + 1/4 of its 2 replicas takes no more than that from the one before.
     capacity = 1.25 / 2
     for source in ("s0r0", "s0r1"):
-        assert 0.95 * capacity < uneven.busy(source) / even.busy(source) < 1.05 * capacity
+        assert 0.9 * capacity < uneven.busy(source) / even.busy(source) < 1.05 * capacity
     assert abs(uneven.met["s1r0"] - uneven.met["s1r1"]) <= 1
     assert sum(uneven.missed.values()) <= 0.2 * sum(uneven.met.values())
 

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
+from statistics import median_low
 
 import pytest
 from hypothesis import given, settings
@@ -23,8 +24,8 @@ from gossip.rounds.matching import (
     preferences,
 )
 from gossip.rounds.partners import ASKED_AT_MOST, PartnerQueue
-from gossip.rounds.round_schedule import RoundSchedule
-from gossip.rule.staleness import ROUND_BOUND
+from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
+from gossip.rule.staleness import LIFT_BOUND
 
 names = st.sets(st.text("abcdefgh", min_size=1, max_size=4), min_size=1, max_size=25)
 few = settings(max_examples=60, deadline=None)
@@ -214,7 +215,7 @@ def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
     assert round_schedule.ready_in_s == 0.5
     round_schedule.tick(110, 0.5)
     assert round_schedule.due
-    round_schedule.open([3, 3])
+    round_schedule.open(RoundClaims([3, 3]))
     assert (round_schedule.round, round_schedule.finished, round_schedule.due, round_schedule.healed) == (
         4,
         3,
@@ -224,12 +225,34 @@ def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
     # Deferred, while the others finished round 4: the next one is 5.
     round_schedule.tick(120, 0.5)
     round_schedule.defer()
-    round_schedule.open([4, 4])
+    round_schedule.open(RoundClaims([4, 4]))
     assert (round_schedule.round, round_schedule.deferred_in_a_row, round_schedule.healed) == (5, 1, 1)
-    round_schedule.adopt(10**6, [4, 4])
-    assert round_schedule.round == 4 + ROUND_BOUND
+    round_schedule.adopt(10**6, RoundClaims([4, 4], met=[4, 4]))
+    assert round_schedule.round == 5 + LIFT_BOUND
     round_schedule.finish(round_schedule.round)
-    assert (round_schedule.finished, round_schedule.deferred_in_a_row) == (8, 0)
+    assert (round_schedule.finished, round_schedule.deferred_in_a_row) == (6, 0)
+
+
+@given(st.lists(st.integers(0, 2**50), max_size=20), st.integers(0, 2**50), st.lists(st.integers(0, 20), max_size=5))
+def test_claims_lift_by_one_an_opening_and_who_was_met_by_the_median(
+    listed: list[int], offered: int, met: list[int]
+) -> None:
+    round_schedule = RoundSchedule(10, rounds=10, inner_steps=0, unknown_s=20.0)
+    claims = RoundClaims([*listed, *met], met)
+    round_schedule.open(claims)
+    for _ in range(3):
+        round_schedule.adopt(offered, claims)
+    shown = max(10, median_low([10, *met]))
+    assert 11 <= round_schedule.round <= 1 + shown + LIFT_BOUND
+
+
+def test_names_that_were_never_met_are_no_majority() -> None:
+    round_schedule = RoundSchedule(10, rounds=10, inner_steps=0, unknown_s=20.0)
+    round_schedule.open(RoundClaims([2**40] * 100 + [10, 10, 2**40], met=[10, 10, 2**40]))
+    assert round_schedule.round == 11 + LIFT_BOUND
+    straggler = RoundSchedule(10, rounds=10, inner_steps=0, unknown_s=20.0)
+    straggler.open(RoundClaims([40, 41, 42], met=[40, 41, 42]))
+    assert straggler.round == 42
 
 
 def test_a_round_becomes_less_picky_as_it_ages() -> None:
@@ -237,7 +260,7 @@ def test_a_round_becomes_less_picky_as_it_ages() -> None:
     assert good_enough_at(0, 1) == 0.0
     round_schedule = RoundSchedule(20, rounds=0, inner_steps=0, unknown_s=99.0)
     round_schedule.tick(20, 2.0)
-    round_schedule.open([0, 0, 0])
+    round_schedule.open(RoundClaims([0, 0, 0]))
     # Places 0, 1, 2 become good enough 0, 5 and 10 steps after the opening, 2 s each.
     assert [round_schedule.preference_delay_s(place, 3) for place in range(3)] == [0.0, 10.0, 20.0]
     round_schedule.tick(26, 2.0)
@@ -252,11 +275,11 @@ def test_whoever_found_nobody_or_is_about_to_end_takes_anybody() -> None:
         round_schedule.tick(20, 1.0)
         if not last:
             round_schedule.defer()
-        round_schedule.open([0], last=last)
+        round_schedule.open(RoundClaims([0]), last=last)
         assert round_schedule.preference_delay_s(9, 10) == 0.0
         round_schedule.finish(1)
         round_schedule.tick(40, 1.0)
-        round_schedule.open([1])
+        round_schedule.open(RoundClaims([1]))
         assert round_schedule.preference_delay_s(9, 10) == PICKY_SHARE * 20
 
 

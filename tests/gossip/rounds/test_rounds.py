@@ -202,10 +202,10 @@ def test_both_sides_count_the_higher_round_number(later: str) -> None:
         world = World()
         behind, ahead = (
             Toy(world, name, SETTINGS, rounds=rounds, step_s=1.02 if name == later else 1.0)
-            for name, rounds in (("behind", 7), ("ahead", 9))
+            for name, rounds in (("behind", 8), ("ahead", 9))
         )
         # The rosters are old: each believes that the other is where it is itself.
-        behind.stale_list, ahead.stale_list = (Candidate("ahead", 7),), (Candidate("behind", 9),)
+        behind.stale_list, ahead.stale_list = (Candidate("ahead", 8),), (Candidate("behind", 9),)
         await live([behind, ahead], 25)
         return [behind, ahead]
 
@@ -573,7 +573,9 @@ def test_a_newcomer_joins_later_and_meets() -> None:
     old, new = run(main())
     assert len(old.solo) == 5
     assert len(old.met) == len(new.met) >= 3
-    assert old.rounds.finished == new.rounds.finished >= 8
+    # The newcomer has come nearer by one at each opening.
+    assert old.rounds.finished >= 8
+    assert 0 <= old.rounds.finished - new.rounds.finished <= 5 - len(new.met)
 
 
 # The last round.

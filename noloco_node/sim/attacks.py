@@ -1,0 +1,258 @@
+"""What hostile peers do in a simulation: a production node of which single acts are replaced, or identities alone.
+
+An `Attack` stands between a node and its network and stage: records are published, microbatches answered, gossip said
+and arithmetic done as it says, and the rest is the node's own, so that the peer is met like any other. `Identities` are
+records without a node behind them: as many names as one process likes to make.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gossip.exchange.messages import Accepted, Declined, Offer, Probe
+from noloco_node.network.wrapper import NetworkWrapper
+from noloco_node.run.protocols import GOSSIP, MICROBATCH
+from noloco_node.swarm.peer_records import Published
+from noloco_node.swarm.roster import PeerRecord
+from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, SourceRecord
+from pipeline.messages import Gradient, Reason, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from torch import Tensor
+
+    from noloco_node.machine.interface import StageModel
+    from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+    from noloco_node.network.schema import Schema
+    from noloco_node.sim.network.sim_network import SimNetwork
+    from pipeline.stage import OptimiserState, StepReport
+    from pipeline.worker import WorkerForward
+
+FASTEST_S = 1e-9
+"""Device seconds a microbatch of who boasts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attack:
+    """Which acts of a node are replaced; None leaves them as they are.
+
+    `record`: what it publishes of itself. `samples`: what it claims as a source. `answer`: takes a call of the stage
+    before. `say`: what it says in gossip. `stage`: its arithmetic.
+    """
+
+    record: Callable[[PeerRecord], PeerRecord] | None = None
+    samples: Callable[[int], int] | None = None
+    answer: Handler | None = None
+    say: Callable[[Any], Any] | None = None
+    stage: Callable[[StageModel], StageModel] | None = None
+
+
+class HostileNetwork(NetworkWrapper):
+    """The network of a node that attacks."""
+
+    def __init__(self, network: PeerNetwork, attack: Attack) -> None:
+        super().__init__(network)
+        self._attack = attack
+
+    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        """Publish what the attack makes of a record."""
+        attack = self._attack
+        if key.endswith("/sources"):
+            if attack.samples is not None:
+                said = msgspec.msgpack.decode(value, type=SourceRecord)
+                value = msgspec.msgpack.encode(SourceRecord(attack.samples(said.samples), said.finished))
+        elif attack.record is not None:
+            told = msgspec.msgpack.decode(value, type=Published)
+            value = msgspec.msgpack.encode(msgspec.structs.replace(told, record=attack.record(told.record)))
+        return await super().publish(key, subkey, value, lifetime_s)
+
+    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
+        """Serve as the attack does."""
+        say = self._attack.say
+        if topic.startswith(MICROBATCH) and self._attack.answer is not None:
+            handler = self._attack.answer
+        elif topic.startswith(GOSSIP) and say is not None:
+            honest, tell = handler, say
+
+            async def lying(conversation: Conversation) -> None:
+                await honest(_Lying(conversation, tell))
+
+            handler = lying
+        await super().serve(topic, schema, handler)
+
+    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
+        """Talk as the attack does."""
+        talk = super().talk(peer, topic, schema)
+        if self._attack.say is None or not topic.startswith(GOSSIP):
+            return talk
+        return _opened(talk, self._attack.say)
+
+
+@asynccontextmanager
+async def _opened(
+    talk: AbstractAsyncContextManager[Conversation], say: Callable[[Any], Any]
+) -> AsyncIterator[Conversation]:
+    async with talk as conversation:
+        yield _Lying(conversation, say)
+
+
+class _Lying:
+    """A conversation in which what is sent is another thing than was meant."""
+
+    def __init__(self, conversation: Conversation, say: Callable[[Any], Any]) -> None:
+        self._conversation, self._say = conversation, say
+
+    @property
+    def peer(self) -> str:
+        return self._conversation.peer
+
+    async def send(self, message: Any) -> None:
+        await self._conversation.send(self._say(message))
+
+    async def receive(self) -> Any:
+        return await self._conversation.receive()
+
+
+# Arithmetic.
+
+
+class TamperedStage:
+    """A stage whose output, gradient or weights are not what it computes."""
+
+    def __init__(
+        self,
+        stage: StageModel,
+        *,
+        output: Callable[[Tensor], Tensor] | None = None,
+        gradient: Callable[[Tensor], Tensor] | None = None,
+        weights: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._stage, self._output, self._gradient, self._weights = stage, output, gradient, weights
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shape of each parameter."""
+        return self._stage.shapes
+
+    def forward(self, hidden: Tensor, /) -> WorkerForward:
+        """Run a forward pass."""
+        forward = self._stage.forward(hidden)
+        return forward if self._output is None else _TamperedPass(forward, self._output)
+
+    def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
+        """Run the last stage."""
+        reply = self._stage.loss(hidden, targets)
+        if self._gradient is None or reply.hidden is None:
+            return reply
+        return replace(reply, hidden=self._gradient(reply.hidden))
+
+    def weights(self) -> tuple[Tensor, ...]:
+        """Return what partners are to take for the fast weights."""
+        weights = self._stage.weights()
+        return weights if self._weights is None else tuple(self._weights(tensor) for tensor in weights)
+
+    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+        """Take an inner step."""
+        return self._stage.step(learning_rate, microbatches)
+
+    def discard(self) -> None:
+        """Forget the gradients."""
+        self._stage.discard()
+
+    def set_weights(self, weights: Sequence[Tensor], /) -> None:
+        """Replace the weights."""
+        self._stage.set_weights(weights)
+
+    def correct(self, delta: Sequence[Tensor], /) -> None:
+        """Add to the weights."""
+        self._stage.correct(delta)
+
+    def optimiser_state(self) -> OptimiserState:
+        """Return the optimiser's memory."""
+        return self._stage.optimiser_state()
+
+    def load_optimiser_state(self, state: OptimiserState, /) -> None:
+        """Continue from another memory."""
+        self._stage.load_optimiser_state(state)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return counts since the start."""
+        return self._stage.statistics()
+
+
+class _TamperedPass:
+    def __init__(self, forward: WorkerForward, output: Callable[[Tensor], Tensor]) -> None:
+        self._forward = forward
+        self.output = output(forward.output)
+
+    def backward(self, gradient: Tensor, /) -> Tensor | None:
+        return self._forward.backward(gradient)
+
+
+# Single acts.
+
+
+def boast(record: PeerRecord) -> PeerRecord:
+    """Claim a speed that nobody has."""
+    return msgspec.structs.replace(record, device_s=FASTEST_S)
+
+
+async def hang(conversation: Conversation) -> None:
+    """Take a microbatch and never answer."""
+    await conversation.receive()
+    await asyncio.Event().wait()
+
+
+def refuse(reason: Reason, retry_after_s: float) -> Handler:
+    """Return a handler that refuses every microbatch at once."""
+
+    async def answer(conversation: Conversation) -> None:
+        await conversation.receive()
+        await conversation.send(Refused(reason=reason, retry_after_s=retry_after_s))
+
+    return answer
+
+
+def in_round(number: int) -> Callable[[Any], Any]:
+    """Return what claims to be in this round, and to have met somebody in it, whenever a round is said."""
+
+    def say(message: Any) -> Any:
+        match message:
+            case Probe():
+                return replace(message, round=number, last_met=number)
+            case Offer() | Accepted() | Declined():
+                return replace(message, round=number)
+        return message
+
+    return say
+
+
+class Identities:
+    """Names without a node behind them, published as long as `run` is awaited."""
+
+    def __init__(self, medium: SimNetwork, run_id: str, names: Sequence[str], refresh_s: float) -> None:
+        self._networks = [medium.network(name) for name in names]
+        self._run_id, self._refresh_s = run_id, refresh_s
+
+    async def run(self, record: PeerRecord, samples: int = 0) -> None:
+        """Publish `record` for each of them again and again, and `samples` as a source's where there are any."""
+        serial = 0
+        while True:
+            serial += 1
+            await asyncio.gather(*[self._publish(network, record, samples, serial) for network in self._networks])
+            await asyncio.sleep(self._refresh_s)
+
+    async def _publish(self, network: PeerNetwork, record: PeerRecord, samples: int, serial: int) -> None:
+        own = msgspec.structs.replace(record, peer=network.peer_id)
+        raw = msgspec.msgpack.encode(Published(serial, own))
+        await network.publish(f"{self._run_id}/stage/{record.stage}", network.peer_id, raw, 4 * self._refresh_s)
+        if samples:
+            said = msgspec.msgpack.encode(SourceRecord(samples, False))
+            await network.publish(f"{self._run_id}/sources", network.peer_id, said, SOURCE_LIFETIME_S)
