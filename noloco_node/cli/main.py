@@ -27,6 +27,7 @@ from noloco_node.cli.options import (
     SimulateOptions,
     UploadOption,
     default_home,
+    invite_text,
     taking,
 )
 from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
@@ -112,7 +113,9 @@ def bootstrap(
     invite: Annotated[
         str | None,
         typer.Option(
-            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.", show_default=False
+            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.",
+            callback=invite_text,
+            show_default=False,
         ),
     ] = None,
     relays: Annotated[
@@ -166,7 +169,10 @@ def doctor(
     invite: Annotated[
         str | None,
         typer.Argument(
-            metavar="[INVITE]", help="Of the swarm to join; without one only this machine.", show_default=False
+            metavar="[INVITE]",
+            help="Of the swarm to join; without one only this machine.",
+            callback=invite_text,
+            show_default=False,
         ),
     ] = None,
     home: HomeOption = None,
@@ -195,7 +201,8 @@ def doctor(
 def export(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
     invite: Annotated[
-        str | None, typer.Argument(metavar="INVITE", help="Invite of a living swarm.", show_default=False)
+        str | None,
+        typer.Argument(metavar="INVITE", help="Invite of a living swarm.", callback=invite_text, show_default=False),
     ] = None,
     from_home: HomesOption = None,
 ) -> None:

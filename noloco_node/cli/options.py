@@ -5,6 +5,7 @@ have many.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,12 +14,32 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from noloco_node.cli.node_config import NodeConfig
+from noloco_node.errors import config_error
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.run.config import MOST_SLOWDOWN
 
+def invite_text(given: str | None) -> str | None:
+    """Return an invite as typed, or read it: from a file, or from the standard input (`-`). What is typed shows in
+    the list of processes. `UserError` where a file cannot be read."""
+    if given is None or given.startswith("noloco"):
+        return given
+    if given == "-":
+        return sys.stdin.readline().strip()
+    try:
+        return Path(given).expanduser().read_text().strip() if Path(given).expanduser().is_file() else given
+    except (OSError, UnicodeDecodeError) as error:
+        hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
+        raise config_error(f"The invite cannot be read from {given}.", str(error), hint) from error
+
+
 InviteArgument = Annotated[
     str,
-    typer.Argument(metavar="INVITE", help="The one line that a bootstrap peer or `status` prints.", show_default=False),
+    typer.Argument(
+        metavar="INVITE",
+        help="The one line that a bootstrap peer or `status` prints, or a file that holds it, or - to read it.",
+        callback=invite_text,
+        show_default=False,
+    ),
 ]
 HomeOption = Annotated[
     Path | None,
