@@ -8,15 +8,16 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from noloco_node.cli.node_config import NodeConfig
 from noloco_node.errors import config_error
-from noloco_node.limits.budget import read_owner_limits
+from noloco_node.limits.budget import OwnerLimits, read_owner_limits
 from noloco_node.run.config import MOST_SLOWDOWN
+
 
 def invite_text(given: str | None) -> str | None:
     """Return an invite as typed, or read it: from a file, or from the standard input (`-`). What is typed shows in
@@ -108,8 +109,35 @@ def default_home(kind: str) -> Path:
 
 
 @dataclass(frozen=True)
+class BootstrapOptions:
+    """What the owner of a bootstrap peer asks for."""
+
+    run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml")
+    listen: ListenOption = None
+    announce: AnnounceOption = None
+    home: HomeOption = None
+    invite: Annotated[
+        str | None,
+        typer.Option(
+            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.",
+            callback=invite_text,
+            show_default=False,
+        ),
+    ] = None
+    relays: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=16,
+            help="Relays for peers behind routers, at the ports after the peer's own; 0 for none. What they carry uses "
+            "this machine's line, and libp2p's relays can be held to no rate.",
+        ),
+    ] = 4
+
+
+@dataclass(frozen=True)
 class JoinOptions:
-    """What an owner says of this machine to `join`."""
+    """What one peer may choose for itself, whatever the run: what an owner says of this machine to `join`."""
 
     stage: Annotated[
         int | None,
@@ -185,25 +213,10 @@ class JoinOptions:
         ),
     ] = 1.0
 
-    def node_config(self) -> NodeConfig:
-        """Return it with the defaults filled in; raise `UserError` where a budget or the hours cannot be read."""
-        return NodeConfig(
-            home=str(self.home or default_home("node")),
-            stage=self.stage,
-            stay=self.stay,
-            device=self.device,
-            data=self.data,
-            listen=tuple(self.listen or ()),
-            announce=tuple(self.announce or ()),
-            relayed=self.relayed,
-            threads=self.threads,
-            allowance=read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours),
-            keep=self.keep,
-            keep_snapshots=self.keep_snapshots,
-            linger_s=self.linger,
-            refresh_s=self.refresh,
-            slowdown=self.slowdown,
-        )
+    @cached_property
+    def allowance(self) -> OwnerLimits:
+        """What the owner lets a node take of the line, and when; raises `UserError` where that cannot be read."""
+        return read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours)
 
 
 @dataclass(frozen=True)

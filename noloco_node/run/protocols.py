@@ -27,7 +27,7 @@ from gossip.exchange.messages import (
 )
 from gossip.exchange.swap import PROBE
 from gossip.transfer.chunks import DIGEST_BYTES, cut
-from noloco_node.network.wire import MessageSpec, OneOf, Schema, TensorSpec
+from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.run.config import RunConfig
 from pipeline.messages import Gradient, Microbatch, Refused
 
@@ -68,7 +68,7 @@ def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
     coded = tuple(tuple(TensorSpec(spec.shape, spec.dtype) for spec in wire_specs(form, shapes)) for form in forms)
     probe = TensorSpec((min(PROBE, sum(map(prod, shapes))),), "float32")
     # Ahead of a round no snapshot is there to be probed.
-    fast_probe = OneOf((probe, None)) if codec is Format.INT4 else None
+    fast_probe = OneOf((probe, None)) if codec.is_modular else None
     messages = {
         Offer: MessageSpec("Offer"),
         Accepted: MessageSpec("Accepted"),

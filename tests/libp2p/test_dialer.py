@@ -23,7 +23,7 @@ from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
-from noloco_node.network.wire import MessageSpec, Schema
+from noloco_node.network.schema import MessageSpec, Schema
 
 SOMEBODY = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 

@@ -67,7 +67,7 @@ async def said(output: asyncio.StreamReader, pattern: str) -> str:
 @asynccontextmanager
 async def ours(*bootstrap: str) -> AsyncIterator[Libp2pNetwork]:
     async with Libp2pNetwork.open(
-        NetworkSettings(prefix="/noloco/1/run/", listen=(LOCAL,), bootstrap=bootstrap, patience=PATIENT)
+        NetworkSettings(prefix="/noloco/1/run/", listen=(LOCAL,), bootstrap=bootstrap, timeouts=PATIENT)
     ) as network:
         yield network
 

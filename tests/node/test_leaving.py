@@ -17,14 +17,15 @@ from process_swarm import host, join, look, run_file, steps
 from process_swarm import peer as peer_id
 from processes import Command, Commands
 
+from gossip.events import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.machine.signals import departure
 from noloco_node.node.training import DRAIN_S
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
 from pipeline.messages import Microbatch, Reason, Refused
 
@@ -60,7 +61,7 @@ def swarm(seed: int = 0, stages: int = 2, windows: int = 1) -> Cast:
 
 async def train(cast: Cast) -> None:
     """Wait until everybody has had two rounds."""
-    await until(lambda: all(len(cast.since(name, events.OuterStep)) >= 2 for name in cast.peers))
+    await until(lambda: all(len(cast.since(name, OuterStepTaken)) >= 2 for name in cast.peers))
 
 
 async def leave(cast: Cast, name: str, within_s: float) -> float:
@@ -145,11 +146,11 @@ def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -> None
         assert node is not None
         replica = node.replica
         assert replica is not None
-        await until(lambda: replica.gate.in_flight >= 2)
+        await until(lambda: replica.admission.in_flight >= 2)
         counts, asked_s, in_flight = (
             replica.worker.statistics(),
             asyncio.get_running_loop().time(),
-            replica.gate.in_flight,
+            replica.admission.in_flight,
         )
         taken.clear()
         refused.clear()

@@ -19,14 +19,12 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from noloco_node.libp2p.endpoint.identity import ID_HEADER, KEY_HEADER
+
 SIGNATURE_BYTES: Final = 64
 _KEY_BYTES = 32
 _LONGEST_ID = 64
 _PURPOSE = b"noloco record 1\x00"
-_ID_HEADER = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
-"""Multihash: identity, 36 bytes; protobuf: key type Ed25519, 32 bytes follow."""
-_FILE_HEADER = bytes((0x08, 0x01, 0x12, 0x40))
-"""Protobuf: key type Ed25519, 64 bytes follow: the seed, and the public key."""
 _DIGITS = {letter: value for value, letter in enumerate("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")}
 VERDICTS = 2**12
 _SECRET = os.urandom(32)
@@ -46,9 +44,9 @@ class Signer:
 def read_signer(path: Path) -> Signer | None:
     """Return the signer of an identity file; None for keys of other types than our own."""
     raw = path.read_bytes()
-    if not raw.startswith(_FILE_HEADER) or len(raw) != len(_FILE_HEADER) + 2 * _KEY_BYTES:
+    if not raw.startswith(KEY_HEADER) or len(raw) != len(KEY_HEADER) + 2 * _KEY_BYTES:
         return None
-    return Signer(Ed25519PrivateKey.from_private_bytes(raw[len(_FILE_HEADER) : -_KEY_BYTES]))
+    return Signer(Ed25519PrivateKey.from_private_bytes(raw[len(KEY_HEADER) : -_KEY_BYTES]))
 
 
 def place_of(key: str) -> bytes:
@@ -95,10 +93,10 @@ def _verifies(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
 
 def _public_key(peer: str) -> Ed25519PublicKey | None:
     raw = _decoded(peer)
-    if raw is None or not raw.startswith(_ID_HEADER) or len(raw) != len(_ID_HEADER) + _KEY_BYTES:
+    if raw is None or not raw.startswith(ID_HEADER) or len(raw) != len(ID_HEADER) + _KEY_BYTES:
         return None
     try:
-        return Ed25519PublicKey.from_public_bytes(raw[len(_ID_HEADER) :])
+        return Ed25519PublicKey.from_public_bytes(raw[len(ID_HEADER) :])
     except ValueError:
         return None
 

@@ -134,7 +134,7 @@ def events() -> list[Any]:
             stale=2,
         ),
         journal.InnerStep(step=2, progress=0.02, loss=None, tokens=128, seconds=0.5, learning_rate=5e-3),
-        journal.OuterStep(
+        product.OuterStepTaken(
             round=1,
             partner=DONOR,
             gap=0.0625,
@@ -146,9 +146,9 @@ def events() -> list[Any]:
             partner_staleness=2,
             adopted=True,
         ),
-        journal.OuterStep(round=2, partner=None, gap=None, staleness=0, bytes_sent=0, bytes_received=0, seconds=0.0),
-        journal.TooStale(round=3, partner=DONOR, partner_staleness=17, bytes_sent=900, bytes_received=100),
-        journal.Deferred(round=4, in_a_row=2),
+        product.OuterStepTaken(round=2, seconds=0.0),
+        product.PartnerTooStale(round=3, partner=DONOR, partner_staleness=17, bytes_sent=900, bytes_received=100),
+        product.RoundDeferred(round=4, in_a_row=2),
         journal.Hops(counts={DONOR: 40, KEPT_OF: 2}),
         journal.Traffic(sent={"gossip": 2468, "microbatch": 9}, received={"state": 70_000}),
         journal.Budget(bytes={"upload.allowed": 250_000.0, "upload.used": 1234.5}),
@@ -213,7 +213,7 @@ def merged(stage: int) -> Any:
     named = dict(zip(shapes(stage), weights(stage, 90), strict=True))
     taken = product.Standing(peer=KEPT_OF, round=4, inner_steps=18, progress=0.25, norm=3.5)
     left_out = product.LeftOut(peer=DONOR, why="round 1, and the others are in round 4")
-    return product.FoundStage(product.Merged(named, (taken,), (left_out,)), KEPT_OF)
+    return product.Merged(named, (taken,), (left_out,), KEPT_OF)
 
 
 def fetched() -> Any:
@@ -224,9 +224,15 @@ def fetched() -> Any:
 
 def write_parts(path: Path) -> None:
     """Write what an export leaves that was interrupted: a finished stage, and a replica of the other one."""
-    path.mkdir()
-    product.write_part(path, recipe().digest, OTHER_STAGE, merged(OTHER_STAGE))
-    product.lay_down(product.replica_path(path, STAGE, DONOR), recipe().digest, STAGE, fetched())
+    lying = parts(path)
+    lying.make()
+    lying.finish(OTHER_STAGE, merged(OTHER_STAGE))
+    lying.keep_replica(STAGE, fetched())
+
+
+def parts(path: Path) -> Any:
+    """Return a directory of parts of the recorded run."""
+    return product.PartsDirectory(path, recipe().digest, [shapes(0), shapes(1)], 0)
 
 
 def files_below(path: Path) -> dict[str, bytes]:
