@@ -10,9 +10,14 @@ home=/home/noloco/home
 shared_invite=/invite/invite
 invite_file=${INVITE_FILE:-$shared_invite}
 
+# The file may be written anew at any time, so it is read once; and what is an argument shows in every list of processes.
 await_invite() {
-  [ -s "$invite_file" ] || echo "waiting for the invite in $invite_file" >&2
-  until [ -s "$invite_file" ]; do sleep 1; done
+  told=
+  until invite=$(head -n 1 "$invite_file" 2> /dev/null) && [ -n "$invite" ]; do
+    [ -n "$told" ] || echo "waiting for the invite in $invite_file" >&2
+    told=1
+    sleep 1
+  done
 }
 
 role=${1:-}
@@ -28,12 +33,16 @@ bootstrap)
 node)
   shift
   await_invite
-  exec noloco-node join "$invite_file" --home "$home" "$@"
+  exec noloco-node join - --home "$home" "$@" << INVITE
+$invite
+INVITE
   ;;
 export)
   shift
   await_invite
-  exec noloco-node export "$invite_file" --out /exported/model "$@"
+  exec noloco-node export - --out /exported/model "$@" << INVITE
+$invite
+INVITE
   ;;
 healthy)
   # A node writes to its journal at every step and whenever it waits; a bootstrap peer answers at its port.
