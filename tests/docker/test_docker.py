@@ -1,7 +1,7 @@
 """The image and both compose files, with a real Docker engine: `make test-docker`.
 
-A test takes minutes, and the image must be there already where it cannot be built here: IMAGE names it, else it is built
-(TORCH_OPTIONS as in docker/Dockerfile). What a test starts has a project name of its own, and goes away with the test.
+A test takes minutes. The image is built (TORCH_OPTIONS as in docker/Dockerfile), or IMAGE names one that is there. What
+a test starts has a project name of its own, and goes away with the test.
 """
 
 from __future__ import annotations
