@@ -33,13 +33,14 @@ def invite_text(given: str | None) -> str | None:
         raise config_error(f"The invite cannot be read from {given}.", str(error), hint) from error
 
 
-InviteArgument = Annotated[
-    str,
+KeptInviteArgument = Annotated[
+    str | None,
     typer.Argument(
-        metavar="INVITE",
-        help="The one line that a bootstrap peer or `status` prints, or a file that holds it, or - to read it.",
+        metavar="[INVITE]",
+        help="The one line that a bootstrap peer, a node or `status` prints; a file that holds it; - to read it; or "
+        "the home of a node, which keeps one.",
         callback=invite_text,
-        show_default=False,
+        show_default="the one that --home keeps",
     ),
 ]
 HomeOption = Annotated[
@@ -119,7 +120,8 @@ class BootstrapOptions:
     invite: Annotated[
         str | None,
         typer.Option(
-            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.",
+            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place; or the home of a "
+            "node of it.",
             callback=invite_text,
             show_default=False,
         ),
@@ -152,7 +154,9 @@ class JoinOptions:
     data: Annotated[
         str | None,
         typer.Option(
-            help="Local text to train on instead of the run's source: a file, directory or glob.", show_default=False
+            help="Local text to train on instead of the run's source: a file, directory or glob; of rows a field of "
+            "theirs, rows.jsonl#FIELD.",
+            show_default=False,
         ),
     ] = None
     home: HomeOption = None
@@ -193,6 +197,14 @@ class JoinOptions:
             "from there. 0: none.",
         ),
     ] = 0
+    begin_anew: Annotated[
+        bool,
+        typer.Option(
+            "--begin-anew",
+            help="Begin at step 0 with the run's first weights, where the run had gone further and nobody is left who "
+            "has its weights.",
+        ),
+    ] = False
     linger: Annotated[
         float,
         typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run."),
