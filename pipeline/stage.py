@@ -15,7 +15,8 @@ backward pass runs on the very weights of its forward pass. What it adds, it add
 way, as all do; `pipeline.window_turns` decides who is in it. If nothing waits, nothing is copied.
 
 Nothing here waits or talks, and nothing is locked: all methods run in the stage's one device thread. What goes in and
-out is on the CPU in float32; weights are float32 always, and `autocast` says in what the matrices are multiplied.
+out is on the CPU, activations and gradients as `codec` has them; weights are float32 always, and `autocast` says in
+what the matrices are multiplied.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.forward_pass import Parameters, PendingForward, input_gradient
+from pipeline.codec import decode
+from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.forward_pass import Parameters, PendingForward, StageInput, gradient_seed, input_gradient
 from pipeline.messages import Gradient
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -73,11 +76,13 @@ class Stage:
         last: bool,
         device: torch.device,
         autocast: torch.dtype | None = None,
+        codec: str = "float32",
     ) -> None:
         self._module = module.to(device).train()
         self._inner, self._first, self._last, self._device, self._autocast = inner, first, last, device, autocast
         named = dict(self._module.named_parameters())
         self.names = tuple(named)
+        self._codec = ACTIVATION_CODECS[codec]
         self.shapes = tuple(tuple(weight.shape) for weight in named.values())
         self._weights: Parameters = list(named.values())
         self._waiting: WeakSet[PendingForward] = WeakSet()
@@ -104,12 +109,13 @@ class Stage:
     # One microbatch.
 
     def forward(self, hidden: Tensor) -> PendingForward:
-        """Run ids [b, s] (int64, the first stage) or activations [b, s, width] through every stage but the last."""
+        """Run ids [b, s] (int64, the first stage) or activations, as they came, through every stage but the last."""
         if self._last:
             raise ValueError("the last stage has no forward pass without a loss")
-        leaf = self._leaf(hidden)
+        given = self._input(hidden)
         self._forwards += 1
-        waiting = PendingForward(self._run(hidden if leaf is None else leaf), leaf, self._weights, self._backward)
+        output = self._run(hidden if given.leaf is None else given.leaf)
+        waiting = PendingForward(self._codec, output, given, self._weights, self._backward)
         self._waiting.add(waiting)
         return waiting
 
@@ -120,9 +126,9 @@ class Stage:
         """
         if not self._last:
             raise ValueError("only the last stage has a loss")
-        leaf = self._leaf(hidden)
+        given = self._input(hidden)
         self._forwards += 1
-        logits = self._run(hidden if leaf is None else leaf).float()
+        logits = self._run(hidden if given.leaf is None else given.leaf).float()
         if targets.shape != logits.shape[:2]:
             raise ValueError(f"targets of {list(targets.shape)} for logits of {list(logits.shape)}")
         # On a GPU an id outside the vocabulary would take the whole process down.
@@ -131,19 +137,22 @@ class Stage:
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(self._device))
         torch.autograd.backward(loss)
         self._backwards += 1
-        return Gradient(hidden=input_gradient(leaf), loss=loss.item(), tokens=targets.numel())
+        return Gradient(hidden=input_gradient(self._codec, given), loss=loss.item(), tokens=targets.numel())
 
     @torch.no_grad()
     def infer(self, hidden: Tensor) -> Tensor:
-        """Return activations, or logits at the last stage, without dropout and without a graph (float32, CPU)."""
+        """Return activations, or logits at the last stage, without dropout, graph and codec (float32, CPU)."""
         self._module.eval()
         try:
             return self._run(hidden).to("cpu", torch.float32)
         finally:
             self._module.train()
 
-    def _leaf(self, hidden: Tensor) -> Tensor | None:
-        return None if self._first else hidden.to(self._device, torch.float32).detach().requires_grad_()
+    def _input(self, hidden: Tensor) -> StageInput:
+        if self._first:
+            return StageInput(None)
+        leaf = decode(self._codec.down, hidden.to(self._device)).detach().requires_grad_()
+        return StageInput(leaf, gradient_seed(self._codec, hidden))
 
     def _run(self, hidden: Tensor) -> Tensor:
         precision: AbstractContextManager[object] = nullcontext()
