@@ -27,7 +27,8 @@ from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
-from noloco_node.planning.model_layout import ModelLayout, model_layout
+from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
+from noloco_node.run.permissions import check_text, summary
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.connection import connected, prefix
@@ -83,7 +84,13 @@ class _Participant:
             await node.live(leave)
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout]:
-        recipe = await fetch(network, [address.peer for address in self._invite.addresses], self._invite.digest)
+        peers, config = [address.peer for address in self._invite.addresses], self._config
+        recipe = await fetch(network, peers, self._invite.digest, config.local)
+        for line in summary(recipe.run):
+            say(line)
+        if config.stage in (None, 0):
+            check_text(recipe.run, config.data)
+        await asyncio.to_thread(check_download, recipe.run.model, config.most_disk_bytes)
         self._home.keep_run_file(recipe.text)
         return recipe, await asyncio.to_thread(model_layout, recipe.run)
 

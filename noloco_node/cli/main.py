@@ -24,6 +24,7 @@ from noloco_node.cli.options import (
     InviteArgument,
     JoinOptions,
     ListenOption,
+    LocalOption,
     SimulateOptions,
     UploadOption,
     default_home,
@@ -154,11 +155,12 @@ def join(invite: InviteArgument, options: JoinOptions) -> None:
 def status(
     invite: InviteArgument,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    local: LocalOption = None,
 ) -> None:
     """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
     from noloco_node.cli.status import look
 
-    typer.echo(_run(look(invite, as_json=as_json)))
+    typer.echo(_run(look(invite, as_json=as_json, allowed=tuple(local or ()))))
 
 
 @app.command()
@@ -176,6 +178,7 @@ def doctor(
     listen: ListenOption = None,
     announce: AnnounceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+    local: LocalOption = None,
 ) -> None:
     """Say before joining what would be in the way, and what to do: clock, addresses, reach, line, memory, disk.
 
@@ -184,7 +187,11 @@ def doctor(
     from noloco_node.doctor.command import DoctorRequest, report
 
     wish = DoctorRequest(
-        home=home or default_home("node"), device=device, listen=tuple(listen or ()), announce=tuple(announce or ())
+        home=home or default_home("node"),
+        device=device,
+        listen=tuple(listen or ()),
+        announce=tuple(announce or ()),
+        local=tuple(local or ()),
     )
     text, code = _run(report(invite, wish, as_json=as_json))
     typer.echo(text)
@@ -198,12 +205,14 @@ def export(
         str | None, typer.Argument(metavar="INVITE", help="Invite of a living swarm.", show_default=False)
     ] = None,
     from_home: HomesOption = None,
+    local: LocalOption = None,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
     from noloco_node.export.exporter import ExportRequest
     from noloco_node.export.exporter import export as export_model
 
-    typer.echo(_run(export_model(ExportRequest(out=out, invite=invite, homes=tuple(from_home or ())))))
+    request = ExportRequest(out=out, invite=invite, homes=tuple(from_home or ()), local=tuple(local or ()))
+    typer.echo(_run(export_model(request)))
 
 
 @app.command()

@@ -25,6 +25,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Stays at its stage for good, also where the owner did not name it."""
     data: str | None = None
     """Another source of text than the run's, as `with_source` reads it."""
+    local: tuple[str, ...] = ()
+    """Directories of this machine that the run file may name."""
+    most_memory_bytes: int | None = None
+    """Of the device's memory; None: all that is free."""
+    most_disk_bytes: int | None = None
+    """That the run's model may take when it is fetched; None: all that is free."""
     threads: int | None = None
     """Threads that torch may use; None leaves it to torch."""
     slowdown: float = 1.0

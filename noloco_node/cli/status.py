@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.connection import visited
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -19,9 +22,9 @@ MOST_WORDS = 200
 """Of what a peer says of itself in words."""
 
 
-async def look(invite: str, *, as_json: bool) -> str:
+async def look(invite: str, *, as_json: bool, allowed: Sequence[str] = ()) -> str:
     """Return a table, or one JSON object, of all peers of a run."""
-    async with visited(invite) as (_, recipe, membership):
+    async with visited(invite, allowed) as (_, recipe, membership):
         roster = membership.roster
     wider = widened(invite, roster)
     if as_json:
@@ -33,10 +36,20 @@ def widened(invite: str, roster: Roster) -> str:
     """Return the invite with the addresses of some living peers added."""
     parsed = invites.parse(invite)
     known = [str(address) for address in parsed.addresses]
-    living = [record.addresses[0] for stage in roster.stages for record in stage if record.addresses]
+    living = [address for stage in roster.stages for record in stage for address in _place_of(record)]
     return invites.format(
         parsed.digest, [*known, *[address for address in living if address not in known][:BESIDE_BOOTSTRAP]]
     )
+
+
+def _place_of(record: PeerRecord) -> list[str]:
+    """Return the first address of a peer, unless it is none, or leads to somebody else: the peer itself wrote it."""
+    for address in record.addresses[:1]:
+        with contextlib.suppress(ValueError):
+            # A comma would smuggle a second address into the invite.
+            if "," not in address and parse_peer_address(address).peer == record.peer:
+                return [address]
+    return []
 
 
 def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:

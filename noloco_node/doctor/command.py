@@ -39,6 +39,7 @@ class DoctorRequest(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     listen: tuple[str, ...] = ()
     announce: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
 
 
 class Swarm(NamedTuple):
@@ -116,7 +117,7 @@ async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: DoctorRequest)
             # A peer that does not take calls must not hold the doctor up for long.
             network, peers = AdaptiveTimeoutNetwork(whole), [address.peer for address in doors]
             found.append(await _clock(network, peers))
-            run_file = await fetch(network, peers, digest)
+            run_file = await fetch(network, peers, digest, wish.local)
             membership = Membership(network, digest, run_file.run.pipeline.stages)
             roster = await membership.peek()
             needs, microbatches = await asyncio.to_thread(_needs, run_file)

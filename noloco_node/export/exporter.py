@@ -40,11 +40,15 @@ from noloco_node.terminal import say
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRequest:
-    """What to export, and where to. `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them."""
+    """What to export, and where to. `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them.
+
+    `local`: the directories of this machine that the run file of the swarm may name.
+    """
 
     out: Path
     invite: str | None = None
     homes: tuple[Path, ...] = ()
+    local: tuple[str, ...] = ()
 
 
 async def export(request: ExportRequest) -> str:
@@ -59,7 +63,7 @@ async def export(request: ExportRequest) -> str:
                 code=Exit.USAGE,
             )
         return await asyncio.to_thread(_from_homes, request)
-    async with visited(request.invite) as (network, recipe, membership):
+    async with visited(request.invite, request.local) as (network, recipe, membership):
         layout = await asyncio.to_thread(model_layout, recipe.run)
         filed = await asyncio.to_thread(of_homes, request.homes, recipe)
         parts = parts_of(request.out, recipe, layout)

@@ -7,7 +7,7 @@ invite opens; where nobody does, it knocks at those others as well before it cal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
@@ -65,9 +65,12 @@ def with_bootstrap_addresses(settings: NetworkSettings, doors: tuple[str, ...]) 
 
 
 @asynccontextmanager
-async def visited(invite: str) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
+async def visited(
+    invite: str, allowed: Sequence[str] = ()
+) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
     """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
 
+    `allowed`: the directories of this machine that the run file may name.
     A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
     """
     parsed = invites.parse(invite)
@@ -78,7 +81,7 @@ async def visited(invite: str) -> AsyncIterator[tuple[PeerNetwork, RunFileText, 
     )
     async with connected(settings) as whole:
         network = AdaptiveTimeoutNetwork(whole)
-        recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
+        recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest, allowed)
         membership = Membership(network, parsed.digest, recipe.run.pipeline.stages)
         await membership.peek()
         yield network, recipe, membership

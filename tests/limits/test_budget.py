@@ -22,7 +22,7 @@ from memory_swarms import Peer, recipe
 from msgspec import structs
 from torch import Tensor
 
-from noloco_node.cli.status import picture
+from noloco_node.cli.status import picture, widened
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
@@ -53,6 +53,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.swarm import invite as invites
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 RATE = 1e6
@@ -741,6 +742,22 @@ def test_status_shows_budgets_and_no_markup_of_strangers() -> None:
     assert "\x1b[2J" not in shown
     assert "[bold" in plain
     assert picture(run_of_test, Roster(stages=(records[1:], ()))).count("budget") == 1
+
+
+def test_one_record_of_garbage_spoils_no_status() -> None:
+    """An address that is none, or somebody else's, is left out of the invite that `status` prints."""
+    peers = ("12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
+    place = "/ip4/192.0.2.1/tcp/4001/p2p/"
+    said = ["garbage", "/ip4/192.0.2.1/tcp/4001", place + "x", place + peers[1], f"{place}{peers[1]},{place}{peers[0]}"]
+    liars = tuple(
+        PeerRecord(peer=peers[0], stage=0, state=PeerState.TRAINING, addresses=(address,), device_s=1e308, version="\0")
+        for address in said
+    )
+    honest = PeerRecord(peer=peers[0], stage=1, state=PeerState.TRAINING, addresses=(place + peers[0],))
+    invite = invites.format("0" * 64, [place + peers[1]])
+    roster = Roster(stages=(liars, (honest,)))
+    assert widened(invite, roster) == f"{invite},{place}{peers[0]}"
+    assert picture(recipe(), roster)
 
 
 @pytest.mark.parametrize("named", [["month"], ["upload", "download", "month"]])
