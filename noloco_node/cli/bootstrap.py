@@ -22,7 +22,7 @@ from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import speed_test
-from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.connection import connected
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
@@ -60,7 +60,7 @@ async def host(config: BootstrapConfig) -> None:
         known = tuple(map(str, parsed.addresses))
     with Home.open(config.home) as home:
         settings = NetworkSettings(
-            prefix=prefix(recipe.digest),
+            run=recipe.digest,
             identity=home.identity,
             announce=config.announce,
             bootstrap=known,

@@ -31,7 +31,7 @@ from noloco_node.planning.model_layout import ModelLayout, check_download, model
 from noloco_node.run.permissions import check_text, summary
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.connection import connected
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.terminal import Bar, say
 
@@ -97,7 +97,7 @@ class _Participant:
 
 def _network_settings(invite: invites.Invite, config: NodeConfig, home: Home) -> NetworkSettings:
     settings = NetworkSettings(
-        prefix=prefix(invite.digest),
+        run=invite.digest,
         identity=home.identity,
         announce=config.announce,
         reach=Reachability.RELAYED if config.relayed else Reachability.AUTO,

@@ -24,7 +24,7 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
 from noloco_node.planning.bandwidth import MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.connection import connected
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText, fetch
@@ -93,7 +93,7 @@ async def _doors(parsed: invites.Invite) -> list[tuple[PeerAddress, Finding]]:
 async def _door(digest: str, address: PeerAddress) -> Finding:
     about = f"bootstrap peer {address.transport}"
     # On the loopback interface: nothing is to be found out about this machine here.
-    settings = NetworkSettings(prefix=prefix(digest), listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=(str(address),))
+    settings = NetworkSettings(run=digest, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=(str(address),))
     begun_s = asyncio.get_running_loop().time()
     try:
         async with Libp2pNetwork.open(settings):
@@ -107,7 +107,7 @@ async def _door(digest: str, address: PeerAddress) -> Finding:
 
 async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: DoctorRequest) -> Swarm:
     """Visit the swarm by the addresses that answered."""
-    settings = NetworkSettings(prefix=prefix(digest), announce=wish.announce, bootstrap=tuple(map(str, doors)))
+    settings = NetworkSettings(run=digest, announce=wish.announce, bootstrap=tuple(map(str, doors)))
     if wish.listen:
         settings = msgspec.structs.replace(settings, listen=wish.listen)
     found: list[Finding] = []

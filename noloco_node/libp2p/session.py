@@ -70,8 +70,8 @@ class Session:
         self._parts, self._config, self._client = context.parts, config, client
         self._patience: TimeoutSettings = context.exchange.patience
         self._control = Control(daemon, context.parts.messages)
-        self.dialer = StreamDialer(context.parts, self._control, daemon, context.exchange)
-        self.records = DhtRecords(self._control, self._patience.dht_s, config.identity)
+        self.dialer = StreamDialer(context.parts, self._control, daemon, context.exchange, self.peer_id)
+        self.records = DhtRecords(self._control, self._patience.dht_s, config.identity, context.exchange.secret)
 
     @classmethod
     @asynccontextmanager
@@ -183,7 +183,12 @@ class Session:
         except ConnectionError as error:
             raise daemon_trouble(str(error)) from None
         if doors and not self.records.neighbours and not alone:
-            raise unreachable({str(address): "it answers, but takes no part in our DHT" for address in reached})
+            raise UserError(
+                "Nobody who answers takes part in this run.",
+                why=f"at {' and '.join(str(address) for address in reached)} is another run, or another version",
+                hint="ask whoever sent the invite for a fresh one, and for the version of this program that they use",
+                code=Exit.OTHER_RUN,
+            )
 
     async def _check_places(self) -> None:
         """Raise Trouble unless the daemon listens: on a taken port it starts without a word."""

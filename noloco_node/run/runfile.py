@@ -1,7 +1,7 @@
 """The run file: read, decoded, validated, and named by its digest.
 
 `RunConfig` is decoded from `run.toml` once and validated field by field; every error names the line or the field at
-fault. The digest of a run is its id and prefixes every key and every protocol name, so that two runs cannot meet.
+fault. The digest of a run is its id: keys and protocol names follow from it, so that two runs cannot meet.
 
 The digest is taken over the *decoded* run, defaults filled in: comments, order and spelled-out defaults do not matter,
 and every value does. To it come the version of the wire format, and the content of what the file only names: a local

@@ -18,16 +18,10 @@ from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
-from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.terminal import say
-
-
-def prefix(digest: str) -> str:
-    """Return what begins every protocol name and key of a run."""
-    return f"/noloco/{WIRE_VERSION}/{digest}/"
 
 
 @asynccontextmanager
@@ -75,7 +69,7 @@ async def visited(
     """
     parsed = invites.parse(invite)
     settings = NetworkSettings(
-        prefix=prefix(parsed.digest),
+        run=parsed.digest,
         listen=("/ip4/127.0.0.1/tcp/0",),
         bootstrap=tuple(map(str, parsed.addresses)),
     )

@@ -21,6 +21,7 @@ from noloco_node.libp2p.dht.records import DhtRecords, Signatures, chosen, keep_
 from noloco_node.libp2p.dht.signing import Signer, content_of, place_of, read_signer
 from noloco_node.libp2p.dht.storage_bounds import BoundedStorage, shorten
 from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
+from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
@@ -219,7 +220,7 @@ def test_a_reading_leaves_no_more_than_there_is_room_for() -> None:
 
 def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
     (tmp_path / "identity").write_bytes(b"\x08\x00\x12" + bytes(300))
-    records = DhtRecords(None, 1.0, tmp_path / "identity")  # type: ignore[arg-type] # it is refused before it asks
+    records = DhtRecords(None, 1.0, tmp_path / "identity", RunSecret("run"))  # type: ignore[arg-type] # it is refused before it asks
     with pytest.raises(UserError, match="cannot be signed") as trouble:
         asyncio.run(records.publish(KEY, "me", b"x", 30.0))
     assert trouble.value.code is Exit.STORAGE
@@ -228,7 +229,7 @@ def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
 @pytest.mark.network
 def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
     async def main() -> None:
-        alone = NetworkSettings(prefix="/noloco/1/run/", listen=("/ip4/127.0.0.1/tcp/0",), patience=PATIENT)
+        alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), patience=PATIENT)
         async with Libp2pNetwork.open(alone) as one:
             joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
             async with Libp2pNetwork.open(joining) as forger:

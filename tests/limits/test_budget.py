@@ -703,7 +703,7 @@ def test_waiting_for_the_budget_is_not_silence() -> None:
     async def main() -> dict[str, int | float]:
         def chosen(*bootstrap: str) -> NetworkSettings:
             listen = ("/ip4/127.0.0.1/tcp/0",)
-            return NetworkSettings(prefix="/noloco/1/run/", listen=listen, patience=patience, bootstrap=bootstrap)
+            return NetworkSettings(run="run", listen=listen, patience=patience, bootstrap=bootstrap)
 
         async with Libp2pNetwork.open(chosen()) as there, Libp2pNetwork.open(chosen(*await there.addresses())) as here:
             ours = RateLimitedNetwork(here, OwnerLimits(upload_bytes_per_s=rate, download_bytes_per_s=rate))

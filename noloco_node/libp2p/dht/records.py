@@ -33,6 +33,7 @@ from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.dht.signing import SIGNATURE_BYTES, Signer, content_of, place_of, read_signer
 from noloco_node.libp2p.dht.storage_bounds import MOST_SUBKEYS, BoundedStorage, shorten
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
+from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
 
 _RECORD_BYTES = 8 * 1024
@@ -50,8 +51,8 @@ _CLOSE_S = 2.0
 class DhtRecords:
     """Our node of the DHT; `join` it before use. `identity`: the file of the key that our records are signed with."""
 
-    def __init__(self, control: Control, wait_s: float, identity: Path) -> None:
-        self._control, self._wait_s, self._identity = control, wait_s, identity
+    def __init__(self, control: Control, wait_s: float, identity: Path, secret: RunSecret) -> None:
+        self._control, self._wait_s, self._identity, self._secret = control, wait_s, identity, secret
         self._signer: Signer | None = None
         self._node: DhtNode | None = None
         self._known: dict[bytes, frozenset[str]] = {}
@@ -72,7 +73,9 @@ class DhtRecords:
     ) -> None:
         """Become a node of the DHT that the bootstrap peers are in."""
         peers = [address.peer for address in bootstrap]
-        node = await self._control.bounded(DhtNode.create(parts, client, peers, Signatures(), _ANSWER_S), wait_s)
+        node = await self._control.bounded(
+            DhtNode.create(parts, client, peers, Signatures(), self._secret.code, _ANSWER_S), wait_s
+        )
         node.replace_store(BoundedStorage(node.storage).store)
         salt = os.urandom(16)
 

@@ -77,8 +77,8 @@ class Reachability(StrEnum):
 class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one peer's network needs to know. Addresses are multiaddrs."""
 
-    prefix: str
-    """Begins every protocol name: wire version and run id. Peers with another prefix cannot converse with us."""
+    run: str
+    """The id of the run, which opens it (`run_secret`). Peers of another run cannot converse with us."""
     identity: Path | None = None
     """The key file, created when absent; None for a passing identity."""
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
