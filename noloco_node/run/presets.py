@@ -51,9 +51,11 @@ _PRESETS = msgspec.toml.decode(_packaged("presets.toml"), type=dict[str, PresetN
 PRESETS = tuple(_PRESETS)
 
 
-def run_text(preset: str, *, name: str | None = None, seed: int = 0) -> str:
+def run_text(
+    preset: str, *, name: str | None = None, seed: int = 0, owner: str | None = None, rule: str = "open"
+) -> str:
     """Return the text of a run file, every field of it explained by a comment; raise `UserError` for another preset."""
-    return written(numbers_of(preset), name or preset, seed)
+    return written(numbers_of(preset), name or preset, seed, owner=owner, rule=rule)
 
 
 def numbers_of(preset: str) -> PresetNumbers:
@@ -117,10 +119,21 @@ def demo_run_text(*, stages: int, replicas: int, steps: int, seed: int) -> str:
     return written(numbers, "demo", seed)
 
 
-def written(n: PresetNumbers, name: str, seed: int, *, model: str | None = None, tokenizer: str = '"byt5"') -> str:
+def written(
+    n: PresetNumbers,
+    name: str,
+    seed: int,
+    *,
+    model: str | None = None,
+    tokenizer: str = '"byt5"',
+    owner: str | None = None,
+    rule: str = "open",
+) -> str:
     """Return the text of a run file. `model`: another section [model]; `tokenizer`: another one, quoted."""
+    pinned = '# owner = "64 hexadecimal digits"' if owner is None else f'owner = "{owner}"'
     text = _packaged("template.toml")
     if model is not None:
         begin, end = text.index("[model]\n"), text.index("[pipeline]\n")
         text = f"{text[:begin]}$model\n{text[end:]}"
-    return Template(text).substitute(msgspec.structs.asdict(n), name=name, seed=seed, model=model, tokenizer=tokenizer)
+    chosen = {"name": name, "seed": seed, "model": model, "tokenizer": tokenizer, "owner": pinned}
+    return Template(text).substitute(msgspec.structs.asdict(n), **chosen, rule=rule)

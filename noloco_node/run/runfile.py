@@ -135,7 +135,10 @@ def canonical(run: RunConfig, contents: Mapping[str, str]) -> bytes:
 
     `contents`: hashes of what the run names and does not hold, from `content_hashes`.
     """
-    everything = {"wire": WIRE_VERSION, "run": msgspec.to_builtins(run), "contents": dict(contents)}
+    fields = msgspec.to_builtins(run)
+    if run.admission.owner is None:
+        del fields["admission"]  # which earlier versions did not have
+    everything = {"wire": WIRE_VERSION, "run": fields, "contents": dict(contents)}
     return json.dumps(everything, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gossip.rule.stability import stability_bound
 
 if TYPE_CHECKING:
-    from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
+    from noloco_node.run.config import (
+        AdmissionConfig,
+        DataConfig,
+        InnerConfig,
+        ModelConfig,
+        OuterConfig,
+        PipelineConfig,
+        RunConfig,
+    )
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -58,6 +66,16 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _data(run.data)
     yield from _inner(run.inner)
     yield from _outer(run.outer)
+    yield from _admission(run.admission)
+
+
+def _admission(admission: AdmissionConfig) -> Iterator[Problem]:
+    if admission.owner is None and admission.rule != "open":
+        why = "without an owner nobody could sign the tickets"
+        yield Problem("admission.rule", repr(admission.rule), why, "admission.owner, as `noloco-node init` writes it")
+    if admission.owner is not None and not re.fullmatch(r"[0-9a-f]{64}", admission.owner):
+        hint = "the 64 hexadecimal digits that `noloco-node init` wrote"
+        yield Problem("admission.owner", repr(admission.owner), "it is no public key", hint)
 
 
 def layers_of(model: ModelConfig) -> int | None:
