@@ -1,4 +1,4 @@
-"""Two things at once, of which one ends the other."""
+"""Tasks: two at once, of which one ends the other, and the clock by which they wait."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def loop_s() -> float:
+    """Return the time by which everything here waits: the event loop's, real or virtual, in seconds."""
+    return asyncio.get_running_loop().time()
 
 
 @asynccontextmanager

@@ -115,14 +115,14 @@ class MigrationState(NamedTuple):
 class MigrationDecision(NamedTuple):
     """What to do after a reading. `announce`: our record shall name its target. `go`: leave now."""
 
-    mind: MigrationState
+    state: MigrationState
     move: Move | None = None
     go: bool = False
 
     @property
     def announce(self) -> int | None:
         """The stage that our record shall say we go to."""
-        return self.move.target if self.move is not None and self.mind.announced_s is not None else None
+        return self.move.target if self.move is not None and self.state.announced_s is not None else None
 
 
 def stay_s(moves: int, pace: StagePace) -> float:
@@ -165,7 +165,7 @@ def movers(claims: Sequence[StageClaim], work: Sequence[float], seed: int) -> li
 
 def decide(
     me: OwnPlacement,
-    mind: MigrationState,
+    state: MigrationState,
     claims: Sequence[StageClaim],
     work: Sequence[float],
     pace: StagePace,
@@ -173,47 +173,47 @@ def decide(
 ) -> MigrationDecision:
     """Judge one reading of all stages: stay, announce to go, or go."""
     others = [claim for claim in claims if claim.moves_to is not None and claim.peer != me.peer]
-    heard = {claim.peer: mind.heard.get(claim.peer, 0) + 1 for claim in others}
+    heard = {claim.peer: state.heard.get(claim.peer, 0) + 1 for claim in others}
     found = movers(claims, work, me.seed)
     if not found:
         return MigrationDecision(MigrationState(heard=heard))
-    if found[0].target != mind.starving:
-        mind = MigrationState(found[0].target, 0, now_s)
-    mind = mind._replace(readings=mind.readings + 1, heard=heard)
-    if found[0].before > mind.kept_at * (1.0 + GAP_SHARE):
+    if found[0].target != state.starving:
+        state = MigrationState(found[0].target, 0, now_s)
+    state = state._replace(readings=state.readings + 1, heard=heard)
+    if found[0].before > state.kept_at * (1.0 + GAP_SHARE):
         # Somebody has come, so that announcements are kept.
-        mind = mind._replace(kept=0, kept_at=found[0].before)
-    if mind.readings == READINGS:
-        rng = Random(f"{me.seed}|moving|{me.peer}|{me.moves}|{mind.starving}")
-        mind = mind._replace(ready_s=now_s + rng.uniform(0.0, pace.delay_s))
+        state = state._replace(kept=0, kept_at=found[0].before)
+    if state.readings == READINGS:
+        rng = Random(f"{me.seed}|moving|{me.peer}|{me.moves}|{state.starving}")
+        state = state._replace(ready_s=now_s + rng.uniform(0.0, pace.delay_s))
     # Who has announced goes on, also where by now another would be the first of equals. Whoever could have gone for
     # long, and has not, keeps nobody.
-    candidates = found if mind.announced_s is not None else found[: 1 + mind.readings // MOST_READINGS]
+    candidates = found if state.announced_s is not None else found[: 1 + state.readings // MOST_READINGS]
     move = next((each for each in candidates if each.peer == me.peer), None)
-    early = mind.readings < READINGS or now_s < mind.ready_s
-    left_alone = found[0].before == 0.0 and now_s - mind.since_s < pace.empty_s
+    early = state.readings < READINGS or now_s < state.ready_s
+    left_alone = found[0].before == 0.0 and now_s - state.since_s < pace.empty_s
     if move is None or early or left_alone:
-        return MigrationDecision(mind._replace(announced_s=None))
-    if _gives_way(me, mind, move, others):
-        return MigrationDecision(mind._replace(announced_s=None, kept=mind.kept + 1))
-    if mind.announced_s is None:
-        return MigrationDecision(mind._replace(announced_s=now_s), move)
-    return MigrationDecision(mind, move, go=now_s - mind.announced_s >= pace.settle_s)
+        return MigrationDecision(state._replace(announced_s=None))
+    if _gives_way(me, state, move, others):
+        return MigrationDecision(state._replace(announced_s=None, kept=state.kept + 1))
+    if state.announced_s is None:
+        return MigrationDecision(state._replace(announced_s=now_s), move)
+    return MigrationDecision(state, move, go=now_s - state.announced_s >= pace.settle_s)
 
 
-def _gives_way(me: OwnPlacement, mind: MigrationState, move: Move, others: Sequence[StageClaim]) -> bool:
+def _gives_way(me: OwnPlacement, state: MigrationState, move: Move, others: Sequence[StageClaim]) -> bool:
     """Say whether another's announcement keeps us: any before we have made one, then one that is earlier by the hash.
 
     `others`: those who have announced.
     """
-    if mind.kept >= MOST_KEPT:
+    if state.kept >= MOST_KEPT:
         return False
     rivals = [
         claim.peer
         for claim in others
-        if (claim.moves_to == move.target or claim.stage == move.origin) and mind.heard[claim.peer] <= MOST_READINGS
+        if (claim.moves_to == move.target or claim.stage == move.origin) and state.heard[claim.peer] <= MOST_READINGS
     ]
-    if mind.announced_s is None:
+    if state.announced_s is None:
         return bool(rivals)
     return any(_order(me.seed, rival) < _order(me.seed, me.peer) for rival in rivals)
 

@@ -25,9 +25,9 @@ from gossip.interface import Candidate, Event, Origin, RoundContext, RoundSettin
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.wire import MessageSpec, OneOf, Schema, TensorSpec
+from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 
 TOPIC = "gossip"
 WIDTH = 4

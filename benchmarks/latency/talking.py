@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from benchmarks.latency.tree import Member, Times, Trials, carrier, moments, plant, world
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.wire import MessageSpec, Schema
+from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim import clock
 
 TOPIC = "all-reduce"

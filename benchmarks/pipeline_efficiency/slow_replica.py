@@ -116,7 +116,7 @@ def main() -> None:
             replicas=options.replicas,
             minutes=options.minutes,
             steps=options.steps,
-            judged=False,
+            evaluated=False,
         )
         for number in range(1, options.pairs + 1):
             runs: dict[float, Run] = {}

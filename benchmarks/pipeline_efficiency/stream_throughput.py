@@ -22,7 +22,7 @@ import uvloop
 from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
 from noloco_node.libp2p.streams.stream import StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard
-from noloco_node.network.wire import MessageSpec, Schema, TensorSpec
+from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
 LARGE_VALUES = 16 << 20
 """float32: 64 MiB a message."""

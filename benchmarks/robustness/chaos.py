@@ -30,10 +30,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.robustness.process_swarm import LINGER_S, LOOK_S, READY_S, Peer, Shape, Swarm, options, run, say, write
-from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
-from noloco_node.demo.child_processes import Children, tied_command
-from noloco_node.demo.summary import ModelScores
+from benchmarks.robustness.process_swarm import LOOK_S, READY_S, Peer, Shape, Swarm, options, run, say, write
+from noloco_node.demo.child_processes import Children
+from noloco_node.demo.swarm_processes import affordable_steps, calibrations, evaluation
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import Event, Finished, InnerStep, Started
 from noloco_node.journal.reader import read
@@ -117,7 +116,8 @@ async def run_case(home: Path, shape: Shape, steps: int, rhythm: Rhythm | None) 
         await _train(swarm, chaos)
         seconds, until_unix_s = time.monotonic() - begun_s, time.time()
         unfinished = tuple(peer.name for peer in swarm.peers if not peer.finished)
-        scores = await _judge(swarm, home)
+        say("evaluating")
+        scores = await evaluation(swarm.children, swarm.invite, home / "model", home / "evaluation")
     histories = [peer.history for peer in swarm.peers]
     return Case(
         steps=steps,
@@ -148,18 +148,11 @@ async def _train(swarm: Swarm, chaos: Chaos) -> None:
         if now_s - said_s >= SAY_EVERY_S:
             said_s = now_s
             there = sum(peer.runs for peer in swarm.peers)
-            done = max(peer.history.progress for peer in swarm.peers)
+            done = max(peer.progress for peer in swarm.peers)
             say(f"{format_clock(now_s - begun_s)}: {done:.0%}, {there} there, {len(chaos.kills)} killed so far")
         if len(chaos.ended) == len(swarm.peers):
             raise swarm.peers[0].child.trouble("nobody is left")
         await asyncio.sleep(LOOK_S)
-
-
-async def _judge(swarm: Swarm, home: Path) -> ModelScores:
-    say("evaluating")
-    command = tied_command("noloco_node.demo.judge_model", swarm.invite, str(home / "model"))
-    child = swarm.children.start("verdict", command, home / "verdict")
-    return msgspec.json.decode(await child.line("{", LINGER_S), type=ModelScores)
 
 
 def longest_pause_s(events: Iterable[Event], cut_at: Sequence[float]) -> float:
@@ -197,18 +190,9 @@ def _pause_s(peer: Peer, until_unix_s: float) -> float:
 async def affordable(home: Path, shape: Shape, minutes: float) -> int:
     """Return how many inner steps of each source fit into the time, as this machine is now."""
     text = demo_run_text(stages=shape.stages, replicas=shape.replicas, steps=100, seed=shape.seed)
-    path = write(home / "calibration.toml", text)
-    children = Children()
+    path, children = write(home / "calibration.toml", text), Children()
     try:
-        started = [
-            children.start(
-                f"calibration {number}",
-                tied_command("noloco_node.demo.calibrate", str(path)),
-                home / "calibration" / str(number),
-            )
-            for number in range(min(cores(), shape.stages * shape.replicas))
-        ]
-        found = [msgspec.json.decode(await child.line("{", READY_S), type=Calibration) for child in started]
+        found = await calibrations(children, path, shape.stages * shape.replicas, home / "calibration")
     finally:
         await children.stop()
     return affordable_steps(60 * minutes, found, decode_run(text, str(path)))

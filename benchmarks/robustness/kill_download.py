@@ -34,6 +34,7 @@ from noloco_node.limits.rate_limit import FairLimiter
 from noloco_node.machine.device import Device
 from noloco_node.machine.interface import Reporter
 from noloco_node.network import wire
+from noloco_node.network.schema import Schema
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import state_schema
 from noloco_node.state_sync.download import DownloadLink, StateDownload
@@ -62,7 +63,7 @@ class Lane:
 
     peer = "other"
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, schema: wire.Schema) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, schema: Schema) -> None:
         self._reader, self._writer, self._schema = reader, writer, schema
         self._intake = wire.FrameDecoder(schema)
         self.valve: FairLimiter | None = None
@@ -94,7 +95,7 @@ class Lanes:
         self._port = port
 
     @asynccontextmanager
-    async def talk(self, peer: str, topic: str, schema: wire.Schema) -> AsyncIterator[Lane]:
+    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Lane]:
         """Open a conversation."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:

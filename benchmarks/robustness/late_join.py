@@ -27,13 +27,12 @@ from typing import NamedTuple
 
 from benchmarks.robustness.kill_download import run_kills
 from noloco_node.demo.child_processes import Child, Children, tied_command
+from noloco_node.demo.swarm_processes import ANYWHERE, READY_S
 from noloco_node.journal.events import CatchUp, Event, InnerStep, StateChanged
 from noloco_node.journal.reader import read
 from noloco_node.limits.budget import read_rate
 from noloco_node.run.peer_state import PeerState
 
-ANYWHERE = "/ip4/127.0.0.1/tcp/0"
-READY_S = 180.0
 WITHIN_S = 1800.0
 WITHIN_TIMES = 1.5
 """The goal: so many times what the bytes alone need."""

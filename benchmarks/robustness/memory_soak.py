@@ -167,7 +167,7 @@ async def soak(
         say(f"all train; warming up for {warm_up_s:.0f} s")
         await asyncio.sleep(warm_up_s)
         swarm.take_news()
-        begun_s, said_s, steps = time.monotonic(), 0.0, sum(peer.history.step for peer in swarm.peers)
+        begun_s, said_s, steps = time.monotonic(), 0.0, sum(peer.history.steps for peer in swarm.peers)
         with (home / "samples.jsonl").open("wb") as kept:
             while (at_s := time.monotonic() - begun_s) < train_s:
                 swarm.take_news()
@@ -178,10 +178,10 @@ async def soak(
                 _all_there(swarm)
                 if at_s - said_s >= SAY_EVERY_S:
                     said_s = at_s
-                    say(f"{at_s / 60:.0f} min: {sum(peer.history.step for peer in swarm.peers) - steps} inner steps")
+                    say(f"{at_s / 60:.0f} min: {sum(peer.history.steps for peer in swarm.peers) - steps} inner steps")
                 await asyncio.sleep(every_s)
         swarm.take_news()
-        return looks, (sum(peer.history.step for peer in swarm.peers) - steps) / train_s
+        return looks, (sum(peer.history.steps for peer in swarm.peers) - steps) / train_s
 
 
 def _all_there(swarm: Swarm) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from noloco_node.demo.child_processes import Child, Children, tied_command
+from noloco_node.demo import swarm_processes
+from noloco_node.demo.child_processes import Child, Children
 from noloco_node.demo.options import letters
 from noloco_node.demo.peer_history import PeerHistory
 from noloco_node.errors import UserError
@@ -25,9 +26,7 @@ from noloco_node.journal.reader import Tail
 
 READY_S = 1800.0
 """Guards against waiting for ever; nine processes at once take a minute to load torch on two cores."""
-LINGER_S = 1800.0
 LOOK_S = 0.25
-ANYWHERE = "/ip4/127.0.0.1/tcp/0"
 
 
 class Shape(NamedTuple):
@@ -47,6 +46,8 @@ class Peer:
         self.lives: list[Child] = []
         self.struck_at: list[float] = []
         """When it was killed (unix seconds)."""
+        self.progress = 0.0
+        """Share of the run, as far as it has heard."""
         self.steps, self.finished = 0, False
         """Of the present life."""
         self.back_at: float | None = None
@@ -71,6 +72,7 @@ class Peer:
                     self.steps, self.finished = 0, False
                 case InnerStep():
                     self.steps += 1
+                    self.progress = max(self.progress, event.progress)
                 case Finished():
                     self.finished = True
 
@@ -88,11 +90,8 @@ class Swarm:
         self._run_file = write(home / "run.toml", run_text)
 
     async def __aenter__(self) -> Self:
-        directory = self._home / "bootstrap"
-        command = ("bootstrap", "--run", str(self._run_file), "--listen", ANYWHERE, "--home", str(directory))
         try:
-            bootstrap = self.children.start("bootstrap peer", tied_command("noloco_node", *command), directory)
-            self.invite = await bootstrap.line("noloco1:", READY_S)
+            self.invite = await swarm_processes.bootstrap(self.children, self._run_file, self._home / "bootstrap")
             for peer in self.peers:
                 self.start(peer)
         except BaseException:
@@ -109,11 +108,8 @@ class Swarm:
 
     def start(self, peer: Peer) -> None:
         """Begin a life of a peer, the first or another one, with its home as it is."""
-        options = ("--stage", str(peer.stage), "--home", str(peer.home), "--listen", ANYWHERE, "--device", "cpu")
-        limits = ("--threads", "1", "--linger", f"{LINGER_S:g}", "--refresh", "2")
-        command = tied_command("noloco_node", "join", self.invite, *options, *limits)
         logs = self._home / "output" / f"{peer.name}-{len(peer.lives)}"
-        peer.lives.append(self.children.start(f"peer {peer.name}", command, logs))
+        peer.lives.append(swarm_processes.join(self.children, self.invite, peer.stage, peer.home, logs))
         peer.steps, peer.finished, peer.back_at = 0, False, None
 
     def strike(self, peer: Peer) -> None:

@@ -99,14 +99,14 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
         return counts
 
     def finish(world: World) -> dict[str, Any]:
-        hub = world.hub.statistics()
+        hub = world.network.statistics()
         calls = sum(int(value) for name, value in hub.items() if name in ("messages.Gradient", "messages.Refused"))
         return {
             "virtual_s": round(world.now_s, 1),
             "calls": calls,
             "messages_lost": hub.get("messages.lost", 0),
             "wrong": sum(len(life.wrong) for peer in world.peers.values() for life in peer.lives),
-            "failures": len(world.hub.failures),
+            "failures": len(world.network.failures),
             "rounds_finished": sorted(
                 {
                     p.life.node.replica.rounds.finished

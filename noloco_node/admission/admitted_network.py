@@ -13,12 +13,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from noloco_node.admission.gate import Gate
+from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.revocation import LIST_BYTES
 from noloco_node.admission.ticket import TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
-from noloco_node.network.wire import MessageSpec, Schema, Violation
+from noloco_node.network.schema import MessageSpec, Schema, Violation
 from noloco_node.network.wrapper import NetworkWrapper
 
 TOPIC = "admit"
@@ -40,22 +40,22 @@ class ShowTicket:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admission:
+class TicketVerdict:
     """Why you are not let in, empty where you are; and the latest list that I know."""
 
     refusal: str
     revocations: bytes
 
 
-SCHEMA = Schema({ShowTicket: MessageSpec("ShowTicket"), Admission: MessageSpec("Admission")})
+SCHEMA = Schema({ShowTicket: MessageSpec("ShowTicket"), TicketVerdict: MessageSpec("TicketVerdict")})
 
 
 class AdmittedNetwork(NetworkWrapper):
     """The network of one member, or of somebody who looks; `ticket`: its own, encoded."""
 
-    def __init__(self, network: PeerNetwork, gate: Gate, ticket: bytes) -> None:
+    def __init__(self, network: PeerNetwork, state: AdmissionState, ticket: bytes) -> None:
         super().__init__(network)
-        self._gate, self._ticket = gate, ticket
+        self._state, self._ticket = state, ticket
         self._welcomes: dict[str, None] = {}
         """Who has taken our ticket."""
         self._answers = False
@@ -104,7 +104,7 @@ class AdmittedNetwork(NetworkWrapper):
         right = Right.LOOK if topic.partition("/")[0] in FOR_LOOKERS else Right.TRAIN
 
         async def guarded(conversation: Conversation) -> None:
-            checked = _CheckedConversation(conversation, self._gate, right)
+            checked = _CheckedConversation(conversation, self._state, right)
             checked.check()
             await handler(checked)
 
@@ -124,11 +124,11 @@ class AdmittedNetwork(NetworkWrapper):
         *found, lists = await self._network.read_all([*keys, self._list_key])
         copies = 0
         for raw in [] if lists is None else lists.values():
-            self._gate.take_revocations(raw)
+            self._state.take_revocations(raw)
         if lists is not None:
-            copies = sum(raw == self._gate.raw_revocations for raw in lists.values())
+            copies = sum(raw == self._state.raw_revocations for raw in lists.values())
         await self._tell_list(copies)
-        if self._gate.is_pinned and (why := self._gate.show(self.peer_id, self._ticket)):
+        if self._state.is_pinned and (why := self._state.show(self.peer_id, self._ticket)):
             raise not_admitted(why)
         return [None if records is None else self._of_members(records) for records in found]
 
@@ -138,31 +138,31 @@ class AdmittedNetwork(NetworkWrapper):
             value = records[peer]
             size = int.from_bytes(value[:2])
             ticket, content = value[2 : 2 + size], value[2 + size :]
-            if size <= TICKET_BYTES and not self._gate.show(peer, ticket) and Right.TRAIN in self._gate.rights(peer):
+            if size <= TICKET_BYTES and not self._state.show(peer, ticket) and Right.TRAIN in self._state.rights(peer):
                 members[peer] = content
         return members
 
     @property
     def _list_key(self) -> str:
-        return f"{self._gate.run}/revocations"
+        return f"{self._state.run}/revocations"
 
     async def _tell_list(self, copies: int) -> None:
         """Publish the list that we know, unless others have, or we have lately."""
-        raw, now_s = self._gate.raw_revocations, asyncio.get_running_loop().time()
+        raw, now_s = self._state.raw_revocations, asyncio.get_running_loop().time()
         told, told_s = self._list_told
         due = raw != told or now_s - told_s > LIST_LIFETIME_S / 2
-        if raw and self._gate.is_pinned and due and copies < ENOUGH_COPIES:
+        if raw and self._state.is_pinned and due and copies < ENOUGH_COPIES:
             self._list_told = raw, now_s
             await self._network.publish(self._list_key, self.peer_id, raw, LIST_LIFETIME_S)
 
     async def _show(self, peer: str) -> None:
         """Show our ticket to a peer; PermissionError with its reason where it lets us not in."""
         async with self._network.talk(peer, TOPIC, SCHEMA) as conversation:
-            await conversation.send(ShowTicket(ticket=self._ticket, revocations=self._gate.raw_revocations))
+            await conversation.send(ShowTicket(ticket=self._ticket, revocations=self._state.raw_revocations))
             answer = await conversation.receive()
-        if not isinstance(answer, Admission):
+        if not isinstance(answer, TicketVerdict):
             raise ConnectionAbortedError(f"expected an answer about our ticket, got {type(answer).__name__}")
-        self._gate.take_revocations(answer.revocations[:LIST_BYTES])
+        self._state.take_revocations(answer.revocations[:LIST_BYTES])
         if answer.refusal:
             raise PermissionError("".join(letter for letter in answer.refusal[:200] if letter.isprintable()))
         self._welcomes[peer] = None
@@ -176,11 +176,11 @@ class AdmittedNetwork(NetworkWrapper):
                 shown = await conversation.receive()
                 if not isinstance(shown, ShowTicket) or len(shown.ticket) > TICKET_BYTES:
                     raise Violation("whoever comes shows a ticket")
-                self._gate.take_revocations(shown.revocations[:LIST_BYTES])
-                why = self._gate.show(conversation.peer, shown.ticket)
+                self._state.take_revocations(shown.revocations[:LIST_BYTES])
+                why = self._state.show(conversation.peer, shown.ticket)
                 # Who is not let in learns nothing else.
-                known = b"" if why and not self._gate.was_member(conversation.peer) else self._gate.raw_revocations
-                await conversation.send(Admission(refusal=why, revocations=known))
+                known = b"" if why and not self._state.was_member(conversation.peer) else self._state.raw_revocations
+                await conversation.send(TicketVerdict(refusal=why, revocations=known))
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
 
@@ -188,18 +188,18 @@ class AdmittedNetwork(NetworkWrapper):
 class _CheckedConversation:
     """A conversation that ends when its peer is shut out, or its ticket expires."""
 
-    __slots__ = ("_conversation", "_gate", "_right")
+    __slots__ = ("_conversation", "_right", "_state")
 
-    def __init__(self, conversation: Conversation, gate: Gate, right: Right) -> None:
-        self._conversation, self._gate, self._right = conversation, gate, right
+    def __init__(self, conversation: Conversation, state: AdmissionState, right: Right) -> None:
+        self._conversation, self._state, self._right = conversation, state, right
 
     @property
     def peer(self) -> str:
         return self._conversation.peer
 
     def check(self) -> None:
-        if self._right not in self._gate.rights(self.peer):
-            why = self._gate.refusal(self.peer) or f"its ticket does not let it {self._right.name}".lower()
+        if self._right not in self._state.rights(self.peer):
+            why = self._state.refusal(self.peer) or f"its ticket does not let it {self._right.name}".lower()
             raise ConnectionRefusedError(f"not for {self.peer}: {why}")
 
     async def send(self, message: Any) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Final
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 KEY_BYTES = 32
 _LONGEST_ID = 64
-_ID_HEADER = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
+ID_HEADER: Final = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
 """Multihash: identity, 36 bytes; protobuf: key type Ed25519, 32 bytes follow."""
-_FILE_HEADER = bytes((0x08, 0x01, 0x12, 0x40))
+KEY_HEADER: Final = bytes((0x08, 0x01, 0x12, 0x40))
 """Protobuf: key type Ed25519, 64 bytes follow: the seed, and the public key."""
 _LETTERS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _DIGITS = {letter: value for value, letter in enumerate(_LETTERS)}
@@ -26,14 +27,14 @@ _DIGITS = {letter: value for value, letter in enumerate(_LETTERS)}
 def key_of(peer: str) -> bytes | None:
     """Return the public key that a peer id is; None for ids of other kinds, and for what is no id."""
     raw = _decoded(peer)
-    if raw is None or not raw.startswith(_ID_HEADER) or len(raw) != len(_ID_HEADER) + KEY_BYTES:
+    if raw is None or not raw.startswith(ID_HEADER) or len(raw) != len(ID_HEADER) + KEY_BYTES:
         return None
-    return raw[len(_ID_HEADER) :]
+    return raw[len(ID_HEADER) :]
 
 
 def peer_of(key: bytes) -> str:
     """Return the peer id of a public key."""
-    raw = _ID_HEADER + key
+    raw = ID_HEADER + key
     number, text = int.from_bytes(raw, "big"), ""
     while number:
         number, digit = divmod(number, 58)
@@ -44,9 +45,9 @@ def peer_of(key: bytes) -> str:
 def read_key(identity: Path) -> Ed25519PrivateKey | None:
     """Return the private key of an identity file; None for keys of other types than our own."""
     raw = identity.read_bytes()
-    if not raw.startswith(_FILE_HEADER) or len(raw) != len(_FILE_HEADER) + 2 * KEY_BYTES:
+    if not raw.startswith(KEY_HEADER) or len(raw) != len(KEY_HEADER) + 2 * KEY_BYTES:
         return None
-    return Ed25519PrivateKey.from_private_bytes(raw[len(_FILE_HEADER) : -KEY_BYTES])
+    return Ed25519PrivateKey.from_private_bytes(raw[len(KEY_HEADER) : -KEY_BYTES])
 
 
 def is_signed_by(key: bytes, signature: bytes, told: bytes) -> bool:

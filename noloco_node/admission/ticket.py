@@ -40,7 +40,7 @@ class Right(IntFlag):
 MEMBER = Right.LOOK | Right.TRAIN
 
 
-class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TicketGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One link of the chain. `subject`: the public key that it is for; `until`: Unix seconds."""
 
     rights: int
@@ -49,7 +49,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     signature: bytes
 
 
-Chain: TypeAlias = tuple[Grant, ...]
+Chain: TypeAlias = tuple[TicketGrant, ...]
 
 
 class TicketFacts(NamedTuple):
@@ -64,9 +64,9 @@ class TicketFacts(NamedTuple):
 _decoder = msgspec.msgpack.Decoder(Chain)
 
 
-def grant(key: Ed25519PrivateKey, run: str, rights: Right, until: int, subject: bytes) -> Grant:
+def grant(key: Ed25519PrivateKey, run: str, rights: Right, until: int, subject: bytes) -> TicketGrant:
     """Sign a grant; whether the key may is for readers to find out."""
-    return Grant(int(rights), until, subject, key.sign(_signable(run, rights, until, subject)))
+    return TicketGrant(int(rights), until, subject, key.sign(_signable(run, rights, until, subject)))
 
 
 def encode(chain: Chain) -> bytes:
@@ -112,7 +112,7 @@ def _passed_by(rights: Right) -> Right:
     return rights & (MEMBER if rights & Right.ONCE else Right.LOOK)
 
 
-def _is_possible(link: Grant) -> bool:
+def _is_possible(link: TicketGrant) -> bool:
     return (
         0 < link.rights < 2 * Right.ONCE
         and 0 <= link.until <= LATEST_UNIX_S
@@ -126,7 +126,7 @@ def _signable(run: str, rights: Right, until: int, subject: bytes) -> bytes:
 
 
 def extended(
-    chain: Sequence[Grant], key: Ed25519PrivateKey, run: str, rights: Right, until: int, subject: bytes
+    chain: Sequence[TicketGrant], key: Ed25519PrivateKey, run: str, rights: Right, until: int, subject: bytes
 ) -> Chain:
     """Return a chain with one more grant, signed by the key that its last one is for."""
     return (*chain, grant(key, run, rights, until, subject))

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.gate import Gate
+from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.peer_keys import key_of
 from noloco_node.admission.proof_of_work import is_work
 from noloco_node.admission.ticket import MEMBER, Chain, Right, encode, extended
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import MessageSpec, Schema, Violation
+from noloco_node.network.schema import MessageSpec, Schema, Violation
 
 TOPIC = "ticket"
 PATIENCE_S = 20.0
@@ -51,7 +51,7 @@ class TicketReply:
 SCHEMA = Schema({TicketRequest: MessageSpec("TicketRequest"), TicketReply: MessageSpec("TicketReply")})
 
 
-class Signer(NamedTuple):
+class TicketSigner(NamedTuple):
     """A key that may sign tickets, and the chain that says so: none for the owner's own."""
 
     key: Ed25519PrivateKey
@@ -99,9 +99,13 @@ class TicketService:
     """Answers the topic. `origin_of`: the multiaddr that a caller comes from."""
 
     def __init__(
-        self, gate: Gate, signer: Signer, unix_time: Callable[[], float], origin_of: Callable[[Conversation], str]
+        self,
+        state: AdmissionState,
+        signer: TicketSigner,
+        unix_time: Callable[[], float],
+        origin_of: Callable[[Conversation], str],
     ) -> None:
-        self._gate, self._signer, self._unix_time, self._origin_of = gate, signer, unix_time, origin_of
+        self._state, self._signer, self._unix_time, self._origin_of = state, signer, unix_time, origin_of
         self._quota = PrefixQuota()
 
     async def answer(self, conversation: Conversation) -> None:
@@ -117,10 +121,10 @@ class TicketService:
             raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
 
     def _decide(self, conversation: Conversation, request: TicketRequest) -> tuple[bytes, str]:
-        run, peer, unix_s = self._gate.run, conversation.peer, self._unix_time()
+        run, peer, unix_s = self._state.run, conversation.peer, self._unix_time()
         if key_of(peer) is None:
             return b"", "its identity is not an Ed25519 key"
-        if self._gate.is_revoked(peer):
+        if self._state.is_revoked(peer):
             return b"", "the owner of the run has shut it out"
         if not request.trains:
             return self._signer.ticket(run, peer, Right.LOOK, int(unix_s) + LOOK_S), ""

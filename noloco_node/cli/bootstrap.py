@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import msgspec
-
+from noloco_node.cli.options import BootstrapOptions, default_home
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
-from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability
+from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
 from noloco_node.run.runfile import read_run_text
@@ -31,46 +29,33 @@ from noloco_node.terminal import say
 LINE_EVERY_S = 60.0
 
 
-class BootstrapConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the owner of a bootstrap peer asked for. `invite`: of a swarm that is there already. `relays`: daemons for
-    peers behind routers, at the ports after the peer's own; with none its own daemon is no relay either."""
-
-    run: Path
-    home: Path
-    listen: tuple[str, ...] = ()
-    announce: tuple[str, ...] = ()
-    invite: str | None = None
-    relays: int = 4
-
-
-async def host(config: BootstrapConfig) -> None:
+async def host(options: BootstrapOptions) -> None:
     """Serve the run file until asked to leave; print the invite on the standard output."""
     share_arenas()
-    recipe = RunFileText(read_run_text(config.run), str(config.run))
+    recipe = RunFileText(read_run_text(options.run), str(options.run))
     known: tuple[str, ...] = ()
-    if config.invite is not None:
-        parsed = invites.parse(config.invite)
+    if options.invite is not None:
+        parsed = invites.parse(options.invite)
         if parsed.digest != recipe.digest:
             raise UserError(
                 "The invite is for another run than the run file.",
-                why=f"the invite names {parsed.digest[:12]}, {config.run} is {recipe.digest[:12]}",
+                why=f"the invite names {parsed.digest[:12]}, {options.run} is {recipe.digest[:12]}",
                 hint="give the run file of that swarm; its peers keep a copy as run.toml in their homes",
                 code=Exit.OTHER_RUN,
             )
         known = tuple(map(str, parsed.addresses))
-    with Home.open(config.home) as home:
+    with Home.open(options.home or default_home("bootstrap")) as home:
         settings = NetworkSettings(
             run=recipe.digest,
             identity=home.identity,
-            announce=config.announce,
+            listen=tuple(options.listen or EVERYWHERE),
+            announce=tuple(options.announce or ()),
             bootstrap=known,
             reach=Reachability.OPEN,
-            lends_line=config.relays > 0,
+            lends_line=options.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
         )
-        if config.listen:
-            settings = msgspec.structs.replace(settings, listen=config.listen)
-        keys = [home.path / f"relay-{number}.key" for number in range(1, config.relays + 1)]
+        keys = [home.path / f"relay-{number}.key" for number in range(1, options.relays + 1)]
         async with departure(say) as leaving, connected(settings) as network, network.relaying(keys) as relays:
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
@@ -107,7 +92,5 @@ async def _tell(membership: Membership) -> None:
 
 def census(roster: Roster) -> str:
     """Say in one line how many replicas each stage has."""
-    counts = [len(records) for records in roster.stages]
-    lone = [str(number) for number, count in enumerate(counts) if count == 0]
-    text = "replicas by stage: " + ", ".join(f"{number}: {count}" for number, count in enumerate(counts))
-    return text + (f"; nobody serves stage {' and '.join(lone)}" if lone else "")
+    text, lone = f"replicas by stage: {roster.census()}", " and ".join(map(str, roster.unserved))
+    return text + (f"; nobody serves stage {lone}" if lone else "")

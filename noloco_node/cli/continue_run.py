@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
+from noloco_node.export.provenance import NOTES, run_of
 from noloco_node.run.presets import numbers_of, written
 
 _MODEL = """\
@@ -33,9 +34,7 @@ def continuing_text(directory: Path, preset: str) -> str:
     layers = _count(config, "num_hidden_layers", "n_layer") or given.layers
     positions = _count(config, "max_position_embeddings", "n_positions") or given.sequence_length
     stages, length, tokenizer = min(given.stages, layers), min(given.sequence_length, positions), str(directory)
-    if (directory / "noloco.json").exists():
-        from noloco_node.inference.evaluation import run_of
-
+    if (directory / NOTES).exists():
         before = run_of(directory)
         stages, length = before.pipeline.stages, before.pipeline.sequence_length
         tokenizer = "byt5" if before.data.tokenizer == "byt5" else tokenizer
@@ -64,9 +63,8 @@ def _config_of(directory: Path) -> dict[str, Any]:
         why = "config.json is no table"
     except (OSError, ValueError) as error:
         why = str(error)
-    raise UserError(
+    raise config_error(
         f"{directory} holds no model to go on from.",
         why=why,
         hint="a Hugging Face directory, such as noloco-node export writes",
-        code=Exit.CONFIG,
     )

@@ -9,18 +9,17 @@ import asyncio
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from noloco_node.cli.node_config import NodeConfig
+from noloco_node.cli.options import JoinOptions
 from noloco_node.data.background_open import BackgroundOpen
 from noloco_node.data.text_source import TextSource
 from noloco_node.machine import clocks, memory
 from noloco_node.machine.device import Device
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
-from noloco_node.planning.memory_needs import in_flight_bytes, needs_bytes
 from noloco_node.planning.model_layout import ModelLayout, make_stage
+from noloco_node.planning.plan import in_flight_bytes, needs_bytes
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore
 from noloco_node.storage.home import Home
@@ -28,9 +27,7 @@ from noloco_node.storage.partial_download import PartialDownloadFile
 from noloco_node.storage.snapshot_store import SnapshotDirectory
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
-
-if TYPE_CHECKING:
-    from pipeline.stage import Stage
+from pipeline.stage import Stage
 
 
 class HostMachine:
@@ -38,22 +35,21 @@ class HostMachine:
 
     def __init__(
         self,
-        config: NodeConfig,
+        options: JoinOptions,
         home: Home,
         torch_device: torch.device,
         recipe: RunFileText,
         layout: ModelLayout,
         peer: str,
     ) -> None:
-        self._config, self._home, self._torch_device = config, home, torch_device
+        self._options, self._home, self._torch_device = options, home, torch_device
         self._recipe, self._layout = recipe, layout
         self.needs_bytes = list(needs_bytes(recipe.run, layout, torch_device))
         self.in_flight_bytes = list(in_flight_bytes(recipe.run, layout))
         self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
-        self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if config.keep_snapshots else None
-        source = partial(TextSource, recipe.run, config.data, peer, layout.vocabulary)
-        self._text = BackgroundOpen(source, TextSource.read_ahead)
-        self.device = Device(torch_device, config.slowdown)
+        self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
+        self._text = BackgroundOpen(partial(TextSource, recipe.run, options.data, peer, layout.vocabulary))
+        self.device = Device(torch_device, options.slowdown)
 
     def close(self) -> None:
         """Close the text and end the device's threads."""
@@ -67,7 +63,7 @@ class HostMachine:
         return make_stage(self._recipe.run, self._layout, stage, self._torch_device)
 
     def free_bytes(self) -> int | None:
-        known = (memory.free_bytes(self._torch_device), self._config.most_memory_bytes)
+        known = (memory.free_bytes(self._torch_device), self._options.most_memory_bytes)
         return min((each for each in known if each is not None), default=None)
 
     def prepare_text(self, stage: int) -> None:
@@ -84,7 +80,7 @@ class HostMachine:
         return await self.former.load(stage)
 
     async def save(self, checkpoint: Checkpoint) -> str:
-        return await asyncio.to_thread(_save, self._home.checkpoint, checkpoint, self._config.keep)
+        return await asyncio.to_thread(_save, self._home.checkpoint, checkpoint, self._options.keep)
 
     def partial_download(self, stage: int, weight_bytes: int) -> PartialDownloadFile:
         return PartialDownloadFile(self._home.path / "catch-up", self._recipe.digest, stage, weight_bytes, say)
@@ -96,7 +92,7 @@ class HostMachine:
         return clocks.asleep_s()
 
     def line_s(self, stage: int) -> float:
-        return bandwidth_seconds(microbatch_bytes(self._recipe.run, self._layout, stage), self._config.allowance)
+        return bandwidth_seconds(microbatch_bytes(self._recipe.run, self._layout, stage), self._options.allowance)
 
 
 def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:

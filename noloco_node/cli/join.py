@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from contextlib import closing
 from datetime import datetime
-from pathlib import Path
 
-import msgspec
 import torch
 
 from noloco_node.cli.host_machine import HostMachine
-from noloco_node.cli.node_config import NodeConfig
+from noloco_node.cli.options import JoinOptions, default_home
 from noloco_node.data.blocks import check_source
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability
+from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.machine.device import choose_device
 from noloco_node.machine.interface import Reporter
@@ -36,22 +34,23 @@ from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.terminal import Bar, say
 
 
-async def join(invite: str, config: NodeConfig) -> None:
+async def join(invite: str, options: JoinOptions) -> None:
     """Join the swarm of an invite and stay until the run ends or we are asked to leave."""
     parsed = invites.parse(invite)
-    if config.data is not None:
-        await asyncio.to_thread(check_source, config.data)
+    if options.data is not None:
+        await asyncio.to_thread(check_source, options.data)
     share_arenas()
-    torch_device = choose_device(config.device)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    with Home.open(Path(config.home)) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
-        settings, known_peers = _network_settings(parsed, config, home), KnownPeers()
+    torch_device = choose_device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    directory = options.home or default_home("node")
+    with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
+        settings, known_peers = _network_settings(parsed, options, home), KnownPeers()
         ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
-        shifts = Shifts(config.allowance, ledger, datetime.now, say)
+        shifts = Shifts(options.allowance, ledger, datetime.now, say)
         reporter = Reporter(record=journal.write, say=say, draw=bar.draw)
         async with departure(say) as leaving:
-            participant = _Participant(parsed, config, home, torch_device, reporter, leaving)
+            participant = _Participant(parsed, options, home, torch_device, reporter, leaving)
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
 
 
@@ -61,13 +60,13 @@ class _Participant:
     def __init__(
         self,
         invite: invites.Invite,
-        config: NodeConfig,
+        options: JoinOptions,
         home: Home,
         torch_device: torch.device,
         reporter: Reporter,
         leaving: Departure,
     ) -> None:
-        self._invite, self._config, self._home, self._torch_device = invite, config, home, torch_device
+        self._invite, self._options, self._home, self._torch_device = invite, options, home, torch_device
         self._reporter, self._leaving = reporter, leaving
         self._run: tuple[RunFileText, ModelLayout] | None = None
 
@@ -77,43 +76,43 @@ class _Participant:
         # In the first shift alone: in a later one nobody of the invite may be there to ask.
         self._run = self._run or await self._fetch_run(network)
         recipe, layout = self._run
-        host = HostMachine(self._config, self._home, self._torch_device, recipe, layout, network.peer_id)
+        host = HostMachine(self._options, self._home, self._torch_device, recipe, layout, network.peer_id)
         with closing(host):
-            node = Node(recipe, layout, network, host, _node_options(self._config), self._reporter)
+            node = Node(recipe, layout, network, host, _node_options(self._options), self._reporter)
             self._leaving.polite = True
             await node.live(leave)
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout]:
-        peers, config = [address.peer for address in self._invite.addresses], self._config
-        recipe = await fetch(network, peers, self._invite.digest, config.local)
+        peers, options = [address.peer for address in self._invite.addresses], self._options
+        recipe = await fetch(network, peers, self._invite.digest, options.local or ())
         for line in summary(recipe.run):
             say(line)
-        if config.stage in (None, 0):
-            check_text(recipe.run, config.data)
-        await asyncio.to_thread(check_download, recipe.run.model, config.most_disk_bytes)
+        if options.stage in (None, 0):
+            check_text(recipe.run, options.data)
+        await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
         self._home.keep_run_file(recipe.text)
         return recipe, await asyncio.to_thread(model_layout, recipe.run)
 
 
-def _network_settings(invite: invites.Invite, config: NodeConfig, home: Home) -> NetworkSettings:
-    settings = NetworkSettings(
+def _network_settings(invite: invites.Invite, options: JoinOptions, home: Home) -> NetworkSettings:
+    return NetworkSettings(
         run=invite.digest,
         identity=home.identity,
-        announce=config.announce,
-        reach=Reachability.RELAYED if config.relayed else Reachability.AUTO,
+        listen=tuple(options.listen or EVERYWHERE),
+        announce=tuple(options.announce or ()),
+        reach=Reachability.RELAYED if options.relayed else Reachability.AUTO,
         bootstrap=tuple(map(str, invite.addresses)),
-        lends_line=not config.allowance.is_limited,
+        lends_line=not options.allowance.is_limited,
         capacity=Capacity.within(machine_free_bytes()),
     )
-    return msgspec.structs.replace(settings, listen=config.listen) if config.listen else settings
 
 
-def _node_options(config: NodeConfig) -> NodeOptions:
+def _node_options(options: JoinOptions) -> NodeOptions:
     return NodeOptions(
-        stage=config.stage,
-        moves=config.stage is None and not config.stay,
-        linger_s=config.linger_s,
-        refresh_s=config.refresh_s,
-        keep_snapshots=config.keep_snapshots,
-        slowest_bytes_per_s=slowest_bytes_per_s(config.allowance, SLOWEST_BYTES_PER_S),
+        stage=options.stage,
+        moves=options.stage is None and not options.stay,
+        linger_s=options.linger,
+        refresh_s=options.refresh,
+        keep_snapshots=options.keep_snapshots,
+        slowest_bytes_per_s=slowest_bytes_per_s(options.allowance, SLOWEST_BYTES_PER_S),
     )

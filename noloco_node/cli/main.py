@@ -17,6 +17,7 @@ import typer
 from noloco_node import __version__
 from noloco_node.cli.options import (
     AnnounceOption,
+    BootstrapOptions,
     CapOption,
     DownloadOption,
     HomeOption,
@@ -105,50 +106,26 @@ def check(
 
 
 @app.command()
-def bootstrap(
-    run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml"),
-    listen: ListenOption = None,
-    announce: AnnounceOption = None,
-    home: HomeOption = None,
-    invite: Annotated[
-        str | None,
-        typer.Option(
-            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.", show_default=False
-        ),
-    ] = None,
-    relays: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=16,
-            help="Relays for peers behind routers, at the ports after the peer's own; 0 for none. What they carry uses "
-            "this machine's line, and libp2p's relays can be held to no rate.",
-        ),
-    ] = 4,
-) -> None:
+@taking(BootstrapOptions)
+def bootstrap(options: BootstrapOptions) -> None:
     """Host a bootstrap peer: newcomers find the swarm and its run file here. Prints the invite to pass on."""
-    from noloco_node.cli.bootstrap import BootstrapConfig, host
+    from noloco_node.cli.bootstrap import host
 
-    config = BootstrapConfig(
-        run=run,
-        home=home or default_home("bootstrap"),
-        listen=tuple(listen or ()),
-        announce=tuple(announce or ()),
-        invite=invite,
-        relays=relays,
-    )
-    _run(host(config))
+    _run(host(options))
 
 
 @app.command()
 @taking(JoinOptions)
 def join(invite: InviteArgument, options: JoinOptions) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
-    # Before torch is loaded: a refusal is to come at once.
-    config = options.node_config()
+    _ = (
+        options.allowance,
+        options.most_memory_bytes,
+        options.most_disk_bytes,
+    )  # before torch is loaded: a refusal is to come at once
     from noloco_node.cli.join import join as join_swarm
 
-    _run(join_swarm(invite, config))
+    _run(join_swarm(invite, options))
 
 
 @app.command()
@@ -208,11 +185,9 @@ def export(
     local: LocalOption = None,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
-    from noloco_node.export.exporter import ExportRequest
     from noloco_node.export.exporter import export as export_model
 
-    request = ExportRequest(out=out, invite=invite, homes=tuple(from_home or ()), local=tuple(local or ()))
-    typer.echo(_run(export_model(request)))
+    typer.echo(_run(export_model(out, invite, from_home or (), local or ())))
 
 
 @app.command()
@@ -233,11 +208,9 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
 ) -> None:
     """Print validation loss and perplexity of exported checkpoints, or of homes: merged, and each replica."""
-    from noloco_node.inference.evaluation import Question
-    from noloco_node.inference.evaluation import evaluate as answer
+    from noloco_node.inference.evaluation import evaluate as evaluate_models
 
-    question = Question(directories=tuple(directories or ()), homes=tuple(from_home or ()), data=data, batches=batches)
-    typer.echo(answer(question, as_json=as_json))
+    typer.echo(evaluate_models(directories or (), from_home or (), data=data, batches=batches, as_json=as_json))
 
 
 @app.command()
@@ -329,15 +302,12 @@ def main() -> None:
     """Run the command line and leave with its exit code."""
     try:
         app()
-    except UserError as trouble:
+    except (UserError, BaseExceptionGroup) as error:
+        trouble = user_error_of(error)
+        if trouble is None:
+            raise
         typer.echo(f"{COMPLAINT}{trouble}", err=True)
         sys.exit(trouble.code)
-    except BaseExceptionGroup as group:
-        held = user_error_of(group)
-        if held is None:
-            raise
-        typer.echo(f"{COMPLAINT}{held}", err=True)
-        sys.exit(held.code)
     except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `signals`
         typer.echo(f"{COMPLAINT}interrupted", err=True)
         sys.exit(Exit.INTERRUPTED)

@@ -7,13 +7,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from noloco_node.cli.node_config import NodeConfig
-from noloco_node.limits.budget import read_owner_limits, read_size
+from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
 
 InviteArgument = Annotated[
@@ -97,8 +97,33 @@ def default_home(kind: str) -> Path:
 
 
 @dataclass(frozen=True)
+class BootstrapOptions:
+    """What the owner of a bootstrap peer asks for."""
+
+    run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml")
+    listen: ListenOption = None
+    announce: AnnounceOption = None
+    home: HomeOption = None
+    invite: Annotated[
+        str | None,
+        typer.Option(
+            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.", show_default=False
+        ),
+    ] = None
+    relays: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=16,
+            help="Relays for peers behind routers, at the ports after the peer's own; 0 for none. What they carry uses "
+            "this machine's line, and libp2p's relays can be held to no rate.",
+        ),
+    ] = 4
+
+
+@dataclass(frozen=True)
 class JoinOptions:
-    """What an owner says of this machine to `join`."""
+    """What one peer may choose for itself, whatever the run: what an owner says of this machine to `join`."""
 
     stage: Annotated[
         int | None,
@@ -191,28 +216,20 @@ class JoinOptions:
         ),
     ] = 1.0
 
-    def node_config(self) -> NodeConfig:
-        """Return it with the defaults filled in; raise `UserError` where a budget or the hours cannot be read."""
-        return NodeConfig(
-            home=str(self.home or default_home("node")),
-            stage=self.stage,
-            stay=self.stay,
-            device=self.device,
-            data=self.data,
-            local=tuple(self.local or ()),
-            listen=tuple(self.listen or ()),
-            announce=tuple(self.announce or ()),
-            relayed=self.relayed,
-            most_memory_bytes=None if self.max_memory is None else read_size(self.max_memory, "--max-memory"),
-            most_disk_bytes=None if self.max_disk is None else read_size(self.max_disk, "--max-disk"),
-            threads=self.threads,
-            allowance=read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours),
-            keep=self.keep,
-            keep_snapshots=self.keep_snapshots,
-            linger_s=self.linger,
-            refresh_s=self.refresh,
-            slowdown=self.slowdown,
-        )
+    @cached_property
+    def allowance(self) -> OwnerLimits:
+        """What the owner lets a node take of the line, and when; raises `UserError` where that cannot be read."""
+        return read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours)
+
+    @cached_property
+    def most_memory_bytes(self) -> int | None:
+        """What the run may take of the device's memory; None: all that is free."""
+        return None if self.max_memory is None else read_size(self.max_memory, "--max-memory")
+
+    @cached_property
+    def most_disk_bytes(self) -> int | None:
+        """What the run's model may take of the disk when it is fetched; None: all that is free."""
+        return None if self.max_disk is None else read_size(self.max_disk, "--max-disk")
 
 
 @dataclass(frozen=True)

@@ -9,41 +9,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+
+from noloco_node.data.text_source import TextSource
 
 
-class Closes(Protocol):
-    """Something to be closed."""
+class BackgroundOpen:
+    """The text that `make` opens in a thread, once; closing this closes it, asked for or not."""
 
-    def close(self) -> None:
-        """Let go of files and connections."""
-
-
-T = TypeVar("T", bound=Closes)
-
-
-def nothing_more(_: Closes) -> None:
-    """Do no more than open it."""
-
-
-class BackgroundOpen(Generic[T]):
-    """One thing that `make` opens in a thread, once; closing this closes it, asked for or not.
-
-    `ahead`: what else is done there where it is opened before anybody asks for it.
-    """
-
-    def __init__(self, make: Callable[[], T], ahead: Callable[[T], None] = nothing_more) -> None:
-        self._make, self._ahead = make, ahead
-        self._task: asyncio.Task[T] | None = None
+    def __init__(self, make: Callable[[], TextSource]) -> None:
+        self._make = make
+        self._task: asyncio.Task[TextSource] | None = None
 
     def begin(self) -> None:
-        """Begin to open it, if that was not done before."""
-        self._begun(self._ahead)
+        """Begin to open it and to read ahead, if that was not done before."""
+        self._begun(read_ahead=True)
 
-    async def opened(self) -> T:
+    async def opened(self) -> TextSource:
         """Return it once it is open; raise what opening it raised."""
         # Whoever waits may be cancelled, and the thread works on: it is closed when it is done.
-        return await asyncio.shield(self._begun(nothing_more))
+        return await asyncio.shield(self._begun(read_ahead=False))
 
     def close(self) -> None:
         """Close it, now or as soon as it is open."""
@@ -52,21 +36,22 @@ class BackgroundOpen(Generic[T]):
         elif self._task is not None:
             self._task.add_done_callback(_closed)
 
-    def _begun(self, more: Callable[[T], None]) -> asyncio.Task[T]:
+    def _begun(self, *, read_ahead: bool) -> asyncio.Task[TextSource]:
         if self._task is None:
-            self._task = asyncio.create_task(asyncio.to_thread(self._open, more), name="opening")
+            self._task = asyncio.create_task(asyncio.to_thread(self._open, read_ahead), name="opening")
         return self._task
 
-    def _open(self, more: Callable[[T], None]) -> T:
-        opened = self._make()
+    def _open(self, read_ahead: bool) -> TextSource:
+        text = self._make()
         try:
-            more(opened)
+            if read_ahead:
+                text.read_ahead()
         except BaseException:
-            opened.close()
+            text.close()
             raise
-        return opened
+        return text
 
 
-def _closed(task: asyncio.Task[T]) -> None:
+def _closed(task: asyncio.Task[TextSource]) -> None:
     if not task.cancelled() and task.exception() is None:
         task.result().close()

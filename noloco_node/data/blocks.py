@@ -34,7 +34,7 @@ from noloco_node.data.file_documents import (
     pieces_of,
     stdlib_files,
 )
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
 from noloco_node.run.config import DataConfig
 from noloco_node.run.runfile import with_source
 
@@ -67,11 +67,10 @@ class Blocks:
         for row in range(batch_size):
             if not self._gather():
                 if self._blocks == 0 and self._offset == 0:
-                    raise UserError(
+                    raise config_error(
                         "The data source has too little text for validation.",
                         why=f"its held-out documents have {self._available} tokens, a block has {self._length + 1}",
                         hint="a larger data.validation_percent, or more text",
-                        code=Exit.CONFIG,
                     )
                 return batch[:row].clone()
             self._take(batch[row])
@@ -155,11 +154,10 @@ def open_blocks(data: DataConfig, sequence_length: int, seed: int, peer: str, pa
     order = ReadingOrder(part, seed, peer, data.shuffle)
     owner = part if part == "validation" else f"{part}|{seed}|{peer}|{data.shuffle}"
     if part == "validation" and data.validation_percent == 0:
-        raise UserError(
+        raise config_error(
             "This run holds no text out for validation.",
             why="data.validation_percent is 0",
             hint="text of your own to evaluate on",
-            code=Exit.CONFIG,
         )
     return Blocks(_documents(data, order, sequence_length), encoder, sequence_length, owner)
 

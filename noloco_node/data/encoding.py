@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
 from noloco_node.run.config import DataConfig
 
 SMALLEST_PIECE_BYTES = 64 * 1024
@@ -31,11 +31,10 @@ def open_encoder(data: DataConfig) -> Encoder:
         return Encoder(encode_bytes, _BYT5_END, "byt5")
     tokenizer = open_tokenizer(data)
     if tokenizer.eos_token_id is None:
-        raise UserError(
+        raise config_error(
             f"The tokenizer {data.tokenizer} has no end token.",
             why="documents are joined with it, so that the model learns where one ends",
             hint="a tokenizer with eos_token in its tokenizer_config.json",
-            code=Exit.CONFIG,
         )
 
     def encode(text: str) -> Tensor:
@@ -62,22 +61,20 @@ def open_tokenizer(data: DataConfig) -> Any:
 
     directory = Path(data.tokenizer).expanduser()
     if data.tokenizer_commit is None and not directory.is_dir():
-        raise UserError(
+        raise config_error(
             f"data.tokenizer: there is no directory {data.tokenizer!r}.",
             why="without data.tokenizer_commit it is a local directory",
             hint='"byt5", an existing directory, or owner/name with tokenizer_commit',
-            code=Exit.CONFIG,
         )
     try:
         if data.tokenizer_commit is None:
             return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         return AutoTokenizer.from_pretrained(data.tokenizer, revision=data.tokenizer_commit, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
+        raise config_error(
             f"The tokenizer {data.tokenizer} cannot be loaded.",
             why=" ".join(str(error).split())[:500],
             hint="check data.tokenizer and its commit, and the network",
-            code=Exit.CONFIG,
         ) from error
 
 
@@ -90,9 +87,8 @@ def check_vocabulary(data: DataConfig, model_vocabulary: int) -> None:
     """Raise `UserError` (Exit.CONFIG) where the model's vocabulary is smaller than the tokenizer's."""
     needed = vocab_size(data)
     if model_vocabulary < needed:
-        raise UserError(
+        raise config_error(
             f"The model's vocabulary of {model_vocabulary} is smaller than the tokenizer's.",
             why=f"{data.tokenizer} has {needed} tokens, and one beyond the vocabulary has no embedding",
             hint=f"vocab_size = {needed} or more in [model.sizes], or another data.tokenizer",
-            code=Exit.CONFIG,
         )

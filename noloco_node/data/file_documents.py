@@ -26,7 +26,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
 
 Part = Literal["train", "validation"]
 Place = dict[str, Any]
@@ -104,11 +104,10 @@ class FileDocuments:
         wanted = order.part == "validation"
         self._pieces = [piece for piece, out in zip(pieces, outside, strict=True) if out == wanted]
         if not self._pieces:
-            raise UserError(
+            raise config_error(
                 f"The data source has no documents for {order.part}.",
                 why=f"it has {len(pieces)} in all, of which {sum(outside)} are held out for validation",
                 hint="more text, or another data.validation_percent",
-                code=Exit.CONFIG,
             )
         self._order = order
         self._epoch, self._index = 0, 0
@@ -141,11 +140,10 @@ class FileDocuments:
                 return place, text
             unread += 1
             if unread > 2 * len(self._pieces):
-                raise UserError(
+                raise config_error(
                     "The data source has no text.",
                     why=f"each of its {len(self._pieces)} documents is empty, unreadable or not UTF-8",
                     hint="another data.path",
-                    code=Exit.CONFIG,
                 )
 
     def close(self) -> None:
@@ -217,11 +215,10 @@ def stdlib_files() -> list[tuple[str, Path]]:
     # The build's own configuration is a list of this machine's paths, and no source text.
     files = [(name, path) for name, path in files if not name.startswith("_sysconfigdata")]
     if not files:
-        raise UserError(
+        raise config_error(
             "This Python has no source text of its standard library.",
             why=f"there are no .py files below {root}",
             hint="--data with a text file of yours",
-            code=Exit.CONFIG,
         )
     return files
 
@@ -242,13 +239,12 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
         matches = sorted(match for match in glob.iglob(given, recursive=True) if os.path.isfile(match))
         found = [(Path(os.path.relpath(match, root or ".")).as_posix(), Path(match)) for match in matches]
     if not found:
-        raise UserError(
+        raise config_error(
             f"There is no data at {path!r}.",
             why=f"it is no file, no directory with {' or '.join(suffixes)} files in it, and no glob that matches one"
             if suffixes != ("",)
             else "it is no file, no directory with files in it, and no glob that matches one",
             hint="an existing path; it is read relative to the directory in which the node was started",
-            code=Exit.CONFIG,
         )
     return found
 
@@ -268,10 +264,9 @@ def _below(root: Path, pruned: frozenset[str]) -> list[tuple[str, Path]]:
     for item in walk():
         found.append(item)
         if len(found) > MOST_FILES:
-            raise UserError(
+            raise config_error(
                 f"There are more than {MOST_FILES} files below {root}.",
                 why="each peer keeps the list of its files in memory",
                 hint="JSON Lines or parquet: many documents in one file",
-                code=Exit.CONFIG,
             )
     return sorted(found)

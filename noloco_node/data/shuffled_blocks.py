@@ -10,7 +10,7 @@ reads the chunk again. Nothing of a chunk is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -44,11 +44,6 @@ class ShuffledBlocks:
             rows.append(self._chunk[self._order[self._dealt]])
             self._dealt += 1
         return torch.stack(rows)
-
-    def batches(self, batch_size: int) -> Iterator[Tensor]:
-        """Yield batches for ever."""
-        while True:
-            yield self.next_batch(batch_size)
 
     def position(self) -> dict[str, Any]:
         """Return where the next block is."""

@@ -6,9 +6,10 @@
     calibrate        how many inner steps fit into the time asked for
     child_processes  children that never outlive their parent
     child_main       the child's end of that promise
+    swarm_processes  which children a whole swarm is
     peer_history     one journal, folded event by event into what a person asks about
     live_view        the live picture, or plain lines; braille_chart: its curve
-    judge_model      gather, merge, evaluate, export and sample, when the training is over
+    evaluate_swarm   gather, merge, evaluate, export and sample, when the training is over
     summary          the numbers
     loss_plot        loss.png
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
 from rich.text import Text
 
 from noloco_node.demo.peer_history import Point
@@ -34,23 +35,22 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
     Centred, so that the curve does not lag: at the start, where it is steep, over fewer points; at the end over those
     before.
     """
-    reach = max(1, len(points) // 40)
-    sums = list(accumulate((point.value for point in points), initial=0.0))
-    found = []
-    for number, point in enumerate(points):
-        first = number - min(reach, number)
-        end = number + min(reach, number, len(points) - 1 - number) + 1
-        mean = (sums[end] - sums[first]) / (end - first)
-        found.append(Point(point.x, mean))
-    return found
+    count, places = len(points), np.arange(len(points))
+    reach = max(1, count // 40)
+    sums = np.cumsum([0.0, *(point.value for point in points)])
+    first = places - np.minimum(reach, places)
+    end = places + np.minimum(np.minimum(reach, places), count - 1 - places) + 1
+    means = (sums[end] - sums[first]) / (end - first)
+    return [Point(point.x, mean) for point, mean in zip(points, means.tolist(), strict=True)]
 
 
 def chart(series: Sequence[Series], width: int, height: int) -> list[Text]:
     """Draw all series into `height` lines of `width` cells, the scale at the left included; it is logarithmic."""
-    drawn = [Series([point for point in one.points if 0 < point.value < math.inf], one.style) for one in series]
-    values = [point.value for one in drawn for point in one.points]
-    if not values:
+    finite = [Series([point for point in one.points if 0 < point.value < math.inf], one.style) for one in series]
+    drawn = [one for one in finite if one.points]
+    if not drawn:
         return [Text() for _ in range(height)]
+    values = [point.value for one in drawn for point in one.points]
     low, high = min(values), max(values)
     columns = max(1, width - 8)
     bits = [[0] * columns for _ in range(height)]
@@ -71,16 +71,10 @@ def chart(series: Sequence[Series], width: int, height: int) -> list[Text]:
 
 
 def _dots(points: Sequence[Point], size: tuple[int, int], scale: tuple[float, float]) -> list[tuple[int, int]]:
-    """Return the dots of a line through the points, at least one for each column that it crosses."""
+    """Return the dots of a line through the points, one for each column that it crosses."""
     (width, height), (low, high) = size, scale
-    span = max(math.log(high / low), 1e-6)
-    found: list[tuple[int, int]] = []
-    for point in points:
-        x = min(width - 1, max(0, int(point.x * (width - 1))))
-        y = round((1 - math.log(point.value / low) / span) * (height - 1))
-        if found and x > found[-1][0] + 1:
-            before_x, before_y = found[-1]
-            step = (y - before_y) / (x - before_x)
-            found += [(column, round(before_y + step * (column - before_x))) for column in range(before_x + 1, x)]
-        found.append((x, y))
-    return found
+    x = (np.clip([point.x for point in points], 0, 1) * (width - 1)).astype(int)
+    depth = 1 - np.log([point.value / low for point in points]) / max(math.log(high / low), 1e-6)
+    columns = np.arange(x[0], x[-1] + 1)
+    rows = np.interp(columns, x, depth * (height - 1)).round().astype(int)
+    return list(zip(columns.tolist(), rows.tolist(), strict=True))

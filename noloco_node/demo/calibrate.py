@@ -1,64 +1,34 @@
 """How many inner steps fit into the time asked for: a short training of the run's own model on this machine.
 
-    python -m noloco_node.demo.calibrate RUN_FILE        prints {"seconds_per_microbatch": ..., "measured_s": ...}
+    python -m noloco_node.demo.calibrate RUN_FILE        prints seconds_per_microbatch and a number
 
 Peers compute in one thread each, so a swarm has the arithmetic of as many cores as it has peers, at most all of them.
 The parent starts that many calibrations at once: cores that share a cache, a clock or a quota are slow here as they
-will be in earnest. What is left over, daemons, serialisation and waiting, is one measured factor.
+will be in earnest. What is left over, daemons, serialisation and waiting, is one measured factor
+(`noloco_node.demo.swarm_processes.EFFICIENCY`).
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from typing import TYPE_CHECKING
 
-import msgspec
+import torch
+from torch import Tensor
 
+from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.config import InnerConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pipeline.stage import Stage
+from pipeline.stage import Inner, Stage
 
 MEASURE_S = 3.0
-EFFICIENCY = 0.7
-"""Share of the cores' time that a demo's swarm spends on arithmetic, as measured on two cores."""
 
 
-class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """What one calibration found. `seconds_per_microbatch`: through all stages, forward, backward and inner steps."""
+def measure(run: RunConfig, measure_s: float) -> float:
+    """Train the whole model of `run` for `measure_s` seconds, stage by stage in one thread.
 
-    seconds_per_microbatch: float
-    measured_s: float
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def affordable_steps(train_s: float, calibrations: list[Calibration], run: RunConfig, slowdown: float = 1.0) -> int:
-    """Return how many inner steps each source can take in `train_s` seconds; at least 20, so that there is a curve.
-
-    `calibrations`: one for each core that the swarm can keep busy, measured at the same time. `slowdown`: of one
-    replica; all stages then run at the speed of its stage, and cannot keep more cores busy than that needs.
+    Returns the seconds of a microbatch: through all stages, forward, backward and inner steps.
     """
-    microbatches_per_s = sum(EFFICIENCY / found.seconds_per_microbatch for found in calibrations)
-    wanted = run.pipeline.stages * (run.pipeline.replicas - 1 + 1 / slowdown)
-    per_step = run.pipeline.microbatches_per_step * run.pipeline.replicas
-    return max(20, int(train_s * microbatches_per_s * min(1.0, wanted / len(calibrations)) / per_step))
-
-
-def measure(run: RunConfig, measure_s: float) -> Calibration:
-    """Train the whole model of `run` for `measure_s` seconds, stage by stage in one thread, and time it."""
-    import torch
-
     torch.set_num_threads(1)
     stages = _stages(run)
     tokens = _tokens(run)
@@ -67,17 +37,10 @@ def measure(run: RunConfig, measure_s: float) -> Calibration:
     while (elapsed := time.perf_counter() - begun) < measure_s or windows == 0:
         _window(stages, tokens, run.pipeline, run.inner)
         windows += 1
-    return Calibration(
-        seconds_per_microbatch=elapsed / (windows * run.pipeline.microbatches_per_step), measured_s=elapsed
-    )
+    return elapsed / (windows * run.pipeline.microbatches_per_step)
 
 
 def _stages(run: RunConfig) -> list[Stage]:
-    import torch
-
-    from noloco_node.planning.model_layout import build_stage, model_layout
-    from pipeline.stage import Inner, Stage
-
     device = torch.device("cpu")
     inner = Inner(run.inner.beta1, run.inner.beta2, run.inner.epsilon, run.inner.weight_decay, run.inner.clip_norm)
     plan = model_layout(run)
@@ -88,8 +51,6 @@ def _stages(run: RunConfig) -> list[Stage]:
 
 
 def _tokens(run: RunConfig) -> Tensor:
-    import torch
-
     shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length + 1)
     return torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
 
@@ -109,4 +70,4 @@ def _window(stages: list[Stage], tokens: Tensor, pipeline: PipelineConfig, inner
 
 
 if __name__ == "__main__":
-    print(msgspec.json.encode(measure(load_run(sys.argv[1]), MEASURE_S)).decode())
+    print("seconds_per_microbatch", measure(load_run(sys.argv[1]), MEASURE_S))

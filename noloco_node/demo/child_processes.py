@@ -148,8 +148,6 @@ class Children:
     def __init__(self, policy: KillPolicy | None = None) -> None:
         self._policy = policy or KillPolicy()
         self._children: list[Child] = []
-        self.killed = 0
-        """How many did not leave when asked."""
 
     def start(self, name: str, command: Sequence[str], logs: Path) -> Child:
         """Start `command`, one thread of arithmetic each, and return it at once."""
@@ -190,7 +188,6 @@ class Children:
 
     def kill(self) -> None:
         """Kill every process of every child now; nothing is awaited."""
-        self.killed += len(self.running())
         for child in self._children:
             child.sweep()
 

@@ -32,7 +32,7 @@ class LiveView:
     def __init__(
         self, console: Console, heading: str, histories: Sequence[PeerHistory], budget_tokens: int, started_at: float
     ) -> None:
-        self._console, self._heading, self._tracks = console, heading, histories
+        self._console, self._heading, self._histories = console, heading, histories
         self._budget_tokens, self._started_at = budget_tokens, started_at
         self._forecast = Forecast()
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
@@ -58,13 +58,13 @@ class LiveView:
     def line(self, now: float) -> str:
         """Return the whole swarm in one plain line."""
         progress, speed, left_s = self._outlook(now)
-        losses = [history.loss for history in self._tracks if history.stage == 0 and history.loss is not None]
+        losses = [history.loss for history in self._histories if history.stage == 0 and history.loss is not None]
         parts = [
             f"[{format_clock(now - self._started_at)}] {progress:4.0%}",
             f"{speed:,.0f} tokens/s",
             "no estimate yet" if left_s is None else f"{format_clock(left_s)} left",
             *([f"loss {sum(losses) / len(losses):.3f}"] if losses else []),
-            *(f"{history.name} {_plain_state(history, now)}" for history in self._tracks),
+            *(f"{history.name} {_plain_state(history, now)}" for history in self._histories),
         ]
         return " | ".join(parts)
 
@@ -83,7 +83,7 @@ class LiveView:
         return Group(heading, Text(), self._table(now), Text(), bar, Text(), *self._curve())
 
     def _outlook(self, now: float) -> tuple[float, float, float | None]:
-        sources = [history for history in self._tracks if history.stage == 0]
+        sources = [history for history in self._histories if history.stage == 0]
         progress = min(1.0, sum(history.tokens for history in sources) / self._budget_tokens)
         if all(history.finished is not None for history in sources):  # what was in a partial window is in no inner step
             progress = 1.0
@@ -91,14 +91,14 @@ class LiveView:
         return progress, speed, self._forecast.left_s(progress, now)
 
     def _table(self, now: float) -> Table:
-        names = {history.peer: history.name for history in self._tracks if history.peer}
+        names = {history.peer: history.name for history in self._histories if history.peer}
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("peer")
         table.add_column("state", min_width=12)
         for title in ("step", "round", "partner", "gap", "loss", "tokens/s"):
             table.add_column(title, justify="right")
         table.add_column("waits for", overflow="ellipsis", no_wrap=True)
-        for number, history in enumerate(self._tracks):
+        for number, history in enumerate(self._histories):
             state = _state(history)
             waits = "" if history.waiting is None else f"{history.waiting}, {format_clock(now - history.since)}"
             waits = history.gone or waits
@@ -108,10 +108,10 @@ class LiveView:
             table.add_row(
                 Text(history.name, style=_colour(number)),
                 Text(state, style=STATE_STYLES.get(state, "dim")),
-                str(history.step),
+                str(history.steps),
                 str(history.round),
                 partner,
-                "" if history.gap is None else f"{history.gap:.4f}",
+                "" if history.gap_last is None else f"{history.gap_last:.4f}",
                 "" if history.loss is None else f"{history.loss:.3f}",
                 f"{history.tokens_per_s(now):,.0f}",
                 Text(waits, style="dim"),
@@ -119,14 +119,14 @@ class LiveView:
         return table
 
     def _curve(self) -> list[Text]:
-        sources = [(number, history) for number, history in enumerate(self._tracks) if history.stage == 0]
+        sources = [(number, history) for number, history in enumerate(self._histories) if history.stage == 0]
         if not any(history.losses.points for _, history in sources):
             return []
         series = [
             Series(
                 [
                     Point(point.x / self._budget_tokens, point.value)
-                    for point in smoothed(over_tokens(history.losses, self._tracks))
+                    for point in smoothed(over_tokens(history.losses, self._histories))
                 ],
                 _colour(number),
             )
@@ -135,7 +135,7 @@ class LiveView:
         title = Text("training loss, nats a token, over the run ", style="dim")
         for number, history in sources:
             title.append(f" ● {history.name}", style=_colour(number))
-        height = max(4, min(10, self._console.height - len(self._tracks) - 9))
+        height = max(4, min(10, self._console.height - len(self._histories) - 9))
         return [title, *chart(series, min(100, self._console.width), height)]
 
 
@@ -145,13 +145,13 @@ def _colour(number: int) -> str:
 
 def _plain_state(history: PeerHistory, now: float) -> str:
     if history.finished is not None:
-        return f"finished at step {history.step}"
+        return f"finished at step {history.steps}"
     if history.gone is not None:
         return history.gone
     if history.waiting is not None:
         return f"waits for {history.waiting} since {format_clock(now - history.since)}"
-    if history.step:
-        return f"step {history.step} round {history.round}"
+    if history.steps:
+        return f"step {history.steps} round {history.round}"
     return _state(history)
 
 
@@ -161,5 +161,5 @@ def _state(history: PeerHistory) -> str:
     if history.gone is not None:
         return "gone"
     if history.state is None:
-        return str(PeerState.TRAINING) if history.step else "starting"
+        return str(PeerState.TRAINING) if history.steps else "starting"
     return str(history.state)

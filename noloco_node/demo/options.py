@@ -23,7 +23,7 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a person asks for. `minutes`: of training; start and evaluation come on top.
 
     `slowdown`: how many times slower the last replica of the last stage acts. `steps`: inner steps of each source,
-    instead of what fits into `minutes`. `judged`: whether the model is evaluated and exported in the end.
+    instead of what fits into `minutes`. `evaluated`: whether the model is evaluated and exported in the end.
     """
 
     stages: int = 2
@@ -33,7 +33,12 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     slowdown: float = 1.0
     steps: int | None = None
-    judged: bool = True
+    evaluated: bool = True
+
+    @property
+    def peers(self) -> int:
+        """How many peers train."""
+        return self.stages * self.replicas
 
     @property
     def slow_peer(self) -> str | None:
@@ -41,21 +46,9 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.stages - 1}{letters(self.replicas - 1)}" if self.slowdown > 1 else None
 
 
-class _Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """demo.json: which demo this is."""
-
-    version: str
-    started_at: float
-    stages: int
-    replicas: int
-    minutes: float
-    seed: int
-    slowdown: float
-
-
 def check(demo: DemoConfig) -> None:
     """Raise `UserError` (Exit.USAGE) where a demo cannot be had."""
-    if demo.stages * demo.replicas > MOST_PEERS:
+    if demo.peers > MOST_PEERS:
         raise UserError(
             f"{demo.stages} stages of {demo.replicas} replicas are too many for one machine",
             why=f"each peer is two processes and about half a gibibyte; the demo starts at most {MOST_PEERS} peers",
@@ -72,17 +65,9 @@ def check(demo: DemoConfig) -> None:
 
 
 def mark(demo: DemoConfig, started_at: float) -> bytes:
-    """Return the content of demo.json; `started_at` in unix seconds."""
-    content = _Mark(
-        version=__version__,
-        started_at=started_at,
-        stages=demo.stages,
-        replicas=demo.replicas,
-        minutes=demo.minutes,
-        seed=demo.seed,
-        slowdown=demo.slowdown,
-    )
-    return msgspec.json.encode(content) + b"\n"
+    """Return the content of demo.json: which demo this is, and since when (unix seconds)."""
+    content = {"version": __version__, "started_at": started_at, **msgspec.structs.asdict(demo)}
+    return msgspec.json.encode(content, enc_hook=str) + b"\n"
 
 
 def letters(number: int) -> str:

@@ -10,24 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from noloco_node.journal.events import (
-    Deferred,
-    Event,
-    Finished,
-    Hops,
-    InnerStep,
-    Lost,
-    OuterStep,
-    PeerViolation,
-    RefusedMicrobatch,
-    Started,
-    StateChanged,
-    Traffic,
-)
+from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
+
+RECENT = 8
+"""Inner steps that the present speed is measured over."""
 
 
 class Point(NamedTuple):
@@ -54,101 +45,102 @@ class Curve:
             self._stride *= 2
 
 
-class StepRate(NamedTuple):
-    """When an inner step ended (unix seconds), how long it took, and how many tokens it had."""
-
-    at: float
-    seconds: float
-    tokens: int
-
-
+@dataclass(slots=True)
 class PeerHistory:
-    """What one peer did so far."""
+    """What one peer did so far. Times are unix seconds."""
 
-    RECENT = 8
-    """Inner steps that the present speed is measured over."""
+    name: str
+    stage: int
+    slowdown: float = 1.0
+    peer: str | None = None
+    state: PeerState | None = None
+    waiting: str | None = None
+    since: float = 0.0
+    """When `state` and `waiting` last changed."""
+    began_at: float | None = None
+    """When its first inner step began."""
+    recent: deque[events.InnerStep] = field(default_factory=lambda: deque(maxlen=RECENT))
+    steps: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    """Of the last inner steps, smoothed."""
+    losses: Curve = field(default_factory=Curve)
+    drawn: Curve = field(default_factory=Curve)
+    """Tokens so far."""
+    busy_s: float = 0.0
+    worked_s: float = 0.0
+    underway: bool = False
+    """It has taken an inner step in this life."""
+    round: int = 0
+    partner: str | None = None
+    gap_first: float | None = None
+    gap_last: float | None = None
+    gaps: Curve = field(default_factory=Curve)
+    met: int = 0
+    solo: int = 0
+    deferred: int = 0
+    staleness: int = 0
+    """Of all rounds together."""
+    hops: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+    violations: int = 0
+    finished: str | None = None
+    """Why its training ended."""
+    gone: str | None = None
+    """How its process ended, where somebody saw it end; a journal cannot tell."""
 
-    def __init__(self, name: str, stage: int, slowdown: float = 1.0) -> None:
-        self.name, self.stage, self.slowdown = name, stage, slowdown
-        self.peer: str | None = None
-        self.parameters = 0
-        self.state: PeerState | None = None
-        self.waiting: str | None = None
-        self.since = 0.0
-        self.step = 0
-        self.progress = 0.0
-        self.tokens = 0
-        self.loss: float | None = None
-        self.gap: float | None = None
-        self.losses, self.gaps, self.drawn = Curve(), Curve(), Curve()
-        self.first_step: StepRate | None = None
-        self.busy_s = self.worked_s = 0.0
-        self._underway = False
-        self.recent: deque[StepRate] = deque(maxlen=self.RECENT)
-        self.round = self.met = self.solo = self.deferred = self.staleness = 0
-        self.partner: str | None = None
-        self.gossip_sent = self.gossip_received = 0
-        self.hops: dict[str, int] = {}
-        self.sent: dict[str, int] = {}
-        self.received: dict[str, int] = {}
-        self.refused: Counter[str] = Counter()
-        self.lost: Counter[str] = Counter()
-        self.violations = 0
-        self.finished: Finished | None = None
-        self.gone: str | None = None
-        """How its process ended, where somebody saw it end; a journal cannot tell."""
-
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         """Fold one event in."""
         match event:
-            case InnerStep():
+            case events.InnerStep():
                 self._take_inner_step(event)
-            case OuterStep():
+            case events.OuterStep():
                 self._take_outer_step(event)
-            case Started():
-                self.peer, self.stage, self.parameters = event.peer, event.stage, event.parameters
-                self._underway = False
-            case StateChanged():
+            case events.Started():
+                self.peer, self.stage, self.underway = event.peer, event.stage, False
+            case events.StateChanged():
                 self.state, self.waiting, self.since = event.state, event.waiting, event.at
-            case Deferred():
+            case events.Deferred():
                 self.deferred += 1
-            case Hops():
+            case events.Hops():
                 self.hops = event.counts
-            case Traffic():
+            case events.Traffic():
                 self.sent, self.received = event.sent, event.received
-            case RefusedMicrobatch():
-                self.refused[event.reason] += 0 if event.here else event.count
-            case Lost():
+            case events.RefusedMicrobatch(here=False):
+                self.refused[event.reason] += event.count
+            case events.Lost():
                 self.lost[event.what] += event.count
-            case PeerViolation():
+            case events.PeerViolation():
                 self.violations += 1
-            case Finished():
-                self.finished, self.waiting, self.since = event, None, event.at
+            case events.Finished():
+                self.finished, self.waiting, self.since = event.why, None, event.at
 
-    def _take_inner_step(self, event: InnerStep) -> None:
-        pace = StepRate(event.at, event.seconds, event.tokens)
-        self.first_step = self.first_step or pace
-        self.recent.append(pace)
-        if self._underway:  # the first step of a life has waited for the swarm to come together
+    def _take_inner_step(self, event: events.InnerStep) -> None:
+        if self.began_at is None:
+            self.began_at = event.at - event.seconds
+        self.recent.append(event)
+        if self.underway:  # the first step of a life has waited for the swarm to come together
             self.busy_s += event.device_s
             self.worked_s += event.seconds
-        self._underway = True
-        self.step, self.progress = event.step, max(self.progress, event.progress)
+        self.underway = True
+        self.steps = event.step
         self.tokens += event.tokens
         self.drawn.add(event.at, self.tokens)
         if event.loss is not None:
             self.losses.add(event.at, event.loss)
             self.loss = event.loss if self.loss is None else 0.8 * self.loss + 0.2 * event.loss
 
-    def _take_outer_step(self, event: OuterStep) -> None:
+    def _take_outer_step(self, event: events.OuterStep) -> None:
         self.round, self.partner = event.round, event.partner
         self.met += event.partner is not None
         self.solo += event.partner is None
         self.staleness += event.staleness
-        self.gossip_sent += event.bytes_sent
-        self.gossip_received += event.bytes_received
         if event.gap is not None:
-            self.gap = event.gap
+            self.gap_first = event.gap if self.gap_first is None else self.gap_first
+            self.gap_last = event.gap
             self.gaps.add(event.at, event.gap)
 
     @property
@@ -156,14 +148,19 @@ class PeerHistory:
         """The share of its wall time at work for which its device worked; None where no step says so."""
         return self.busy_s / self.worked_s if self.busy_s > 0 else None
 
+    @property
+    def mean_staleness(self) -> float:
+        """The mean over its rounds."""
+        return self.staleness / max(1, self.met + self.solo)
+
     def tokens_per_s(self, now: float) -> float:
         """Return the speed over the last steps as of `now` (unix seconds): it falls while nothing comes."""
         if not self.recent or self.finished is not None or self.gone is not None:
             return 0.0
-        first = self.recent[0]
+        first, last = self.recent[0], self.recent[-1]
         # The step that is under way counts once it takes longer than the last one did.
-        until = max(self.recent[-1].at, now - self.recent[-1].seconds)
-        return sum(pace.tokens for pace in self.recent) / max(until - first.at + first.seconds, 1e-9)
+        until = max(last.at, now - last.seconds)
+        return sum(step.tokens for step in self.recent) / max(until - first.at + first.seconds, 1e-9)
 
 
 def over_tokens(curve: Curve, histories: Sequence[PeerHistory]) -> list[Point]:
@@ -176,11 +173,11 @@ def over_tokens(curve: Curve, histories: Sequence[PeerHistory]) -> list[Point]:
 
 
 def _tokens_at(source: PeerHistory, at: float) -> float:
-    points, first = source.drawn.points, source.first_step
+    points = source.drawn.points
     after = bisect_left(points, at, key=attrgetter("x"))
-    if first is None or after == len(points):
+    if source.began_at is None or after == len(points):
         return float(source.tokens)
     end = points[after]
-    start = points[after - 1] if after else Point(first.at - first.seconds, 0.0)
+    start = points[after - 1] if after else Point(source.began_at, 0.0)
     share = (at - start.x) / max(end.x - start.x, 1e-9)
     return start.value + max(0.0, share) * (end.value - start.value)

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: calibrate, bootstrap, join, watch, judge, sum up, and leave nothing running.
+"""The demo from beginning to end: calibrate, bootstrap, join, watch, evaluate, sum up, and leave nothing running.
 
 All work is done by children, and this process only reads their journals: so it never loads torch, draws smoothly, and
 answers Ctrl-C at once, whenever it comes. A peer that dies does not end the demo, just as it does not end a swarm; the
@@ -8,26 +8,27 @@ demo ends in an error only where no source is left.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
 
-from noloco_node.demo.calibrate import Calibration, affordable_steps, cores
-from noloco_node.demo.child_processes import Child, Children, tied_command
+from noloco_node.demo import swarm_processes
+from noloco_node.demo.child_processes import Child, Children
 from noloco_node.demo.live_view import LiveView
 from noloco_node.demo.options import DemoConfig, check, letters, mark
 from noloco_node.demo.output_dir import claim_output_dir
 from noloco_node.demo.peer_history import PeerHistory
 from noloco_node.demo.summary import ModelScores, Summary, lines, summarise
 from noloco_node.errors import UserError
-from noloco_node.journal.reader import Tail, read
+from noloco_node.journal.reader import Tail
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
@@ -38,13 +39,8 @@ from noloco_node.units import format_bytes, format_clock
 PEER_BYTES = 2**29
 """Memory of a peer and its daemon, about."""
 SHOW_EVERY_S = 0.25
-READY_S = 180.0
-"""Longest wait for a calibration or the bootstrap peer; a cold disk may take a minute to load torch."""
 LATE_S = 60.0
 """How long the other stages may still finish after the last source has."""
-LINGER_S = 1800.0
-"""Peers serve their weights until the demo stops them; the bound is for a demo that cannot."""
-ANYWHERE = "/ip4/127.0.0.1/tcp/0"
 
 
 class Peer(NamedTuple):
@@ -59,17 +55,23 @@ class Peer(NamedTuple):
         """It finished its training, or its process ended."""
         return self.history.finished is not None or self.child.exit_code is not None
 
+    def take_news(self) -> None:
+        """Read what its journal has to say by now."""
+        while news := self.tail.poll():
+            for event in news:
+                self.history.take(event)
+
 
 async def demonstrate(demo: DemoConfig) -> None:
     """Run a whole swarm on this machine; raise `UserError` where it cannot be done."""
     check(demo)
     started_at = time.time()
-    with claim_output_dir(demo.home, mark(demo, started_at)) as home, _every_goodbye_is_an_interrupt():
+    with claim_output_dir(demo.home, mark(demo, started_at)) as home, _signals_interrupt():
         await _Demo(demo, home, Console(), started_at).run()
 
 
 @contextmanager
-def _every_goodbye_is_an_interrupt() -> Iterator[None]:
+def _signals_interrupt() -> Iterator[None]:
     """Let a termination or a closed terminal do what Ctrl-C does: unwind, and stop the children on the way."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGHUP)
@@ -97,9 +99,9 @@ class _Demo:
             invite, peers = await self._start_swarm()
             await self._watch(run, peers)
             try:
-                scores = await self._judge(invite, peers) if self._demo.judged else None
-            except UserError as error_of_judge:  # the journals still have something to say
-                trouble = error_of_judge
+                scores = await self._evaluate(invite, peers) if self._demo.evaluated else None
+            except UserError as error:  # the journals still have something to say
+                trouble = error
         finally:
             if self._children.running():
                 self._say(f"stopping {len(self._children.running())} processes (Ctrl-C: at once)")
@@ -117,7 +119,7 @@ class _Demo:
 
     async def _freeze_run(self) -> RunConfig:
         """Write the run file, with as many inner steps as fit into the time asked for."""
-        demo, path = self._demo, self._home.run_file
+        demo = self._demo
         length = f"about {demo.minutes:g} minutes" if demo.steps is None else f"{demo.steps} inner steps"
         self._say(
             f"a swarm of {demo.stages} stages x {demo.replicas} replicas on this machine, trained for {length}; "
@@ -126,35 +128,30 @@ class _Demo:
         if demo.slow_peer is not None:
             self._say(f"replica {demo.slow_peer} acts as one {demo.slowdown:g} times slower than the others")
         self._warn_of_memory()
-        steps = demo.steps or await self._affordable_steps(path)
-        text = self._run_text(steps)
-        write_whole(path, text.encode())
-        run = decode_run(text, str(path))
+        steps = demo.steps or await self._affordable_steps()
+        run = self._write_run(steps)
         self._say(
             f"{steps} inner steps for each source, {_tokens(run):,} tokens in all, a round every "
             f"{run.outer.inner_steps_per_round} to {run.outer.late_inner_steps_per_round} steps of the fastest"
         )
         return run
 
-    async def _affordable_steps(self, path: Path) -> int:
+    async def _affordable_steps(self) -> int:
         """Measure what this machine can do; return how many inner steps of each source fit into the time asked for."""
         demo = self._demo
-        busy = min(cores(), demo.stages * demo.replicas)
-        self._say(f"calibrating: how fast can {busy} of {cores()} cores train this model?")
-        write_whole(path, self._run_text(steps=100).encode())
-        children = [
-            self._children.start(
-                f"calibration {number}",
-                tied_command("noloco_node.demo.calibrate", str(path)),
-                self._home.path / "calibration" / str(number),
-            )
-            for number in range(busy)
-        ]
-        found = [msgspec.json.decode(await child.line("{", READY_S), type=Calibration) for child in children]
-        milliseconds = 1000 * sum(one.seconds_per_microbatch for one in found) / busy
-        self._say(f"a microbatch takes {milliseconds:.0f} ms")
-        run = decode_run(self._run_text(steps=100), str(path))
-        return affordable_steps(60 * demo.minutes, found, run, demo.slowdown)
+        cores = swarm_processes.cores()
+        self._say(f"calibrating: how fast can {min(cores, demo.peers)} of {cores} cores train this model?")
+        run = self._write_run(steps=100)
+        logs = self._home.path / "calibration"
+        found = await swarm_processes.calibrations(self._children, self._home.run_file, demo.peers, logs)
+        self._say(f"a microbatch takes {1000 * mean(found):.0f} ms")
+        return swarm_processes.affordable_steps(60 * demo.minutes, found, run, demo.slowdown)
+
+    def _write_run(self, steps: int) -> RunConfig:
+        demo, path = self._demo, self._home.run_file
+        text = demo_run_text(stages=demo.stages, replicas=demo.replicas, steps=steps, seed=demo.seed)
+        write_whole(path, text.encode())
+        return decode_run(text, str(path))
 
     def _warn_of_memory(self) -> None:
         needed = (self._demo.stages * self._demo.replicas + 1) * PEER_BYTES
@@ -165,35 +162,17 @@ class _Demo:
                 "it may well fail"
             )
 
-    def _run_text(self, steps: int) -> str:
-        demo = self._demo
-        return demo_run_text(
-            stages=demo.stages,
-            replicas=demo.replicas,
-            steps=steps,
-            seed=demo.seed,
-        )
-
     async def _start_swarm(self) -> tuple[str, list[Peer]]:
         """Start the bootstrap peer, read its invite, and start everybody else with it."""
-        directory = self._home.path / "bootstrap"
-        command = ("bootstrap", "--run", str(self._home.run_file), "--listen", ANYWHERE, "--home", str(directory))
-        bootstrap = self._children.start("bootstrap peer", tied_command("noloco_node", *command), directory)
-        invite = await bootstrap.line("noloco1:", READY_S)
+        demo, children = self._demo, self._children
+        invite = await swarm_processes.bootstrap(children, self._home.run_file, self._home.path / "bootstrap")
         self._say(f"the bootstrap peer is up; others could join with:  noloco-node join {invite}")
         peers = []
-        for stage in range(self._demo.stages):
-            for replica in range(self._demo.replicas):
-                name = f"{stage}{letters(replica)}"
-                directory = self._home.path / name
-                slowdown = self._demo.slowdown if name == self._demo.slow_peer else 1.0
-                options = ("--stage", str(stage), "--home", str(directory), "--listen", ANYWHERE)
-                limits = ("--device", "cpu", "--threads", "1", "--linger", f"{LINGER_S:g}", "--refresh", "2")
-                slow = ("--slowdown", f"{slowdown:g}") if slowdown > 1 else ()
-                child = self._children.start(
-                    f"peer {name}", tied_command("noloco_node", "join", invite, *options, *limits, *slow), directory
-                )
-                peers.append(Peer(child, Tail(directory / "journal.jsonl"), PeerHistory(name, stage, slowdown)))
+        for stage, replica in itertools.product(range(demo.stages), range(demo.replicas)):
+            name = f"{stage}{letters(replica)}"
+            home, slowdown = self._home.path / name, demo.slowdown if name == demo.slow_peer else 1.0
+            child = swarm_processes.join(children, invite, stage, home, home, slowdown)
+            peers.append(Peer(child, Tail(home / "journal.jsonl"), PeerHistory(name, stage, slowdown)))
         return invite, peers
 
     async def _watch(self, run: RunConfig, peers: Sequence[Peer]) -> None:
@@ -205,8 +184,7 @@ class _Demo:
             while not all(peer.done for peer in peers):
                 now = time.time()
                 for peer in peers:
-                    for event in peer.tail.poll():
-                        peer.history.take(event)
+                    peer.take_news()
                     self._notice_end(peer)
                 view.show(now)
                 if all(peer.done for peer in sources):
@@ -215,9 +193,7 @@ class _Demo:
                         break
                 await asyncio.sleep(SHOW_EVERY_S)
             for peer in peers:
-                for event in peer.tail.poll():
-                    peer.history.take(event)
-                peer.tail.close()
+                peer.take_news()
             view.show(time.time())
         if all(peer.history.finished is None for peer in sources):
             raise sources[0].child.trouble("no source finished its training")
@@ -227,21 +203,20 @@ class _Demo:
             peer.history.gone = peer.child.end
             self._say(f"{peer.child.name}: {peer.child.end}; its last words: {peer.child.last_word()}")
 
-    async def _judge(self, invite: str, peers: Sequence[Peer]) -> ModelScores:
-        """Gather, merge, export, evaluate and sample, in a child of its own."""
+    async def _evaluate(self, invite: str, peers: Sequence[Peer]) -> ModelScores:
         self._say("the training is over: gathering the weights, merging the replicas, evaluating")
-        directory = self._home.path / "verdict"
-        child = self._children.start(
-            "verdict", tied_command("noloco_node.demo.judge_model", invite, str(self._home.path / "model")), directory
-        )
-        scores = msgspec.json.decode(await child.line("{", LINGER_S), type=ModelScores)
+        model, logs = self._home.path / "model", self._home.path / "evaluation"
+        scores = await swarm_processes.evaluation(self._children, invite, model, logs)
         return scores.named({peer.history.peer: peer.history.name for peer in peers if peer.history.peer})
 
     def _report(self, peers: Sequence[Peer], scores: ModelScores | None) -> None:
         """Write and print what came of it, from the journals as the peers left them."""
         from noloco_node.demo.loss_plot import picture
 
-        histories = [_whole_history(peer, self._home.path) for peer in peers]
+        for peer in peers:
+            peer.take_news()
+            peer.tail.close()
+        histories = [peer.history for peer in peers]
         summary = summarise(histories)
         text = lines(summary, scores)
         write_whole(self._home.path / "summary.txt", ("\n".join(text) + "\n").encode())
@@ -259,13 +234,6 @@ class _Demo:
         for name, what in kept:
             if name != "model" or scores is not None:
                 self._print(f"{what + ':':<18} {self._home.path / name}")
-
-
-def _whole_history(peer: Peer, home: Path) -> PeerHistory:
-    history = PeerHistory(peer.history.name, peer.history.stage, peer.history.slowdown)
-    for event in read(home / peer.history.name / "journal.jsonl"):
-        history.take(event)
-    return history
 
 
 def _as_json(summary: Summary, scores: ModelScores | None) -> bytes:

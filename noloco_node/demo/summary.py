@@ -45,7 +45,7 @@ class ModelScores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer. `gap_first` and `gap_last`: after its first and last round with a partner.
+    """One peer, as its history has it. `gap_first` and `gap_last`: after its first and last round with a partner.
 
     `busy`: share of its wall time at work, from the end of its first inner step to that of the last, for which its
     device worked (had a core); None where the journal does not tell. `slowdown`: how many times slower it acted.
@@ -100,40 +100,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarise(histories: Sequence[PeerHistory]) -> Summary:
     """Sum up a swarm; tokens count once, where they were drawn (stage 0)."""
-    sources = [history for history in histories if history.stage == 0 and history.first_step is not None]
-    starts = [history.first_step.at - history.first_step.seconds for history in sources if history.first_step]
+    sources = [history for history in histories if history.stage == 0 and history.began_at is not None]
+    starts = [history.began_at for history in sources if history.began_at is not None]
     seconds = max((history.recent[-1].at for history in sources), default=0.0) - min(starts, default=0.0)
     tokens = sum(history.tokens for history in sources)
     return Summary(
-        peers=tuple(_peer(history) for history in histories),
+        peers=tuple(msgspec.convert(history, PeerSummary, from_attributes=True) for history in histories),
         tokens=tokens,
         seconds=seconds,
         tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
         hops=_hops(histories),
         bytes=_bytes(histories),
-    )
-
-
-def _peer(history: PeerHistory) -> PeerSummary:
-    gaps = history.gaps.points
-    return PeerSummary(
-        name=history.name,
-        stage=history.stage,
-        steps=history.step,
-        tokens=history.tokens,
-        loss=history.loss,
-        met=history.met,
-        deferred=history.deferred,
-        solo=history.solo,
-        mean_staleness=history.staleness / max(1, history.met + history.solo),
-        gap_first=gaps[0].value if gaps else None,
-        gap_last=history.gap,
-        refused={reason: count for reason, count in history.refused.items() if count},
-        lost=dict(history.lost),
-        violations=history.violations,
-        finished=history.finished.why if history.finished else None,
-        busy=history.busy,
-        slowdown=history.slowdown,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -18,7 +17,7 @@ from noloco_node.doctor import machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
-from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.endpoint.settings import EVERYWHERE, NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
@@ -42,55 +41,36 @@ class DoctorRequest(msgspec.Struct, frozen=True, kw_only=True):
     local: tuple[str, ...] = ()
 
 
-class Swarm(NamedTuple):
-    """What a visit brought home: findings, what each stage needs, and what a microbatch weighs there."""
-
-    findings: list[Finding]
-    needs: tuple[machine_checks.Need, ...] = ()
-
-
 async def examine(invite: str | None, wish: DoctorRequest) -> list[Finding]:
     """Return all findings, those of the machine first."""
     if invite is None:
         return machine_checks.look(wish.home, wish.device, ())
     parsed = invites.parse(invite)
-    tried = await _doors(parsed)
-    open_doors = [address for address, finding in tried if finding.grade is Grade.GOOD]
-    swarm = await _swarm(parsed.digest, open_doors, wish) if open_doors else Swarm([])
-    return [
-        *machine_checks.look(wish.home, wish.device, swarm.needs),
-        *(finding for _, finding in tried),
-        *_no_door(tried),
-        *swarm.findings,
-    ]
-
-
-def _no_door(tried: Sequence[tuple[PeerAddress, Finding]]) -> list[Finding]:
-    """Return what follows if no address of the invite opens."""
-    if any(finding.grade is Grade.GOOD for _, finding in tried):
-        return []
-    return [
-        fail(
-            "invite",
-            "none of its addresses can be reached",
+    tried = await _try_addresses(parsed)
+    answering = [address for address, finding in tried if finding.grade is Grade.GOOD]
+    if answering:
+        found, needs = await _visit(parsed.digest, answering, wish)
+    else:
+        hint = (
             "ask whoever sent it for a fresh one (any peer's `noloco-node status` prints one), and check that this "
-            "machine is online",
+            "machine is online"
         )
-    ]
+        found, needs = [fail("invite", "none of its addresses can be reached", hint)], ()
+    return [*machine_checks.look(wish.home, wish.device, needs), *(finding for _, finding in tried), *found]
 
 
-async def _doors(parsed: invites.Invite) -> list[tuple[PeerAddress, Finding]]:
+async def _try_addresses(parsed: invites.Invite) -> list[tuple[PeerAddress, Finding]]:
     """Try each address of an invite by itself, a few at a time: one that does not answer takes its while."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def attempt(address: PeerAddress) -> tuple[PeerAddress, Finding]:
         async with turns:
-            return address, await _door(parsed.digest, address)
+            return address, await _try_address(parsed.digest, address)
 
     return await asyncio.gather(*map(attempt, parsed.addresses[:MOST_TRIED]))
 
 
-async def _door(digest: str, address: PeerAddress) -> Finding:
+async def _try_address(digest: str, address: PeerAddress) -> Finding:
     about = f"bootstrap peer {address.transport}"
     # On the loopback interface: nothing is to be found out about this machine here.
     settings = NetworkSettings(run=digest, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=(str(address),))
@@ -105,30 +85,36 @@ async def _door(digest: str, address: PeerAddress) -> Finding:
         return warn(about, cause, "ask its owner; one address that answers is enough to join")
 
 
-async def _swarm(digest: str, doors: Sequence[PeerAddress], wish: DoctorRequest) -> Swarm:
-    """Visit the swarm by the addresses that answered."""
-    settings = NetworkSettings(run=digest, announce=wish.announce, bootstrap=tuple(map(str, doors)))
-    if wish.listen:
-        settings = msgspec.structs.replace(settings, listen=wish.listen)
+async def _visit(
+    digest: str, answering: Sequence[PeerAddress], wish: DoctorRequest
+) -> tuple[list[Finding], Sequence[machine_checks.Need]]:
+    """Visit the swarm by the addresses that answered; return findings, and what each stage needs of a machine."""
+    settings = NetworkSettings(
+        run=digest,
+        listen=wish.listen or EVERYWHERE,
+        announce=wish.announce,
+        bootstrap=tuple(map(str, answering)),
+    )
     found: list[Finding] = []
-    needs: tuple[machine_checks.Need, ...] = ()
+    needs: Sequence[machine_checks.Need] = ()
     try:
         async with connected(settings) as whole:
             # A peer that does not take calls must not hold the doctor up for long.
-            network, peers = AdaptiveTimeoutNetwork(whole), [address.peer for address in doors]
+            network, peers = AdaptiveTimeoutNetwork(whole), [address.peer for address in answering]
             found.append(await _clock(network, peers))
             run_file = await fetch(network, peers, digest, wish.local)
             membership = Membership(network, digest, run_file.run.pipeline.stages)
             roster = await membership.peek()
             needs, microbatches = await asyncio.to_thread(_needs, run_file)
-            asked = list(dict.fromkeys([*peers, *_others(roster)]))
+            others = [record.peer for records in roster.stages for record in records]
+            asked = list(dict.fromkeys([*peers, *others]))
             found += [*_census(roster), *await _line(network, asked, microbatches)]
     except (UserError, ExceptionGroup) as error:  # `connected` is a task group
         known = user_error_of(error)
         if known is None:
             raise
         found.append(fail("swarm", f"{known.what} {known.why}", known.hint))
-    return Swarm(found, needs)
+    return found, needs
 
 
 async def _clock(network: PeerNetwork, peers: Sequence[str]) -> Finding:
@@ -140,17 +126,11 @@ async def _clock(network: PeerNetwork, peers: Sequence[str]) -> Finding:
 
 
 def _census(roster: Roster) -> list[Finding]:
-    counts = [len(records) for records in roster.stages]
-    says = "replicas by stage: " + ", ".join(f"{number}: {count}" for number, count in enumerate(counts))
-    lone = [number for number, count in enumerate(counts) if not count]
-    if lone and any(counts):
+    says, lone = f"replicas by stage: {roster.census()}", roster.unserved
+    if lone and any(roster.stages):
         hint = f"a node that joins takes stage {lone[0]} by itself; training waits until every stage has a replica"
         return [warn("swarm", says, hint)]
     return [ok("swarm", says)]
-
-
-def _others(roster: Roster) -> list[str]:
-    return [record.peer for records in roster.stages for record in records]
 
 
 async def _line(network: PeerNetwork, peers: Sequence[str], microbatches: Sequence[MicrobatchBytes]) -> list[Finding]:
@@ -180,23 +160,23 @@ def _ports(addresses: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)[:2]
 
 
-def _needs(run_file: RunFileText) -> tuple[tuple[machine_checks.Need, ...], list[MicrobatchBytes]]:
+def _needs(run_file: RunFileText) -> tuple[list[machine_checks.Need], list[MicrobatchBytes]]:
     """Return what each stage of a run needs of a machine, and what a microbatch weighs there."""
+    # They load torch: a wrong invite is to be refused at once.
     from noloco_node.planning.model_layout import model_layout
     from noloco_node.planning.plan import plan
 
-    run, made = run_file.run, plan(run_file.run)
-    drawn = model_layout(run)
-    needs = tuple(
+    run, layout = run_file.run, model_layout(run_file.run)
+    needs = [
         machine_checks.Need(
             number,
             stage.memory.total,
             stage.memory.computing,
             machine_checks.CHECKPOINT_SETS * stage.memory.weights * machine_checks.CHECKPOINTS,
         )
-        for number, stage in enumerate(made.stages)
-    )
-    return needs, [microbatch_bytes(run, drawn, number) for number in range(run.pipeline.stages)]
+        for number, stage in enumerate(plan(run).stages)
+    ]
+    return needs, [microbatch_bytes(run, layout, number) for number in range(run.pipeline.stages)]
 
 
 async def report(invite: str | None, wish: DoctorRequest, *, as_json: bool) -> tuple[str, Exit]:

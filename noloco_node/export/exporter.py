@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_node.data.encoding import open_tokenizer
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.export.huggingface import check_target, write_checkpoint
-from noloco_node.export.parts import FoundStage, PartsDirectory, parts_beside, passed
+from noloco_node.export.parts import PartsDirectory, parts_beside, passed
 from noloco_node.export.provenance import Provenance, noted, told_of
-from noloco_node.export.replica_fetch import FetchedReplica, Look, at_work, fetched, nobody
+from noloco_node.export.replica_fetch import FetchedReplica, Look, at_work, fetched
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, in_home, merged, newest
-from noloco_node.export.snapshot_fetch import fetch_snapshot, lost
+from noloco_node.export.snapshot_fetch import fetch_snapshot
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.runfile import read_run_text
@@ -38,39 +38,30 @@ from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportRequest:
-    """What to export, and where to. `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them.
+async def export(out: Path, invite: str | None = None, homes: Sequence[Path] = (), allowed: Sequence[str] = ()) -> str:
+    """Gather, merge, write and verify one Hugging Face directory; return what was done, in words.
 
-    `local`: the directories of this machine that the run file of the swarm may name.
+    `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them. `allowed`: the directories of this
+    machine that the run file of the swarm may name.
     """
-
-    out: Path
-    invite: str | None = None
-    homes: tuple[Path, ...] = ()
-    local: tuple[str, ...] = ()
-
-
-async def export(request: ExportRequest) -> str:
-    """Gather, merge, write and verify one Hugging Face directory; return what was done, in words."""
-    check_target(request.out)
-    if request.invite is None:
-        if not request.homes:
+    check_target(out)
+    if invite is None:
+        if not homes:
             raise UserError(
                 "There is nothing to export from.",
                 why="neither an invite nor a home was given",
                 hint="noloco-node export INVITE --out DIR, or noloco-node export --from-home HOME --out DIR",
                 code=Exit.USAGE,
             )
-        return await asyncio.to_thread(_from_homes, request)
-    async with visited(request.invite, request.local) as (network, recipe, membership):
+        return await asyncio.to_thread(_from_homes, out, homes)
+    async with visited(invite, allowed) as (network, recipe, membership):
         layout = await asyncio.to_thread(model_layout, recipe.run)
-        filed = await asyncio.to_thread(of_homes, request.homes, recipe)
-        parts = parts_of(request.out, recipe, layout)
+        filed = await asyncio.to_thread(of_homes, homes, recipe)
+        parts = parts_of(out, recipe, layout)
         found = await SwarmExport(
             network=network, recipe=recipe, look=membership.peek, layout=layout, parts=parts, filed=filed
         ).stages()
-    done = await asyncio.to_thread(write, request.out, recipe, layout, found)
+    done = await asyncio.to_thread(write, out, recipe, layout, found)
     parts.remove()
     return done
 
@@ -79,11 +70,10 @@ def recipe_of(homes: Sequence[Path]) -> RunFileText:
     """Return the run that these homes took part in; raise `UserError` where they name none, or several."""
     for home in homes:
         if not (home / "run.toml").is_file():
-            raise UserError(
+            raise config_error(
                 f"{home} is not the home of a node.",
                 why="it holds no run.toml, which a node keeps there when it joins",
                 hint="the directory that `noloco-node join --home` was given, ~/.noloco/node by default",
-                code=Exit.CONFIG,
             )
     recipes = {home: RunFileText(read_run_text(home / "run.toml"), str(home / "run.toml")) for home in homes}
     first = recipes[homes[0]]
@@ -103,19 +93,16 @@ def of_homes(homes: Sequence[Path], recipe: RunFileText) -> list[ReplicaFile]:
     return [filed for home in homes for filed in in_home(home, recipe.digest)]
 
 
-def merge_files(filed: Sequence[ReplicaFile], recipe: RunFileText, layout: ModelLayout) -> list[FoundStage]:
+def merge_files(filed: Sequence[ReplicaFile], recipe: RunFileText, layout: ModelLayout) -> list[MergedReplicas]:
     """Return every stage, merged from these files; raise `UserError` where a stage is missing."""
     rounds_behind = recipe.run.outer.staleness_at_most
-    return [
-        FoundStage(merged(number, newest(filed, number), shapes, rounds_behind), None)
-        for number, shapes in enumerate(layout.shapes)
-    ]
+    return [merged(number, newest(filed, number), shapes, rounds_behind) for number, shapes in enumerate(layout.shapes)]
 
 
-def _from_homes(request: ExportRequest) -> str:
-    recipe = recipe_of(request.homes)
+def _from_homes(out: Path, homes: Sequence[Path]) -> str:
+    recipe = recipe_of(homes)
     layout = model_layout(recipe.run)
-    return write(request.out, recipe, layout, merge_files(of_homes(request.homes, recipe), recipe, layout))
+    return write(out, recipe, layout, merge_files(of_homes(homes, recipe), recipe, layout))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +119,7 @@ class SwarmExport:
     parts: PartsDirectory
     filed: Sequence[ReplicaFile] = ()
 
-    async def stages(self) -> list[FoundStage]:
+    async def stages(self) -> list[MergedReplicas]:
         """Return every stage, from finished parts, living replicas, homes and kept snapshots.
 
         Raises `UserError` where a stage has nothing.
@@ -142,46 +129,44 @@ class SwarmExport:
             return [await self._stage(number) for number in range(len(self.layout.shapes))]
 
     async def replicas(self) -> list[list[ReplicaFile]]:
-        """Return the living replicas of every stage, a file each; raise `UserError` where a stage has none."""
+        """Return the living replicas of every stage, a file each."""
         with _said_of_disk(self.parts.path):
             self.parts.make()
             stages = []
             for number in range(len(self.layout.shapes)):
                 lying, came = await self._fetch_replicas(number)
-                if not lying and not came:
-                    raise nobody(self.recipe, await self.look(), number)
                 stages.append(newest([*lying, *came], number))
             return stages
 
-    async def _stage(self, number: int) -> FoundStage:
+    async def _stage(self, number: int) -> MergedReplicas:
         found = await asyncio.to_thread(self.parts.finished, number, await self._rounds(number))
         if found is not None:
             of_snapshot = "" if found.kept_by is None else f", from a snapshot that {found.kept_by} keeps"
-            rounds_told = rounds_of(found.stage.taken)
+            rounds_told = rounds_of(found.taken)
             say(f"stage {number}: kept from an export that was interrupted, {rounds_told}{of_snapshot}")
             return found
         found = await self._gather(number)
         await asyncio.to_thread(self.parts.finish, number, found)
         return found
 
-    async def _gather(self, number: int) -> FoundStage:
+    async def _gather(self, number: int) -> MergedReplicas:
         """Return the mean of a stage's replicas; where none lives, of a snapshot too if one is clearly newer."""
         lying, came = await self._fetch_replicas(number)
         candidates = newest([*self.filed, *lying, *came], number)
         living = {record.peer for record in at_work(await self.look(), number)}
         if came or any(each.peer in living for each in lying):
-            return FoundStage(await self._merged(number, candidates), None)
+            return await self._merged(number, candidates)
         own = max((each.counters.round for each in candidates), default=None)
         kept = await fetch_snapshot(self.network, self.recipe, self.look, number, self.layout.shapes[number], own)
         if isinstance(kept, FetchedReplica):
             return await self._with_snapshot(number, candidates, kept)
         if not candidates:
-            raise lost(self.recipe, await self.look(), number, kept)
-        return FoundStage(await self._merged(number, candidates), None)
+            raise kept
+        return await self._merged(number, candidates)
 
     async def _with_snapshot(
         self, number: int, candidates: Sequence[ReplicaFile], snapshot: FetchedReplica
-    ) -> FoundStage:
+    ) -> MergedReplicas:
         """Return the mean of a snapshot and of those candidates that it has not left far behind."""
         kept = await asyncio.to_thread(self.parts.keep_snapshot, number, snapshot)
         rounds_behind = self.recipe.run.outer.staleness_at_most
@@ -190,7 +175,7 @@ class SwarmExport:
         why = f"the snapshot that {snapshot.peer} keeps is of round {snapshot.round}"
         left_out = [LeftOut(peer=each.peer, why=f"round {each.counters.round}, {why}") for each in older]
         taken = any((each.peer, each.round) == (snapshot.peer, snapshot.round) for each in found.taken)
-        return FoundStage(found._replace(left_out=(*found.left_out, *left_out)), snapshot.peer if taken else None)
+        return found._replace(left_out=(*found.left_out, *left_out), kept_by=snapshot.peer if taken else None)
 
     async def _fetch_replicas(self, number: int) -> tuple[list[ReplicaFile], list[ReplicaFile]]:
         """Return the replicas of a stage: those that an interrupted export has left, and those that came now."""
@@ -234,10 +219,9 @@ def parts_of(out: Path, recipe: RunFileText, layout: ModelLayout) -> PartsDirect
     return PartsDirectory(parts_beside(out), recipe.digest, layout.shapes, recipe.run.outer.staleness_at_most)
 
 
-def write(out: Path, recipe: RunFileText, layout: ModelLayout, found: Sequence[FoundStage]) -> str:
+def write(out: Path, recipe: RunFileText, layout: ModelLayout, stages: Sequence[MergedReplicas]) -> str:
     """Write the checkpoint of all stages; return what was done, in words."""
-    stages = [each.stage for each in found]
-    kept_by = {number: each.kept_by for number, each in enumerate(found) if each.kept_by is not None}
+    kept_by = {number: stage.kept_by for number, stage in enumerate(stages) if stage.kept_by is not None}
     snapshots = noted([stage.taken for stage in stages], kept_by)
     notes = Provenance(
         run_id=recipe.digest,

@@ -8,7 +8,9 @@ from statistics import median_low
 
 import msgspec
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
+from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import decode_run
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 
 NOTES = "noloco.json"
@@ -54,12 +56,16 @@ def read_provenance(directory: Path) -> Provenance:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Provenance)
     except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise UserError(
+        raise config_error(
             f"{directory} is no checkpoint of a swarm.",
             why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
             hint="give a directory that `noloco-node export` or the demo wrote",
-            code=Exit.CONFIG,
         ) from error
+
+
+def run_of(directory: Path) -> RunConfig:
+    """Return the run that a checkpoint came from; raise `UserError` where it does not say."""
+    return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
 
 
 def noted(stages: Sequence[Sequence[ReplicaSummary]], kept_by: Mapping[int, str]) -> tuple[FromSnapshot, ...]:

@@ -19,9 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossip.exchange.messages import Manifest
-from gossip.exchange.swap import Compute
 from gossip.transfer.download import DonorBusy, download_state
-from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.peer_state import PeerState
@@ -29,7 +27,6 @@ from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.manifests import WeightsOf
 from noloco_node.swarm.roster import PeerRecord, Roster
-from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
 BUSY_S = 900.0
@@ -64,7 +61,7 @@ async def fetched(
 
     `here`: peers whose weights need not be asked for any more; they count among those that have given.
     """
-    loop = asyncio.get_running_loop()
+    loop, subject = asyncio.get_running_loop(), WeightsOf(number, tuple(shapes.values()), STATE)
     begun_s, given = loop.time(), len(here)
     again_s: dict[str, float] = {}
     """Of each replica that was asked: when to ask it again, infinity for never."""
@@ -79,7 +76,7 @@ async def fetched(
             say(f"stage {number}: fetching from {peer}; {given} of {len(here) + len(listed)} replicas are here")
         before_s, again_s[peer] = again_s.get(peer), math.inf
         try:
-            copy = await fetch(network, peer, number, shapes)
+            copy = await fetch_of(network, peer, subject, shapes)
         except DonorBusy as busy:
             left_s = begun_s + (BUSY_BESIDE_S if given else BUSY_S) - loop.time()
             if left_s > 0.0:
@@ -107,35 +104,18 @@ def at_work(roster: Roster, number: int) -> list[PeerRecord]:
     return [record for record in roster.stage(number) if record.state in (PeerState.TRAINING, PeerState.FINISHED)]
 
 
-async def fetch(network: PeerNetwork, peer: str, number: int, shapes: Mapping[str, tuple[int, ...]]) -> FetchedReplica:
-    """Fetch one replica's slow weights; raise a `ConnectionError` where it gives none, `DonorBusy` if not now."""
-    return await fetch_of(network, peer, WeightsOf(number, tuple(shapes.values()), STATE), shapes)
-
-
 async def fetch_of(
     network: PeerNetwork, peer: str, subject: WeightsOf, names: Iterable[str], objection: Objection | None = None
 ) -> FetchedReplica:
-    """Do what `fetch` does, for what a peer has of any subject; `names`: of the parameters."""
+    """Fetch what a peer has of a subject; raise a `ConnectionError` where it gives none, `DonorBusy` if not now.
+
+    `names`: of the parameters.
+    """
     # A newcomer's patience, who copies five times as much: a line at home may be slow, and nobody waits for us.
     wanted = subject.wanted(copying_s(subject.weight_bytes, SLOWEST_BYTES_PER_S))
     if objection is not None:
         wanted = replace(wanted, objection=objection)
-    state = await download_state([peer], subject.converse(network), wanted, _in_a_thread(), passes=1)
+    state = await download_state([peer], subject.converse(network), wanted, asyncio.to_thread, passes=1)
     return FetchedReplica(
         peer, state.round, state.inner_steps, state.progress, dict(zip(names, state.slow, strict=True))
     )
-
-
-def nobody(recipe: RunFileText, roster: Roster, number: int) -> UserError:
-    """Return the message that a stage has nobody who gives its weights."""
-    return UserError(
-        f"Nobody gave the weights of stage {number}.",
-        why=f"the roster of the run {recipe.digest[:12]} lists {len(roster.stage(number))} replicas of it",
-        hint="noloco-node status shows who is there; try again when the stage has a replica, or add homes of peers "
-        "that served it with --from-home",
-        code=Exit.UNREACHABLE,
-    )
-
-
-def _in_a_thread() -> Compute:
-    return asyncio.to_thread

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary, drop_outliers, mean_of, norm_of
 from noloco_node.storage import tensor_file
 from noloco_node.storage.checkpoint import Counters, counters_of, files
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -64,8 +64,6 @@ class ReplicaReader:
 
     def __init__(self, filed: Sequence[ReplicaFile], shapes: Shapes) -> None:
         """Open `filed`; raise ValueError where a file does not hold tensors of these shapes."""
-        from safetensors import SafetensorError, safe_open
-
         self._names, self._open = list(shapes), ExitStack()
         self.filed, self._files = tuple(filed), []
         try:
@@ -110,11 +108,15 @@ class ReplicaReader:
 
 
 class MergedReplicas(NamedTuple):
-    """One stage: the mean of its replicas by name, who is in it, and who is not."""
+    """One stage: the mean of its replicas by name, who is in it, and who is not.
+
+    `kept_by`: who keeps the snapshot that is in the mean; None if none is.
+    """
 
     weights: dict[str, Tensor]
     taken: tuple[ReplicaSummary, ...]
     left_out: tuple[LeftOut, ...]
+    kept_by: str | None = None
 
 
 def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behind: int) -> MergedReplicas:

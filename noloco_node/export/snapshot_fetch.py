@@ -13,27 +13,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
 
 from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.replica_fetch import FetchedReplica, Look, fetch_of
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, standings
 from noloco_node.state_sync.snapshot_choice import AGAIN_S, asked_of, asks_again, donors, reached, verify_snapshot
+from noloco_node.swarm.roster import Roster
+from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
-    from noloco_node.swarm.roster import Roster
-    from noloco_node.swarm.run_distribution import RunFileText
-
-
-class SnapshotUnavailable(NamedTuple):
-    """No snapshot of a stage came: how many peers were asked, and how many of them offered one or were busy."""
-
-    asked: int
-    offered: int
-    busy: int
 
 
 async def fetch_snapshot(
@@ -43,9 +32,10 @@ async def fetch_snapshot(
     number: int,
     shapes: Mapping[str, tuple[int, ...]],
     own: int | None,
-) -> FetchedReplica | SnapshotUnavailable:
+) -> FetchedReplica | UserError:
     """Fetch the newest snapshot of a stage that is to be believed; the copy's `peer` is who keeps it.
 
+    Returns why none came where that is so: whoever has nothing else raises it.
     `own`: the newest round that is here already, None where nothing is; only what is clearly newer is fetched then.
     """
     subject, refused, offered = WeightsOf(number, tuple(shapes.values()), SNAPSHOT), set[str](), set[str]()
@@ -70,24 +60,22 @@ async def fetch_snapshot(
                 refused.add(peer)
                 say(f"left out: {error}")
         if not asks_again(busy > 0, own is not None, attempt):
-            return SnapshotUnavailable(len(asked), len(offered), busy)
+            tries = f"of {len(asked)} peers that were asked for a snapshot {len(offered)} offered one, {busy} were busy"
+            return _lost(recipe, roster, number, tries, any_came=bool(offered or busy))
         if busy and attempt == 0:
             say(f"stage {number}: {busy} peers are busy; asking all again for some minutes")
         await asyncio.sleep(AGAIN_S)
         attempt += 1
 
 
-def lost(recipe: RunFileText, roster: Roster, number: int, vain: SnapshotUnavailable) -> UserError:
+def _lost(recipe: RunFileText, roster: Roster, number: int, tries: str, *, any_came: bool) -> UserError:
     """Return the message that a stage is nowhere: nobody serves it, and nobody gives a snapshot of it."""
     replicas = len(roster.stage(number))
     serves = f"Nobody gave the weights of stage {number}" if replicas else f"Nobody serves stage {number}"
-    keeps = "nobody keeps a snapshot of it"
-    if vain.offered or vain.busy:
-        keeps = "no snapshot of it could be fetched and believed"
+    keeps = "no snapshot of it could be fetched and believed" if any_came else "nobody keeps a snapshot of it"
     return UserError(
         f"{serves}, and {keeps}.",
-        why=f"the roster of the run {recipe.digest[:12]} lists {replicas} replicas of it; of {vain.asked} peers that "
-        f"were asked for a snapshot {vain.offered} offered one, {vain.busy} were busy to the end",
+        why=f"the roster of the run {recipe.digest[:12]} lists {replicas} replicas of it; {tries} to the end",
         hint="add homes of peers that served it, or kept snapshots of it, with --from-home DIR; or try again when "
         "`noloco-node status` shows a replica of the stage. Finished stages are kept",
         code=Exit.UNREACHABLE,

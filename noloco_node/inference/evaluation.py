@@ -9,8 +9,7 @@ model with one of them in the place of its stage's mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +20,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from noloco_node.data.blocks import open_blocks
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.export.exporter import merge_files, of_homes, recipe_of
 from noloco_node.export.huggingface import joined, quiet_unless_watched
-from noloco_node.export.provenance import NOTES, read_provenance
+from noloco_node.export.provenance import NOTES, run_of
 from noloco_node.export.replica_files import ReplicaReader, newest
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, RunConfig
-from noloco_node.run.runfile import decode_run, with_source
+from noloco_node.run.runfile import with_source
 
 BATCH = 8
 """Sequences evaluated at a time."""
@@ -37,20 +36,6 @@ LONGEST_SEQUENCE = 1024
 """Tokens, where nothing but the model's positions says how long a sequence should be."""
 
 Model = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What to evaluate, and on what: `directories` of checkpoints, or `homes` of nodes of one run.
-
-    `data`: a source of text as `with_source` reads it, used whole; None for the text that the run held out. `batches`:
-    the most of them.
-    """
-
-    directories: tuple[Path, ...] = ()
-    homes: tuple[Path, ...] = ()
-    data: str | None = None
-    batches: int = 64
 
 
 class Loss(NamedTuple):
@@ -132,32 +117,35 @@ def open_model(directory: Path) -> Any:
             directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
         ).eval()
     except (OSError, ValueError) as error:
-        raise UserError(
+        raise config_error(
             f"{directory} holds no model that transformers can load.",
             why=str(error),
             hint="give a directory that `noloco-node export` or the demo wrote",
-            code=Exit.CONFIG,
         ) from error
 
 
-def evaluate_directory(directory: Path, *, data: str | None, batches: int, as_json: bool) -> str:
-    """Evaluate an exported checkpoint; return a sentence or one JSON object. `data` and `batches`: see `Question`."""
-    return evaluate(Question(directories=(directory,), data=data, batches=batches), as_json=as_json)
-
-
-def evaluate(question: Question, *, as_json: bool) -> str:
+def evaluate(
+    directories: Sequence[Path] = (),
+    homes: Sequence[Path] = (),
+    *,
+    data: str | None = None,
+    batches: int = 64,
+    as_json: bool = False,
+) -> str:
     """Evaluate exported checkpoints, or what lies in homes: the merged model and every replica in its place in it.
 
-    Returns a sentence a model, or one JSON object: of one model its numbers, of several a list of them under `models`.
+    `data`: a source of text as `with_source` reads it, used whole; None for the text that the run held out. `batches`:
+    the most of them. Returns a sentence a model, or one JSON object: of one model its numbers, of several a list of
+    them under `models`.
     """
-    if bool(question.directories) == bool(question.homes):
+    if bool(directories) == bool(homes):
         raise UserError(
-            "Nothing to evaluate." if not question.homes else "Directories and homes cannot be evaluated together.",
+            "Nothing to evaluate." if not homes else "Directories and homes cannot be evaluated together.",
             why="a model is an exported directory, or what homes of nodes hold",
             hint="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
             code=Exit.USAGE,
         )
-    measured = list(_of_homes(question) if question.homes else _of_directories(question))
+    measured = list(_of_homes(homes, data, batches) if homes else _of_directories(directories, data, batches))
     if as_json:
         rows = [measure.numbers() for measure in measured]
         only = rows[0] if len(rows) == 1 else {"models": rows}
@@ -167,21 +155,21 @@ def evaluate(question: Question, *, as_json: bool) -> str:
     return "\n".join(measure.sentence(named=len(measured) > 1) for measure in measured)
 
 
-def _of_directories(question: Question) -> Iterator[Measure]:
-    for directory in question.directories:
-        text = _text(*_reading(directory, question.data), question.batches)
+def _of_directories(directories: Sequence[Path], source: str | None, batches: int) -> Iterator[Measure]:
+    for directory in directories:
+        text = validation_text(*_reading(directory, source), batches)
         model = open_model(directory)
         yield Measure(str(directory), validation_loss(_logits_of(model), text), unigram_entropy(text))
 
 
-def _of_homes(question: Question) -> Iterator[Measure]:
+def _of_homes(homes: Sequence[Path], source: str | None, batches: int) -> Iterator[Measure]:
     """Measure the merged model, and then it with one stage after the other held by a single replica."""
-    recipe = recipe_of(question.homes)
+    recipe = recipe_of(homes)
     run, layout = recipe.run, model_layout(recipe.run)
-    data = run.data if question.data is None else _whole(with_source(run.data, question.data))
-    text = _text(data, run.pipeline.sequence_length, run.seed, question.batches)
-    entropy, filed = unigram_entropy(text), of_homes(question.homes, recipe)
-    stages = [each.stage for each in merge_files(filed, recipe, layout)]
+    data = run.data if source is None else _whole(with_source(run.data, source))
+    text = validation_text(data, run.pipeline.sequence_length, run.seed, batches)
+    entropy, filed = unigram_entropy(text), of_homes(homes, recipe)
+    stages = merge_files(filed, recipe, layout)
     model = joined(layout.prepared.config, [stage.weights for stage in stages]).eval()
 
     def loss() -> Loss:
@@ -200,7 +188,8 @@ def _logits_of(model: Any) -> Model:
     return lambda ids: model(ids).logits
 
 
-def _text(data: DataConfig, sequence_length: int, seed: int, batches: int) -> list[Tensor]:
+def validation_text(data: DataConfig, sequence_length: int, seed: int, batches: int) -> list[Tensor]:
+    """Return at most so many batches of the text that a run holds out."""
     blocks = open_blocks(data, sequence_length, seed, "", "validation")
     try:
         return list(islice(blocks.batches(BATCH), batches))
@@ -213,34 +202,34 @@ def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]
 
     A checkpoint that comes from no swarm is read with its own tokenizer, on a text that must be named.
     """
-    if source is not None and not (directory / NOTES).exists() and (directory / "config.json").exists():
-        tokenizer = reading_of(directory)
-        config = msgspec.json.decode((directory / "config.json").read_bytes())
-        positions = config.get("max_position_embeddings") or config.get("n_positions") or LONGEST_SEQUENCE
-        return _whole(with_source(tokenizer, source)), min(int(positions), LONGEST_SEQUENCE), 0
-    run = run_of(directory)
-    data = run.data if source is None else _whole(with_source(run.data, source))
-    return own_tokenizer(data, directory), run.pipeline.sequence_length, run.seed
+    run = run_of(directory) if source is None else known_run(directory)
+    data = reading_of(directory, run)
+    data = data if source is None else _whole(with_source(data, source))
+    if run is not None:
+        return data, run.pipeline.sequence_length, run.seed
+    config = msgspec.json.decode((directory / "config.json").read_bytes())
+    positions = config.get("max_position_embeddings") or config.get("n_positions") or LONGEST_SEQUENCE
+    return data, min(int(positions), LONGEST_SEQUENCE), 0
 
 
 def _whole(data: DataConfig) -> DataConfig:
     return msgspec.structs.replace(data, validation_percent=100.0)
 
 
-def run_of(directory: Path) -> RunConfig:
-    """Return the run that a checkpoint came from; raise `UserError` where it does not say."""
-    return decode_run(read_provenance(directory).run_file, str(directory / NOTES))
+def known_run(directory: Path) -> RunConfig | None:
+    """Return the run that a checkpoint came from, None if from no swarm; raise `UserError` where there is no model."""
+    if not (directory / NOTES).exists() and (directory / "config.json").exists():
+        return None
+    return run_of(directory)
 
 
-def reading_of(directory: Path) -> DataConfig:
-    """Return how the model in a directory reads text: with its run's tokenizer, or with its own if it has no run."""
-    if (directory / NOTES).exists() or not (directory / "config.json").exists():
-        return own_tokenizer(run_of(directory).data, directory)
-    return DataConfig(tokenizer=str(directory))
+def reading_of(directory: Path, run: RunConfig | None) -> DataConfig:
+    """Return how the model in a directory reads text: with its run's tokenizer, or with its own if it has no run.
 
-
-def own_tokenizer(data: DataConfig, directory: Path) -> DataConfig:
-    """Take the tokenizer from the checkpoint: the run's own may be a directory of another machine."""
-    if data.tokenizer == "byt5":
-        return data
-    return msgspec.structs.replace(data, tokenizer=str(directory), tokenizer_commit=None)
+    The run's own may be a directory of another machine: the checkpoint has a copy.
+    """
+    if run is None:
+        return DataConfig(tokenizer=str(directory))
+    if run.data.tokenizer == "byt5":
+        return run.data
+    return msgspec.structs.replace(run.data, tokenizer=str(directory), tokenizer_commit=None)

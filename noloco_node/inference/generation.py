@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from noloco_node.errors import Exit, UserError
-from noloco_node.inference.evaluation import open_model, reading_of
+from noloco_node.data.encoding import open_encoder, open_tokenizer
+from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.inference.evaluation import known_run, open_model, reading_of
 
 _BYTE_OFFSET, _BYTES = 3, 256
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -60,11 +61,10 @@ def continuation(model: Any, prompt: list[int], sampling: Sampling, end: int | N
             output = model(torch.tensor([unread]), past_key_values=memory, use_cache=True)
         logits = output.logits[0, -1]
         if logits.isnan().any():
-            raise UserError(
+            raise config_error(
                 "The model computes what is no number.",
                 why="its weights are not finite, or too large",
                 hint="noloco-node evaluate says what it is worth; export again, or from other homes",
-                code=Exit.CONFIG,
             )
         token = draw(logits, sampling, generator)
         if token == end:
@@ -123,9 +123,7 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
 
     Raises `UserError` at once where there is no such checkpoint, or no token to go on from.
     """
-    from noloco_node.data.encoding import open_encoder, open_tokenizer
-
-    data = reading_of(directory)
+    data = reading_of(directory, known_run(directory))
     encoder = open_encoder(data)
     given = encoder.encode(prompt).tolist()
     if not given:
@@ -150,8 +148,3 @@ def _pieces(tokens: Iterator[int], spelling: Spelling | ByteSpelling) -> Iterato
             yield piece
     if piece := spelling.rest():
         yield piece
-
-
-def generate_sample(directory: Path, prompt: str, tokens: int, seed: int = 0) -> str:
-    """Let an exported checkpoint go on from `prompt` for at most `tokens` tokens; return what it adds."""
-    return "".join(generate(directory, prompt, Sampling(tokens=tokens, seed=seed)))

@@ -39,7 +39,7 @@ from noloco_node.libp2p.streams.dialer import StreamContext
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.network.interface import Handler
-from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,9 @@ class Libp2pNetwork:
         check_announce(settings.announce)
         parts = load_hivemind()
         ignore_orphaned_waits(asyncio.get_running_loop())
-        switchboard = Switchboard(settings.patience, settings.capacity)
+        switchboard = Switchboard(settings.timeouts, settings.capacity)
         with private_directory() as directory:
-            exchange = StreamContext(switchboard, met or KnownPeers(), RunSecret(settings.run), settings.patience)
+            exchange = StreamContext(switchboard, met or KnownPeers(), RunSecret(settings.run), settings.timeouts)
             network = cls(settings, LinkContext(parts, directory, exchange, settings.reach), tell)
             try:
                 await network._begin(settings.identity or directory / "identity.key")
@@ -172,7 +172,7 @@ class Libp2pNetwork:
     async def relaying(self, identities: Sequence[Path]) -> AsyncIterator[tuple[str, ...]]:
         """Run a relay for each identity, at the ports after our own, and tell the swarm of them; see `relays`."""
         chosen = relays.relay_configs(self._settings, identities)
-        start_s = self._settings.patience.start_s
+        start_s = self._settings.timeouts.start_s
         pool = relays.RelayPool(self._context.parts, self._context.directory, start_s, self._tell, self._granted)
         async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
             key = self._context.exchange.secret.key(KEY)
@@ -207,13 +207,8 @@ class Libp2pNetwork:
         if any(goal):
             config = await preflight(self._context, settings, config, goal, self._tell)
         self._dialable = config.dialable
-        loop = asyncio.get_running_loop()
-        self._service = loop.create_task(self._serve(config), name="network")
-        present = loop.create_task(self._present.wait())
-        try:
-            await asyncio.wait({self._service, present}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            present.cancel()
+        self._service = asyncio.get_running_loop().create_task(self._serve(config), name="network")
+        await self._wait_for_session(self._service, None)
         if self._service.done():
             self._service.result()
 
@@ -300,15 +295,19 @@ class Libp2pNetwork:
             self._session = None
             self._present.clear()
         if self._session is None and self._service is not None and not self._service.done():
-            present = asyncio.get_running_loop().create_task(self._present.wait())
-            ends: set[asyncio.Future[Any]] = {present, self._service}
-            try:
-                await asyncio.wait(ends, timeout=self._settings.patience.return_s, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                present.cancel()
+            await self._wait_for_session(self._service, self._settings.timeouts.return_s)
         if self._session is None:
             raise ConnectionResetError("our own libp2p daemon is gone")
         return self._session
+
+    async def _wait_for_session(self, service: asyncio.Task[None], wait_s: float | None) -> None:
+        """Wait until a session is there, or none can come any more, or for so long."""
+        present = asyncio.get_running_loop().create_task(self._present.wait())
+        ends: set[asyncio.Future[Any]] = {present, service}
+        try:
+            await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            present.cancel()
 
     async def _granted(self, doors: Sequence[PeerAddress]) -> Grant:
         return await (await self._now()).granted(doors)
@@ -325,4 +324,4 @@ class Libp2pNetwork:
         self._switchboard.close()
         if self._service is not None:
             self._service.cancel()
-            await asyncio.wait({self._service}, timeout=self._settings.patience.linger_s)
+            await asyncio.wait({self._service}, timeout=self._settings.timeouts.linger_s)

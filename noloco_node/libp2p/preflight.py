@@ -72,16 +72,16 @@ async def preflight(
     Whom we join by may be out of reach: then nothing is found out here, and the session says why.
     """
     doors = [bootstrap_address(text) for text in settings.bootstrap]
-    parts, patience, identity = context.parts, context.exchange.patience, context.directory / "scout.key"
+    parts, timeouts, identity = context.parts, context.exchange.timeouts, context.directory / "scout.key"
     ensure_identity(identity)
     place = f"-hostAddrs={','.join(config.listen)}" if goal.reach else "-noListenAddrs=1"
     chosen = (f"-id={identity}", place, "-dhtClient=1", "-tls=1", "-relay=1", "-idleTimeout=30s")
-    async with start_daemon(parts.binary, chosen, context.directory, patience.start_s) as daemon:
+    async with start_daemon(parts.binary, chosen, context.directory, timeouts.start_s) as daemon:
         control = Control(daemon, parts.messages)
-        async with attached(parts, control, daemon, patience.start_s) as client:
+        async with attached(parts, control, daemon, timeouts.start_s) as client:
             try:
                 causes = await dialled(
-                    {asyncio.ensure_future(connect(control, parts, door, patience.reach_s)): door for door in doors}
+                    {asyncio.ensure_future(connect(control, parts, door, timeouts.reach_s)): door for door in doors}
                 )
                 reached = [door for door, cause in causes.items() if cause is None]
                 if reached and goal.identity:
@@ -91,7 +91,7 @@ async def preflight(
                 dialer = StreamDialer(parts, control, daemon, context.exchange, client.peer_id.to_base58())
                 ports = dialled_ports(config.listen) if settings.reach is Reachability.AUTO else ()
                 found = await asyncio.gather(*(_ask(dialer, door.peer, ports) for door in reached[:_MOST_ASKED]))
-                own = await places(parts, control, patience.dht_s)
+                own = await places(parts, control, timeouts.dht_s)
             except ConnectionError as error:
                 raise daemon_trouble(str(error)) from None
     return choose_daemon_config(settings, config, own, judge([each for each in found if each is not None]), tell)

@@ -68,10 +68,10 @@ class Session:
         self.daemon, self.peer_id = daemon, client.peer_id.to_base58()
         self.rejoined = 0
         self._parts, self._config, self._client = context.parts, config, client
-        self._patience: TimeoutSettings = context.exchange.patience
+        self._timeouts: TimeoutSettings = context.exchange.timeouts
         self._control = Control(daemon, context.parts.messages)
         self.dialer = StreamDialer(context.parts, self._control, daemon, context.exchange, self.peer_id)
-        self.records = DhtRecords(self._control, self._patience.dht_s, config.identity, context.exchange.secret)
+        self.records = DhtRecords(self._control, self._timeouts.dht_s, config.identity, context.exchange.secret)
 
     @classmethod
     @asynccontextmanager
@@ -82,7 +82,7 @@ class Session:
 
         Raises Trouble, with what to try, when that cannot be.
         """
-        start_s = context.exchange.patience.start_s
+        start_s = context.exchange.timeouts.start_s
         chosen = arguments(config, context.reach)
         async with start_daemon(context.parts.binary, chosen, context.directory, start_s) as daemon:
             control = Control(daemon, context.parts.messages)
@@ -158,16 +158,16 @@ class Session:
     async def granted(self, doors: Sequence[PeerAddress]) -> Grant:
         """Return what a relay grants that can be reached at one of `doors`; Trouble or ConnectionError if it cannot."""
         await self.knock(doors)
-        return await granted(self._parts, self._control, self.daemon, doors[0].peer, self._patience.reach_s)
+        return await granted(self._parts, self._control, self.daemon, doors[0].peer, self._timeouts.reach_s)
 
     async def connect(self, address: PeerAddress) -> str | None:
         """Connect the daemon to one address; return None, or the cause of the failure."""
-        return await connect(self._control, self._parts, address, self._patience.reach_s)
+        return await connect(self._control, self._parts, address, self._timeouts.reach_s)
 
     # Inside.
 
     async def _places(self) -> list[str]:
-        return await places(self._parts, self._control, self._patience.dht_s)
+        return await places(self._parts, self._control, self._timeouts.dht_s)
 
     async def _join(self, doors: Sequence[PeerAddress], alone: bool) -> None:
         reached: list[PeerAddress] = []
@@ -179,7 +179,7 @@ class Session:
             except UserError:
                 if not alone:
                     raise
-            await self.records.join(self._parts, self._client, reached, self._patience.start_s)
+            await self.records.join(self._parts, self._client, reached, self._timeouts.start_s)
         except ConnectionError as error:
             raise daemon_trouble(str(error)) from None
         if doors and not self.records.neighbours and not alone:

@@ -165,13 +165,13 @@ def give_back(bucket: Bucket, count: float) -> Bucket:
 # The hours of the day.
 
 
-def stretches(hours: Hours, around: date, like: datetime) -> Iterator[tuple[float, float]]:
+def stretches(hours: Hours, today: date, like: datetime) -> Iterator[tuple[float, float]]:
     """Yield begin and end (Unix seconds) of the stretches that begin from two days before a date until three after it.
 
     Times of day are those of `like`'s time zone; the machine's own where it has none.
     """
     for days in range(-2, 4):
-        day = around + timedelta(days=days)
+        day = today + timedelta(days=days)
         until = day if hours.end_min > hours.begin_min else day + timedelta(days=1)
         begin_s, end_s = _instant(day, hours.begin_min, like), _instant(until, hours.end_min, like)
         if begin_s < end_s:

@@ -20,16 +20,15 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol, runtime_checkable
 
 from noloco_node.limits.budget import SMALL_BYTES, OwnerLimits, full_bucket, give_back, take
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.network.schema import Schema
 from noloco_node.network.wrapper import NetworkWrapper
+from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes, format_rate
-
-if TYPE_CHECKING:
-    from noloco_node.network.wire import Schema
 
 FRAME_BYTES = 13
 """Of a frame's kind and lengths."""
@@ -63,7 +62,7 @@ class FairLimiter:
     """One direction of the line; `bytes_per_s` None only counts."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop_s()
         self.bytes_per_s = bytes_per_s
         self.passed_bytes = 0
         self._bucket = None if bytes_per_s is None else full_bucket(bytes_per_s, now_s)
@@ -75,7 +74,7 @@ class FairLimiter:
     @property
     def used_bytes_per_s(self) -> float:
         """The rate that passed lately, a mean that forgets."""
-        return self._faded(asyncio.get_running_loop().time())
+        return self._faded(loop_s())
 
     @property
     def piece_bytes(self) -> int:
@@ -105,7 +104,7 @@ class FairLimiter:
                 self._bucket = give_back(self._bucket, wanted.granted)
                 self._grant()
                 raise
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop_s()
         self._used_per_s, self._used_at_s = self._faded(now_s) + size / MEMORY_S, now_s
         self.passed_bytes += size
 
@@ -146,12 +145,9 @@ class RateLimitedNetwork(NetworkWrapper):
         self.month_bytes = 0
         """Bytes of this calendar month, as the ledger has them."""
 
-    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """Open a conversation; see `network.interface.PeerNetwork.talk`."""
-        return self._talk(peer, topic, schema)
-
     @asynccontextmanager
-    async def _talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+        """Open a conversation; see `network.interface.PeerNetwork.talk`."""
         async with self._network.talk(peer, topic, schema) as conversation:
             yield RateLimitedConversation(conversation, schema, self.up, self.down)
 

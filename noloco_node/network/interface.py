@@ -4,7 +4,7 @@
 whoever depends only on this module cannot tell the difference.
 
 Losses are the standard library's: `ConnectionRefusedError` when the peer cannot be reached, `ConnectionAbortedError`
-when we give it up (silent for longer than its line explains, or a `wire.Violation`), `ConnectionResetError` when the
+when we give it up (silent for longer than its line explains, or a `schema.Violation`), `ConnectionResetError` when the
 stream breaks or ends without its end mark.
 """
 
@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from noloco_node.network.wire import Schema
-
+from noloco_node.network.schema import Schema
 
 VIOLATION_GRACE_S = 1.0
 """A handler whose caller violated the protocol is told so where it waits; whoever does not end then is cancelled."""

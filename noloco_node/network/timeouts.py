@@ -14,16 +14,13 @@ for.) The bounds are wide: an event loop that was busy for a second must not acc
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import NamedTuple
 
+from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.network.schema import Schema
 from noloco_node.network.wrapper import NetworkWrapper
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from noloco_node.network.interface import Conversation, PeerNetwork
-    from noloco_node.network.wire import Schema
 
 MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
 MOST_PEERS = 1024
@@ -119,15 +116,20 @@ class AdaptiveTimeoutNetwork(NetworkWrapper):
         self._timing = AdaptiveTimeout(DIALS)
         self._given_up = 0
 
-    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
+    @asynccontextmanager
+    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
         """Open a conversation; see `PeerNetwork.talk`. ConnectionRefusedError too when the peer takes too long."""
-        return _Dial(self, peer, self._network.talk(peer, topic, schema))
+        opening = self._network.talk(peer, topic, schema)
+        conversation = await self._dial(peer, opening)
+        async with AsyncExitStack() as stack:
+            stack.push_async_exit(opening)
+            yield conversation
 
     def statistics(self) -> dict[str, int | float]:
         """Return the network's counts, and how many dials were given up for taking too long."""
         return super().statistics() | {"dials.given_up": self._given_up}
 
-    async def dial(self, peer: str, opening: AbstractAsyncContextManager[Conversation]) -> Conversation:
+    async def _dial(self, peer: str, opening: AbstractAsyncContextManager[Conversation]) -> Conversation:
         """Enter `opening` within what is usual for the peer, and learn from what it took."""
         loop = asyncio.get_running_loop()
         begun_s, limit_s = loop.time(), self._timing.deadline_s(peer)
@@ -142,22 +144,3 @@ class AdaptiveTimeoutNetwork(NetworkWrapper):
             raise ConnectionRefusedError(f"{peer} did not take a call within {limit_s:.1f} s") from None
         self._timing.took(peer, loop.time() - begun_s)
         return conversation
-
-
-class _Dial:
-    """The context of a conversation that is opened by `AdaptiveTimeoutNetwork.dial`."""
-
-    __slots__ = ("_network", "_opening", "_peer")
-
-    def __init__(
-        self, network: AdaptiveTimeoutNetwork, peer: str, opening: AbstractAsyncContextManager[Conversation]
-    ) -> None:
-        self._network, self._peer, self._opening = network, peer, opening
-
-    async def __aenter__(self) -> Conversation:
-        return await self._network.dial(self._peer, self._opening)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._opening.__aexit__(kind, error, trace)

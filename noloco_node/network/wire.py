@@ -27,42 +27,10 @@ import struct
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from noloco_node.network.schema import (
-    FLOATS,
-    HEADER_BYTES,
-    LONG_HEADER_BYTES,
-    Buffer,
-    MessageSpec,
-    OneOf,
-    ReceivePlan,
-    Schema,
-    TensorSpec,
-    Violation,
-    all_finite,
-    room,
-)
+from noloco_node.network.schema import FLOATS, Buffer, ReceivePlan, Schema, TensorSpec, Violation, all_finite, room
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = [
-    "ERROR_BYTES",
-    "HEADER_BYTES",
-    "LONG_HEADER_BYTES",
-    "WIRE_VERSION",
-    "Frame",
-    "FrameDecoder",
-    "FrameKind",
-    "MessageSpec",
-    "OneOf",
-    "Schema",
-    "TensorSpec",
-    "Violation",
-    "beat",
-    "encode",
-    "end",
-    "error",
-]
 
 WIRE_VERSION = 3
 """Part of every protocol name and of the run's digest."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING
 
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
-
-if TYPE_CHECKING:
-    from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 
 
 class NetworkWrapper:

@@ -18,10 +18,11 @@ from typing import NamedTuple, NoReturn
 from noloco_node.journal import events
 from noloco_node.machine.clocks import ClockSample, JumpKind, compare, sentence
 from noloco_node.machine.interface import Reporter
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import AT_WORK
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S
 from noloco_node.swarm.roster import Derived, Roster
+from noloco_node.tasks import loop_s
 from noloco_node.units import format_duration
 from pipeline.schedule import run_over
 
@@ -31,7 +32,6 @@ NEVER_SERVED_S = 60.0
 """For which a stage that nobody has served yet is no news: swarms take their time to begin."""
 SKEW_S = 60.0
 """By which our clock may differ before it is worth a word; it is measured to some ten seconds."""
-AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
 GRACE_S = 15.0
 """For which nobody is suspected after we were away."""
 
@@ -173,7 +173,7 @@ class HealthMonitor:
             self._reporter.record(events.Noticed(what=what, text=text, over=over))
 
     def _look_at_clocks(self) -> ClockSample:
-        return ClockSample(asyncio.get_running_loop().time(), self._unix_time(), self._asleep_s())
+        return ClockSample(loop_s(), self._unix_time(), self._asleep_s())
 
     def _look_around(self, roster: Roster) -> dict[str, Condition]:
         now_s, found = self._clocks.loop_s, {}

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING
 
 from noloco_node.journal import events
+from noloco_node.network.interface import Conversation
+from noloco_node.network.schema import Violation
 from noloco_node.network.timeouts import AdaptiveTimeout, TimeoutBounds
-from noloco_node.network.wire import Violation
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, topic
+from noloco_node.swarm.roster import Roster
+from noloco_node.tasks import loop_s
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import Conversation
-    from noloco_node.swarm.roster import Roster
-    from pipeline.worker import Worker
+from pipeline.worker import Worker
 
 REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
 """Of a reply to a microbatch, where one stage is below us."""
@@ -59,7 +57,7 @@ class MicrobatchClient:
         # or the innocent are accused. (A usual deadline is twice the mean at least.) That is why waits in vain do not
         # lengthen it: those who wait above would not know. Who needs three times as long as the others is left out.
         config, context = self._config, self._context
-        begun_s, below = _now(), config.run.pipeline.stages - 1 - config.stage
+        begun_s, below = loop_s(), config.run.pipeline.stages - 1 - config.stage
         most_s = (1.0 + below / 2) * self._timeout.deadline_s(peer)
         try:
             async with (
@@ -75,7 +73,7 @@ class MicrobatchClient:
         except TimeoutError:
             raise ConnectionAbortedError(f"{peer} has not answered for {most_s:.0f} s, though it is there") from None
         if isinstance(reply, Gradient):
-            self._timeout.took(peer, _now() - begun_s)
+            self._timeout.took(peer, loop_s() - begun_s)
         return reply
 
 
@@ -106,7 +104,3 @@ class MicrobatchServer:
             raise
         if isinstance(reply, Refused):
             self._context.record(events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -13,23 +13,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from random import Random
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from noloco_node import __version__
-from noloco_node.machine.interface import Dimensions
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.stage_claim import claims_of, servable
-from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
-from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.tasks import loop_s
 from pipeline.migration import MigrationState, Move, OwnPlacement, StagePace, decide, may_move
 from pipeline.placement import stages_that_fit
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import Conversation, PeerNetwork
 
 
 class MigrationWatcher:
@@ -55,8 +48,8 @@ class MigrationWatcher:
         self.device_s = 0.0
         self._newcomer, self._stage, self._progress, self._unfit = newcomer, stage, progress, unfit
         self._pace = StagePace.of(refresh_s)
-        self._me = OwnPlacement(newcomer.me, newcomer.run.seed, _now(), moves)
-        self._mind = MigrationState()
+        self._me = OwnPlacement(newcomer.me, newcomer.run.seed, loop_s(), moves)
+        self._state = MigrationState()
 
     async def run(self, allowed: bool) -> Move:
         """Return when it is time to go, and where; never where the owner does not allow it."""
@@ -65,8 +58,8 @@ class MigrationWatcher:
         rng = Random(f"{self._me.seed}|looks|{self._me.peer}|{self.moves}")
         while True:
             await asyncio.sleep(self._pace.look_s * rng.uniform(0.9, 1.1))
-            if not may_move(self._me, self._pace, _now(), self._progress()):
-                self.may_serve, self.moves_to, self._mind = (), None, MigrationState()
+            if not may_move(self._me, self._pace, loop_s(), self._progress()):
+                self.may_serve, self.moves_to, self._state = (), None, MigrationState()
                 continue
             self.may_serve = self._elsewhere()
             move = await self._look()
@@ -85,18 +78,10 @@ class MigrationWatcher:
         `device_s`: of a microbatch here.
         """
         newcomer = self._newcomer
-        work, line_s = newcomer.plan.work, newcomer.host.line_s(move.target)
+        work, line_s = newcomer.dimensions.work, newcomer.host.line_s(move.target)
         self.device_s = max(device_s * work[move.target] / work[move.origin], line_s)
         newcomer.membership.focus(range(newcomer.run.pipeline.stages))
-        record = PeerRecord(
-            peer=newcomer.me,
-            stage=move.target,
-            state=PeerState.CATCHING_UP,
-            claimed_at=newcomer.host.unix_time(),
-            device_s=self.device_s,
-            version=__version__,
-        )
-        await newcomer.membership.claim(record)
+        await newcomer.membership.claim(newcomer.claim_record(move.target, PeerState.CATCHING_UP, self.device_s))
 
     def _elsewhere(self) -> tuple[int, ...]:
         """Return the other stages that would fit once ours is given back."""
@@ -118,32 +103,14 @@ class MigrationWatcher:
             claim._replace(may_serve=self.may_serve, moves_to=self.moves_to) if claim.peer == self._me.peer else claim
             for claim in claims_of(roster)
         ]
-        verdict = decide(self._me, self._mind, claims, self._newcomer.plan.work, self._pace, _now())
-        self._mind = verdict.mind
-        if verdict.go:
-            return verdict.move
-        if verdict.announce != self.moves_to:
-            self.moves_to = verdict.announce
-            if verdict.move is not None:
-                say(f"{verdict.move}; we go there in {self._pace.settle_s:.0f} s unless somebody else does")
+        decision = decide(self._me, self._state, claims, self._newcomer.dimensions.work, self._pace, loop_s())
+        self._state = decision.state
+        if decision.go:
+            return decision.move
+        if decision.announce != self.moves_to:
+            self.moves_to = decision.announce
+            if decision.move is not None:
+                say(f"{decision.move}; we go there in {self._pace.settle_s:.0f} s unless somebody else does")
             else:
                 say("somebody else moves, or nobody has to any more: we stay")
         return None
-
-
-async def stop_serving(network: PeerNetwork, run: RunConfig, plan: Dimensions, stage: int) -> None:
-    """Serve a stage no more: who still asks for it is told so, and no handler keeps its weights in memory."""
-    shapes = tuple(plan.shapes[stage].values())
-    schemas = {GOSSIP: gossip_schema(run, shapes), STATE: state_schema(shapes)}
-    if stage > 0:
-        schemas[MICROBATCH] = microbatch_schema(run, plan.width)
-    for name, schema in schemas.items():
-        await network.serve(topic(name, stage), schema, _gone)
-
-
-async def _gone(conversation: Conversation) -> None:
-    raise ConnectionResetError(f"we serve another stage now, {conversation.peer}")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

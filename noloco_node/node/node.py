@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import Dimensions, Host, Reporter
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.joining.join import Start, join
@@ -34,9 +34,6 @@ from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background, until_event
 from pipeline.migration import Move
 
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
-
 LIFETIME_S = 30.0
 """For which our record is believed at least; for others' too, since all of a run refresh alike as a rule."""
 REFRESHES = 3
@@ -50,25 +47,25 @@ class Node:
 
     def __init__(
         self,
-        recipe: RunFileText,
-        plan: Dimensions,
+        run_file: RunFileText,
+        dimensions: Dimensions,
         network: PeerNetwork,
         host: Host,
         options: NodeOptions,
         reporter: Reporter,
     ) -> None:
-        run = recipe.run
+        run = run_file.run
         membership = Membership(
             network,
-            recipe.digest,
+            run_file.digest,
             run.pipeline.stages,
             lifetime_s=max(LIFETIME_S, REFRESHES * options.refresh_s),
             refresh_s=options.refresh_s,
             unix_time=host.unix_time,
         )
         context = self._context = NodeContext(
-            recipe=recipe,
-            plan=plan,
+            run_file=run_file,
+            dimensions=dimensions,
             network=AdaptiveTimeoutNetwork(network),
             host=host,
             options=options,
@@ -81,7 +78,7 @@ class Node:
         self._snapshots = FormerStageServer(
             host,
             context.network,
-            tuple(tuple(shapes.values()) for shapes in plan.shapes),
+            tuple(tuple(shapes.values()) for shapes in dimensions.shapes),
             None if context.keeps_snapshots else lambda size: copying_s(size, options.slowest_bytes_per_s),
         )
         self._tenure: StageTenure | None = None
@@ -110,7 +107,7 @@ class Node:
         network, record = context.network, context.reporter.record
         self._addresses = (await network.addresses())[:MOST_ADDRESSES]
         async with background(context.membership.run()), background(context.health.run()):
-            await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.recipe.serve)
+            await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
             answer = violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, answer)
             record(events.StateChanged(state=PeerState.JOINING))
@@ -176,5 +173,5 @@ class Node:
 
     def _forgive(self, seconds: float) -> None:
         """Suspect nobody of the next stage for so long: it was us who were away."""
-        if self.replica is not None and self.replica.downstream is not None:
-            self.replica.downstream.forgive(seconds)
+        if self.replica is not None and self.replica.next_stage is not None:
+            self.replica.next_stage.forgive(seconds)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from noloco_node.machine.interface import Dimensions, Host, Reporter
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.health import HealthMonitor
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.training import StageWork
@@ -13,9 +13,6 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.storage.checkpoint_writer import CheckpointWriter
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +37,8 @@ class NodeOptions:
 class NodeContext:
     """The parts of a node that outlive its time at one stage."""
 
-    recipe: RunFileText
-    plan: Dimensions
+    run_file: RunFileText
+    dimensions: Dimensions
     network: PeerNetwork
     host: Host
     options: NodeOptions
@@ -64,13 +61,13 @@ class NodeContext:
     def newcomer(self, stage: int | None, device_s: float = 0.0) -> Newcomer:
         """Return ourselves as who is about to join, at `stage` if that is given."""
         return Newcomer(
-            recipe=self.recipe,
-            plan=self.plan,
+            run_file=self.run_file,
+            dimensions=self.dimensions,
             network=self.network,
             membership=self.membership,
             host=self.host,
             reporter=self.reporter,
-            wish=stage,
+            requested_stage=stage,
             device_s=device_s,
             slowest_bytes_per_s=self.options.slowest_bytes_per_s,
             deadlines=self.options.deadlines,

@@ -7,14 +7,12 @@ the fast weights. Everything that touches weights is a job of the device's one t
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from gossip.exchange.messages import Parts, ReplicaState
 from gossip.interface import (
@@ -33,6 +31,7 @@ from gossip.rule.outer_step import Tensors
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.machine.interface import Runner, StageModel
+from noloco_node.network.interface import Conversation
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, round_settings
@@ -41,14 +40,12 @@ from noloco_node.run.protocols import GOSSIP, topic
 from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
+from noloco_node.tasks import loop_s
 from pipeline.admission import AdmissionWindow, WindowOutcome
 from pipeline.next_stage import Limits, NextStage, NextStageClient
 from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
 from pipeline.stage import OptimiserState
 from pipeline.worker import Worker, WorkerCompute
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import Conversation
 
 DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
@@ -65,15 +62,18 @@ class Replica:
         stage: StageModel,
         device: Runner,
         context: ReplicaContext,
-        beginning: StartingState,
+        starting_state: StartingState,
     ) -> None:
         run = config.run
         window, windows = run.pipeline.microbatches_per_step, run.pipeline.windows_in_flight
         # The last stage waits for nobody: a second window would gain it nothing, and its gradients are always fresh.
         # It queues what it would have had in flight.
-        self.config, self.gate = config, AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows)
-        self.inner_steps = beginning.origin.inner_steps
-        self.progress: Progress = begin(beginning.progress, _now())
+        self.config, self.admission = (
+            config,
+            AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows),
+        )
+        self.inner_steps = starting_state.origin.inner_steps
+        self.progress: Progress = begin(starting_state.progress, loop_s())
         self._stage, self._device, self._context = stage, device, context
         self._schedule = Schedule(
             peak=run.inner.learning_rate,
@@ -84,15 +84,19 @@ class Replica:
         rng = Random(f"{run.seed}|routing|{config.peer}")
         client = MicrobatchClient(config, context)
         next_stage = NextStageClient(hops=Derived(context.roster, client.hops), call=client.call)
-        self.downstream = None if config.last else NextStage(next_stage, Limits(), rng)
+        self.next_stage = None if config.last else NextStage(next_stage, Limits(), rng)
         self.worker = Worker(
-            stage, self.gate, WorkerCompute(run=device.run, clock=device.clock), self.downstream, run.pipeline.budget_s
+            stage,
+            self.admission,
+            WorkerCompute(run=device.run, clock=device.clock),
+            self.next_stage,
+            run.pipeline.budget_s,
         )
         self.microbatches = MicrobatchServer(config, context, self.worker)
         self.rounds = Rounds(
             config.peer,
-            round_settings(config, sum(tensor.nbytes for tensor in beginning.origin.state.slow)),
-            beginning.origin,
+            round_settings(config, sum(tensor.nbytes for tensor in starting_state.origin.state.slow)),
+            starting_state.origin,
             self,
             RoundContext(
                 compute=device.beside,
@@ -106,36 +110,37 @@ class Replica:
         self._gap: float | None = None
         self._partner: str | None = None
         self._tokens_per_s = 0.0
-        self._seconds_per_step = 1.0
-        self._stepped_at, self._busy_s = _now(), device.busy_s
+        self.seconds_per_step = 1.0
+        """What the last window took, from one inner step to the next; 1 before the first."""
+        self._stepped_at, self._busy_s = loop_s(), device.busy_s
 
     # The training itself.
 
     async def train(self, in_pause: Callable[[], Awaitable[None]]) -> None:
         """Fill windows and take inner steps until the gate is closed; call `in_pause` between two of them."""
-        while (outcomes := await self.gate.full()) is not None:
+        while (outcomes := await self.admission.full()) is not None:
             # What the optimiser has taken must be counted, and known to the rounds, whenever we are cancelled.
             await to_the_end(self._step(outcomes, in_pause))
 
     async def _step(self, outcomes: tuple[WindowOutcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
-        self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], _now())
+        self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
         rate = learning_rate(self.progress.value, self._schedule)
         report = await self._device.run(self._stage.step, rate, len(outcomes))
         self._note_step(outcomes, rate, report.applied)
         going = RoundProgress(self.progress.value, speed(self._microbatch_s))
-        await self.rounds.between_steps(self.inner_steps, self._seconds_per_step, going)
+        await self.rounds.between_steps(self.inner_steps, self.seconds_per_step, going)
         await in_pause()
-        self.gate.next_window()
+        self.admission.next_window()
 
     def _note_step(self, outcomes: tuple[WindowOutcome, ...], rate: float, applied: bool) -> None:
         self.inner_steps += 1
-        now_s, tokens = _now(), sum(outcome.tokens for outcome in outcomes)
+        now_s, tokens = loop_s(), sum(outcome.tokens for outcome in outcomes)
         losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
         self._loss = fmean(losses) if losses else None
-        self._seconds_per_step = max(1e-6, now_s - self._stepped_at)
+        self.seconds_per_step = max(1e-6, now_s - self._stepped_at)
         device_s = self._device.busy_s - self._busy_s
         self._stepped_at, self._busy_s = now_s, self._device.busy_s
-        newest = tokens / self._seconds_per_step
+        newest = tokens / self.seconds_per_step
         self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * newest if self._tokens_per_s else newest
         self._context.record(
             events.InnerStep(
@@ -143,7 +148,7 @@ class Replica:
                 progress=self.progress.value,
                 loss=self._loss,
                 tokens=tokens,
-                seconds=self._seconds_per_step,
+                seconds=self.seconds_per_step,
                 learning_rate=rate if applied else 0.0,
                 device_s=device_s,
                 stale=sum(outcome.stale for outcome in outcomes),
@@ -151,24 +156,19 @@ class Replica:
         )
 
     @property
-    def seconds_per_step(self) -> float:
-        """What the last window took, from one inner step to the next; 1 before the first."""
-        return self._seconds_per_step
-
-    @property
     def stranded(self) -> bool:
         """Whether all microbatches in our hands wait for a replica of the next stage that would take them.
 
         Those whose gradient has come wait for the others.
         """
-        away = self.gate.in_flight - self.gate.turns.waiting
-        return self.downstream is not None and 0 < away <= self.downstream.statistics()["waiting"]
+        away = self.admission.in_flight - self.admission.turns.waiting
+        return self.next_stage is not None and 0 < away <= self.next_stage.statistics()["waiting"]
 
     async def discard(self) -> int:
         """Forget the gradients of the partial window, and what is in flight; return how many microbatches it held."""
         self.worker.abandon()
         await self._device.run(self._stage.discard)
-        return self.gate.succeeded
+        return self.admission.succeeded
 
     # What peers ask of us.
 
@@ -203,7 +203,7 @@ class Replica:
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Shut the gate until nothing is in flight."""
-        return self.gate.alone(retry_after_s, DRAIN_S if self.config.deadlines else math.inf)
+        return self.admission.alone(retry_after_s, DRAIN_S if self.config.deadlines else math.inf)
 
     def _partners(self, roster: Roster) -> tuple[Candidate, ...]:
         others = [record for record in roster.stage(self.config.stage) if record.peer != self.config.peer]
@@ -254,11 +254,11 @@ class Replica:
 
     def waiting(self) -> str | None:
         """Say what the replica waits for and since when; None while it works."""
-        now_s, wait = _now(), self.downstream.waiting if self.downstream else None
+        now_s, wait = loop_s(), self.next_stage.waiting if self.next_stage else None
         if wait is not None and now_s - wait.since_s > IDLE_S:
             return f"{wait.what}, for {now_s - wait.since_s:.0f} s"
         idle_s = now_s - self._stepped_at
-        if self.gate.in_flight == 0 and self.gate.succeeded < self.gate.window and idle_s > IDLE_S:
+        if self.admission.in_flight == 0 and self.admission.succeeded < self.admission.window and idle_s > IDLE_S:
             return f"microbatches from stage {self.config.stage - 1}, for {idle_s:.0f} s" if self.config.stage else None
         return None
 
@@ -288,9 +288,9 @@ class Replica:
     def statistics(self) -> dict[str, int | float]:
         """Return the counters of the gate, the worker and the rounds, each under its own prefix."""
         parts = {
-            "gate": self.gate.statistics(),
+            "gate": self.admission.statistics(),
             "worker": self.worker.statistics(),
-            "downstream": self.downstream.statistics() if self.downstream else {},
+            "downstream": self.next_stage.statistics() if self.next_stage else {},
             "rounds": self.rounds.statistics(),
             "stage": self._stage.statistics(),
         }
@@ -299,7 +299,3 @@ class Replica:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gossip.exchange.formats import Format
 from gossip.interface import RoundSettings, RoundTimeouts
 from gossip.rule.delayed_momentum import Delay
 from gossip.rule.outer_step import Outer
 from noloco_node.journal import events
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.schema import Schema
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.planning.message_sizes import sets
 from noloco_node.run.config import RunConfig
 from noloco_node.swarm.roster import Roster
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
-    from noloco_node.network.wire import Schema
 
 HEARING_S = 30.0
 """For what an asker has to say, and for an answer to a proposal: nobody waits for either. What an offer's answer may

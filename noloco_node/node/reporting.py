@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
 from noloco_node.machine.interface import Reporter
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.node.replica import Replica
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
-    from noloco_node.node.replica import Replica
+from noloco_node.tasks import loop_s
 
 LINE_EVERY_S = 10.0
 
@@ -42,7 +41,7 @@ class ProgressReporter:
         while True:
             await asyncio.sleep(min(self._refresh_s, LINE_EVERY_S) / 2)
             state = self._announce()
-            now_s = asyncio.get_running_loop().time()
+            now_s = loop_s()
             if now_s - totals_at >= self._refresh_s:
                 totals_at = now_s
                 self.record_totals()
@@ -59,8 +58,8 @@ class ProgressReporter:
 
     def record_totals(self) -> None:
         """Journal the totals so far: microbatches by next hop, bytes by purpose."""
-        if self._replica.downstream is not None:
-            totals = self._replica.downstream.hop_totals
+        if self._replica.next_stage is not None:
+            totals = self._replica.next_stage.hop_totals
             self._reporter.record(events.Hops(counts={peer: total.succeeded for peer, total in totals.items()}))
         bytes_by: dict[str, dict[str, int]] = {"bytes.sent.": {}, "bytes.received.": {}}
         totals_now = self._network.statistics()

@@ -19,6 +19,7 @@ from noloco_node.limits.budget import MonthUsage, OwnerLimits, in_hours, is_spen
 from noloco_node.limits.rate_limit import RateLimitedNetwork
 from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes
 
 LOOK_EVERY_S = 60.0
@@ -134,14 +135,14 @@ class Shifts:
         if network is None:
             return
         sent = received = 0
-        kept_s = asyncio.get_running_loop().time()
+        kept_s = loop_s()
         try:
             while True:
                 network.month_bytes = self._ledger.spent.total_bytes
                 await asyncio.sleep(COUNT_EVERY_S)
                 sent, received = self._note(network, sent, received)
-                if asyncio.get_running_loop().time() - kept_s >= LOOK_EVERY_S:
-                    kept_s = asyncio.get_running_loop().time()
+                if loop_s() - kept_s >= LOOK_EVERY_S:
+                    kept_s = loop_s()
                     self._ledger.keep()  # some hundred bytes: not worth a thread
         finally:
             self._note(network, sent, received)

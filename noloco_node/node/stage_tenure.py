@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -20,9 +20,10 @@ from gossip.transfer.download import piece_s
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.limits.rate_limit import spending
-from noloco_node.network.wire import Violation
+from noloco_node.network.interface import Conversation, Handler
+from noloco_node.network.schema import Schema, Violation
 from noloco_node.node.joining.join import Start
-from noloco_node.node.migration import MigrationWatcher, stop_serving
+from noloco_node.node.migration import MigrationWatcher
 from noloco_node.node.node_context import NodeContext
 from noloco_node.node.replica import Replica
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
@@ -35,10 +36,6 @@ from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeepe
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.tasks import background
 from pipeline.migration import Move
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import Conversation, Handler
-    from noloco_node.network.wire import Schema
 
 LONGEST_WAITING = 400
 """Characters of what we wait for, in our record: there may be many things."""
@@ -66,7 +63,9 @@ class StageTenure:
     ) -> None:
         self._context, self._addresses = context, addresses
         replica = self.replica = _make_replica(context, start)
-        self._shapes = tuple(context.plan.shapes[start.number].values())
+        self._shapes = tuple(context.dimensions.shapes[start.number].values())
+        self._served: dict[str, Schema] = {}
+        """What is said here about each topic."""
         self._donor = Donor(replica.state, context.host.device.beside, self._shapes, self._donor_limits())
         self.migration = MigrationWatcher(
             context.newcomer(context.options.stage),
@@ -110,17 +109,19 @@ class StageTenure:
     async def _start_serving(self) -> None:
         """Serve what a replica serves."""
         context, replica = self._context, self.replica
-        run, number = context.recipe.run, replica.config.stage
+        run, number = context.run_file.run, replica.config.stage
         if number > 0:
-            await self._serve(MICROBATCH, microbatch_schema(run, context.plan.width), replica.microbatches.serve)
+            await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), replica.rounds.serve)
         await self._serve(STATE, state_schema(self._shapes), self._donor.serve)
         self._announce(PeerState.TRAINING)
         context.reporter.record(events.StateChanged(state=PeerState.TRAINING))
 
     async def _serve(self, protocol: str, schema: Schema, handler: Handler) -> None:
+        name = topic(protocol, self.replica.config.stage)
+        self._served[name] = schema
         handler = violations_journalled(self._context.reporter.record, protocol, handler)
-        await self._context.network.serve(topic(protocol, self.replica.config.stage), schema, handler)
+        await self._context.network.serve(name, schema, handler)
 
     def _donor_limits(self) -> DonorLimits:
         """Return the limits of copies: one outlives its newcomer's patience, so that one that comes back finds it."""
@@ -131,7 +132,8 @@ class StageTenure:
     async def _depart(self, move: Move, device_s: float) -> None:
         """Take our place at another stage, and serve this one no more."""
         await self.migration.take_place(move, device_s)
-        await stop_serving(self._context.network, self._context.recipe.run, self._context.plan, move.origin)
+        for name, schema in self._served.items():
+            await self._context.network.serve(name, schema, _gone)
 
     async def _linger(self, leave: asyncio.Event) -> None:
         """Go on serving the weights after the end of a run."""
@@ -185,9 +187,9 @@ class StageTenure:
         if store is None or not context.keeps_snapshots:
             return
         config = SnapshotKeeperConfig(
-            run_id=context.recipe.digest,
-            seed=context.recipe.run.seed,
-            shapes=tuple(tuple(shapes.values()) for shapes in context.plan.shapes),
+            run_id=context.run_file.digest,
+            seed=context.run_file.run.seed,
+            shapes=tuple(tuple(shapes.values()) for shapes in context.dimensions.shapes),
             own=self.replica.config.stage,
             every=context.options.keep_snapshots,
             deadline_s=lambda weight_bytes: copying_s(weight_bytes, context.options.slowest_bytes_per_s),
@@ -200,12 +202,12 @@ class StageTenure:
 
 def _make_replica(context: NodeContext, start: Start) -> Replica:
     """Make what joining yielded a replica of its stage."""
-    run, options, membership = context.recipe.run, context.options, context.membership
-    context.work.begin(start.beginning.progress, start.counted)
+    run, options, membership = context.run_file.run, context.options, context.membership
+    context.work.begin(start.starting_state.progress, start.counted)
     membership.focus(range(run.pipeline.stages) if context.keeps_snapshots else (start.number, start.number + 1))
     config = ReplicaConfig(
         run=run,
-        run_id=context.recipe.digest,
+        run_id=context.run_file.digest,
         stage=start.number,
         peer=context.me,
         deadlines=options.deadlines,
@@ -216,20 +218,25 @@ def _make_replica(context: NodeContext, start: Start) -> Replica:
         network=context.network,
         roster=lambda: membership.roster,
         record=context.reporter.record,
-        microbatch_schema=microbatch_schema(run, context.plan.width),
+        microbatch_schema=microbatch_schema(run, context.dimensions.width),
         gossip_schema=gossip_schema(run, start.stage.shapes),
-        vocabulary=context.plan.vocabulary,
+        vocabulary=context.dimensions.vocabulary,
     )
     context.reporter.record(
         events.Started(
             peer=context.me,
             stage=start.number,
-            run=context.recipe.digest,
+            run=context.run_file.digest,
             version=__version__,
-            parameters=sum(tensor.numel() for tensor in start.beginning.origin.state.slow),
+            parameters=sum(tensor.numel() for tensor in start.starting_state.origin.state.slow),
         )
     )
-    return Replica(config, start.stage, context.host.device, replica_context, start.beginning)
+    return Replica(config, start.stage, context.host.device, replica_context, start.starting_state)
+
+
+async def _gone(conversation: Conversation) -> None:
+    """Tell whoever still asks; this handler keeps no weights in memory."""
+    raise ConnectionResetError(f"we serve another stage now, {conversation.peer}")
 
 
 def violations_journalled(record: Callable[[events.Event], None], topic: str, handler: Handler) -> Handler:

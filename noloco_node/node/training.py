@@ -10,22 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from noloco_node.journal import events
+from noloco_node.machine.interface import Reporter, Text
 from noloco_node.node.microbatch_source import MicrobatchSource
+from noloco_node.node.migration import MigrationWatcher
+from noloco_node.node.replica import Replica
+from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
-from noloco_node.tasks import until_event
+from noloco_node.storage.checkpoint import Counters
+from noloco_node.swarm.membership import Membership
+from noloco_node.tasks import loop_s, until_event
+from pipeline.migration import Move
 from pipeline.schedule import run_over
-
-if TYPE_CHECKING:
-    from noloco_node.machine.interface import Reporter, Text
-    from noloco_node.node.migration import MigrationWatcher
-    from noloco_node.node.replica import Replica
-    from noloco_node.run.config import RunConfig
-    from noloco_node.storage.checkpoint import Counters
-    from noloco_node.swarm.membership import Membership
-    from pipeline.migration import Move
 
 ASKED = "asked to leave"
 LAST_ROUND_S = 20.0
@@ -170,7 +168,7 @@ class Training:
             self.move = moving.result() if moving.done() and not over and not asked.done() else None
             moving.cancel()
             self.state = PeerState.TRAINING if over else PeerState.LEAVING
-            replica.gate.close()
+            replica.admission.close()
             if self.move is not None:
                 self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
                 await self._depart(self.move, replica.worker.device_s)
@@ -189,11 +187,11 @@ class Training:
     async def _drain(self, replica: Replica, steps: asyncio.Task[None]) -> None:
         """Wait until the step loop has ended: by itself, once nothing is in flight; a complete window is still used."""
         drain_s = min(LONGEST_DRAIN_S, max(DRAIN_S, 2 * replica.seconds_per_step))
-        until_s = asyncio.get_running_loop().time() + drain_s
-        while not steps.done() and not replica.stranded and asyncio.get_running_loop().time() < until_s:
+        until_s = loop_s() + drain_s
+        while not steps.done() and not replica.stranded and loop_s() < until_s:
             await asyncio.wait({steps}, timeout=0.5)
-        if replica.gate.in_flight:
-            self._reporter.say(f"{replica.gate.in_flight} microbatches did not come back in time")
+        if replica.admission.in_flight:
+            self._reporter.say(f"{replica.admission.in_flight} microbatches did not come back in time")
 
     def tell(self, replica: Replica, ending: Ending) -> None:
         """Journal how it ended."""

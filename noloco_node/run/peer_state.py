@@ -13,3 +13,7 @@ class PeerState(StrEnum):
     TRAINING = "training"
     FINISHED = "finished"
     LEAVING = "leaving"
+
+
+AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
+"""States in which a replica holds weights of the run."""

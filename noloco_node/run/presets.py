@@ -70,11 +70,6 @@ def numbers_of(preset: str) -> PresetNumbers:
     return _PRESETS[preset]
 
 
-def write_run_file(path: Path, preset: str, *, overwrite: bool) -> None:
-    """Write a preset's run file to `path`; raise `UserError` if there is no such preset or a file is in the way."""
-    write_text(path, run_text(preset), overwrite=overwrite)
-
-
 def write_text(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a run file's text to `path`; raise `UserError` if a file is in the way."""
     try:

@@ -27,7 +27,7 @@ from gossip.exchange.messages import (
 )
 from gossip.exchange.swap import PROBE
 from gossip.transfer.chunks import DIGEST_BYTES, cut
-from noloco_node.network.wire import MessageSpec, OneOf, Schema, TensorSpec
+from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.run.config import RunConfig
 from pipeline.messages import Gradient, Microbatch, Refused
 

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gossip.rule.stability import stability_bound
-
-if TYPE_CHECKING:
-    from noloco_node.run.config import (
-        AdmissionConfig,
-        DataConfig,
-        InnerConfig,
-        ModelConfig,
-        OuterConfig,
-        PipelineConfig,
-        RunConfig,
-    )
+from noloco_node.run.config import (
+    AdmissionConfig,
+    DataConfig,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    PipelineConfig,
+    RunConfig,
+)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +22,12 @@ from gossip.transfer import download
 from gossip.transfer.assembly import ChunkArrived, ChunkStore, DonorLost, DonorSelected, News, StateAssembly
 from gossip.transfer.donor_switch import NormVotes, objection
 from noloco_node.journal import events
-from noloco_node.machine.interface import Reporter, Runner
+from noloco_node.machine.interface import Reporter, Runner, StageModel
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.units import format_bytes, format_duration, format_rate
-
-if TYPE_CHECKING:
-    from noloco_node.machine.interface import StageModel
-    from noloco_node.network.interface import PeerNetwork
 
 COPY_AGAIN_S = 10.0
 """Before all donors are asked again, when none gave its state; half as long again each time."""
@@ -85,18 +82,16 @@ class StateDownload:
         self._schema = state_schema(stage.shapes)
         self._like = tuple(torch.empty(shape, device="meta") for shape in stage.shapes)
         self._account = DownloadAccount(number, reporter, asyncio.get_running_loop().time)
-        self._holding = StateAssembly(self._like, keep, self._account.note)
-        self.attempts = 0
+        self._assembly = StateAssembly(self._like, keep, self._account.note)
 
     async def attempt(
         self, donors: tuple[str, ...], living: Callable[[], tuple[PeerRecord, ...]]
     ) -> ReplicaState | str:
         """Return the state, or why no donor has completed it. `living`: the records of the stage's replicas by then."""
-        self.attempts += 1
         if self._own is not None:
             own, self._own = self._own, None
-            await self._line.device.run(self._holding.load)
-            await self._line.device.run(self._holding.seed, own_sections(own))
+            await self._line.device.run(self._assembly.load)
+            await self._line.device.run(self._assembly.seed, own_sections(own))
         norms: dict[str, float] = {}
 
         async def refuse(donor: str, manifest: Manifest) -> str | None:
@@ -114,7 +109,7 @@ class StateDownload:
             parts=Parts.ALL, like=self._like, deadline_s=self._line.deadline_s, objection=refuse
         )
         try:
-            state = await download.download_state(donors, self._converse, wanted, self._line.device.run, self._holding)
+            state = await download.download_state(donors, self._converse, wanted, self._line.device.run, self._assembly)
         except ConnectionError as error:
             return str(error)
         finally:
@@ -122,7 +117,7 @@ class StateDownload:
             if self._keep is not None:
                 self._keep.rest()
             self._account.close()
-        self._account.done(self._holding.mixed)
+        self._account.done(self._assembly.mixed)
         return state
 
     def discard(self) -> None:
@@ -135,7 +130,7 @@ class StateDownload:
         try:
             async with asyncio.timeout(NORM_S), self._converse(peer) as conversation:
                 request = StateRequest(parts=Parts.OUTLINE)
-                reply = await download.manifest_of(conversation, request, len(self._holding.spans))
+                reply = await download.manifest_of(conversation, request, len(self._assembly.spans))
         except (ConnectionError, TimeoutError):
             return
         if isinstance(reply, Manifest):

@@ -9,19 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from gossip.exchange.messages import Manifest, Parts, StateRequest
 from gossip.transfer.chunks import cut
 from gossip.transfer.download import Converse, StateWanted, manifest_of
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.schema import Schema
 from noloco_node.run.protocols import state_schema, topic
 from noloco_node.state_sync.replica_mean import ReplicaSummary
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
-    from noloco_node.network.wire import Schema
 
 SNAPSHOT = "snapshot"
 """The topic of those who keep snapshots of a stage."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gossip.exchange.messages import Manifest
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor_switch import OUTLYING_PROGRESS
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.swarm.roster import Roster
 
@@ -27,7 +27,6 @@ LEAST_FOR_MEDIAN = 3
 """Offers from which a norm is compared with their median."""
 MOST_TIMES = 64
 """As many rounds as the furthest of the other stages may a stage have made: it had the fewer replicas."""
-_AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
 
 
 class RunReach(NamedTuple):
@@ -77,7 +76,7 @@ def reached(roster: Roster) -> RunReach:
 
     Newcomers say round 0, and there may be many of them: they count where nobody else is left.
     """
-    at_work = [[record for record in records if record.state in _AT_WORK] for records in roster.stages]
+    at_work = [[record for record in records if record.state in AT_WORK] for records in roster.stages]
     stages = [records for records in (at_work if any(at_work) else roster.stages) if records]
     return RunReach(
         max((median_high([record.round for record in records]) for records in stages), default=0),
@@ -88,7 +87,7 @@ def reached(roster: Roster) -> RunReach:
 def asked_of(roster: Roster, me: str, rng: Random) -> list[str]:
     """Return the peers that are asked for a snapshot: whoever works, or has left a stage and not yet arrived."""
     found: list[str] = []
-    for states, most in ((_AT_WORK, MOST_ASKED), ((PeerState.CATCHING_UP,), MOST_ASKED // 4)):
+    for states, most in ((AT_WORK, MOST_ASKED), ((PeerState.CATCHING_UP,), MOST_ASKED // 4)):
         records = [record for records in roster.stages for record in records if record.state in states]
         peers = sorted({record.peer for record in records} - {me, *found})
         found += rng.sample(peers, min(most, len(peers)))

@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import median_low
-from typing import TYPE_CHECKING
 
 from gossip.exchange.messages import Manifest, ReplicaState
 from gossip.transfer.donor_switch import OUTLYING_ROUNDS
 from gossip.transfer.download import download_state
 from noloco_node.machine.interface import Reporter, Runner, SnapshotStore
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
 from noloco_node.state_sync.manifests import WeightsOf, ask_manifests, standings
@@ -32,9 +32,7 @@ from noloco_node.state_sync.replica_mean import ReplicaSummary, drop_outliers
 from noloco_node.state_sync.snapshot_server import SnapshotServer
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord, Roster
-
-if TYPE_CHECKING:
-    from noloco_node.network.interface import PeerNetwork
+from noloco_node.tasks import loop_s
 
 LOOK_S = 10.0
 """Between two looks at how far the stages are."""
@@ -110,7 +108,7 @@ class SnapshotKeeper:
 
     def _standing(self) -> list[list[int]]:
         """Return the rounds of the replicas of each stage that may be asked now."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop_s()
         return [
             [record.round for record in self._at_work(number)]
             if number != self._config.own and now_s >= self._not_before_s.get(number, 0.0)
@@ -126,7 +124,7 @@ class SnapshotKeeper:
             found = await self._fetch(number)
             await self._store.keep(found)
         except OSError as error:  # a lost connection is one too
-            self._not_before_s[number] = asyncio.get_running_loop().time() + FAILURE_S
+            self._not_before_s[number] = loop_s() + FAILURE_S
             self._reporter.say(f"no snapshot of stage {number} this time: {error}")
             return
         if number not in self._rounds:

@@ -14,20 +14,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 from gossip.exchange.messages import Busy, Parts, ReplicaState
 from gossip.exchange.swap import norm
 from gossip.transfer.chunks import cut
 from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import piece_s
+from noloco_node.machine.interface import Host, Runner
+from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.run.protocols import topic
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
 from noloco_node.storage.checkpoint import Checkpoint
-
-if TYPE_CHECKING:
-    from noloco_node.machine.interface import Host, Runner
-    from noloco_node.network.interface import Conversation, PeerNetwork
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of a stage's parameters."""

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.storage import atomic_file
 from noloco_node.units import format_bytes
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file aside, flush it to the disk and rename it; raise `OSError` where the disk refuses."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file aside, and put it in place of `path` if the body has flushed it to the disk."""
     aside = path.with_name(f".{path.name}.aside")
     try:
-        aside.write_bytes(content)
-        flush(aside)
+        yield aside
         os.replace(aside, path)
         flush(path.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file aside, flush it to the disk and rename it; raise `OSError` where the disk refuses."""
+    with replacing(path) as aside:
+        aside.write_bytes(content)
+        flush(aside)
 
 
 SPARE_BYTES = 16 * 2**20
@@ -50,7 +58,7 @@ def flush(path: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file aside and rename it: nobody ever sees half of it. Raises `UserError` where the disk will not."""
     try:
-        atomic_file.write(path, content)
+        write(path, content)
     except OSError as error:
         raise UserError(
             f"cannot write {path}",

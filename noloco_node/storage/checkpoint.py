@@ -10,7 +10,7 @@ and a checkpoint that a failing disk has damaged costs the steps since the one b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,7 +58,7 @@ class Checkpoint(NamedTuple):
 
 def save(directory: Path, checkpoint: Checkpoint, keep: int = KEPT) -> Path:
     """Write `checkpoint` as a new file, then drop all but the last `keep`; raise `OSError` when the disk refuses."""
-    return store(directory, checkpoint.counters, arrays_of(checkpoint), keep)
+    return store(directory, checkpoint.counters, arrays_of(checkpoint.tensors), keep)
 
 
 def store(directory: Path, counters: Counters, arrays: list[tensor_file.Array], keep: int) -> Path:
@@ -79,12 +79,12 @@ def store(directory: Path, counters: Counters, arrays: list[tensor_file.Array], 
     return path
 
 
-def arrays_of(checkpoint: Checkpoint) -> list[tensor_file.Array]:
-    """Return the tensors of a checkpoint as they lie in memory, float32."""
+def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[tensor_file.Array]:
+    """Return the tensors of a checkpoint, by group, as they lie in memory, float32."""
     return [
         tensor_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), _bytes_of(tensor))
-        for group, tensors in checkpoint.tensors.items()
-        for number, tensor in enumerate(tensors)
+        for group, members in tensors.items()
+        for number, tensor in enumerate(members)
     ]
 
 
@@ -95,16 +95,39 @@ def load_latest(
 
     `wanted`: the groups of tensors to read, all by default.
     """
+    for path, _ in of_run(directory, run_id, complain):
+        found = load_whole(path, complain, *wanted)
+        if found is not None:
+            return found
+    return None
+
+
+def of_run(
+    directory: Path, run_id: str, complain: Callable[[str], None] = lambda _: None
+) -> Iterator[tuple[Path, Counters]]:
+    """Yield the files of a run in a directory, the newest first; `complain` of those that say nothing."""
     for path in reversed(files(directory)):
         try:
             counters = counters_of(path)
-            if counters.run_id != run_id:
-                continue
-            tensor_file.check(path)
-            return load(path, *wanted)
         except (OSError, ValueError) as error:
-            complain(f"the checkpoint {path} is of no use ({error}); trying the one before it")
-    return None
+            complain(_of_no_use(path, error))
+            continue
+        if counters.run_id == run_id:
+            yield path, counters
+
+
+def load_whole(path: Path, complain: Callable[[str], None], *wanted: str) -> Checkpoint | None:
+    """Return a checkpoint, or of its groups those `wanted`, if its bytes are the ones that were written."""
+    try:
+        tensor_file.check(path)
+        return load(path, *wanted)
+    except (OSError, ValueError) as error:
+        complain(_of_no_use(path, error))
+        return None
+
+
+def _of_no_use(path: Path, error: Exception) -> str:
+    return f"the checkpoint {path} is of no use ({error}); trying the one before it"
 
 
 def counters_of(path: Path) -> Counters:

@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from noloco_node.storage import atomic_file, tensor_file
-from noloco_node.storage.checkpoint import Checkpoint, Counters, counters_of, files, load
+from noloco_node.storage import atomic_file
+from noloco_node.storage.checkpoint import Checkpoint, Counters, files, load_whole, of_run
 
 KEPT = 2
 """Files of a stage that is served no more."""
@@ -59,14 +59,14 @@ class CheckpointStore:
             for path, counters in self._of_run(directory):
                 # Of another's weights there are no momenta.
                 if counters.stage == stage and (directory == self._present or counters.peer == self._peer):
-                    found = self._whole(path)
+                    found = load_whole(path, self._complain)
                     if found is not None:
                         return found
         return None
 
     def _slow(self, stage: int) -> Checkpoint | None:
         paths = [path for path, counters in self._of_run(self._former / str(stage)) if counters.stage == stage]
-        return next((found for path in paths if (found := self._whole(path, "slow")) is not None), None)
+        return next((found for path in paths if (found := load_whole(path, self._complain, "slow")) is not None), None)
 
     def _stages(self) -> tuple[int, ...]:
         numbers = [int(path.name) for path in self._former.glob("[0-9]*") if path.name.isdecimal()]
@@ -87,20 +87,5 @@ class CheckpointStore:
         except (OSError, ValueError) as error:
             self._complain(f"checkpoints of a stage that we left could not be set aside: {error}")
 
-    def _whole(self, path: Path, *groups: str) -> Checkpoint | None:
-        try:
-            tensor_file.check(path)
-            return load(path, *groups)
-        except (OSError, ValueError) as error:
-            self._complain(f"the checkpoint {path} is of no use ({error}); trying the one before it")
-            return None
-
     def _of_run(self, directory: Path) -> Iterator[tuple[Path, Counters]]:
-        """Yield the files of this run in a directory that say what they are, the newest first."""
-        for path in reversed(files(directory)):
-            try:
-                counters = counters_of(path)
-            except (OSError, ValueError):
-                continue
-            if counters.run_id == self._run_id:
-                yield path, counters
+        return of_run(directory, self._run_id)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from noloco_node.errors import reason_of
 from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.tasks import loop_s
 
 SHARE = 0.05
 """Of the time, at most, is spent on writing."""
@@ -47,8 +48,8 @@ class CheckpointWriter:
         self._waiting: Checkpoint | None = None
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._last = LastCheckpoint(0, _now(), 0.0)
-        self._saved_s = self._said_s = _now()
+        self._last = LastCheckpoint(0, loop_s(), 0.0)
+        self._saved_s = self._said_s = loop_s()
         self._said_once = False
         self._trouble: str | None = None
 
@@ -57,14 +58,14 @@ class CheckpointWriter:
         """What keeps the disk from taking our checkpoints, and since when; None while it does."""
         if self._trouble is None:
             return None
-        return f"its disk, nothing saved for {_now() - self._saved_s:.0f} s ({self._trouble[:80]})"
+        return f"its disk, nothing saved for {loop_s() - self._saved_s:.0f} s ({self._trouble[:80]})"
 
     def due(self, round: int) -> bool:
         """Say whether a checkpoint is due, `round` rounds being finished; never while one is being written."""
         return (
             self._waiting is None
             and not self._turn.locked()
-            and checkpoint_due(_now(), round, self._last, self._every_s)
+            and checkpoint_due(loop_s(), round, self._last, self._every_s)
         )
 
     def begin(self, checkpoint: Checkpoint) -> None:
@@ -88,23 +89,19 @@ class CheckpointWriter:
 
     async def _write(self, checkpoint: Checkpoint, *, last: bool) -> bool:
         async with self._turn:
-            began_s, cause = _now(), None
+            began_s, cause = loop_s(), None
             try:
                 where = await self._save(checkpoint)
             except OSError as error:
                 cause = " ".join(reason_of(error).split())
-            self._last = LastCheckpoint(checkpoint.counters.round, _now(), _now() - began_s)
+            self._last = LastCheckpoint(checkpoint.counters.round, loop_s(), loop_s() - began_s)
         if cause is not None:
             if last or self._trouble is None:
                 self._say(f"could not save: {cause}; free some space, earlier checkpoints are kept")
             self._trouble = cause
             return False
-        again, self._trouble, self._saved_s = self._trouble is not None, None, _now()
-        if last or again or not self._said_once or _now() - self._said_s >= SAY_EVERY_S:
-            self._said_once, self._said_s = True, _now()
+        again, self._trouble, self._saved_s = self._trouble is not None, None, loop_s()
+        if last or again or not self._said_once or loop_s() - self._said_s >= SAY_EVERY_S:
+            self._said_once, self._said_s = True, loop_s()
             self._say(f"saved {where}" + (", after all" if again else ""))
         return True
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

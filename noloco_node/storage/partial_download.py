@@ -50,6 +50,10 @@ class _Follow(msgspec.Struct, frozen=True, kw_only=True, tag="follow"):
     settled: tuple[int, ...]
 
 
+_COUNTERS = tuple(name for name in _Follow.__struct_fields__ if name not in ("hashes", "settled"))
+"""What a manifest says besides its hashes."""
+
+
 class _Nobody(msgspec.Struct, frozen=True, tag="nobody"):
     """Nobody is followed any more."""
 
@@ -108,21 +112,9 @@ class PartialDownloadFile:
         if manifest is None:
             self._append(_Nobody(), None)
             return
-        self._append(
-            _Follow(
-                snapshot=manifest.snapshot,
-                round=manifest.round,
-                inner_steps=manifest.inner_steps,
-                progress=manifest.progress,
-                optimiser_steps=manifest.optimiser_steps,
-                meetings=manifest.meetings,
-                last_met=manifest.last_met,
-                norm=manifest.norm,
-                hashes={section: bytes(raw(digests).numpy()) for section, digests in present(manifest).items()},
-                settled=tuple(sorted(settled)),
-            ),
-            None,
-        )
+        told = {name: getattr(manifest, name) for name in _COUNTERS}
+        hashes = {section: bytes(raw(digests).numpy()) for section, digests in present(manifest).items()}
+        self._append(_Follow(**told, hashes=hashes, settled=tuple(sorted(settled))), None)
 
     def put(self, key: Key, digest: bytes, data: Tensor) -> None:
         """Note one piece."""
@@ -215,18 +207,6 @@ def _manifest(found: _Follow) -> Manifest:
             raise ValueError(f"{len(content)} bytes of hashes")
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, DIGEST_BYTES)
 
-    return Manifest(
-        snapshot=found.snapshot,
-        round=found.round,
-        inner_steps=found.inner_steps,
-        progress=found.progress,
-        optimiser_steps=found.optimiser_steps,
-        meetings=found.meetings,
-        last_met=found.last_met,
-        norm=found.norm,
-        slow=hashes(Section.SLOW),
-        momentum=hashes(Section.MOMENTUM),
-        gathered=hashes(Section.GATHERED),
-        first=hashes(Section.FIRST),
-        second=hashes(Section.SECOND),
-    )
+    told: dict[str, Any] = {name: getattr(found, name) for name in _COUNTERS}
+    told |= {str(section): hashes(section) for section in Section}
+    return Manifest(**told)

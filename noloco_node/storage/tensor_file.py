@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from noloco_node.storage.atomic_file import SPARE_BYTES, flush, lacking
+from noloco_node.storage.atomic_file import SPARE_BYTES, lacking, replacing
 
 CHUNK_BYTES = 4 * 2**20
 LARGEST_HEADER_BYTES = 100 * 2**20
@@ -50,13 +50,8 @@ def write(path: Path, arrays: Sequence[Array], about: str) -> None:
     free_bytes = shutil.disk_usage(path.parent).free
     if size_bytes + SPARE_BYTES > free_bytes:
         raise OSError(errno.ENOSPC, lacking(size_bytes, free_bytes), str(path))
-    aside = path.with_name(f".{path.name}.aside")
-    try:
+    with replacing(path) as aside:
         _write_aside(aside, head, arrays)
-        os.replace(aside, path)
-        flush(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def about(path: Path) -> str | None:

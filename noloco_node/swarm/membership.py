@@ -37,6 +37,7 @@ from noloco_node.swarm.peer_records import CLOCK_ERROR_S, RECORD_BYTES, Publishe
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, RunProgress, SourceCount
 from noloco_node.swarm.stage_records import StageRecords
+from noloco_node.tasks import loop_s
 
 LONGEST_IN_DHT_S = 3600.0
 READS_FOR_NEWCOMERS = 4
@@ -121,7 +122,7 @@ class Membership:
         """Leave the roster and say so; what we did as a source stays. A loss on the way is not raised."""
         last, self._own = self._own, None
         if last is not None:
-            self._progress.note_own(last, asyncio.get_running_loop().time())
+            self._progress.note_own(last, loop_s())
             await self._publish(msgspec.structs.replace(last, state=PeerState.LEAVING))
 
     async def peek(self, stages: Collection[int] | None = None) -> Roster:
@@ -130,7 +131,7 @@ class Membership:
             watched = self._records.watched if stages is None else tuple(stages)
             *found, sources = await self._network.read_all([*map(self._stage_key, watched), self._sources_key])
             self.complete = sources is not None and None not in found
-            now_s = asyncio.get_running_loop().time()
+            now_s = loop_s()
             self._records.take(dict(zip(watched, found, strict=True)), now_s, self._unix_time())
             if sources is not None:
                 self._progress.take(sources, self._records.believed[0].values(), now_s)
@@ -183,7 +184,7 @@ class Membership:
         self._behind_s = max(self._behind_s, -(self.skew_s or 0.0))
         kept_s = min(self._lifetime_s + CLOCK_ERROR_S + self._behind_s, LONGEST_IN_DHT_S)
         await self._store(self._stage_key(record.stage), raw, kept_s)
-        self._progress.note_own(record, asyncio.get_running_loop().time())
+        self._progress.note_own(record, loop_s())
         source = self._progress.sources.get(self._network.peer_id)
         if source is not None:
             await self._store(self._sources_key, msgspec.msgpack.encode(source.said), SOURCE_LIFETIME_S)

@@ -83,9 +83,18 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """Sequences done by all others."""
         return self.run_samples - self.own_samples
 
+    @property
+    def unserved(self) -> list[int]:
+        """The stages that nobody serves."""
+        return [number for number, records in enumerate(self.stages) if not records]
+
     def stage(self, number: int) -> tuple[PeerRecord, ...]:
         """Return the live records of one stage."""
         return self.stages[number]
+
+    def census(self) -> str:
+        """Say how many replicas each stage has."""
+        return ", ".join(f"{number}: {len(records)}" for number, records in enumerate(self.stages))
 
 
 class Derived(Generic[T]):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, PeerNetwork
-from noloco_node.network.wire import LONG_HEADER_BYTES, MessageSpec, Schema
+from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
 from noloco_node.run.permissions import check_paths
 from noloco_node.run.runfile import content_hashes, decode_run, run_digest

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S, LARGEST_COUNT, MOST_RECORDS, at_most
 from noloco_node.swarm.roster import PeerRecord
 
@@ -70,8 +70,7 @@ class RunProgress:
 
     def take(self, raws: Mapping[str, bytes], records: Iterable[PeerRecord], now_s: float) -> None:
         """Note what a reading of the sources' key found. `records`: of the peers that are there at stage 0."""
-        working = (PeerState.TRAINING, PeerState.FINISHED)
-        seen = (record.peer for record in records if record.state in working)
+        seen = (record.peer for record in records if record.state in AT_WORK)
         self._worked.update(list(islice(seen, max(0, MOST_WORKED - len(self._worked)))))
         if not self._has_read:
             # They may have left before we came.

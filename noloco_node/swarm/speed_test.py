@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from noloco_node.limits.budget import Bucket, take
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
+from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
+from noloco_node.tasks import loop_s
 
 TOPIC = "doctor"
 PIECE_BYTES = 256 * 1024
@@ -81,7 +82,7 @@ class SpeedTestService:
 
     def __init__(self) -> None:
         burst = 2.0 * MOST_PIECES * PIECE_BYTES
-        self._budget = Bucket(LOAD_BYTES_PER_S, burst, burst, asyncio.get_running_loop().time())
+        self._budget = Bucket(LOAD_BYTES_PER_S, burst, burst, loop_s())
         self._busy = False
         self.refused = 0
         """Questions that were put off."""
@@ -115,7 +116,7 @@ class SpeedTestService:
         """Begin a measurement; return 0, or how long to wait for one, in seconds."""
         if self._busy:
             return 2.0
-        self._budget, wait_s = take(self._budget, size, asyncio.get_running_loop().time())
+        self._budget, wait_s = take(self._budget, size, loop_s())
         self._busy = wait_s == 0.0
         return wait_s
 

@@ -26,8 +26,14 @@ TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
 class Text:
     """Something that counts how often it is closed."""
 
-    def __init__(self) -> None:
-        self.closed = 0
+    def __init__(self, trouble: Exception | None = None) -> None:
+        self.closed = self.read = 0
+        self._trouble = trouble
+
+    def read_ahead(self) -> None:
+        self.read += 1
+        if self._trouble is not None:
+            raise self._trouble
 
     def close(self) -> None:
         self.closed += 1
@@ -88,15 +94,12 @@ def test_it_is_opened_once_as_soon_as_anybody_wants_it_and_closed_once(
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_more_is_done_only_where_it_is_opened_ahead(begun: bool) -> None:
-    more: list[Text] = []
-
+def test_it_is_read_ahead_only_where_it_is_opened_ahead(begun: bool) -> None:
     async def main() -> None:
-        opening = BackgroundOpen(Text, more.append)
+        opening = BackgroundOpen(Text)
         if begun:
             opening.begin()
-        text = await opening.opened()
-        assert more == [text] * begun
+        assert (await opening.opened()).read == begun
 
     run(main())
 
@@ -105,14 +108,11 @@ def test_what_fails_ahead_is_closed_and_said() -> None:
     made: list[Text] = []
 
     def make() -> Text:
-        made.append(Text())
+        made.append(Text(ValueError("nothing in it")))
         return made[-1]
 
-    def fails(_: Text) -> None:
-        raise ValueError("nothing in it")
-
     async def main() -> None:
-        opening = BackgroundOpen(make, fails)
+        opening = BackgroundOpen(make)
         opening.begin()
         with pytest.raises(ValueError, match="nothing in it"):
             await opening.opened()

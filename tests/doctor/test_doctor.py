@@ -27,9 +27,9 @@ from noloco_node.limits.rate_limit import RateLimitedNetwork, weigh
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.peer_network import SimPeerNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
@@ -305,9 +305,9 @@ def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.MonkeyP
 
     async def main() -> None:
         monkeypatch.setattr(command, "connected", connected)
-        swarm = await command._swarm("0" * 64, (), command.DoctorRequest(home=Path("home")))
-        assert [finding.grade for finding in swarm.findings] == [Grade.DOUBTFUL, Grade.BAD]
-        assert "serves the run" in swarm.findings[1].says
+        found, _ = await command._visit("0" * 64, (), command.DoctorRequest(home=Path("home")))
+        assert [finding.grade for finding in found] == [Grade.DOUBTFUL, Grade.BAD]
+        assert "serves the run" in found[1].says
 
     run(main())
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,12 @@ from noloco_node.cli.continue_run import continuing_text
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch
-from noloco_node.export.exporter import ExportRequest, SwarmExport, export, merge_files, of_homes, parts_of, recipe_of
-from noloco_node.export.parts import FoundStage, is_kept
+from noloco_node.export.exporter import SwarmExport, export, merge_files, of_homes, parts_of, recipe_of
+from noloco_node.export.parts import is_kept
 from noloco_node.export.provenance import read_provenance
-from noloco_node.export.replica_files import in_home, newest
-from noloco_node.inference.evaluation import Question, evaluate
-from noloco_node.inference.generation import generate_sample
+from noloco_node.export.replica_files import MergedReplicas, in_home, newest
+from noloco_node.inference.evaluation import evaluate
+from noloco_node.inference.generation import Sampling, generate
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
@@ -47,8 +47,8 @@ from noloco_node.run.presets import PRESETS, demo_run_text, run_text
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.replica_mean import FACTOR, ReplicaSummary, drop_outliers
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -165,7 +165,7 @@ def test_homes_are_merged_without_the_outlier_and_the_straggler(tmp_path: Path) 
     made.make("b", 0, moved(first, 0.5, 4), round=7)
     save(tmp_path / "d" / "snapshots" / "0", made.checkpoint(0, "a", moved(first, 0.5, 5), round=12))
 
-    told = asyncio.run(export(ExportRequest(out=tmp_path / "model", homes=tuple(homes))))
+    told = asyncio.run(export(tmp_path / "model", homes=tuple(homes)))
     notes = read_provenance(tmp_path / "model")
     assert notes.replicas == (2, 1)
     assert notes.rounds == (42, 41)
@@ -184,11 +184,11 @@ def test_a_stage_is_found_in_a_snapshot_alone(tmp_path: Path) -> None:
     made = Homes(tmp_path)
     home = made.make("a", 0, made.weights(0))
     with pytest.raises(UserError, match="no usable weights of stage 1") as caught:
-        asyncio.run(export(ExportRequest(out=tmp_path / "model", homes=(home,))))
+        asyncio.run(export(tmp_path / "model", homes=(home,)))
     assert caught.value.code is Exit.UNREACHABLE
     assert not (tmp_path / "model").exists()
     save(home / "snapshots" / "1", made.checkpoint(1, "gone", made.weights(1)))
-    asyncio.run(export(ExportRequest(out=tmp_path / "model", homes=(home,))))
+    asyncio.run(export(tmp_path / "model", homes=(home,)))
     assert read_provenance(tmp_path / "model").taken[1][0].peer == "gone"
 
 
@@ -203,7 +203,7 @@ def test_homes_of_two_runs_are_not_one_model(tmp_path: Path) -> None:
         recipe_of([home, tmp_path / "nowhere"])
     assert caught.value.code is Exit.CONFIG
     with pytest.raises(UserError, match="nothing to export"):
-        asyncio.run(export(ExportRequest(out=tmp_path / "model")))
+        asyncio.run(export(tmp_path / "model"))
 
 
 def test_a_damaged_file_in_a_home_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
@@ -223,13 +223,13 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
     """Stage 1 has nobody at first; what stage 0 gave is not asked for again, and the model is whole in the end."""
     monkeypatch.setattr(asyncio, "to_thread", _at_once)
     asked: list[str] = []
-    fetch = replica_fetch.fetch
+    fetch_of = replica_fetch.fetch_of
 
-    async def counting(network: Any, peer: str, number: int, shapes: Any) -> Any:
+    async def counting(network: Any, peer: str, *what: Any) -> Any:
         asked.append(peer)
-        return await fetch(network, peer, number, shapes)
+        return await fetch_of(network, peer, *what)
 
-    monkeypatch.setattr(replica_fetch, "fetch", counting)
+    monkeypatch.setattr(replica_fetch, "fetch_of", counting)
 
     async def main() -> None:
         hub, what = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3)
@@ -241,7 +241,7 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
         whole = msgspec.structs.replace(roster, stages=(roster.stages[0], peers[2].node.roster.stages[1]))
         visitor = hub.network("visitor")
 
-        async def stages_of(look: replica_fetch.Look) -> list[FoundStage]:
+        async def stages_of(look: replica_fetch.Look) -> list[MergedReplicas]:
             return await SwarmExport(network=visitor, recipe=what, look=look, layout=plan, parts=directory).stages()
 
         without = seen(msgspec.structs.replace(whole, stages=(whole.stages[0], ())))
@@ -250,12 +250,11 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
             await stages_of(without)
         assert asked == ["peer-00", "peer-01"]
         assert [path.name for path in parts.iterdir()] == ["stage-0.safetensors"], "replicas are removed once merged"
-        found = await stages_of(roster)
-        stages = [each.stage for each in found]
+        stages = await stages_of(roster)
         assert asked[2:] == ["peer-10", "peer-11"]
         assert [[each.peer for each in stage.taken] for stage in stages] == [asked[:2], asked[2:]]
         assert all(list(stage.weights) == list(shapes) for stage, shapes in zip(stages, plan.shapes, strict=True))
-        assert "loaded again and compared" in exporter.write(tmp_path / "model", what, plan, found)
+        assert "loaded again and compared" in exporter.write(tmp_path / "model", what, plan, stages)
         # A finished stage that the disk has damaged is fetched again.
         part = parts / "stage-1.safetensors"
         part.write_bytes(part.read_bytes()[:-3] + b"???")
@@ -264,9 +263,9 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
         # And so is one that its stage has left far behind.
         behind = what.run.outer.staleness_at_most
         far = [max(each.round for each in stages[0].taken) + behind + 1]
-        assert not is_kept(found[0], far, behind)
-        assert is_kept(found[0], [round - 1 for round in far], behind)
-        assert is_kept(found[0], [], behind)
+        assert not is_kept(stages[0], far, behind)
+        assert is_kept(stages[0], [round - 1 for round in far], behind)
+        assert is_kept(stages[0], [], behind)
         for peer in peers:
             peer.leave.set()
         await asyncio.gather(*[peer.task for peer in peers])
@@ -433,7 +432,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Homes, list[Path], 
     made = Homes(tmp_path_factory.mktemp("taken"))
     homes = [made.make(f"{stage}{n}", stage, moved(made.weights(stage), 0.02, n)) for stage in (0, 1) for n in (0, 1)]
     out = made.directory / "model"
-    asyncio.run(export(ExportRequest(out=out, homes=tuple(homes))))
+    asyncio.run(export(out, homes=tuple(homes)))
     return made, homes, out
 
 
@@ -485,7 +484,7 @@ def test_a_run_that_goes_on_from_an_export_begins_with_exactly_that_model(
     assert run_.model.path == str(out)
     assert (run_.pipeline.stages, run_.pipeline.sequence_length) == (2, 128)
     homes = [again.make(f"again-{stage}", stage, again.weights(stage)) for stage in (0, 1)]
-    asyncio.run(export(ExportRequest(out=tmp_path / "again", homes=tuple(homes))))
+    asyncio.run(export(tmp_path / "again", homes=tuple(homes)))
     assert same(exported(out), exported(tmp_path / "again"))
 
 
@@ -508,27 +507,27 @@ def test_evaluation_of_homes_is_that_of_the_export_and_of_each_replica(
 ) -> None:
     made, homes, out = taken
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
-    question = Question(homes=tuple(homes), data=str(tmp_path), batches=1)
-    rows = json.loads(evaluate(question, as_json=True))["models"]
+    asked = partial(evaluate, data=str(tmp_path), batches=1)
+    rows = json.loads(asked(homes=homes, as_json=True))["models"]
     names = ["merged", *[f"stage {stage}, {stage}{n}, round 40" for stage in (0, 1) for n in (0, 1)]]
     assert [row["model"] for row in rows] == names
-    plain = json.loads(evaluate(replace(question, homes=(), directories=(out,)), as_json=True))
+    plain = json.loads(asked((out,), as_json=True))
     assert plain["loss"] == pytest.approx(rows[0]["loss"], rel=1e-6)
     # The merged model is back in its place after each: stage 1's replicas were measured with the mean of stage 0.
-    mixed = [each.stage for each in merge_files(of_homes(homes, made.recipe), made.recipe, made.plan)]
+    mixed = merge_files(of_homes(homes, made.recipe), made.recipe, made.plan)
     alone = [each for each in homes if each.name in ("00", "10", "11")]
     assert len({row["loss"] for row in rows}) == 5
     assert mixed[0].taken[0].round == 40
-    single = json.loads(evaluate(replace(question, homes=tuple(alone)), as_json=True))["models"]
+    single = json.loads(asked(homes=alone, as_json=True))["models"]
     assert single[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-6), "stage 0 has one replica: that is its mean"
-    said = evaluate(replace(question, homes=(), directories=(out, out)), as_json=False)
+    said = asked((out, out))
     assert said.count(f"{out}: loss ") == 2
 
 
 def test_evaluation_wants_one_kind_of_model(tmp_path: Path) -> None:
-    for question in (Question(), Question(directories=(tmp_path,), homes=(tmp_path,))):
+    for directories, homes in (((), ()), ((tmp_path,), (tmp_path,))):
         with pytest.raises(UserError) as caught:
-            evaluate(question, as_json=False)
+            evaluate(directories, homes)
         assert caught.value.code is Exit.USAGE
 
 
@@ -542,14 +541,13 @@ def test_a_checkpoint_of_anybody_is_evaluated_on_a_text_that_is_named(
         if path.name != "noloco.json":
             (stranger / path.name).write_bytes(path.read_bytes())
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
-    question = Question(directories=(stranger,), data=str(tmp_path / "text.txt"), batches=1)
-    ours = json.loads(evaluate(replace(question, directories=(out,)), as_json=True))
-    theirs = json.loads(evaluate(question, as_json=True))
+    asked = partial(evaluate, data=str(tmp_path / "text.txt"), batches=1, as_json=True)
+    ours, theirs = json.loads(asked((out,))), json.loads(asked((stranger,)))
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
     with pytest.raises(UserError, match="no checkpoint of a swarm"):
-        evaluate(replace(question, data=None), as_json=True)
+        asked((stranger,), data=None)
     # Bytes that are no text are marked by one, and passed over by the tokenizer of the other.
-    one, other = (generate_sample(directory, "to be", 40).replace("\ufffd", "") for directory in (out, stranger))
+    one, other = ("".join(generate(each, "to be", Sampling(40))).replace("\ufffd", "") for each in (out, stranger))
     assert one == other
     assert one
 

@@ -28,8 +28,8 @@ from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch, snapshot_fetch
-from noloco_node.export.exporter import ExportRequest, SwarmExport, export, merge_files, parts_of
-from noloco_node.export.parts import FoundStage, PartsDirectory, is_kept, parts_beside, path_of, write_replica
+from noloco_node.export.exporter import SwarmExport, export, merge_files, parts_of
+from noloco_node.export.parts import PartsDirectory, is_kept, parts_beside
 from noloco_node.export.provenance import noted, read_provenance, told_of
 from noloco_node.export.replica_fetch import FetchedReplica
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, ReplicaReader
@@ -38,12 +38,12 @@ from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.state_sync.snapshot_choice import AGAIN_S, ATTEMPTS
 from noloco_node.storage import tensor_file
-from noloco_node.storage.checkpoint import Checkpoint, arrays_of, load
+from noloco_node.storage.checkpoint import arrays_of, load
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -136,15 +136,21 @@ class Swarm:
         """Stand in for `swarm.visited`."""
         yield self._network("visitor"), RUN, SimpleNamespace(peek=self.look)
 
-    async def exported(self, *filed: ReplicaFile) -> list[FoundStage]:
+    async def exported(self, *filed: ReplicaFile) -> list[MergedReplicas]:
         """Export, or go on with it; `asked` begins anew."""
         self.asked.clear()
         return await self.export_to_come(filed).stages()
 
     def export_to_come(self, filed: Sequence[ReplicaFile] = ()) -> SwarmExport:
-        parts = PartsDirectory(self.parts, RUN.digest, PLAN.shapes, BEHIND)
-        visitor = self._network("visitor")
+        visitor, parts = self._network("visitor"), self._directory()
         return SwarmExport(network=visitor, recipe=RUN, look=self.look, layout=PLAN, parts=parts, filed=filed)
+
+    def replica_part(self, peer: str) -> Path:
+        """Return where a replica of stage 0 lies until that is complete."""
+        return self._directory().of_replica(0, peer)
+
+    def _directory(self) -> PartsDirectory:
+        return PartsDirectory(self.parts, RUN.digest, PLAN.shapes, BEHIND)
 
     async def interrupted(self, at: int) -> None:
         """Export until so many replicas have come."""
@@ -184,8 +190,8 @@ async def two_stages(swarm: Swarm) -> None:
     await swarm.replica("d", 1)
 
 
-def peers_of(found: FoundStage) -> list[str]:
-    return [each.peer for each in found.stage.taken]
+def peers_of(found: MergedReplicas) -> list[str]:
+    return [each.peer for each in found.taken]
 
 
 def same_stage(one: MergedReplicas, other: MergedReplicas) -> bool:
@@ -201,7 +207,10 @@ def test_replicas_that_had_come_of_an_unfinished_stage_are_not_fetched_again(swa
     async def main() -> None:
         await two_stages(swarm)
         await swarm.interrupted(at=2)
-        assert {path.name for path in swarm.parts.iterdir()} == {path_of(swarm.parts, 0, p).name for p in ("a", "b")}
+        assert {path.name for path in swarm.parts.iterdir()} == {
+            swarm.replica_part("a").name,
+            swarm.replica_part("b").name,
+        }
         resumed = await swarm.exported()
         assert swarm.asked == [("c", STATE), ("d", STATE)]
         assert [peers_of(each) for each in resumed] == [["a", "b", "c"], ["d"]]
@@ -209,8 +218,8 @@ def test_replicas_that_had_come_of_an_unfinished_stage_are_not_fetched_again(swa
         swarm.parts = tmp_path / ".another.parts"
         at_one_go = await swarm.exported()
         assert len(swarm.asked) == 4
-        assert all(same_stage(one.stage, other.stage) for one, other in zip(resumed, at_one_go, strict=True))
-        assert [each.stage.taken for each in resumed] == [each.stage.taken for each in at_one_go]
+        assert all(same_stage(one, other) for one, other in zip(resumed, at_one_go, strict=True))
+        assert [each.taken for each in resumed] == [each.taken for each in at_one_go]
 
     run(main())
 
@@ -232,7 +241,7 @@ def spoil(path: Path, how: str) -> None:
         slow = (torch.zeros(3), *slow[1:])
     else:
         slow = slow[:-1]
-    tensor_file.write(path, arrays_of(Checkpoint(counters, {"slow": slow})), msgspec.json.encode(counters).decode())
+    tensor_file.write(path, arrays_of({"slow": slow}), msgspec.json.encode(counters).decode())
 
 
 @pytest.mark.parametrize(
@@ -243,7 +252,7 @@ def test_a_replica_whose_file_is_of_no_use_is_fetched_again(swarm: Swarm, how: s
     async def main() -> None:
         await two_stages(swarm)
         await swarm.interrupted(at=2)
-        spoil(path_of(swarm.parts, 0, "a"), how)
+        spoil(swarm.replica_part("a"), how)
         found = await swarm.exported()
         assert swarm.asked == [("a", STATE), ("c", STATE), ("d", STATE)]
         assert peers_of(found[0]) == ["a", "b", "c"]
@@ -263,7 +272,7 @@ def test_a_replica_that_its_stage_has_left_far_behind_is_fetched_again(
         found = await swarm.exported()
         assert [peer for peer, _ in swarm.asked] == [*again, "c", "d"]
         assert peers_of(found[0]) == ["a", "b", "c"]
-        assert {each.round for each in found[0].stage.taken} == ({40 + further} if again else {40, 40 + further})
+        assert {each.round for each in found[0].taken} == ({40 + further} if again else {40, 40 + further})
 
     run(main())
 
@@ -286,7 +295,7 @@ def test_a_finished_part_is_kept_until_its_stage_is_far_or_lives_again(
     round: int, rounds: list[int], behind: int, of_snapshot: bool
 ) -> None:
     standing = ReplicaSummary(peer="a", round=round, inner_steps=0, progress=0.0, norm=1.0)
-    part = FoundStage(MergedReplicas({}, (standing,), ()), "keeper" if of_snapshot else None)
+    part = MergedReplicas({}, (standing,), (), "keeper" if of_snapshot else None)
     near = not rounds or round >= sorted(rounds)[(len(rounds) - 1) // 2] - behind
     assert is_kept(part, rounds, behind) == (near and not (of_snapshot and rounds))
 
@@ -305,8 +314,9 @@ def test_single_replicas_are_files_of_which_each_stage_has_one_at_least(swarm: S
         assert [peers_of(stage) for stage in found] == [["a", "b"], ["c"]]
         del swarm.records["c"]
         swarm.export_to_come().parts.remove()
-        with pytest.raises(UserError, match="Nobody gave the weights of stage 1"):
-            await swarm.export_to_come().replicas()
+        stages = await swarm.export_to_come().replicas()
+        with pytest.raises(UserError, match="no usable weights of stage 1"):
+            merge_files([each for stage in stages for each in stage], RUN, PLAN)
 
     run(main())
 
@@ -328,11 +338,11 @@ def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
         found = await swarm.exported()
         assert swarm.asked[3:] == [("b", SNAPSHOT)]
         assert [each.kept_by for each in found] == [None, "b"]
-        assert same_tensors(tuple(found[1].stage.weights.values()), swarm.given("b", SNAPSHOT))
+        assert same_tensors(tuple(found[1].weights.values()), swarm.given("b", SNAPSHOT))
         assert {path.name for path in swarm.parts.iterdir()} == {"stage-0.safetensors", "stage-1.safetensors"}
         # Also where it is read from a part that an interrupted export has left.
         swarm.asked.clear()
-        told = await export(ExportRequest(out=out, invite="to the swarm"))
+        told = await export(out, "to the swarm")
         assert swarm.asked == []
         assert not swarm.parts.exists()
         return told
@@ -434,10 +444,11 @@ def test_a_snapshot_counts_beside_a_home_where_it_is_clearly_newer(
         await swarm.keeper("a", 1, round)
         weights = dict(zip(PLAN.shapes[1], drawn(1, seed=9), strict=True))
         copy = FetchedReplica("of a home", 10, 30, 0.25, weights)
-        filed = write_replica(tmp_path / "home.safetensors", RUN.digest, 1, copy)
+        home = PartsDirectory(tmp_path, RUN.digest, PLAN.shapes, BEHIND)
+        filed = home.keep_replica(1, copy)
         found = (await swarm.exported(filed))[1]
         assert peers_of(found) == taken
-        assert [each.peer for each in found.stage.left_out] == left_out
+        assert [each.peer for each in found.left_out] == left_out
         assert found.kept_by == ("a" if "a" in taken else None)
         assert filed.path.exists()
 
@@ -459,8 +470,8 @@ def test_replicas_of_an_interrupted_export_do_not_outweigh_a_snapshot_of_long_af
         found = await swarm.exported()
         assert swarm.asked == [("z", STATE), ("z", SNAPSHOT)]
         assert (peers_of(found[1]), found[1].kept_by) == (["z"], "z")
-        assert [each.peer for each in found[1].stage.left_out] == ["k", "l"]
-        assert found[1].stage.left_out[0].why == "round 5, the snapshot that z keeps is of round 190"
+        assert [each.peer for each in found[1].left_out] == ["k", "l"]
+        assert found[1].left_out[0].why == "round 5, the snapshot that z keeps is of round 190"
 
     run(main())
 
@@ -507,8 +518,8 @@ def test_a_stage_of_a_whole_swarm_that_died_is_taken_home(tmp_path: Path) -> Non
         visitor = hub.network("visitor")
         found = await SwarmExport(network=visitor, recipe=what, look=look, layout=keeper.plan, parts=parts).stages()
         assert (found[0].kept_by, found[1].kept_by) == (None, "keeper")
-        assert same_tensors(tuple(found[1].stage.weights.values()), store.kept[1][-1].tensors["slow"])
-        assert found[1].stage.taken[0].round == store.kept[1][-1].counters.round
+        assert same_tensors(tuple(found[1].weights.values()), store.kept[1][-1].tensors["slow"])
+        assert found[1].taken[0].round == store.kept[1][-1].counters.round
         await over([keeper, rest[0]])
 
     run(main())

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.huggingface import write_checkpoint
 from noloco_node.export.provenance import Provenance, read_provenance
-from noloco_node.inference.evaluation import Loss, evaluate_directory, open_model, unigram_entropy, validation_loss
-from noloco_node.inference.generation import generate_sample
+from noloco_node.inference.evaluation import Loss, evaluate, open_model, unigram_entropy, validation_loss
+from noloco_node.inference.generation import Sampling, generate
 from noloco_node.run.presets import demo_run_text
 from pipeline.decoder_slice import Slice
 from pipeline.partition import Prepared, build, cut, family_config, prepare
@@ -213,8 +213,8 @@ def test_evaluating_a_directory(tmp_path: Path) -> None:
     export(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 200)
-    said = evaluate_directory(tmp_path / "model", data=str(text), batches=2, as_json=False)
-    numbers = json.loads(evaluate_directory(tmp_path / "model", data=str(text), batches=2, as_json=True))
+    said = evaluate((tmp_path / "model",), data=str(text), batches=2)
+    numbers = json.loads(evaluate((tmp_path / "model",), data=str(text), batches=2, as_json=True))
     assert numbers.keys() == {"loss", "perplexity", "tokens", "unigram_entropy"}
     assert numbers["tokens"] == 2 * 8 * 128
     assert numbers["perplexity"] == pytest.approx(math.exp(numbers["loss"]))
@@ -224,7 +224,7 @@ def test_evaluating_a_directory(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_model_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint of a swarm") as caught:
-        evaluate_directory(tmp_path, data=None, batches=1, as_json=False)
+        evaluate((tmp_path,), batches=1)
     assert caught.value.code == Exit.CONFIG
     with pytest.raises(UserError, match="no model"):
         open_model(tmp_path)
@@ -233,7 +233,7 @@ def test_a_directory_without_a_model_says_so(tmp_path: Path) -> None:
 def test_a_sample_follows_its_seed_and_leaves_the_generator_alone(tmp_path: Path) -> None:
     export(tmp_path / "model")
     before = torch.get_rng_state()
-    texts = [generate_sample(tmp_path / "model", "import ", 24, seed) for seed in (0, 0, 1)]
+    texts = ["".join(generate(tmp_path / "model", "import ", Sampling(24, seed=seed))) for seed in (0, 0, 1)]
     assert torch.equal(before, torch.get_rng_state())
     assert texts[0] == texts[1] != texts[2]
     assert "import" not in texts[0]

@@ -229,7 +229,7 @@ def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
 @pytest.mark.network
 def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
     async def main() -> None:
-        alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), patience=PATIENT)
+        alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), timeouts=PATIENT)
         async with Libp2pNetwork.open(alone) as one:
             joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
             async with Libp2pNetwork.open(joining) as forger:

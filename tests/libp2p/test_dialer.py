@@ -25,7 +25,7 @@ from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import MessageSpec, Schema
+from noloco_node.network.schema import MessageSpec, Schema
 
 SECRET = RunSecret("run")
 ME = "12D3KooWGKMUkB1hfRmXSjnKxXmYRyUnjGFQkSXPLfNkoR3r2hvS"

@@ -23,7 +23,7 @@ from noloco_node.libp2p.streams.frame_protocol import (
 )
 from noloco_node.libp2p.streams.liveness import PeerLiveness
 from noloco_node.network import wire
-from noloco_node.network.wire import MessageSpec, Schema, TensorSpec, Violation
+from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
 
 TIMEOUTS = TimeoutSettings()
 NUMBERS = 40

@@ -33,7 +33,7 @@ from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S
 from noloco_node.libp2p.daemon.process import WITHIN_S, restart_pause_s
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.daemon.socket_dir import private_directory, remove_stale
-from noloco_node.libp2p.dht.records import RecordLimits
+from noloco_node.libp2p.dht.records import has_our_form
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits
@@ -41,7 +41,7 @@ from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.libp2p.streams import dialback
 from noloco_node.libp2p.streams.dialback import DialBackReply, DialMe
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import MessageSpec, Schema, TensorSpec
+from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
 pytestmark = pytest.mark.network
 
@@ -107,7 +107,7 @@ async def peer(
 ) -> AsyncIterator[tuple[Libp2pNetwork, int]]:
     """A peer on this machine, and the process id of its daemon."""
     before = p2pds()
-    chosen = {"listen": (LOCAL,), "patience": PATIENT, "bootstrap": bootstrap} | settings
+    chosen = {"listen": (LOCAL,), "timeouts": PATIENT, "bootstrap": bootstrap} | settings
     async with Libp2pNetwork.open(NetworkSettings(run=run, **chosen), tell) as network:
         (daemon,) = p2pds() - before
         yield network, daemon
@@ -115,11 +115,11 @@ async def peer(
 
 @asynccontextmanager
 async def pair(
-    patience: TimeoutSettings = PATIENT, **settings: Any
+    timeouts: TimeoutSettings = PATIENT, **settings: Any
 ) -> AsyncIterator[tuple[Libp2pNetwork, int, Libp2pNetwork, int]]:
     async with (
-        peer(patience=patience) as (one, one_daemon),
-        peer(*await one.addresses(), patience=patience, **settings) as (other, other_daemon),
+        peer(timeouts=timeouts) as (one, one_daemon),
+        peer(*await one.addresses(), timeouts=timeouts, **settings) as (other, other_daemon),
     ):
         yield one, one_daemon, other, other_daemon
 
@@ -659,8 +659,7 @@ class Record(NamedTuple):
 
 def test_only_records_of_our_form_are_stored() -> None:
     subkey, value, soon = b"\xa1a", b"\xc4\x01x", time.time() + RECORD_S
-    limits = RecordLimits()
-    assert limits.validate(Record(subkey, value, soon))
+    assert has_our_form(Record(subkey, value, soon))
     for wrong in (
         Record(b"\xc0", value, soon),
         Record(b"\xa1", value, soon),
@@ -670,7 +669,7 @@ def test_only_records_of_our_form_are_stored() -> None:
         Record(subkey, value, soon + 1e5),
         Record(subkey, value, float("nan")),
     ):
-        assert not limits.validate(wrong), wrong
+        assert not has_our_form(wrong), wrong
 
 
 def test_addresses_of_this_machine_are_for_this_machine_only() -> None:

@@ -68,7 +68,7 @@ async def said(output: asyncio.StreamReader, pattern: str) -> str:
 @asynccontextmanager
 async def ours(*bootstrap: str) -> AsyncIterator[Libp2pNetwork]:
     async with Libp2pNetwork.open(
-        NetworkSettings(run="run", listen=(LOCAL,), bootstrap=bootstrap, patience=PATIENT)
+        NetworkSettings(run="run", listen=(LOCAL,), bootstrap=bootstrap, timeouts=PATIENT)
     ) as network:
         yield network
 

@@ -25,8 +25,8 @@ from noloco_node.limits.budget import LEAST_RATE, full_bucket
 from noloco_node.limits.rate_limit import FairLimiter, RateLimitedConversation
 from noloco_node.network import wire
 from noloco_node.network.interface import Conversation, Handler
+from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
 from noloco_node.network.timeouts import MOST_PEERS
-from noloco_node.network.wire import MessageSpec, Schema, TensorSpec, Violation
 from noloco_node.sim.clock import run
 
 PATIENCE = TimeoutSettings()

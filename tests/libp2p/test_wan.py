@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import pytest
 from limits import LAST_RESORT_S
+from process_swarm import TINY_MODEL
 from repository import ROOT
 
 T = TypeVar("T")
@@ -54,17 +55,9 @@ def why_not() -> str:
 pytestmark = [pytest.mark.wan, pytest.mark.network]
 
 
-RUN = """
+RUN = f"""
 name = "tiny"
-[model]
-architecture = "llama"
-[model.sizes]
-vocab_size = 384
-hidden_size = 32
-intermediate_size = 48
-num_hidden_layers = 2
-num_attention_heads = 2
-max_position_embeddings = 64
+{TINY_MODEL}
 [pipeline]
 stages = 2
 replicas = 1

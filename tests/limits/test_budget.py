@@ -40,7 +40,7 @@ from noloco_node.limits.budget import (
 from noloco_node.limits.rate_limit import FairLimiter, RateLimitedNetwork, spending, weigh
 from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
+from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, TensorSpec
 from noloco_node.node.shifts import Shifts
 from noloco_node.planning.bandwidth import (
     MicrobatchBytes,
@@ -51,8 +51,8 @@ from noloco_node.planning.bandwidth import (
 )
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.roster import PeerRecord, Roster
 
@@ -513,8 +513,8 @@ def test_a_swarm_with_one_slow_budget_has_no_suspects_from_it_and_sends_it_less(
             await asyncio.gather(*[peer.task for peer in peers])
         for peer in peers[:2]:
             assert peer.node.replica is not None
-            assert peer.node.replica.downstream is not None
-            counts = peer.node.replica.downstream.statistics()
+            assert peer.node.replica.next_stage is not None
+            counts = peer.node.replica.next_stage.statistics()
             assert counts["gradients"] > 0
             assert not counts["suspects"] + counts["lost_unreachable"] + counts["lost_given_up"] + counts["lost_broken"]
         assert not hub.failures
@@ -695,7 +695,7 @@ def test_waiting_for_the_budget_is_not_silence() -> None:
     That is twenty beats: so many a busy machine does not miss.
     """
     silence_s, rate = 2.0, 100_000.0
-    patience = structs.replace(
+    timeouts = structs.replace(
         PATIENT, beat_s=0.1, silence_s=silence_s, least_silence_s=silence_s, most_silence_s=silence_s
     )
     load = Load(content=bytes(round(1.25 * silence_s * rate)))
@@ -703,7 +703,7 @@ def test_waiting_for_the_budget_is_not_silence() -> None:
     async def main() -> dict[str, int | float]:
         def chosen(*bootstrap: str) -> NetworkSettings:
             listen = ("/ip4/127.0.0.1/tcp/0",)
-            return NetworkSettings(run="run", listen=listen, patience=patience, bootstrap=bootstrap)
+            return NetworkSettings(run="run", listen=listen, timeouts=timeouts, bootstrap=bootstrap)
 
         async with Libp2pNetwork.open(chosen()) as there, Libp2pNetwork.open(chosen(*await there.addresses())) as here:
             ours = RateLimitedNetwork(here, OwnerLimits(upload_bytes_per_s=rate, download_bytes_per_s=rate))

@@ -16,6 +16,7 @@ from memory_swarms import Peer, recipe, until
 
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
+from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.network.timeouts import (
     DIALS,
     MOST_PEERS,
@@ -25,10 +26,9 @@ from noloco_node.network.timeouts import (
     deadline_s,
     observed,
 )
-from noloco_node.network.wire import MessageSpec, Schema
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 
 TIMES = st.floats(0.0, 1e4)
 BOUNDS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Probe, Weights
 from noloco_node.network import wire
-from noloco_node.network.wire import Frame, FrameDecoder, FrameKind, MessageSpec, OneOf, Schema, TensorSpec, Violation
+from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, OneOf, Schema, TensorSpec, Violation
+from noloco_node.network.wire import Frame, FrameDecoder, FrameKind
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
 
 HIDDEN = TensorSpec((2, 3, 4), "float32")
@@ -42,7 +43,7 @@ SCHEMA = Schema(
         Declined: MessageSpec("Declined"),
         Probe: MessageSpec("Probe", {"slow": PROBE, "fast": OneOf((PROBE, None))}),
         Weights: MessageSpec("Weights", {"fast": WEIGHTS, "slow": OneOf((WEIGHTS, ()))}),
-        Text: MessageSpec("Text", header_bytes=wire.LONG_HEADER_BYTES),
+        Text: MessageSpec("Text", header_bytes=LONG_HEADER_BYTES),
     }
 )
 CAP_BYTES = max(SCHEMA.body_bytes, SCHEMA.header_bytes)
@@ -194,7 +195,7 @@ def test_a_schema_must_describe_just_the_tensors_of_its_messages() -> None:
     with pytest.raises(ValueError, match=r"has the tensors \(none\)"):
         Schema({Offer: MessageSpec("Offer", {"round": PROBE})})
     with pytest.raises(ValueError, match="header_bytes"):
-        Schema({Offer: MessageSpec("Offer", header_bytes=wire.LONG_HEADER_BYTES + 1)})
+        Schema({Offer: MessageSpec("Offer", header_bytes=LONG_HEADER_BYTES + 1)})
     with pytest.raises(TypeError, match="not a dataclass"):
         Schema({int: MessageSpec("int")})
 
@@ -350,7 +351,7 @@ def test_any_header_is_refused_or_exactly_right(header: Any, body_bytes: int) ->
 
 def test_the_format_needs_no_torch_until_a_tensor_comes() -> None:
     program = (
-        "import sys; from noloco_node.network.wire import *\n"
+        "import sys; from noloco_node.network.schema import *; from noloco_node.network.wire import *\n"
         "from pipeline.messages import *; from gossip.exchange.messages import *\n"
         "s = Schema({Refused: MessageSpec('Refused'), Offer: MessageSpec('Offer')})\n"
         "i = FrameDecoder(s)\n"

@@ -23,8 +23,8 @@ from noloco_node.machine.signals import departure
 from noloco_node.node.training import DRAIN_S
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
 from pipeline.messages import Microbatch, Reason, Refused
 
@@ -145,11 +145,11 @@ def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -> None
         assert node is not None
         replica = node.replica
         assert replica is not None
-        await until(lambda: replica.gate.in_flight >= 2)
+        await until(lambda: replica.admission.in_flight >= 2)
         counts, asked_s, in_flight = (
             replica.worker.statistics(),
             asyncio.get_running_loop().time(),
-            replica.gate.in_flight,
+            replica.admission.in_flight,
         )
         taken.clear()
         refused.clear()

@@ -17,9 +17,9 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.corruption import Corruption
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.peer_network import SimPeerNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_distribution import RunFileText

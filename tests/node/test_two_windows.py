@@ -21,8 +21,8 @@ from noloco_node.run.validation import problems
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.run_distribution import RunFileText
 
 FAR = NetworkConditions(latency=Latency(shape="constant", mean_s=0.1))
@@ -35,7 +35,7 @@ def with_windows(plain: RunFileText, windows: int) -> RunFileText:
 def assert_free(peer: Peer) -> None:
     replica = peer.node.replica
     assert replica is not None
-    gate = replica.gate.statistics()
+    gate = replica.admission.statistics()
     assert (gate["in_flight"], gate["queued"]) == (0, 0)
     stage = peer.stages[-1].statistics()
     assert gate["stale"] == stage["stale_backwards"], "the gate knows which gradients are stale, the stage it is"
@@ -105,7 +105,7 @@ def test_a_leave_does_not_cut_off_a_step_above_a_stage_that_is_gone(wait_s: floa
         below.leave.set()
         replica = source.node.replica
         assert replica is not None
-        await until(lambda: replica.stranded and replica.gate.succeeded == replica.gate.window)
+        await until(lambda: replica.stranded and replica.admission.succeeded == replica.admission.window)
         source.leave.set()
         await asyncio.gather(source.task, below.task)
         return source
@@ -129,12 +129,12 @@ def test_who_is_stranded_with_gradients_of_the_next_window_knows_it() -> None:
         await until(lambda: len(peers[0].of(events.InnerStep)) >= steps)
         replica = peers[0].node.replica
         assert replica is not None
-        await until(lambda: replica.gate.turns.waiting >= 2)
+        await until(lambda: replica.admission.turns.waiting >= 2)
         hub.kill("peer-1")
         peers[1].task.cancel()
         await asyncio.wait([peers[1].task])
         await until(lambda: replica.stranded, 60.0)
-        both = 0 < replica.gate.turns.waiting < replica.gate.in_flight
+        both = 0 < replica.admission.turns.waiting < replica.admission.in_flight
         begun_s = asyncio.get_running_loop().time()
         peers[0].leave.set()
         await peers[0].task

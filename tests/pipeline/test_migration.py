@@ -98,7 +98,7 @@ def test_a_move_leaves_the_weakest_stage_stronger_and_is_not_taken_back(
         assert all(back.peer != move.peer or back.target != move.origin for back in movers(moved, work, seed))
 
 
-# One peer's mind.
+# One peer's judgement.
 
 
 def first_of(claims: list[StageClaim]) -> OwnPlacement:
@@ -107,13 +107,13 @@ def first_of(claims: list[StageClaim]) -> OwnPlacement:
 
 def announced(claims: list[StageClaim], me: OwnPlacement) -> tuple[MigrationState, float]:
     """Read until we announce; return when."""
-    mind, now_s = MigrationState(), 0.0
+    state, now_s = MigrationState(), 0.0
     for _ in range(10):
-        verdict = decide(me, mind, claims, EVEN, PACE, now_s)
-        mind = verdict.mind
+        verdict = decide(me, state, claims, EVEN, PACE, now_s)
+        state = verdict.state
         assert not verdict.go
         if verdict.announce is not None:
-            return mind, now_s
+            return state, now_s
         now_s += PACE.look_s
     raise AssertionError("it never announced")
 
@@ -121,12 +121,12 @@ def announced(claims: list[StageClaim], me: OwnPlacement) -> tuple[MigrationStat
 def test_it_takes_several_readings_in_a_row_and_a_moment_of_ones_own() -> None:
     claims = swarm(3, 1)
     me = first_of(claims)
-    mind, now_s = announced(claims, me)
-    assert mind.readings >= READINGS
+    state, now_s = announced(claims, me)
+    assert state.readings >= READINGS
     assert (READINGS - 1) * PACE.look_s <= now_s <= (READINGS - 1) * PACE.look_s + PACE.delay_s + PACE.look_s
-    assert not decide(me, mind, claims, EVEN, PACE, now_s + PACE.settle_s - 1.0).go
-    assert decide(me, mind, claims, EVEN, PACE, now_s + PACE.settle_s).go
-    assert decide(me, mind, swarm(2, 2), EVEN, PACE, now_s + PACE.settle_s).mind == MigrationState(), (
+    assert not decide(me, state, claims, EVEN, PACE, now_s + PACE.settle_s - 1.0).go
+    assert decide(me, state, claims, EVEN, PACE, now_s + PACE.settle_s).go
+    assert decide(me, state, swarm(2, 2), EVEN, PACE, now_s + PACE.settle_s).state == MigrationState(), (
         "somebody else came"
     )
     other = next(claim.peer for claim in claims if claim.stage == 0 and claim.peer != me.peer)
@@ -136,11 +136,11 @@ def test_it_takes_several_readings_in_a_row_and_a_moment_of_ones_own() -> None:
 
 def test_a_stage_without_any_replica_is_left_to_those_who_come_back() -> None:
     claims = swarm(3, 0)
-    me, mind = first_of(claims), MigrationState()
+    me, state = first_of(claims), MigrationState()
     for reading in range(100):
         now_s = reading * PACE.look_s
-        verdict = decide(me, mind, claims, EVEN, PACE, now_s)
-        mind = verdict.mind
+        verdict = decide(me, state, claims, EVEN, PACE, now_s)
+        state = verdict.state
         assert verdict.announce is None or now_s >= PACE.empty_s
         if verdict.go:
             return
@@ -151,21 +151,21 @@ def test_of_two_who_announced_the_first_goes_and_the_other_takes_it_back() -> No
     claims = swarm(4, 1)
     order = [move.peer for move in movers(claims, EVEN, 0)]
     both = [claim._replace(moves_to=1) if claim.peer in order[:2] else claim for claim in claims]
-    mind = MigrationState(1, READINGS, announced_s=0.0)
-    first, second = (decide(OwnPlacement(peer, 0, 0.0), mind, both, EVEN, PACE, 100.0) for peer in order[:2])
+    state = MigrationState(1, READINGS, announced_s=0.0)
+    first, second = (decide(OwnPlacement(peer, 0, 0.0), state, both, EVEN, PACE, 100.0) for peer in order[:2])
     assert first.go
-    assert second == (second.mind, None, False)
-    assert second.mind.announced_s is None
+    assert second == (second.state, None, False)
+    assert second.state.announced_s is None
 
 
 def test_an_announcement_to_which_nothing_follows_is_forgotten() -> None:
     claims = swarm(4, 1)
     order = [move.peer for move in movers(claims, EVEN, 0)]
     stuck = [claim._replace(moves_to=1, may_serve=()) if claim.peer == order[0] else claim for claim in claims]
-    me, mind = OwnPlacement(order[1], 0, 0.0), MigrationState()
+    me, state = OwnPlacement(order[1], 0, 0.0), MigrationState()
     for reading in range(2 * MOST_READINGS):
-        verdict = decide(me, mind, stuck, EVEN, PACE, reading * PACE.look_s)
-        mind = verdict.mind
+        verdict = decide(me, state, stuck, EVEN, PACE, reading * PACE.look_s)
+        state = verdict.state
         assert (verdict.announce is not None) == (reading >= MOST_READINGS)
         if verdict.go:
             return
@@ -176,15 +176,15 @@ def test_an_announcement_to_which_nothing_follows_is_forgotten() -> None:
 def test_announcements_that_come_and_go_keep_nobody_for_good(names: int, every: int) -> None:
     """All of them would be first, and none ever goes."""
     claims = swarm(4, 1)
-    me, mind = first_of(claims), MigrationState()
+    me, state = first_of(claims), MigrationState()
     order = [move.peer for move in movers([*claims, *[replica(f"z{n}", 0) for n in range(2000)]], EVEN, 0)]
     strangers = order[: order.index(me.peer)][:names]
     assert len(strangers) == names
     for reading in range(4 * MOST_KEPT):
         stranger = replica(strangers[reading % names], 0, moves_to=1)._replace(may_serve=())
         said = [*claims, stranger] if reading % every == 0 else claims
-        verdict = decide(me, mind, said, EVEN, PACE, reading * PACE.look_s)
-        mind = verdict.mind
+        verdict = decide(me, state, said, EVEN, PACE, reading * PACE.look_s)
+        state = verdict.state
         if verdict.go:
             return
     raise AssertionError("it never went")
@@ -193,21 +193,21 @@ def test_announcements_that_come_and_go_keep_nobody_for_good(names: int, every: 
 def test_announcements_keep_us_again_once_somebody_has_come() -> None:
     claims = swarm(8, 1)
     me = first_of(claims)
-    mind = MigrationState(1, READINGS, kept=MOST_KEPT, kept_at=1.0)
+    state = MigrationState(1, READINGS, kept=MOST_KEPT, kept_at=1.0)
     rival = replica("another", 0, moves_to=1)._replace(may_serve=())
-    assert decide(me, mind, [*claims, rival], EVEN, PACE, 1e3).announce is not None
+    assert decide(me, state, [*claims, rival], EVEN, PACE, 1e3).announce is not None
     helped = [*claims, replica("helper", 1), rival]
     me = OwnPlacement(movers(helped, EVEN, 0)[0].peer, 0, 0.0)
-    verdict = decide(me, mind, helped, EVEN, PACE, 1e3)
-    assert (verdict.announce, verdict.mind.kept) == (None, 1)
+    verdict = decide(me, state, helped, EVEN, PACE, 1e3)
+    assert (verdict.announce, verdict.state.kept) == (None, 1)
 
 
 def test_who_should_go_first_and_does_not_keeps_the_next_for_a_while_only() -> None:
     claims = swarm(4, 1)
-    me, mind = OwnPlacement([move.peer for move in movers(claims, EVEN, 0)][1], 0, 0.0), MigrationState()
+    me, state = OwnPlacement([move.peer for move in movers(claims, EVEN, 0)][1], 0, 0.0), MigrationState()
     for reading in range(2 * MOST_READINGS):
-        verdict = decide(me, mind, claims, EVEN, PACE, reading * PACE.look_s)
-        mind = verdict.mind
+        verdict = decide(me, state, claims, EVEN, PACE, reading * PACE.look_s)
+        state = verdict.state
         assert (verdict.announce is not None) == (reading >= MOST_READINGS - 1)
         if verdict.go:
             return
@@ -243,7 +243,7 @@ class Swarm:
         self.rng = Random(f"{seed}|swarm")
         self.moves: dict[str, list[float]] = {name: [] for name in self.names}
         self.me = {name: OwnPlacement(name, seed, 0.0) for name in self.names}
-        self.mind = {name: MigrationState() for name in self.names}
+        self.state = {name: MigrationState() for name in self.names}
         self.history: dict[str, list[tuple[float, StageClaim | None]]] = {name: [] for name in self.names}
         for name, stage in zip(self.names, stages, strict=True):
             self._say(name, 0.0, stage)
@@ -274,8 +274,8 @@ class Swarm:
             own = self.truth(name, now_s)
             if own is not None and own.training:
                 # Published a little later than it was known.
-                verdict = decide(self.me[name], self.mind[name], self.read(name, now_s), self.work, PACE, now_s)
-                self.mind[name] = verdict.mind
+                verdict = decide(self.me[name], self.state[name], self.read(name, now_s), self.work, PACE, now_s)
+                self.state[name] = verdict.state
                 if verdict.go and verdict.move is not None:
                     again_s = self._move(name, now_s, verdict.move.target) + PACE.look_s
                 else:
@@ -286,7 +286,7 @@ class Swarm:
         self.moves[name].append(now_s)
         self.history[name].append((now_s, None))
         self.me[name] = OwnPlacement(name, self.seed, now_s + DRAIN_S + COPY_S, len(self.moves[name]))
-        self.mind[name] = MigrationState()
+        self.state[name] = MigrationState()
         self._say(name, now_s + DRAIN_S, target, training=False)
         self._say(name, now_s + DRAIN_S + COPY_S, target)
         return now_s + DRAIN_S + COPY_S

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossip.rule.stability import stability_bound
-from noloco_node.cli.node_config import NodeConfig
+from noloco_node.cli.options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
 from noloco_node.run.config import DataConfig, ModelConfig, OuterConfig, RunConfig
-from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_run_file
+from noloco_node.run.presets import PRESETS, demo_run_text, run_text, write_text
 from noloco_node.run.runfile import (
     RUN_TEXT_BYTES,
     canonical,
@@ -412,7 +412,7 @@ def test_half_a_source_is_refused(source: str) -> None:
 
 
 def test_configs_do_not_change() -> None:
-    node = NodeConfig(home="h")
+    node = JoinOptions()
     with pytest.raises(AttributeError):
         node.device = "cuda"  # type: ignore[misc]
     with pytest.raises(AttributeError):
@@ -460,16 +460,16 @@ def test_any_demo_is_a_run(stages: int, replicas: int, steps: int, seed: int) ->
 
 def test_a_run_file_in_the_way_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    write_run_file(path, "tiny", overwrite=False)
+    write_text(path, run_text("tiny"), overwrite=False)
     assert load_run(path).name == "tiny"
     with pytest.raises(UserError, match="is there already") as caught:
-        write_run_file(path, "125m", overwrite=False)
+        write_text(path, run_text("125m"), overwrite=False)
     assert caught.value.code == Exit.USAGE
     assert load_run(path).name == "tiny"
-    write_run_file(path, "125m", overwrite=True)
+    write_text(path, run_text("125m"), overwrite=True)
     assert load_run(path).name == "125m"
     with pytest.raises(UserError, match="no preset 'huge'"):
-        write_run_file(path, "huge", overwrite=True)
+        write_text(path, run_text("huge"), overwrite=True)
     with pytest.raises(UserError) as caught:
-        write_run_file(tmp_path / "no" / "run.toml", "tiny", overwrite=False)
+        write_text(tmp_path / "no" / "run.toml", run_text("tiny"), overwrite=False)
     assert caught.value.code == Exit.STORAGE

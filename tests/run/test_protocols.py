@@ -17,7 +17,8 @@ from gossip.exchange.codec import Encoded, common_steps, decode, encode
 from gossip.exchange.formats import Format, absolute, wire_bytes
 from gossip.exchange.messages import NOTHING, PrefetchOffer, Probe, Weights
 from gossip.exchange.swap import PROBE, probe_coordinates
-from noloco_node.network.wire import FrameDecoder, Schema, Violation
+from noloco_node.network.schema import Schema, Violation
+from noloco_node.network.wire import FrameDecoder
 from noloco_node.network.wire import encode as frame
 from noloco_node.run.config import ModelConfig, OuterConfig, RunConfig
 from noloco_node.run.protocols import gossip_schema

@@ -144,7 +144,7 @@ def test_an_hour_of_comings_and_goings_stops_nobody() -> None:
     assert world.standstill is None
     assert 3000.0 < world.ended_s < 4500.0
     assert sum(found.gone.values()) >= 20
-    assert world.hub.failures == []
+    assert world.network.failures == []
     for name, peer in world.peers.items():
         assert [life.wrong for life in peer.lives if life.wrong] == []
         assert len(peer.lives) == 1 + found.gone[name]

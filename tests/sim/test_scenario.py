@@ -16,7 +16,7 @@ from msgspec import structs
 from gossip.exchange.messages import Offer, Weights
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.plan import mean_steps_per_round
-from noloco_node.run.presets import write_run_file
+from noloco_node.run.presets import run_text, write_text
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig, decode_scenario, load_scenario
 from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
@@ -166,7 +166,7 @@ def test_every_kind_of_fault_is_read() -> None:
 
 
 def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
-    write_run_file(tmp_path / "run.toml", "125m", overwrite=False)
+    write_text(tmp_path / "run.toml", run_text("125m"), overwrite=False)
     (tmp_path / "swarm.toml").write_text(
         "[swarm]\nrun = 'run.toml'\nrounds = 9\nreplicas = 5\n[devices]\ntflops = 50.0\n"
     )
@@ -177,10 +177,10 @@ def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
     assert len(setting.peers) == 5 * run.pipeline.stages
     # A microbatch weighs what it would: activations of width 768 in bfloat16.
     hidden = 100 + setting.microbatch_tokens * 768 * 2
-    assert setting.size_bytes(Gradient(hidden=None, loss=0.0, tokens=1), "microbatch/1") == hidden
+    assert setting.sizes.size_bytes(Gradient(hidden=None, loss=0.0, tokens=1), "microbatch/1") == hidden
     weights = Weights(fast=(torch.zeros(1),), slow=())
     # Two weights a byte in a round.
-    parameters = sum(setting.size_bytes(weights, f"gossip/{stage}") for stage in range(run.pipeline.stages)) * 2
+    parameters = sum(setting.sizes.size_bytes(weights, f"gossip/{stage}") for stage in range(run.pipeline.stages)) * 2
     assert 110e6 < parameters < 140e6
     # And costs what its operations take: two a parameter and attention's, at 50 * 10**12 a second.
     operations = sum(prices.forward_s for prices in setting.prices) * 50e12 / setting.microbatch_tokens
@@ -200,8 +200,8 @@ def test_without_a_run_file_the_scenario_says_what_things_cost() -> None:
     assert setting.access().up_bytes_per_s == 1e6
     assert setting.access().down_bytes_per_s == math.inf
     microbatch = Microbatch.__new__(Microbatch)
-    assert setting.size_bytes(microbatch, "microbatch/1") == 1100
-    assert setting.size_bytes(Offer(round=1), "gossip/0") == 100
+    assert setting.sizes.size_bytes(microbatch, "microbatch/1") == 1100
+    assert setting.sizes.size_bytes(Offer(round=1), "gossip/0") == 100
 
 
 @given(
@@ -233,7 +233,7 @@ def test_what_a_scenario_says_of_rounds_and_windows_is_the_runs(swarm: SwarmConf
 
 
 def test_an_overlap_that_does_not_fit_a_run_files_late_rounds_is_refused(tmp_path: Path) -> None:
-    write_run_file(tmp_path / "run.toml", "125m", overwrite=False)
+    write_text(tmp_path / "run.toml", run_text("125m"), overwrite=False)
     file = tmp_path / "run.toml"
     file.write_text(re.sub(r"(?m)^late_inner_steps_per_round.*\n", "", file.read_text()))
     file.write_text(file.read_text().replace("[outer]", "[outer]\nlate_inner_steps_per_round = 20"))

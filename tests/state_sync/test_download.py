@@ -26,8 +26,8 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import (
     COPY_AGAIN_S,
     LONGEST_PAUSE_S,
@@ -116,7 +116,7 @@ def test_a_newcomer_killed_at_a_random_instant_resumes_from_its_disk(tmp_path: P
         task = asyncio.create_task(world.newcomer().attempt(("donor",), listed("donor")))
         while lives < 4:
             await asyncio.sleep(rng.uniform(2.0, 9.0))
-            world.hub.kill("new")
+            world.network.kill("new")
             task.cancel()
             await asyncio.wait({task})
             await asyncio.sleep(rng.uniform(0.0, 30.0))
@@ -150,7 +150,7 @@ def test_a_donor_that_crashes_at_a_random_instant_is_replaced(seed: int) -> None
         copying = world.newcomer()
         task = asyncio.create_task(copying.attempt(("first", "second"), listed("first", "second")))
         await asyncio.sleep(rng.uniform(0.5, 19.0))
-        world.hub.kill("first")
+        world.network.kill("first")
         found = await task
         assert isinstance(found, ReplicaState)
         return world, asyncio.get_running_loop().time()

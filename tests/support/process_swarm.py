@@ -13,14 +13,7 @@ from noloco_node.journal.events import InnerStep, Started, StateChanged
 from noloco_node.run.peer_state import PeerState
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
-
-
-def run_file(directory: Path, *, steps: int = 1_000_000, gamma: float = 0.7) -> Path:
-    """Write the recipe of a model that costs next to nothing."""
-    path = directory / "run.toml"
-    path.write_text(f"""
-name = "tiny"
-seed = 3
+TINY_MODEL = """\
 [model]
 architecture = "llama"
 [model.sizes]
@@ -29,7 +22,17 @@ hidden_size = 32
 intermediate_size = 48
 num_hidden_layers = 2
 num_attention_heads = 2
-max_position_embeddings = 64
+max_position_embeddings = 64"""
+"""Costs next to nothing: part of a run file."""
+
+
+def run_file(directory: Path, *, steps: int = 1_000_000, gamma: float = 0.7) -> Path:
+    """Write the recipe of a model that costs next to nothing."""
+    path = directory / "run.toml"
+    path.write_text(f"""
+name = "tiny"
+seed = 3
+{TINY_MODEL}
 [pipeline]
 stages = 2
 replicas = 2

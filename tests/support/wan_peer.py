@@ -24,7 +24,7 @@ from noloco_node.errors import UserError
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import MessageSpec, Schema, TensorSpec
+from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
 MIB = 2**18
 

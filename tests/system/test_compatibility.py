@@ -179,14 +179,12 @@ def test_a_copy_of_then_goes_on(home: Path) -> None:
 def test_an_export_of_then_goes_on(tmp_path: Path) -> None:
     files.write_parts(tmp_path / "parts")
     assert files.files_below(tmp_path / "parts") == files.files_below(PARTS)
-    digest = files.recipe().digest
-    found = product.read_part(PARTS, digest, files.OTHER_STAGE, files.shapes(files.OTHER_STAGE))
-    wanted = files.merged(files.OTHER_STAGE)
+    parts = files.parts(PARTS)
+    found, wanted = parts.finished(files.OTHER_STAGE, []), files.merged(files.OTHER_STAGE)
     assert found is not None
-    assert found.kept_by == wanted.kept_by
-    assert found.stage[1:] == wanted.stage[1:]
-    assert files.same_tensors(found.stage.weights, wanted.stage.weights)
-    (replica,) = product.laid_down(PARTS, digest, files.STAGE, files.shapes(files.STAGE))
+    assert found[1:] == wanted[1:]
+    assert files.same_tensors(found.weights, wanted.weights)
+    (replica,) = parts.replicas(files.STAGE, [])
     assert (replica.peer, replica.counters.round) == (files.DONOR, 6)
 
 

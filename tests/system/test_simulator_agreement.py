@@ -26,7 +26,7 @@ import pytest
 import torch
 from memory_swarms import until
 from msgspec import structs
-from process_swarm import LOCAL, host, is_finished
+from process_swarm import LOCAL, TINY_MODEL, host, is_finished
 from processes import Command, Commands
 
 from noloco_node.errors import Exit
@@ -46,8 +46,8 @@ from noloco_node.journal.events import (
 from noloco_node.journal.reader import read
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig, Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
@@ -134,15 +134,7 @@ def run_file(directory: Path, *, replicas: int, steps: int) -> Path:
     path.write_text(f"""
 name = "agreement"
 seed = {SEED}
-[model]
-architecture = "llama"
-[model.sizes]
-vocab_size = 384
-hidden_size = 32
-intermediate_size = 48
-num_hidden_layers = 2
-num_attention_heads = 2
-max_position_embeddings = 64
+{TINY_MODEL}
 [pipeline]
 stages = {STAGES}
 replicas = {replicas}
@@ -217,7 +209,7 @@ def train_simulated(run: Path, real: Swarm) -> Swarm:
         return not peer.running or len(meetings(outer)) >= MEETINGS
 
     async def main() -> dict[str, Trace]:
-        hub = SimNetwork(setting.conditions, seed=SEED, size_bytes=setting.size_bytes)
+        hub = SimNetwork(setting.scenario.network, seed=SEED, size_bytes=setting.sizes.size_bytes)
         peers = [SimulatedPeer(name, trace.started.stage, setting, hub, observe) for name, trace in real.peers.items()]
         for peer in peers:
             peer.start()

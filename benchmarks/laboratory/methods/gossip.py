@@ -27,8 +27,8 @@ from gossip.rule.outer_step import OuterState, Tensors
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.node.replica_context import ReplicaConfig, round_settings
 from noloco_node.run.protocols import GOSSIP, gossip_schema
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 
 LAST_ROUND_S = 60.0
 

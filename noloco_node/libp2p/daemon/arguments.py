@@ -38,20 +38,11 @@ def arguments(config: DaemonConfig, reach: Reachability) -> list[str]:
     told that these are all; where there are enough, it may look for others should these end.
     """
     chosen = [
-        f"-id={config.identity}",
-        f"-hostAddrs={','.join(config.listen)}",
+        *_common(config),
         "-dhtServer=1",
-        "-tls=1",
-        "-autonat=1",
-        "-connManager=1",
-        "-relay=1",
         f"-relayService={int(config.lends_line)}",
-        f"-relayBufferSize={_RELAY_BUFFER_BYTES}",
         f"-natPortMap={int(bool(beyond_this_machine(config.listen)))}",
-        "-idleTimeout=30s",
     ]
-    if config.announce:
-        chosen.append(f"-announceAddrs={','.join(config.announce)}")
     if config.relays:
         chosen += ["-autoRelay=1", "-forceReachabilityPrivate=1", f"-trustedRelays={','.join(config.relays)}"]
         if len({parse_peer_address(relay).peer for relay in config.relays}) < _ENOUGH_RELAYS:
@@ -68,23 +59,27 @@ def relay_arguments(config: DaemonConfig) -> list[str]:
     days; a circuit that breaks costs them a microbatch or a round, so these limits only keep a relay from being a
     stranger's for ever.
     """
+    return [
+        *_common(config),
+        "-connHi=2048",
+        "-connLo=1024",
+        "-relayService=1",
+        f"-relayTimeLimit={RELAY_TIME_S}s",
+        f"-relayDataLimit={RELAY_DATA_BYTES}",
+        "-relayMaxCircuits=128",
+        "-forceReachabilityPublic=1",
+    ]
+
+
+def _common(config: DaemonConfig) -> list[str]:
     chosen = [
         f"-id={config.identity}",
         f"-hostAddrs={','.join(config.listen)}",
         "-tls=1",
         "-autonat=1",
         "-connManager=1",
-        "-connHi=2048",
-        "-connLo=1024",
         "-relay=1",
-        "-relayService=1",
-        f"-relayTimeLimit={RELAY_TIME_S}s",
-        f"-relayDataLimit={RELAY_DATA_BYTES}",
-        "-relayMaxCircuits=128",
         f"-relayBufferSize={_RELAY_BUFFER_BYTES}",
-        "-forceReachabilityPublic=1",
         "-idleTimeout=30s",
     ]
-    if config.announce:
-        chosen.append(f"-announceAddrs={','.join(config.announce)}")
-    return chosen
+    return [*chosen, f"-announceAddrs={','.join(config.announce)}"] if config.announce else chosen

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from noloco_node.network.wire import Violation
+from noloco_node.network.schema import Violation
 
 _ANSWER_BYTES = 1 << 20
 _PREAMBLE_BYTES = 64 * 1024
@@ -26,22 +26,16 @@ def delimited(message: Any) -> bytes:
 
 
 async def read_delimited(reader: asyncio.StreamReader) -> bytes:
-    """Read one message with its length before it; ConnectionResetError when the daemon stops in the middle."""
-    length = shift = 0
+    """Read one message with its length before it; a ConnectionError when the daemon stops in the middle."""
+    preamble, is_whole = Preamble(_ANSWER_BYTES), False
     try:
-        while True:
-            byte = (await reader.readexactly(1))[0]
-            length |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                break
-            if length > _ANSWER_BYTES or shift > 28:
-                break
-        if length > _ANSWER_BYTES:
-            raise ConnectionResetError(f"the daemon announces an answer of {length} bytes")
-        return await reader.readexactly(length)
+        while not is_whole:
+            wanted = preamble.wants()
+            wanted[:] = await reader.readexactly(len(wanted))
+            is_whole = preamble.got(len(wanted))
     except asyncio.IncompleteReadError:
         raise ConnectionResetError("the daemon did not finish its answer") from None
+    return bytes(preamble.content)
 
 
 class Preamble:
@@ -50,8 +44,8 @@ class Preamble:
     Behind it the other peer's own first `proof_bytes`, if any.
     """
 
-    def __init__(self, proof_bytes: int = 0) -> None:
-        self.proof = bytearray(proof_bytes)
+    def __init__(self, most_bytes: int = _PREAMBLE_BYTES, proof_bytes: int = 0) -> None:
+        self._most_bytes, self.proof = most_bytes, bytearray(proof_bytes)
         self._length = self._shift = 0
         self._counting, self._proving = True, False
         self.content = bytearray(1)
@@ -72,7 +66,7 @@ class Preamble:
         self._length |= (byte & 0x7F) << self._shift
         self._shift += 7
         self._counting = byte >= 0x80
-        if self._length > _PREAMBLE_BYTES or (self._counting and self._shift > 28):
+        if self._length > self._most_bytes or (self._counting and self._shift > 28):
             raise Violation(f"the daemon announces a message of {self._length} bytes")
         self.content = bytearray(1 if self._counting else self._length)
         self._view = memoryview(self.content)

@@ -165,63 +165,42 @@ class DhtRecords:
                 await self._control.bounded(self._node.shutdown(), _CLOSE_S)
 
 
-class RecordLimits:
-    """Decides for hivemind which records are stored here and which are believed when others return them.
+class Signatures:
+    """Decides for hivemind which records are stored here, and which are believed when others return them."""
+
+    def validate(self, record: Any) -> bool:
+        """Say whether a record is of our form, and signed by the peer of its subkey."""
+        if not has_our_form(record):
+            return False
+        peer, value = map(msgspec.msgpack.decode, (record.subkey, record.value))
+        return content_of(record.key, peer, record.expiration_time, value) is not None
+
+    def sign_value(self, record: Any) -> bytes:
+        """Return the value as it is: it was signed before."""
+        return bytes(record.value)
+
+    def strip_value(self, record: Any) -> bytes:
+        """Return the value as it is: `DhtRecords.read` takes the signature off."""
+        return bytes(record.value)
+
+
+def has_our_form(record: Any) -> bool:
+    """Say whether a record, as hivemind shows it to a validator, is one of ours by its form.
 
     Keys of records and values are MessagePack to hivemind; one that does not decode would make every reading of its key
     fail, so it counts as none. The subkey must be text: a record without one would take the place of all others.
     """
-
-    def validate(self, record: Any) -> bool:
-        """Say whether a record is one of ours by its form."""
-        if (
-            len(record.value) > _RECORD_BYTES + _LENGTH_BYTES
-            or not 0.0 < record.expiration_time <= time.time() + _RECORD_LIFETIME_S + _CLOCK_ERROR_S
-        ):
-            return False
-        try:
-            msgspec.msgpack.decode(record.subkey, type=str)
-            msgspec.msgpack.decode(record.value, type=bytes)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return False
-        return True
-
-    def sign_value(self, record: Any) -> bytes:
-        """Return the value as it is: it was signed before."""
-        return bytes(record.value)
-
-    def strip_value(self, record: Any) -> bytes:
-        """Return the value as it is."""
-        return bytes(record.value)
-
-
-class Signatures:
-    """Decides as `RecordLimits` does, and besides only for records that the peer of their subkey has signed."""
-
-    def __init__(self) -> None:
-        self._limits = RecordLimits()
-
-    def validate(self, record: Any) -> bool:
-        """Say whether a record is of our form and signed."""
-        return self._limits.validate(record) and is_signed(record)
-
-    def sign_value(self, record: Any) -> bytes:
-        """Return the value as it is: it was signed before."""
-        return self._limits.sign_value(record)
-
-    def strip_value(self, record: Any) -> bytes:
-        """Return the value as it is: `DhtRecords.read` takes the signature off."""
-        return self._limits.strip_value(record)
-
-
-def is_signed(record: Any) -> bool:
-    """Say whether a record, as hivemind shows it to a validator, is signed by the peer of its subkey."""
+    if (
+        len(record.value) > _RECORD_BYTES + _LENGTH_BYTES
+        or not 0.0 < record.expiration_time <= time.time() + _RECORD_LIFETIME_S + _CLOCK_ERROR_S
+    ):
+        return False
     try:
-        peer = msgspec.msgpack.decode(record.subkey, type=str)
-        value = msgspec.msgpack.decode(record.value, type=bytes)
-        return content_of(record.key, peer, record.expiration_time, value) is not None
+        msgspec.msgpack.decode(record.subkey, type=str)
+        msgspec.msgpack.decode(record.value, type=bytes)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return False
+    return True
 
 
 def next_expiry(before: float, lifetime_s: float, unix_s: float) -> float:
@@ -254,7 +233,7 @@ def keep_signed(
 
     `kept`: the expiries of that, Unix seconds.
     """
-    limits = Signatures()
+    signatures = Signatures()
     with dictionary.freeze():
         entries = dict(dictionary.items())
         texts = [
@@ -265,7 +244,7 @@ def keep_signed(
         wanted = {}
         for subkey in chosen(texts, known, salt):
             value, expires = entries[subkey].value, entries[subkey].expiration_time
-            if isinstance(value, bytes) and limits.validate(_Record(place, _packed(subkey), value, expires)):
+            if isinstance(value, bytes) and signatures.validate(_Record(place, _packed(subkey), value, expires)):
                 wanted[subkey] = expires
         for subkey in entries:
             if subkey not in wanted:

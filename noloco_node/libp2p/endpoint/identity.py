@@ -12,12 +12,8 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from noloco_node.admission.peer_keys import ID_HEADER, KEY_HEADER
 from noloco_node.errors import Exit, UserError
-
-_ED25519_HEADER = bytes((0x08, 0x01, 0x12, 0x40))
-"""Protobuf: field 1 (key type) = 1, Ed25519; field 2 (data): 64 bytes follow."""
-_ID_HEADER = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
-"""Multihash: identity, 36 bytes; protobuf: key type Ed25519, 32 bytes follow."""
 
 
 def ensure_identity(path: Path) -> bool:
@@ -43,12 +39,12 @@ def peer_bytes(path: Path) -> bytes | None:
     An Ed25519 id is the multihash `identity` of the public key in libp2p's protobuf: the key itself.
     """
     key = path.read_bytes()
-    return _ID_HEADER + key[-32:] if key.startswith(_ED25519_HEADER) else None
+    return ID_HEADER + key[-32:] if key.startswith(KEY_HEADER) else None
 
 
 def _check(path: Path) -> None:
     key = path.read_bytes()
-    if len(key) < 36 or key[:1] != b"\x08" or (key.startswith(_ED25519_HEADER) and len(key) != 68):
+    if len(key) < 36 or key[:1] != b"\x08" or (key.startswith(KEY_HEADER) and len(key) != 68):
         raise UserError(
             "The identity of this peer is damaged.",
             why=f"{path} holds {len(key)} bytes that are no libp2p private key",
@@ -63,7 +59,7 @@ def _create(path: Path) -> None:
     aside.unlink(missing_ok=True)
     file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.write(file, _ED25519_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw())
+        os.write(file, KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw())
         os.fsync(file)
     finally:
         os.close(file)

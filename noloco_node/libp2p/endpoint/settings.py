@@ -13,6 +13,9 @@ import msgspec
 
 from noloco_node.network.timeouts import TimeoutBounds
 
+EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)
+"""A free TCP port on all interfaces."""
+
 
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for what, in seconds."""
@@ -81,7 +84,7 @@ class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The id of the run, which opens it (`run_secret`). Peers of another run cannot converse with us."""
     identity: Path | None = None
     """The key file, created when absent; None for a passing identity."""
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    listen: tuple[str, ...] = EVERYWHERE
     announce: tuple[str, ...] = ()
     """Where others can reach us, when the daemon cannot find that out itself."""
     bootstrap: tuple[str, ...] = ()
@@ -91,5 +94,5 @@ class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Relays to use before those that the swarm tells of, each ending in /p2p/ID."""
     lends_line: bool = True
     """Whether peers who find no other relay may use us as one, with libp2p's usual limits for each of them."""
-    patience: TimeoutSettings = TimeoutSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
     capacity: Capacity = Capacity()

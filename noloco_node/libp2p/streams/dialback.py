@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import LONG_HEADER_BYTES, MessageSpec, Schema
+from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 
 TOPIC = "reach"
 _GREETING = b"/multistream/"

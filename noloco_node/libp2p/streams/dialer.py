@@ -23,7 +23,7 @@ from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import HivemindParts
 from noloco_node.libp2p.streams.stream import Stream, StreamOpening
 from noloco_node.libp2p.streams.switchboard import Switchboard
-from noloco_node.network.wire import Schema
+from noloco_node.network.schema import Schema
 
 _PROOF_S = 20.0
 """For the proof to come, which callers send at once."""
@@ -36,7 +36,7 @@ class StreamContext(NamedTuple):
     switchboard: Switchboard
     known_peers: KnownPeers
     secret: RunSecret
-    patience: TimeoutSettings
+    timeouts: TimeoutSettings
 
 
 class StreamDialer:
@@ -82,12 +82,12 @@ class StreamDialer:
         place = self._parts.Multiaddr(f"/unix{self._daemon.stream_path}").to_bytes()
         wanted = pb.StreamHandlerRequest(addr=place, proto=[self._exchange.secret.prefix + topic], balanced=False)
         request = pb.Request(type=pb.Request.STREAM_HANDLER, streamHandler=wanted)
-        await self._control.ask(request, self._exchange.patience.dht_s)
+        await self._control.ask(request, self._exchange.timeouts.dht_s)
         self._offered.add(topic)
 
     async def dial(self, peer: str, topic: str, schema: Schema) -> Stream:
         """Open a stream; ConnectionRefusedError when that cannot be, ConnectionResetError without a daemon."""
-        pb, loop, patience = self._parts.messages, asyncio.get_running_loop(), self._exchange.patience
+        pb, loop, timeouts = self._parts.messages, asyncio.get_running_loop(), self._exchange.timeouts
         opened: asyncio.Future[Stream] = loop.create_future()
         connection: StreamOpening | Stream
 
@@ -109,14 +109,14 @@ class StreamDialer:
         is_open = False
         wanted = pb.StreamOpenRequest(peer=self._parts.peer_bytes(peer), proto=[self._exchange.secret.prefix + topic])
         try:
-            async with asyncio.timeout(patience.open_s):
+            async with asyncio.timeout(timeouts.open_s):
                 connecting = loop.create_unix_connection(lambda: opening, self._daemon.control_path)
                 transport, _ = await self._control.reach(connecting)
                 transport.write(delimited(pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=wanted)))
                 stream = await opened
             is_open = True
         except TimeoutError:
-            raise ConnectionRefusedError(f"{peer} did not accept a stream within {patience.open_s:g} s") from None
+            raise ConnectionRefusedError(f"{peer} did not accept a stream within {timeouts.open_s:g} s") from None
         finally:
             opened.cancel()
             if not opened.cancelled():

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.libp2p.streams.liveness import PeerLiveness
 from noloco_node.network import wire
-from noloco_node.network.schema import Buffer
+from noloco_node.network.schema import Buffer, Schema, Violation
 
 MOST_WAITING = 2
 
@@ -66,7 +66,7 @@ class FrameProtocol:
     """One end of a conversation with `peer`, from `now_s` on."""
 
     def __init__(
-        self, peer: str, schema: wire.Schema, liveness: PeerLiveness, timeouts: TimeoutSettings, now_s: float
+        self, peer: str, schema: Schema, liveness: PeerLiveness, timeouts: TimeoutSettings, now_s: float
     ) -> None:
         self.peer = peer
         self.send_state = _BETWEEN_FRAMES
@@ -102,7 +102,7 @@ class FrameProtocol:
         self._liveness.hear(now_s, self._listening_s)
         try:
             frame = self._decoder.got(count)
-        except wire.Violation as violation:
+        except Violation as violation:
             if self.send_state is _BETWEEN_FRAMES:
                 self._output += wire.error(str(violation))
             return self.break_off(violation)

@@ -21,8 +21,7 @@ from typing import Any, TypeAlias, cast
 from noloco_node.libp2p.daemon.framing import Preamble
 from noloco_node.libp2p.streams.frame_protocol import Event, FrameProtocol, MessageReceived, SendState, StreamClosed
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget, StreamBudget
-from noloco_node.network import wire
-from noloco_node.network.schema import Buffer
+from noloco_node.network.schema import Buffer, Violation
 
 _CHUNK_BYTES = 1 << 20
 _IN_MESSAGE = SendState.IN_MESSAGE
@@ -52,7 +51,7 @@ class StreamOpening(asyncio.BufferedProtocol):
         proof_bytes: int = 0,
     ) -> None:
         self._introduce, self._lost = introduce, lost
-        self._preamble = Preamble(proof_bytes)
+        self._preamble = Preamble(proof_bytes=proof_bytes)
         self._transport: asyncio.Transport | None = None
         self._is_over = False
 
@@ -254,7 +253,7 @@ class Stream(asyncio.BufferedProtocol):
             self._writable.set()
             self._count_held()
             # A polite end gets through, and a violator is told why, as far as that is possible without waiting.
-            if event.error is None or isinstance(event.error, wire.Violation):
+            if event.error is None or isinstance(event.error, Violation):
                 self._transport.close()
             else:
                 self._transport.abort()

@@ -19,7 +19,8 @@ from noloco_node.libp2p.streams.liveness import LivenessTable
 from noloco_node.libp2p.streams.receive_bound import ReceiveBudget
 from noloco_node.libp2p.streams.stream import ByteCounts, Stream
 from noloco_node.network.interface import VIOLATION_GRACE_S, Handler
-from noloco_node.network.wire import Schema, Violation
+from noloco_node.network.schema import Schema, Violation
+from noloco_node.tasks import loop_s
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class Switchboard:
             stream.break_off(ConnectionResetError("the network was closed"))
 
     def _protocol(self, peer: str, schema: Schema) -> FrameProtocol:
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop_s()
         return FrameProtocol(peer, schema, self._liveness.begin(peer), self._timeouts, now_s)
 
     def _topic_traffic(self, topic: str) -> ByteCounts:

@@ -47,19 +47,19 @@ class Start(NamedTuple):
 
     number: int
     stage: StageModel
-    beginning: StartingState
+    starting_state: StartingState
     counted: Counters | None
 
 
 async def join(newcomer: Newcomer) -> Start:
     """Claim a stage, build it and find its weights; raise `UserError` where this machine cannot hold it."""
-    served = await newcomer.host.last_stage() if newcomer.wish is None else None
+    served = await newcomer.host.last_stage() if newcomer.requested_stage is None else None
     number, stage = await claim_stage(newcomer, served)
     if stage is None:
         stage = await build_stage(newcomer.host, number)
     saved = await newcomer.host.load(number)
     try:
-        beginning = await _StateSearch(newcomer, number, stage, saved).run()
+        starting_state = await _StateSearch(newcomer, number, stage, saved).run()
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):
             raise
@@ -73,7 +73,7 @@ async def join(newcomer: Newcomer) -> Start:
     if unfinished is not None:
         # Of a copy that an earlier life began, and that nobody needs now, say.
         await newcomer.host.device.run(unfinished.discard)
-    return Start(number, stage, beginning, saved.counters if saved is not None else None)
+    return Start(number, stage, starting_state, saved.counters if saved is not None else None)
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -142,8 +142,8 @@ class _StateSearch:
             return await self._device.run(from_checkpoint, self._stage, saved)
         stage_round = median_low([record.round for record in living])
         self._say(f"{line}: it is of round {saved.counters.round}, and the stage is in round {stage_round}")
-        beginning = await self._device.run(from_checkpoint, self._stage, saved)
-        return replace(beginning, progress=_median_progress(living))
+        starting_state = await self._device.run(from_checkpoint, self._stage, saved)
+        return replace(starting_state, progress=_median_progress(living))
 
     async def _from_replicas(self, living: tuple[PeerRecord, ...]) -> StartingState | DownloadFailed:
         donors = download.donors(self._newcomer.me, [record.peer for record in living], self._run.seed)
@@ -163,10 +163,10 @@ class _StateSearch:
             return DownloadFailed()
         # The stage's word on how far the run is by now, not one donor's.
         living = living_now()
-        beginning = await self._device.run(from_donor, self._stage, state)
-        beginning = started(beginning, [record.round for record in living], _median_progress(living))
+        starting_state = await self._device.run(from_donor, self._stage, state)
+        starting_state = started(starting_state, [record.round for record in living], _median_progress(living))
         await self._device.run(self._download.discard)
-        return beginning
+        return starting_state
 
     def _new_download(self) -> StateDownload:
         newcomer, weight_bytes = self._newcomer, 4 * sum(map(prod, self._stage.shapes))

@@ -19,18 +19,16 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 from statistics import median_low
-from typing import TYPE_CHECKING
 
 from gossip.transfer.download import download_state
-from noloco_node.node.joining.state_source import AT_WORK, SnapshotNotFound
+from noloco_node.machine.interface import StageModel
+from noloco_node.node.joining.newcomer import Newcomer
+from noloco_node.node.joining.state_source import SnapshotNotFound
+from noloco_node.run.peer_state import AT_WORK
 from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, standings
 from noloco_node.state_sync.snapshot_choice import asked_of, donors, reached, verify_snapshot
 from noloco_node.state_sync.starting_state import StartingState, from_donor
-
-if TYPE_CHECKING:
-    from noloco_node.machine.interface import StageModel
-    from noloco_node.node.joining.newcomer import Newcomer
 
 
 async def revive(

@@ -12,17 +12,16 @@ any device, where the memory in use before and after would tell of allocators an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from noloco_node.machine.interface import Dimensions, StageModel
+from noloco_node.run.config import PipelineConfig
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
-
-    from noloco_node.machine.interface import Dimensions, StageModel
-    from noloco_node.run.config import PipelineConfig
 
 TIMES = 2
 LOGITS_BESIDE = 2

@@ -21,14 +21,15 @@ from itertools import count
 from random import Random
 from typing import NamedTuple
 
-from noloco_node import __version__
+from msgspec import structs
+
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import ComputeHost, StageModel
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.stage_benchmark import measure
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.roster import Roster
 from noloco_node.units import format_bytes
 from pipeline.placement import StageClaim, capacities, choose_stage, parse_stage, reason, should_yield, stages_that_fit
 
@@ -87,11 +88,11 @@ def servable(newcomer: Newcomer) -> range:
 async def claim_stage(newcomer: Newcomer, served: int | None) -> ClaimedStage:
     """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
     await _read_roster(newcomer)
-    if newcomer.wish is not None:
-        return await _claim_wish(newcomer, newcomer.wish)
+    if newcomer.requested_stage is not None:
+        return await _claim_requested(newcomer, newcomer.requested_stage)
     if not newcomer.network.dialable:
         newcomer.reporter.say("looking at stage 0 alone, which dials the others: nobody can dial us")
-    membership, work, fitting = newcomer.membership, newcomer.plan.work, _FittingStages(newcomer)
+    membership, work, fitting = newcomer.membership, newcomer.dimensions.work, _FittingStages(newcomer)
     rng = Random(f"{newcomer.run.seed}|placement|{newcomer.me}")
     stage = choose_stage(capacities(claims_of(membership.roster), work), fitting.stages(), rng, served)
     part = await build_stage(newcomer.host, stage)
@@ -140,12 +141,12 @@ async def _read_roster(newcomer: Newcomer) -> None:
     )
 
 
-async def _claim_wish(newcomer: Newcomer, wish: int) -> ClaimedStage:
+async def _claim_requested(newcomer: Newcomer, requested: int) -> ClaimedStage:
     try:
-        stage = parse_stage(wish, newcomer.run.pipeline.stages)
+        stage = parse_stage(requested, newcomer.run.pipeline.stages)
     except ValueError as error:
         raise UserError(
-            f"There is no stage {wish}.",
+            f"There is no stage {requested}.",
             why=str(error),
             hint="leave out --stage, or choose one that is there",
             code=Exit.USAGE,
@@ -154,16 +155,7 @@ async def _claim_wish(newcomer: Newcomer, wish: int) -> ClaimedStage:
         newcomer.reporter.say(
             f"nobody can dial us, and stage {stage} lives on calls: expect no work; stage 0 needs none"
         )
-    await newcomer.membership.claim(
-        PeerRecord(
-            peer=newcomer.me,
-            stage=stage,
-            state=PeerState.CATCHING_UP,
-            claimed_at=newcomer.host.unix_time(),
-            device_s=newcomer.device_s,
-            version=__version__,
-        )
-    )
+    await newcomer.membership.claim(newcomer.claim_record(stage, PeerState.CATCHING_UP, newcomer.device_s))
     return ClaimedStage(stage)
 
 
@@ -210,28 +202,18 @@ async def _measure(newcomer: Newcomer, stage: StageModel, number: int) -> tuple[
     """Take a microbatch through a stage. Return the seconds of one at every stage, on the device or on the line, and
     the bytes that it keeps at this one.
     """
-    host, work, stages = newcomer.host, newcomer.plan.work, newcomer.run.pipeline.stages
-    probe = await host.device.run(measure, stage, number, newcomer.run.pipeline, newcomer.plan, host.device.clock)
+    host, work, stages = newcomer.host, newcomer.dimensions.work, newcomer.run.pipeline.stages
+    probe = await host.device.run(measure, stage, number, newcomer.run.pipeline, newcomer.dimensions, host.device.clock)
     device_s = tuple(max(probe.device_s * work[each] / work[number], host.line_s(each)) for each in range(stages))
     return device_s, probe.kept_bytes
 
 
 async def _settle(newcomer: Newcomer, stage: int, own: _OwnCapacity) -> int:
     """Announce a stage, read again, and move if another newcomer chose alike; return where we stay."""
-    membership, work = newcomer.membership, newcomer.plan.work
-    claimed_at = newcomer.host.unix_time()
+    membership, work = newcomer.membership, newcomer.dimensions.work
+    claim = newcomer.claim_record(stage, PeerState.JOINING, own.device_s[stage], own.fits)
     for left in reversed(range(CLAIMS)):
-        await membership.claim(
-            PeerRecord(
-                peer=newcomer.me,
-                stage=stage,
-                state=PeerState.JOINING,
-                claimed_at=claimed_at,
-                device_s=own.device_s[stage],
-                may_serve=own.fits,
-                version=__version__,
-            )
-        )
+        await membership.claim(structs.replace(claim, stage=stage, device_s=own.device_s[stage]))
         await asyncio.sleep(SETTLE_S)
         await membership.peek()
         claims = claims_of(membership.roster)

@@ -11,14 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import AT_WORK
 from noloco_node.state_sync.download import pause_s
 from noloco_node.state_sync.snapshot_choice import AGAIN_S, asks_again
 from noloco_node.state_sync.starting_state import is_recent_enough
 from noloco_node.swarm.roster import PeerRecord, Roster
-
-AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
-"""States in which a replica holds weights of the run."""
 
 
 @dataclass(frozen=True, slots=True)

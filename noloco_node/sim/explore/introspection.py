@@ -11,19 +11,9 @@ from noloco_node.node.replica import Replica
 from pipeline.admission import AdmissionWindow
 
 
-def meets(replica: Replica) -> str | None:
-    """Return the partner of the meeting that was agreed and has not ended."""
-    return replica.rounds.view.meeting_partner
-
-
-def swaps(replica: Replica) -> str | None:
-    """Return with whom a swap ahead of the next round is under way."""
-    return replica.rounds.view.prefetch_partner
-
-
 def is_closed(replica: Replica) -> bool:
     """Say whether the replica lets nobody in any more, for it goes or the run is over."""
-    return replica.gate._closed is not None
+    return replica.admission._closed is not None
 
 
 def slots(gate: AdmissionWindow) -> str:
@@ -36,7 +26,7 @@ def sizes(replica: Replica) -> Iterator[tuple[str, int, int]]:
     """Yield what a replica remembers of others: what it is, their stage, and the number of entries."""
     stage = replica.config.stage
     yield "prospects", stage, replica.rounds.view.put_off
-    if replica.downstream is not None:
-        yield "replicas of the next stage that rest", stage + 1, len(replica.downstream._resting)
-        yield "replicas of the next stage that were called", stage + 1, len(replica.downstream.hop_totals)
-        yield "suspects", stage + 1, len(replica.downstream.suspects)
+    if replica.next_stage is not None:
+        yield "replicas of the next stage that rest", stage + 1, len(replica.next_stage._resting)
+        yield "replicas of the next stage that were called", stage + 1, len(replica.next_stage.hop_totals)
+        yield "suspects", stage + 1, len(replica.next_stage.suspects)

@@ -14,7 +14,7 @@ from noloco_node.journal import events
 from noloco_node.planning.message_sizes import round_bytes
 from noloco_node.planning.model_layout import make_stage
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 
 PER_ROUND, STEPS = 5, 30
 CPU = torch.device("cpu")

@@ -27,8 +27,8 @@ from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.stage_benchmark import TIMES, StageBenchmark, measure
 from noloco_node.node.joining.stage_claim import CLAIMS, LOOKS, ClaimedStage, claim_stage, claims_of
 from noloco_node.node.replica import Replica
-from noloco_node.planning.memory_needs import in_flight_bytes, needs_bytes
 from noloco_node.planning.model_layout import make_stage, model_layout
+from noloco_node.planning.plan import in_flight_bytes, needs_bytes
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.explore.search import ExploreResult, examine
@@ -37,8 +37,8 @@ from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import World, simulate
@@ -89,13 +89,13 @@ class Seeker:
         host.free, host.needs_bytes, host.in_flight_bytes = free, [100, 200, 300], [20, 20, 20]
         reporter = Reporter(record=self.events.append, say=self.said.append)
         self.newcomer = Newcomer(
-            recipe=what,
-            plan=quadratic_layout(3, WORK),
+            run_file=what,
+            dimensions=quadratic_layout(3, WORK),
             membership=self.membership,
             host=host,
             reporter=reporter,
             network=network,
-            wish=wish,
+            requested_stage=wish,
         )
 
     def _build(self, number: int) -> PricedStage:

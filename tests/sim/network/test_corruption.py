@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from noloco_node.network.interface import Conversation
-from noloco_node.network.wire import MessageSpec, Schema, TensorSpec, Violation
+from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.corruption import GARBLING, Corruption, spoil, tensors_of
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

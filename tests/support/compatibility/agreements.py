@@ -199,7 +199,7 @@ def printed() -> dict[str, Any]:
 def exported(home: Path, directory: Path) -> dict[str, Any]:
     """Export what lies in a home as `noloco-node export --from-home` does, and return what was written."""
     out = directory / OUT
-    asyncio.run(product.export(product.ExportOrder(out=out, homes=(home,))))
+    asyncio.run(product.export(out, homes=(home,)))
     tensors = load_file(out / "model.safetensors")
     config = json.loads((out / "config.json").read_bytes())
     config.pop("transformers_version")

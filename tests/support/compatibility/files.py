@@ -213,7 +213,7 @@ def merged(stage: int) -> Any:
     named = dict(zip(shapes(stage), weights(stage, 90), strict=True))
     taken = product.Standing(peer=KEPT_OF, round=4, inner_steps=18, progress=0.25, norm=3.5)
     left_out = product.LeftOut(peer=DONOR, why="round 1, and the others are in round 4")
-    return product.FoundStage(product.Merged(named, (taken,), (left_out,)), KEPT_OF)
+    return product.Merged(named, (taken,), (left_out,), KEPT_OF)
 
 
 def fetched() -> Any:
@@ -224,9 +224,15 @@ def fetched() -> Any:
 
 def write_parts(path: Path) -> None:
     """Write what an export leaves that was interrupted: a finished stage, and a replica of the other one."""
-    path.mkdir()
-    product.write_part(path, recipe().digest, OTHER_STAGE, merged(OTHER_STAGE))
-    product.lay_down(product.replica_path(path, STAGE, DONOR), recipe().digest, STAGE, fetched())
+    lying = parts(path)
+    lying.make()
+    lying.finish(OTHER_STAGE, merged(OTHER_STAGE))
+    lying.keep_replica(STAGE, fetched())
+
+
+def parts(path: Path) -> Any:
+    """Return a directory of parts of the recorded run."""
+    return product.PartsDirectory(path, recipe().digest, [shapes(0), shapes(1)], 0)
 
 
 def files_below(path: Path) -> dict[str, bytes]:

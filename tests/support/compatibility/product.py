@@ -36,11 +36,8 @@ from noloco_node.cli.status import summary as status_summary
 from noloco_node.data.blocks import open_blocks
 from noloco_node.data.shuffled_blocks import shuffled as mixed
 from noloco_node.errors import Exit
-from noloco_node.export.exporter import ExportRequest as ExportOrder
 from noloco_node.export.exporter import export
-from noloco_node.export.parts import FoundStage, laid_down, read_part, write_part
-from noloco_node.export.parts import path_of as replica_path
-from noloco_node.export.parts import write_replica as lay_down
+from noloco_node.export.parts import PartsDirectory
 from noloco_node.export.replica_fetch import FetchedReplica as Copy
 from noloco_node.export.replica_files import MergedReplicas as Merged
 from noloco_node.export.replica_files import in_home
@@ -55,8 +52,9 @@ from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits as Allowance
 from noloco_node.limits.rate_limit import RateLimitedNetwork as MeteredNetwork
 from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
+from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
-from noloco_node.network.wire import Schema, beat, encode, end, error
+from noloco_node.network.wire import beat, encode, end, error
 from noloco_node.network.wrapper import NetworkWrapper as Around
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.planning.plan_text import report as check_report
@@ -70,6 +68,7 @@ from noloco_node.sim.report.command import SimulationFlags as Flags
 from noloco_node.sim.report.command import complete, put_together
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.trace import EventTrace as Trace
+from noloco_node.sim.report.trace import trace_file
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.state_sync.manifests import SNAPSHOT

@@ -1,6 +1,6 @@
 """What came of the swarm: fetch, merge, export, evaluate and sample, in a process of its own.
 
-    python -m noloco_node.demo.judge_model INVITE DIRECTORY        prints a `ModelScores` as one line of JSON
+    python -m noloco_node.demo.evaluate_swarm INVITE DIRECTORY        prints a `ModelScores` as one line of JSON
 
 Everything is measured on the same held-out text: the exported checkpoint as plain transformers loads it, every route
 through single replicas, the weights that the run started from, and the tokens' own frequencies. All of it goes through
@@ -20,13 +20,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from noloco_node.data.blocks import open_blocks
 from noloco_node.demo.summary import ModelScores
-from noloco_node.errors import COMPLAINT, UserError
+from noloco_node.errors import COMPLAINT, UserError, user_error_of
 from noloco_node.export.exporter import SwarmExport, merge_files, parts_of, write
 from noloco_node.export.replica_files import ReplicaFile, ReplicaReader
-from noloco_node.inference.evaluation import BATCH, open_model, unigram_entropy, validation_loss
-from noloco_node.inference.generation import generate_sample
+from noloco_node.inference.evaluation import open_model, unigram_entropy, validation_loss, validation_text
+from noloco_node.inference.generation import Sampling, generate
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.run.config import RunConfig
 from noloco_node.swarm.connection import visited
@@ -49,16 +48,12 @@ async def fetch(invite: str, directory: Path) -> tuple[RunFileText, ModelLayout,
         return recipe, layout, await export.replicas()
 
 
-def judge(
+def scores_of(
     directory: Path, recipe: RunFileText, layout: ModelLayout, stages: Sequence[Sequence[ReplicaFile]]
 ) -> ModelScores:
     """Evaluate the checkpoint in `directory`, and the replicas that it was merged from."""
     run = recipe.run
-    blocks = open_blocks(run.data, run.pipeline.sequence_length, run.seed, "", "validation")
-    try:
-        text = list(itertools.islice(blocks.batches(BATCH), BATCHES))
-    finally:
-        blocks.close()
+    text = validation_text(run.data, run.pipeline.sequence_length, run.seed, BATCHES)
     model = open_model(directory)
 
     def loss() -> float:
@@ -71,6 +66,7 @@ def judge(
         losses["/".join(each.peer for each in route)] = loss()
     model.load_state_dict(_initial_weights(run, layout))
     untrained = loss()
+    sampling = Sampling(tokens=run.pipeline.sequence_length - len(PROMPT), seed=run.seed)
     return ModelScores(
         merged=merged,
         routes=losses,
@@ -79,7 +75,7 @@ def judge(
         tokens=sum(batch[:, 1:].numel() for batch in text),
         parameters=sum(weight.numel() for weight in model.parameters()),
         prompt=PROMPT,
-        sample=generate_sample(directory, PROMPT, run.pipeline.sequence_length - len(PROMPT), run.seed),
+        sample="".join(generate(directory, PROMPT, sampling)),
     )
 
 
@@ -113,7 +109,7 @@ def main(invite: str, directory: Path) -> None:
     recipe, layout, stages = asyncio.run(fetch(invite, directory))
     try:
         say(write(directory, recipe, layout, merge_files(list(itertools.chain(*stages)), recipe, layout)))
-        print(msgspec.json.encode(judge(directory, recipe, layout, stages)).decode(), flush=True)
+        print(msgspec.json.encode(scores_of(directory, recipe, layout, stages)).decode(), flush=True)
     finally:
         parts_of(directory, recipe, layout).remove()
 
@@ -121,9 +117,9 @@ def main(invite: str, directory: Path) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1], Path(sys.argv[2]))
-    except* UserError as troubles:
-        first: BaseException = troubles
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        print(f"{COMPLAINT}{first}", file=sys.stderr)
-        sys.exit(first.code if isinstance(first, UserError) else 1)
+    except (UserError, BaseExceptionGroup) as error:
+        trouble = user_error_of(error)
+        if trouble is None:
+            raise
+        print(f"{COMPLAINT}{trouble}", file=sys.stderr)
+        sys.exit(trouble.code)

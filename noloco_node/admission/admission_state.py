@@ -19,7 +19,7 @@ MOST_SHOWN = 8192
 LISTED = "listed"
 
 
-class Gate:
+class AdmissionState:
     """The tickets of one run, whose owner is known from its run file on (`pin`)."""
 
     def __init__(self, run: str, unix_time: Callable[[], float]) -> None:
