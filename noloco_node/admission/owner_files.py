@@ -51,12 +51,16 @@ def public_half(key: Ed25519PrivateKey) -> str:
     return key.public_key().public_bytes_raw().hex()
 
 
-def create_key(run: Path) -> Ed25519PrivateKey:
-    """Make the owner's key beside a run file, or return the one that is there; `UserError` where it cannot be."""
+def make_key(run: Path) -> Ed25519PrivateKey:
+    """Return the key that lies beside a run file, or a new one, which nobody has yet."""
+    return load_key(run) if key_file(run).exists() else Ed25519PrivateKey.generate()
+
+
+def save_key(run: Path, key: Ed25519PrivateKey) -> None:
+    """Write the owner's key beside a run file, readable by its owner alone, unless one is there."""
     path = key_file(run)
     if path.exists():
-        return load_key(run)
-    key = Ed25519PrivateKey.generate()
+        return
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -66,7 +70,6 @@ def create_key(run: Path) -> Ed25519PrivateKey:
             os.close(file)
     except OSError as error:
         raise _unusable(path, error) from error
-    return key
 
 
 def load_key(run: Path) -> Ed25519PrivateKey:

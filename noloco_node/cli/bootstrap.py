@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from noloco_node.cli.admissions import HostedAdmissions
 from noloco_node.cli.options import BootstrapOptions, default_home
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
@@ -34,6 +35,7 @@ async def host(options: BootstrapOptions) -> None:
     share_arenas()
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     known: tuple[str, ...] = ()
+    parsed: invites.Invite | None = None
     if options.invite is not None:
         parsed = invites.parse(options.invite)
         if parsed.digest != recipe.digest:
@@ -56,18 +58,20 @@ async def host(options: BootstrapOptions) -> None:
             capacity=Capacity.within(machine_free_bytes()),
         )
         keys = [home.path / f"relay-{number}.key" for number in range(1, options.relays + 1)]
-        async with departure(say) as leaving, connected(settings) as network, network.relaying(keys) as relays:
+        admissions = HostedAdmissions(recipe, options.run, home.identity, parsed)
+        async with departure(say) as leaving, connected(settings) as whole, whole.relaying(keys) as relays:
+            network = await admissions.admitted(whole)
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
-            invite = invites.format(recipe.digest, await network.addresses())
+            invite = invites.format(recipe.digest, await network.addresses(), admissions.entry)
             print(invite, flush=True)
-            say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}); to join from another machine:")
-            say(f"noloco-node join {invite}")
+            say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}); {admissions.rule}:")
+            say(admissions.advice(invite))
             if relays:
                 say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(membership.run()), group.create_task(_tell(membership))]
+                tasks = [group.create_task(each) for each in (membership.run(), _tell(membership), admissions.watch())]
                 leaving.polite = True
                 await leaving.asked.wait()
                 for task in tasks:

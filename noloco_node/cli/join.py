@@ -8,6 +8,7 @@ from datetime import datetime
 
 import torch
 
+from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import HostMachine
 from noloco_node.cli.options import JoinOptions, default_home
 from noloco_node.data.blocks import check_source
@@ -29,6 +30,7 @@ from noloco_node.planning.model_layout import ModelLayout, check_download, model
 from noloco_node.run.permissions import check_text, summary
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
+from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.connection import connected
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.terminal import Bar, say
@@ -68,11 +70,13 @@ class _Participant:
     ) -> None:
         self._invite, self._options, self._home, self._torch_device = invite, options, home, torch_device
         self._reporter, self._leaving = reporter, leaving
+        self._access = RunAccess(invite, MEMBER, home.path)
         self._run: tuple[RunFileText, ModelLayout] | None = None
 
     async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
         """Live as a node until the shift is over, or the run."""
         say(f"we are {network.peer_id}")
+        network = await self._access.enter(network)
         # In the first shift alone: in a later one nobody of the invite may be there to ask.
         self._run = self._run or await self._fetch_run(network)
         recipe, layout = self._run
@@ -83,8 +87,9 @@ class _Participant:
             await node.live(leave)
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout]:
-        peers, options = [address.peer for address in self._invite.addresses], self._options
-        recipe = await fetch(network, peers, self._invite.digest, options.local or ())
+        options = self._options
+        recipe = await fetch(network, self._invite.peers, self._invite.digest, options.local or ())
+        self._access.pin(recipe.run)
         for line in summary(recipe.run):
             say(line)
         if options.stage in (None, 0):

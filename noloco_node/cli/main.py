@@ -10,7 +10,7 @@ import gc
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -26,6 +26,7 @@ from noloco_node.cli.options import (
     JoinOptions,
     ListenOption,
     LocalOption,
+    MemberAction,
     SimulateOptions,
     UploadOption,
     default_home,
@@ -33,6 +34,10 @@ from noloco_node.cli.options import (
 )
 from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
 from noloco_node.limits.budget import read_owner_limits
+from noloco_node.run.config import Rule
+
+if TYPE_CHECKING:
+    from noloco_node.swarm.connection import Visitor
 
 T = TypeVar("T")
 
@@ -70,9 +75,13 @@ def init(
         Path | None,
         typer.Option("--from", metavar="DIR", help="Go on from an exported checkpoint.", show_default=False),
     ] = None,
+    admission: Annotated[
+        Rule, typer.Option(help="Who may take part: open, invited (an invite is for one identity) or listed.")
+    ] = Rule.OPEN,
 ) -> None:
-    """Write a commented run file: the recipe that all peers of a run share."""
-    from noloco_node.run.presets import run_text, write_text
+    """Write a commented run file, the recipe that all peers of a run share, and beside it the key of its owner."""
+    from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
+    from noloco_node.run.presets import run_text, with_owner, write_text
 
     if origin is None:
         text = run_text(preset)
@@ -80,8 +89,11 @@ def init(
         from noloco_node.cli.continue_run import continuing_text
 
         text = continuing_text(origin, preset)
-    write_text(path, text, overwrite=force)
-    typer.echo(f"Wrote {path}. Read it, change what you like, then:  noloco-node check {path}")
+    key = make_key(path)
+    write_text(path, with_owner(text, public_half(key), admission), overwrite=force)
+    save_key(path, key)
+    typer.echo(f"Wrote {path}, and {key_file(path)}: the key of this run's owner, for nobody else.")
+    typer.echo(f"Read {path}, change what you like, then:  noloco-node check {path}")
 
 
 @app.command()
@@ -118,14 +130,44 @@ def bootstrap(options: BootstrapOptions) -> None:
 @taking(JoinOptions)
 def join(invite: InviteArgument, options: JoinOptions) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
-    _ = (
-        options.allowance,
-        options.most_memory_bytes,
-        options.most_disk_bytes,
-    )  # before torch is loaded: a refusal is to come at once
+    # Before torch is loaded: a refusal is to come at once.
+    _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
     from noloco_node.cli.join import join as join_swarm
 
     _run(join_swarm(invite, options))
+
+
+@app.command()
+def members(
+    action: Annotated[MemberAction, typer.Argument(help="list, invite, revoke or ban.")],
+    who: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PEER]", help="A peer id, or the first digits of a key as `list` prints it.", show_default=False
+        ),
+    ] = None,
+    run: Annotated[Path, typer.Option("--run", help="The run file, beside which the owner's key lies.")] = Path(
+        "run.toml"
+    ),
+    invite: Annotated[
+        str | None,
+        typer.Option(help="The line that a bootstrap peer printed: `invite` adds a pass to it.", show_default=False),
+    ] = None,
+    days: Annotated[float, typer.Option(min=0.0, help="How long the invite lasts, or the ban.")] = 30.0,
+    note: Annotated[str, typer.Option(help="Whom it is for; kept in your list alone.")] = "",
+    may_sign: Annotated[
+        bool, typer.Option("--may-sign", help="Let the peer host a bootstrap peer that signs tickets for others.")
+    ] = False,
+) -> None:
+    """Let peers into your run and shut them out: works without a network, on the owner's key beside the run file.
+
+    `invite` prints an invite for one identity: for PEER, or for whoever shows it first. `revoke` ends a ticket or an
+    invitation, `ban` shuts a peer out for some days.
+    """
+    from noloco_node.cli.members import MemberRequest, administer
+
+    request = MemberRequest(run=run, who=who, invite=invite, days=days, note=note, may_sign=may_sign)
+    typer.echo(administer(action, request))
 
 
 @app.command()
@@ -133,11 +175,12 @@ def status(
     invite: InviteArgument,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     local: LocalOption = None,
+    home: HomeOption = None,
 ) -> None:
     """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
     from noloco_node.cli.status import look
 
-    typer.echo(_run(look(invite, as_json=as_json, allowed=tuple(local or ()))))
+    typer.echo(_run(look(invite, as_json=as_json, visitor=_visitor(local, home))))
 
 
 @app.command()
@@ -183,11 +226,12 @@ def export(
     ] = None,
     from_home: HomesOption = None,
     local: LocalOption = None,
+    home: HomeOption = None,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
     from noloco_node.export.exporter import export as export_model
 
-    typer.echo(_run(export_model(out, invite, from_home or (), local or ())))
+    typer.echo(_run(export_model(out, invite, from_home or (), _visitor(local, home))))
 
 
 @app.command()
@@ -286,6 +330,12 @@ def simulate(
     except KeyboardInterrupt:  # typer would leave without a word
         typer.echo(f"{COMPLAINT}interrupted, nothing was written", err=True)
         raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+def _visitor(local: list[str] | None, home: Path | None) -> Visitor:
+    from noloco_node.swarm.connection import Visitor
+
+    return Visitor(tuple(local or ()), home or default_home("node"))
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -94,6 +95,15 @@ CapOption = Annotated[
 def default_home(kind: str) -> Path:
     """Return where a node, or a bootstrap peer, lives unless its owner says otherwise."""
     return Path.home() / ".noloco" / kind
+
+
+class MemberAction(StrEnum):
+    """What `members` does."""
+
+    LIST = "list"
+    INVITE = "invite"
+    REVOKE = "revoke"
+    BAN = "ban"
 
 
 @dataclass(frozen=True)

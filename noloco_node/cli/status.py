@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.connection import visited
+from noloco_node.swarm.connection import Visitor, visited
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -22,9 +21,9 @@ MOST_WORDS = 200
 """Of what a peer says of itself in words."""
 
 
-async def look(invite: str, *, as_json: bool, allowed: Sequence[str] = ()) -> str:
+async def look(invite: str, *, as_json: bool, visitor: Visitor = Visitor()) -> str:  # noqa: B008 - it is frozen
     """Return a table, or one JSON object, of all peers of a run."""
-    async with visited(invite, allowed) as (_, recipe, membership):
+    async with visited(invite, visitor) as (_, recipe, membership):
         roster = membership.roster
     wider = widened(invite, roster)
     if as_json:
@@ -37,9 +36,8 @@ def widened(invite: str, roster: Roster) -> str:
     parsed = invites.parse(invite)
     known = [str(address) for address in parsed.addresses]
     living = [address for stage in roster.stages for record in stage for address in _place_of(record)]
-    return invites.format(
-        parsed.digest, [*known, *[address for address in living if address not in known][:BESIDE_BOOTSTRAP]]
-    )
+    more = [address for address in living if address not in known][:BESIDE_BOOTSTRAP]
+    return invites.format(parsed.digest, [*known, *more], parsed.entry)
 
 
 def _place_of(record: PeerRecord) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from noloco_node.admission.ticket import Right
 from noloco_node.doctor import machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
@@ -23,6 +24,7 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
 from noloco_node.planning.bandwidth import MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites
+from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.connection import connected
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
@@ -49,7 +51,7 @@ async def examine(invite: str | None, wish: DoctorRequest) -> list[Finding]:
     tried = await _try_addresses(parsed)
     answering = [address for address, finding in tried if finding.grade is Grade.GOOD]
     if answering:
-        found, needs = await _visit(parsed.digest, answering, wish)
+        found, needs = await _visit(msgspec.structs.replace(parsed, addresses=tuple(answering)), wish)
     else:
         hint = (
             "ask whoever sent it for a fresh one (any peer's `noloco-node status` prints one), and check that this "
@@ -85,10 +87,9 @@ async def _try_address(digest: str, address: PeerAddress) -> Finding:
         return warn(about, cause, "ask its owner; one address that answers is enough to join")
 
 
-async def _visit(
-    digest: str, answering: Sequence[PeerAddress], wish: DoctorRequest
-) -> tuple[list[Finding], Sequence[machine_checks.Need]]:
-    """Visit the swarm by the addresses that answered; return findings, and what each stage needs of a machine."""
+async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Finding], Sequence[machine_checks.Need]]:
+    """Visit the swarm by the addresses of an invite; return findings, and what each stage needs of a machine."""
+    digest, answering, access = invite.digest, invite.addresses, RunAccess(invite, Right.LOOK, wish.home)
     settings = NetworkSettings(
         run=digest,
         listen=wish.listen or EVERYWHERE,
@@ -100,9 +101,10 @@ async def _visit(
     try:
         async with connected(settings) as whole:
             # A peer that does not take calls must not hold the doctor up for long.
-            network, peers = AdaptiveTimeoutNetwork(whole), [address.peer for address in answering]
+            network, peers = AdaptiveTimeoutNetwork(await access.enter(whole)), [address.peer for address in answering]
             found.append(await _clock(network, peers))
             run_file = await fetch(network, peers, digest, wish.local)
+            access.pin(run_file.run)
             membership = Membership(network, digest, run_file.run.pipeline.stages)
             roster = await membership.peek()
             needs, microbatches = await asyncio.to_thread(_needs, run_file)

@@ -49,13 +49,20 @@ def _packaged(name: str) -> str:
 
 _PRESETS = msgspec.toml.decode(_packaged("presets.toml"), type=dict[str, PresetNumbers])
 PRESETS = tuple(_PRESETS)
+_NO_OWNER, _OPEN = '# owner = "64 hexadecimal digits"', 'rule = "open"'
+"""As the template has them."""
 
 
-def run_text(
-    preset: str, *, name: str | None = None, seed: int = 0, owner: str | None = None, rule: str = "open"
-) -> str:
+def run_text(preset: str, *, name: str | None = None, seed: int = 0) -> str:
     """Return the text of a run file, every field of it explained by a comment; raise `UserError` for another preset."""
-    return written(numbers_of(preset), name or preset, seed, owner=owner, rule=rule)
+    return written(numbers_of(preset), name or preset, seed)
+
+
+def with_owner(text: str, owner: str, rule: str) -> str:
+    """Return such a text with the public half of an owner's key, and the rule by which peers are let in."""
+    begin, section, end = text.partition("[admission]\n")
+    section += end.replace(_NO_OWNER, f'owner = "{owner}"').replace(_OPEN, f'rule = "{rule}"')
+    return begin + section
 
 
 def numbers_of(preset: str) -> PresetNumbers:
@@ -114,21 +121,10 @@ def demo_run_text(*, stages: int, replicas: int, steps: int, seed: int) -> str:
     return written(numbers, "demo", seed)
 
 
-def written(
-    n: PresetNumbers,
-    name: str,
-    seed: int,
-    *,
-    model: str | None = None,
-    tokenizer: str = '"byt5"',
-    owner: str | None = None,
-    rule: str = "open",
-) -> str:
+def written(n: PresetNumbers, name: str, seed: int, *, model: str | None = None, tokenizer: str = '"byt5"') -> str:
     """Return the text of a run file. `model`: another section [model]; `tokenizer`: another one, quoted."""
-    pinned = '# owner = "64 hexadecimal digits"' if owner is None else f'owner = "{owner}"'
     text = _packaged("template.toml")
     if model is not None:
         begin, end = text.index("[model]\n"), text.index("[pipeline]\n")
         text = f"{text[:begin]}$model\n{text[end:]}"
-    chosen = {"name": name, "seed": seed, "model": model, "tokenizer": tokenizer, "owner": pinned}
-    return Template(text).substitute(msgspec.structs.asdict(n), **chosen, rule=rule)
+    return Template(text).substitute(msgspec.structs.asdict(n), name=name, seed=seed, model=model, tokenizer=tokenizer)

@@ -23,7 +23,7 @@ import msgspec
 
 from noloco_node.errors import config_error
 from noloco_node.network.wire import WIRE_VERSION
-from noloco_node.run.config import DataConfig, RunConfig
+from noloco_node.run.config import AdmissionConfig, DataConfig, RunConfig
 from noloco_node.run.decode_errors import misfit, short
 from noloco_node.run.validation import problems
 
@@ -136,7 +136,7 @@ def canonical(run: RunConfig, contents: Mapping[str, str]) -> bytes:
     `contents`: hashes of what the run names and does not hold, from `content_hashes`.
     """
     fields = msgspec.to_builtins(run)
-    if run.admission.owner is None:
+    if run.admission == AdmissionConfig():
         del fields["admission"]  # which earlier versions did not have
     everything = {"wire": WIRE_VERSION, "run": fields, "contents": dict(contents)}
     return json.dumps(everything, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

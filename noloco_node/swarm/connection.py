@@ -7,11 +7,13 @@ invite opens; where nobody does, it knocks at those others as well before it cal
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import msgspec
 
+from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
@@ -19,6 +21,7 @@ from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
 from noloco_node.swarm import invite as invites
+from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.terminal import say
@@ -58,13 +61,24 @@ def with_bootstrap_addresses(settings: NetworkSettings, doors: tuple[str, ...]) 
     return msgspec.structs.replace(settings, bootstrap=tuple(dict.fromkeys((*settings.bootstrap, *doors))))
 
 
+class Visitor(msgspec.Struct, frozen=True):
+    """Whoever looks at a swarm without joining it.
+
+    `allowed`: the directories of this machine that the run file may name. `home`: of the identity whose ticket is shown
+    where the run lists its peers.
+    """
+
+    allowed: tuple[str, ...] = ()
+    home: Path | None = None
+
+
 @asynccontextmanager
 async def visited(
-    invite: str, allowed: Sequence[str] = ()
+    invite: str,
+    visitor: Visitor = Visitor(),  # noqa: B008 - it is frozen
 ) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
     """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
 
-    `allowed`: the directories of this machine that the run file may name.
     A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
     """
     parsed = invites.parse(invite)
@@ -73,9 +87,11 @@ async def visited(
         listen=("/ip4/127.0.0.1/tcp/0",),
         bootstrap=tuple(map(str, parsed.addresses)),
     )
+    access = RunAccess(parsed, Right.LOOK, visitor.home)
     async with connected(settings) as whole:
-        network = AdaptiveTimeoutNetwork(whole)
-        recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest, allowed)
+        network = AdaptiveTimeoutNetwork(await access.enter(whole))
+        recipe = await fetch(network, parsed.peers, parsed.digest, visitor.allowed)
+        access.pin(recipe.run)
         membership = Membership(network, parsed.digest, recipe.run.pipeline.stages)
         await membership.peek()
         yield network, recipe, membership

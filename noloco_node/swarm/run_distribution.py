@@ -115,7 +115,7 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
     raise UserError(
         f"No peer of the invite serves the run {digest[:12]}.",
         why="; ".join(answers),
-        hint="ask whoever sent the invite for a fresh one; if the model or the tokenizer is a local directory, "
-        "it must hold the same files here as there, and be allowed with --local",
+        hint="ask whoever sent the invite for a fresh one (where a ticket is wanted, one of your own); if the model "
+        "or the tokenizer is a local directory, it must hold the same files here as there, and be allowed with --local",
         code=Exit.OTHER_RUN,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from admission_keys import NOW_S, OWNER, RUN, key, public
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,20 +12,6 @@ from noloco_node.admission.entry_pass import EntryPass, parse_pass
 from noloco_node.admission.peer_keys import key_of, peer_of
 from noloco_node.admission.proof_of_work import is_work, work
 from noloco_node.admission.ticket import MEMBER, Chain, Right, decode, encode, extended, facts_of, grant
-
-RUN = "5" * 64
-NOW_S = 1_800_000_000
-
-
-def key(number: int) -> Ed25519PrivateKey:
-    return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32))
-
-
-def public(number: int) -> bytes:
-    return key(number).public_key().public_bytes_raw()
-
-
-OWNER = public(0)
 
 
 def chain(*rights: Right, until: int = NOW_S) -> Chain:
@@ -118,7 +104,7 @@ PASSES = [EntryPass(), EntryPass(chain(Right.ONCE | MEMBER), (1).to_bytes(32)), 
 @pytest.mark.parametrize("given_pass", PASSES)
 def test_a_pass_travels_as_text_and_shows_no_secret(given_pass: EntryPass) -> None:
     assert parse_pass(str(given_pass)) == given_pass
-    assert str(given_pass) not in repr(given_pass)
+    assert len(repr(given_pass)) < 32
     assert "," not in str(given_pass)
     assert "@" not in str(given_pass)
 
