@@ -27,6 +27,7 @@ from noloco_node.cli.options import (
     ListenOption,
     LocalOption,
     MemberAction,
+    MemberOptions,
     SimulateOptions,
     UploadOption,
     default_home,
@@ -76,24 +77,16 @@ def init(
         typer.Option("--from", metavar="DIR", help="Go on from an exported checkpoint.", show_default=False),
     ] = None,
     admission: Annotated[
-        Rule, typer.Option(help="Who may take part: open, invited (an invite is for one identity) or listed.")
+        Rule,
+        typer.Option(
+            metavar="RULE", help="Who may take part: open, invited (an invite is for one identity) or listed."
+        ),
     ] = Rule.OPEN,
 ) -> None:
     """Write a commented run file, the recipe that all peers of a run share, and beside it the key of its owner."""
-    from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
-    from noloco_node.run.presets import run_text, with_owner, write_text
+    from noloco_node.cli.new_run import write_run
 
-    if origin is None:
-        text = run_text(preset)
-    else:
-        from noloco_node.cli.continue_run import continuing_text
-
-        text = continuing_text(origin, preset)
-    key = make_key(path)
-    write_text(path, with_owner(text, public_half(key), admission), overwrite=force)
-    save_key(path, key)
-    typer.echo(f"Wrote {path}, and {key_file(path)}: the key of this run's owner, for nobody else.")
-    typer.echo(f"Read {path}, change what you like, then:  noloco-node check {path}")
+    typer.echo(write_run(path, preset, origin, admission, overwrite=force))
 
 
 @app.command()
@@ -138,36 +131,19 @@ def join(invite: InviteArgument, options: JoinOptions) -> None:
 
 
 @app.command()
+@taking(MemberOptions)
 def members(
-    action: Annotated[MemberAction, typer.Argument(help="list, invite, revoke or ban.")],
-    who: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PEER]", help="A peer id, or the first digits of a key as `list` prints it.", show_default=False
-        ),
-    ] = None,
-    run: Annotated[Path, typer.Option("--run", help="The run file, beside which the owner's key lies.")] = Path(
-        "run.toml"
-    ),
-    invite: Annotated[
-        str | None,
-        typer.Option(help="The line that a bootstrap peer printed: `invite` adds a pass to it.", show_default=False),
-    ] = None,
-    days: Annotated[float, typer.Option(min=0.0, help="How long the invite lasts, or the ban.")] = 30.0,
-    note: Annotated[str, typer.Option(help="Whom it is for; kept in your list alone.")] = "",
-    may_sign: Annotated[
-        bool, typer.Option("--may-sign", help="Let the peer host a bootstrap peer that signs tickets for others.")
-    ] = False,
+    action: Annotated[MemberAction, typer.Argument(metavar="ACTION", help="list, invite, revoke or ban.")],
+    options: MemberOptions,
 ) -> None:
     """Let peers into your run and shut them out: works without a network, on the owner's key beside the run file.
 
     `invite` prints an invite for one identity: for PEER, or for whoever shows it first. `revoke` ends a ticket or an
     invitation, `ban` shuts a peer out for some days.
     """
-    from noloco_node.cli.members import MemberRequest, administer
+    from noloco_node.cli.members import administer
 
-    request = MemberRequest(run=run, who=who, invite=invite, days=days, note=note, may_sign=may_sign)
-    typer.echo(administer(action, request))
+    typer.echo(administer(action, options))
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -20,7 +19,7 @@ from noloco_node.admission.owner_files import (
 )
 from noloco_node.admission.peer_keys import key_of, peer_of
 from noloco_node.admission.ticket import MEMBER, Right, grant
-from noloco_node.cli.options import MemberAction
+from noloco_node.cli.options import MemberAction, MemberOptions
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
@@ -29,57 +28,46 @@ from noloco_node.swarm.run_distribution import RunFileText
 DAY_S = 86400
 
 
-class MemberRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the owner wants. `who`: a peer id, or the first digits of a key as `list` prints it."""
-
-    run: Path
-    who: str | None = None
-    invite: str | None = None
-    days: float = 30.0
-    note: str = ""
-    may_sign: bool = False
-
-
-def administer(action: MemberAction, request: MemberRequest) -> str:
+def administer(action: MemberAction, options: MemberOptions) -> str:
     """Do what the owner wants, and say what was done; `UserError` where it cannot be."""
-    recipe = RunFileText(read_run_text(request.run), str(request.run))
+    recipe = RunFileText(read_run_text(options.run), str(options.run))
     if recipe.run.admission.owner is None:
         raise config_error(
-            f"The run of {request.run} has no owner.",
+            f"The run of {options.run} has no owner.",
             "its section [admission] names no key, so everybody who holds an invite takes part",
             "`noloco-node init` makes a key and a run file that names it",
         )
     if action is MemberAction.LIST:
-        return _listed(load_members(request.run))
-    key = load_key(request.run)
+        return _listed(load_members(options.run))
+    key = load_key(options.run)
     if public_half(key) != recipe.run.admission.owner:
         raise config_error(
-            f"The key beside {request.run} is not that of this run's owner.",
+            f"The key beside {options.run} is not that of this run's owner.",
             "its public half is not admission.owner",
             "give the run file whose key it is",
         )
     if action is MemberAction.INVITE:
-        return _invite(request, recipe, key)
-    return _shut_out(request, recipe, key, is_ban=action is MemberAction.BAN)
+        return _invite(options, recipe, key)
+    return _shut_out(options, recipe, key, is_ban=action is MemberAction.BAN)
 
 
-def _invite(request: MemberRequest, recipe: RunFileText, key: Ed25519PrivateKey) -> str:
+def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey) -> str:
     """Sign a ticket for a peer, or an invitation for whoever shows it first; return the invite."""
-    if request.invite is None:
+    if options.invite is None:
         raise _usage("An invite needs addresses.", "--invite with the line that `noloco-node bootstrap` printed")
-    base = invites.parse(request.invite)
+    base = invites.parse(options.invite)
     if base.digest != recipe.digest:
         raise _usage("That invite is for another run.", "the line that this run's bootstrap peer printed")
-    until = int(time.time() + request.days * DAY_S)
-    rights = MEMBER | (Right.SIGN if request.may_sign else Right(0))
-    if request.who is not None:
-        subject = key_of(request.who)
+    until = int(time.time() + options.days * DAY_S)
+    rights = MEMBER | (Right.SIGN if options.may_sign else Right(0))
+    if options.who is not None:
+        subject = key_of(options.who)
         if subject is None:
-            raise _usage(f"{request.who!r} is no peer id.", "what `noloco-node join` says first: we are 12D3KooW…")
+            raise _usage(f"{options.who!r} is no peer id.", "what `noloco-node join` says first: we are 12D3KooW…")
         kind, entry = "ticket", EntryPass((grant(key, recipe.digest, rights, until, subject),))
-    elif recipe.run.admission.rule == "listed" or request.may_sign:
+    elif recipe.run.admission.rule == "listed" or options.may_sign:
         raise _usage(
-            "This needs a peer id." if request.may_sign else "A listed run lets in only peers that are named.",
+            "This needs a peer id." if options.may_sign else "A listed run lets in only peers that are named.",
             "noloco-node members invite PEER, which the peer's `noloco-node join` says first: we are 12D3KooW…",
         )
     else:
@@ -87,19 +75,19 @@ def _invite(request: MemberRequest, recipe: RunFileText, key: Ed25519PrivateKey)
         subject = holder.public_key().public_bytes_raw()
         link = grant(key, recipe.digest, rights | Right.ONCE, until, subject)
         kind, entry = "invitation", EntryPass((link,), holder.private_bytes_raw())
-    members = load_members(request.run)
-    issued = IssuedEntry(key=subject.hex(), kind=kind, until=until, note=request.note)
-    save_members(request.run, msgspec.structs.replace(members, issued=(*members.issued, issued)))
+    members = load_members(options.run)
+    issued = IssuedEntry(key=subject.hex(), kind=kind, until=until, note=options.note)
+    save_members(options.run, msgspec.structs.replace(members, issued=(*members.issued, issued)))
     return invites.format(base.digest, [str(address) for address in base.addresses], entry)
 
 
-def _shut_out(request: MemberRequest, recipe: RunFileText, key: Ed25519PrivateKey, *, is_ban: bool) -> str:
-    members, now_s = load_members(request.run), time.time()
-    subject, until = _subject(request.who, members)
-    until = int(now_s + request.days * DAY_S) if is_ban or until is None else until
+def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey, *, is_ban: bool) -> str:
+    members, now_s = load_members(options.run), time.time()
+    subject, until = _subject(options.who, members)
+    until = int(now_s + options.days * DAY_S) if is_ban or until is None else until
     revoked = {subject: max(until, members.revoked.get(subject, 0))}
     changed = with_revoked(members, key, recipe.digest, revoked, now_s)
-    save_members(request.run, changed)
+    save_members(options.run, changed)
     return (
         f"shut out until {_day(until)}: {peer_of(bytes.fromhex(subject))} and whoever came by it (list number "
         f"{changed.number}).\nA bootstrap peer with this run file takes the list over within seconds, the swarm within "

@@ -1,0 +1,26 @@
+"""`noloco-node init`: a run file, and beside it the key of its owner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
+from noloco_node.run.config import Rule
+from noloco_node.run.presets import run_text, with_owner, write_text
+
+
+def write_run(path: Path, preset: str, origin: Path | None, rule: Rule, *, overwrite: bool) -> str:
+    """Write both, and return what was done; `origin`: a checkpoint to go on from. A key that is there stays."""
+    if origin is None:
+        text = run_text(preset)
+    else:
+        from noloco_node.cli.continue_run import continuing_text
+
+        text = continuing_text(origin, preset)
+    key = make_key(path)
+    write_text(path, with_owner(text, public_half(key), rule), overwrite=overwrite)
+    save_key(path, key)
+    return (
+        f"Wrote {path}, and {key_file(path)}: the key of this run's owner, for nobody else.\n"
+        f"Read {path}, change what you like, then:  noloco-node check {path}"
+    )
