@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from noloco_node.admission.peer_keys import key_of
 from noloco_node.admission.revocation import RevocationList, decode_list
-from noloco_node.admission.ticket import Right, TicketFacts, decode, facts_of
+from noloco_node.admission.ticket import TICKET_BYTES, Right, TicketFacts, decode, facts_of
 
 MOST_SHOWN = 8192
 LISTED = "listed"
@@ -86,6 +86,13 @@ class AdmissionState:
         key, revoked = key_of(peer), {} if self.revocations is None else self.revocations.revoked
         return key is not None and revoked.get(key, 0) > self._unix_time()
 
+    def accepts(self, peer: str, value: bytes) -> bool:
+        """Say whether a record is to be kept and believed: a member's, or the owner's list; any until it is known."""
+        if self._owner is None or decode_list(value, self._owner, self.run) is not None:
+            return True
+        ticket, _ = unstamped(value)
+        return not self.show(peer, ticket) and Right.TRAIN in self.rights(peer)
+
     def take_revocations(self, raw: bytes) -> bool:
         """Take a list over if it is a later one than ours; say whether it is."""
         if raw == self.raw_revocations:
@@ -107,6 +114,17 @@ class AdmissionState:
         if facts is not None and facts.invitation is not None and self._rule == LISTED:
             return None
         return facts
+
+
+def stamped(ticket: bytes, content: bytes) -> bytes:
+    """Return a record's value: its peer's ticket, then the content."""
+    return len(ticket).to_bytes(2) + ticket + content
+
+
+def unstamped(value: bytes) -> tuple[bytes, bytes]:
+    """Return ticket and content of a record's value, whatever it is."""
+    size = min(int.from_bytes(value[:2]), TICKET_BYTES)
+    return value[2 : 2 + size], value[2 + size :]
 
 
 def _rank(facts: TicketFacts) -> tuple[int, int]:

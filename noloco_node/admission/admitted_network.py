@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.admission_state import AdmissionState, stamped, unstamped
 from noloco_node.admission.revocation import LIST_BYTES
 from noloco_node.admission.ticket import TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
@@ -116,8 +116,7 @@ class AdmittedNetwork(NetworkWrapper):
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record with our ticket before it."""
-        stamped = len(self._ticket).to_bytes(2) + self._ticket + value
-        return await self._network.publish(key, subkey, stamped, lifetime_s)
+        return await self._network.publish(key, subkey, stamped(self._ticket, value), lifetime_s)
 
     async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
         """Return the records of members alone; `UserError` where we are a member no more."""
@@ -133,14 +132,10 @@ class AdmittedNetwork(NetworkWrapper):
         return [None if records is None else self._of_members(records) for records in found]
 
     def _of_members(self, records: Mapping[str, bytes]) -> dict[str, bytes]:
-        members = {}
-        for peer in sorted(records):
-            value = records[peer]
-            size = int.from_bytes(value[:2])
-            ticket, content = value[2 : 2 + size], value[2 + size :]
-            if size <= TICKET_BYTES and not self._state.show(peer, ticket) and Right.TRAIN in self._state.rights(peer):
-                members[peer] = content
-        return members
+        # In an order: of two who hold one invitation the first stays.
+        return {
+            peer: unstamped(records[peer])[1] for peer in sorted(records) if self._state.accepts(peer, records[peer])
+        }
 
     @property
     def _list_key(self) -> str:

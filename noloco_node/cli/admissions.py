@@ -40,6 +40,8 @@ class HostedAdmissions:
         self._recipe, self._run_file, self._identity, self._invite = recipe, run_file, identity, invite
         self._admission = recipe.run.admission
         self._state = AdmissionState(recipe.digest, time.time)
+        self.accepts = None if self._admission.owner is None else self._state.accepts
+        """Which records of others are to be kept, by peer and value; None: all."""
         self._read_at = 0
         if self._admission.owner is not None:
             self._state.pin(bytes.fromhex(self._admission.owner), self._admission.rule)

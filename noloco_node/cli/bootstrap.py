@@ -47,18 +47,19 @@ async def host(options: BootstrapOptions) -> None:
             )
         known = tuple(map(str, parsed.addresses))
     with Home.open(options.home or default_home("bootstrap")) as home:
+        admissions = HostedAdmissions(recipe, options.run, home.identity, parsed)
         settings = NetworkSettings(
             run=recipe.digest,
             identity=home.identity,
             listen=tuple(options.listen or EVERYWHERE),
             announce=tuple(options.announce or ()),
             bootstrap=known,
+            accepts=admissions.accepts,
             reach=Reachability.OPEN,
             lends_line=options.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
         )
         keys = [home.path / f"relay-{number}.key" for number in range(1, options.relays + 1)]
-        admissions = HostedAdmissions(recipe, options.run, home.identity, parsed)
         async with departure(say) as leaving, connected(settings) as whole, whole.relaying(keys) as relays:
             network = await admissions.admitted(whole)
             await network.serve(TOPIC, SCHEMA, recipe.serve)

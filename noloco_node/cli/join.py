@@ -47,12 +47,13 @@ async def join(invite: str, options: JoinOptions) -> None:
         torch.set_num_threads(options.threads)
     directory = options.home or default_home("node")
     with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
-        settings, known_peers = _network_settings(parsed, options, home), KnownPeers()
+        access = RunAccess(parsed, MEMBER, home.path)
+        settings, known_peers = _network_settings(access, options, home), KnownPeers()
         ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
         reporter = Reporter(record=journal.write, say=say, draw=bar.draw)
         async with departure(say) as leaving:
-            participant = _Participant(parsed, options, home, torch_device, reporter, leaving)
+            participant = _Participant(access, options, home, torch_device, reporter, leaving)
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
 
 
@@ -61,16 +62,15 @@ class _Participant:
 
     def __init__(
         self,
-        invite: invites.Invite,
+        access: RunAccess,
         options: JoinOptions,
         home: Home,
         torch_device: torch.device,
         reporter: Reporter,
         leaving: Departure,
     ) -> None:
-        self._invite, self._options, self._home, self._torch_device = invite, options, home, torch_device
+        self._access, self._options, self._home, self._torch_device = access, options, home, torch_device
         self._reporter, self._leaving = reporter, leaving
-        self._access = RunAccess(invite, MEMBER, home.path)
         self._run: tuple[RunFileText, ModelLayout] | None = None
 
     async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
@@ -87,8 +87,8 @@ class _Participant:
             await node.live(leave)
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout]:
-        options = self._options
-        recipe = await fetch(network, self._invite.peers, self._invite.digest, options.local or ())
+        options, invite = self._options, self._access.invite
+        recipe = await fetch(network, invite.peers, invite.digest, options.local or ())
         self._access.pin(recipe.run)
         for line in summary(recipe.run):
             say(line)
@@ -99,14 +99,15 @@ class _Participant:
         return recipe, await asyncio.to_thread(model_layout, recipe.run)
 
 
-def _network_settings(invite: invites.Invite, options: JoinOptions, home: Home) -> NetworkSettings:
+def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> NetworkSettings:
     return NetworkSettings(
-        run=invite.digest,
+        run=access.invite.digest,
         identity=home.identity,
         listen=tuple(options.listen or EVERYWHERE),
         announce=tuple(options.announce or ()),
         reach=Reachability.RELAYED if options.relayed else Reachability.AUTO,
-        bootstrap=tuple(map(str, invite.addresses)),
+        bootstrap=tuple(map(str, access.invite.addresses)),
+        accepts=access.accepts,
         lends_line=not options.allowance.is_limited,
         capacity=Capacity.within(machine_free_bytes()),
     )

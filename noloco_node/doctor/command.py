@@ -95,6 +95,7 @@ async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Find
         listen=wish.listen or EVERYWHERE,
         announce=wish.announce,
         bootstrap=tuple(map(str, answering)),
+        accepts=access.accepts,
     )
     found: list[Finding] = []
     needs: Sequence[machine_checks.Need] = ()

@@ -80,7 +80,7 @@ class Libp2pNetwork:
         switchboard = Switchboard(settings.timeouts, settings.capacity)
         with private_directory() as directory:
             exchange = StreamContext(switchboard, met or KnownPeers(), RunSecret(settings.run), settings.timeouts)
-            network = cls(settings, LinkContext(parts, directory, exchange, settings.reach), tell)
+            network = cls(settings, LinkContext(parts, directory, exchange, settings), tell)
             try:
                 await network._begin(settings.identity or directory / "identity.key")
                 yield network

@@ -32,15 +32,20 @@ class RunAccess:
     def __init__(
         self, invite: Invite, rights: Right, home: Path | None, unix_time: Callable[[], float] = time.time
     ) -> None:
-        self._invite, self._rights, self._home, self._unix_time = invite, rights, home, unix_time
+        self.invite, self._rights, self._home, self._unix_time = invite, rights, home, unix_time
         self._state = None if invite.entry is None else AdmissionState(invite.digest, unix_time)
+
+    @property
+    def accepts(self) -> Callable[[str, bytes], bool] | None:
+        """Which records of others are to be kept, by peer and value; None: all."""
+        return None if self._state is None else self._state.accepts
 
     async def enter(self, network: PeerNetwork) -> PeerNetwork:
         """Return the network as a member of the run has it; `UserError` (NOT_ADMITTED) where we are not let in."""
         if self._state is None:
             return network
         admitted = AdmittedNetwork(network, self._state, await self._ticket(network))
-        await admitted.enter(self._invite.peers)
+        await admitted.enter(self.invite.peers)
         return admitted
 
     def pin(self, run: RunConfig) -> None:
@@ -56,12 +61,12 @@ class RunAccess:
         self._state.pin(bytes.fromhex(run.admission.owner), run.admission.rule)
 
     async def _ticket(self, network: PeerNetwork) -> bytes:
-        assert self._invite.entry is not None
+        assert self.invite.entry is not None
         me, home = network.peer_id, self._home
         identity = None if home is None else home / "identity.key"
         own_key = None if identity is None or not identity.exists() else read_key(identity)
         try:
-            ticket = self._invite.entry.ticket(self._invite.digest, me, self._rights, self._unix_time(), own_key)
+            ticket = self.invite.entry.ticket(self.invite.digest, me, self._rights, self._unix_time(), own_key)
         except ValueError as error:
             raise not_admitted(str(error)) from None
         if ticket is not None:
@@ -71,7 +76,7 @@ class RunAccess:
         if ticket is None:
             ticket = await self._ask(network)
             if kept is not None:
-                atomic_file.write_whole(kept, self._invite.digest.encode() + b"\n" + ticket)
+                atomic_file.write_whole(kept, self.invite.digest.encode() + b"\n" + ticket)
         return ticket
 
     def _kept_ticket(self, path: Path, me: str) -> bytes | None:
@@ -81,16 +86,16 @@ class RunAccess:
         except OSError:
             return None
         chain = decode(ticket)
-        if run != self._invite.digest.encode() or chain is None or chain[-1].subject != key_of(me):
+        if run != self.invite.digest.encode() or chain is None or chain[-1].subject != key_of(me):
             return None
         return ticket if min(link.until for link in chain) > self._unix_time() + RENEW_S else None
 
     async def _ask(self, network: PeerNetwork) -> bytes:
         """Ask the bootstrap peers for a ticket; `UserError` where none of them gives one."""
-        trains, run = Right.TRAIN in self._rights, self._invite.digest
+        trains, run = Right.TRAIN in self._rights, self.invite.digest
         answers: list[str] = []
         nonce = await asyncio.to_thread(work, run, network.peer_id) if trains else 0
-        for peer in dict.fromkeys(self._invite.peers):
+        for peer in dict.fromkeys(self.invite.peers):
             try:
                 async with (
                     asyncio.timeout(WORK_S),

@@ -82,12 +82,13 @@ async def visited(
     A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
     """
     parsed = invites.parse(invite)
+    access = RunAccess(parsed, Right.LOOK, visitor.home)
     settings = NetworkSettings(
         run=parsed.digest,
         listen=("/ip4/127.0.0.1/tcp/0",),
         bootstrap=tuple(map(str, parsed.addresses)),
+        accepts=access.accepts,
     )
-    access = RunAccess(parsed, Right.LOOK, visitor.home)
     async with connected(settings) as whole:
         network = AdaptiveTimeoutNetwork(await access.enter(whole))
         recipe = await fetch(network, parsed.peers, parsed.digest, visitor.allowed)

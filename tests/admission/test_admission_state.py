@@ -6,7 +6,7 @@ from admission_keys import NOW_S, OWNER, RUN, key, member, public
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.admission.admission_state import MOST_SHOWN, AdmissionState
+from noloco_node.admission.admission_state import MOST_SHOWN, AdmissionState, stamped, unstamped
 from noloco_node.admission.peer_keys import peer_of
 from noloco_node.admission.revocation import MOST_REVOKED, decode_list, encode_list, signed_list
 from noloco_node.admission.ticket import MEMBER, Right
@@ -91,3 +91,13 @@ def test_before_the_owner_is_known_nobody_is_let_in_and_a_list_waits() -> None:
     state.pin(OWNER, "invited")
     assert state.show(PEERS[0], member(1)) == ""
     assert "shut it out" in state.show(PEERS[1], member(2))
+
+
+@given(st.binary(max_size=600), st.sampled_from(PEERS))
+def test_no_bytes_of_a_stranger_are_a_record_to_keep(raw: bytes, peer: str) -> None:
+    state = state_at()
+    assert not state.accepts(peer, raw)
+    assert state.accepts(peer, stamped(member(PEERS.index(peer) + 1), raw))
+    assert unstamped(stamped(b"ticket", raw)) == (b"ticket", raw)
+    assert state.accepts(peer, list_of(1, 1))
+    assert AdmissionState(RUN, lambda: NOW_S).accepts(peer, raw)

@@ -5,6 +5,7 @@ What follows from it for the daemon's command line is `daemon.arguments.DaemonCo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -94,5 +95,7 @@ class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Relays to use before those that the swarm tells of, each ending in /p2p/ID."""
     lends_line: bool = True
     """Whether peers who find no other relay may use us as one, with libp2p's usual limits for each of them."""
+    accepts: Callable[[str, bytes], bool] | None = None
+    """Which records of others we keep, by peer and content; None: all that are signed."""
     timeouts: TimeoutSettings = TimeoutSettings()
     capacity: Capacity = Capacity()

@@ -59,7 +59,8 @@ class StreamDialer:
         """Return a stream that a peer opens, which is over where no proof comes in time."""
 
         def over(_: ConnectionError | None = None) -> None:
-            self._unproven.pop(opening).cancel()
+            if timer := self._unproven.pop(opening, None):
+                timer.cancel()
 
         def introduce(transport: asyncio.Transport, preamble: Preamble) -> None:
             over()
