@@ -90,7 +90,8 @@ def load_members(run: Path) -> MemberList:
     """Return the owner's list, empty where there is none yet; `UserError` where it is damaged."""
     path = members_file(run)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=MemberList) if path.exists() else MemberList()
+        raw = path.read_bytes() if path.exists() else b""
+        return msgspec.json.decode(raw, type=MemberList) if raw else MemberList()
     except OSError as error:
         raise _unusable(path, error) from error
     except msgspec.MsgspecError as error:
