@@ -83,6 +83,8 @@ class AdmittedNetwork(NetworkWrapper):
 
     @asynccontextmanager
     async def _talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+        if self._state.was_member(peer) and (why := self._state.refusal(peer)):
+            raise ConnectionRefusedError(f"{peer} is no member: {why}")
         if peer not in self._welcomes:
             try:
                 await self._show(peer)

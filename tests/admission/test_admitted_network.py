@@ -191,6 +191,8 @@ def test_whoever_is_revoked_is_out_everywhere_within_a_minute() -> None:
             assert server.peer_id in found
             assert victim.peer_id not in found
         assert asyncio.get_running_loop().time() - begun_s < 60.0
+        with pytest.raises(ConnectionRefusedError, match="no member"):
+            await asked(servers[1], victim, "gossip/0")
         # It learns of it itself, and says why.
         assert tasks[-1].done()
         error = tasks[-1].exception()
