@@ -23,7 +23,7 @@ from noloco_node.network.wrapper import NetworkWrapper
 
 TOPIC = "admit"
 PATIENCE_S = 20.0
-FOR_LOOKERS = ("run", "doctor", "state", "snapshot")
+FOR_LOOKERS = ("run", "reached", "doctor", "state", "snapshot")
 """What may be asked by who may look: all other topics are for those who train."""
 LIST_LIFETIME_S = 600.0
 ENOUGH_COPIES = 8

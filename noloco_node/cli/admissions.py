@@ -59,10 +59,10 @@ class HostedAdmissions:
             return "open to everybody who holds this invite, for the run has no owner"
         return RULES[self._admission.rule]
 
-    def advice(self, invite: str) -> str:
-        """Say how somebody joins."""
+    def advice(self, invite: str, usable: str) -> str:
+        """Say how somebody joins; `usable`: from where."""
         if self._admission.owner is None or self._admission.rule == "open":
-            return f"to join from another machine: noloco-node join {invite}"
+            return f"to join {usable}: noloco-node join {invite}"
         who = " PEER" if self._admission.rule == "listed" else ""
         return f"to let a peer in: noloco-node members invite{who} --run {self._run_file} --invite {invite}"
 

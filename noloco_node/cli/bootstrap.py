@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from noloco_node.cli.admissions import HostedAdmissions
 from noloco_node.cli.options import BootstrapOptions, default_home
@@ -20,8 +21,9 @@ from noloco_node.machine.signals import departure
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm import speed_test
+from noloco_node.swarm import run_history, speed_test
 from noloco_node.swarm.connection import connected
+from noloco_node.swarm.kept_invite import KeptInvite, from_where
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
@@ -37,7 +39,7 @@ async def host(options: BootstrapOptions) -> None:
     known: tuple[str, ...] = ()
     parsed: invites.Invite | None = None
     if options.invite is not None:
-        parsed = invites.parse(options.invite)
+        parsed = invites.parse(invites.found(options.invite, Path()))
         if parsed.digest != recipe.digest:
             raise UserError(
                 "The invite is for another run than the run file.",
@@ -64,15 +66,23 @@ async def host(options: BootstrapOptions) -> None:
             network = await admissions.admitted(whole)
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
-            invite = invites.format(recipe.digest, await network.addresses(), admissions.entry)
+            history = run_history.RunHistory(home.run_history, recipe.digest, say)
+            await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
+            addresses = await network.addresses()
+            invite = invites.format(recipe.digest, addresses, admissions.entry)
             print(invite, flush=True)
-            say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}); {admissions.rule}:")
-            say(admissions.advice(invite))
+            kept = KeptInvite(home.invite, invites.parse(invite), (), say)
+            kept.keep()
+            say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
+            say(admissions.rule)
+            say(admissions.advice(invite, from_where(addresses)))
             if relays:
                 say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(each) for each in (membership.run(), _tell(membership), admissions.watch())]
+                followed = [each.follow(membership) for each in (history, kept)]
+                running = (membership.run(), _tell(membership), admissions.watch(), *followed)
+                tasks = [group.create_task(each) for each in running]
                 leaving.polite = True
                 await leaving.asked.wait()
                 for task in tasks:

@@ -22,8 +22,8 @@ from noloco_node.cli.options import (
     DownloadOption,
     HomeOption,
     HomesOption,
-    InviteArgument,
     JoinOptions,
+    KeptInviteArgument,
     ListenOption,
     LocalOption,
     MemberAction,
@@ -121,10 +121,13 @@ def bootstrap(options: BootstrapOptions) -> None:
 
 @app.command()
 @taking(JoinOptions)
-def join(invite: InviteArgument, options: JoinOptions) -> None:
+def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
     # Before torch is loaded: a refusal is to come at once.
     _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
+    from noloco_node.terminal import say
+
+    say("starting: torch is loaded, which takes some seconds")
     from noloco_node.cli.join import join as join_swarm
 
     _run(join_swarm(invite, options))
@@ -148,15 +151,17 @@ def members(
 
 @app.command()
 def status(
-    invite: InviteArgument,
+    invite: KeptInviteArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     local: LocalOption = None,
     home: HomeOption = None,
 ) -> None:
     """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
     from noloco_node.cli.status import look
+    from noloco_node.swarm.invite import found
 
-    typer.echo(_run(look(invite, as_json=as_json, visitor=_visitor(local, home))))
+    shown = found(invite, home or default_home("node"))
+    typer.echo(_run(look(shown, as_json=as_json, visitor=_visitor(local, home))))
 
 
 @app.command()

@@ -97,6 +97,12 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(f"{number}: {len(records)}" for number, records in enumerate(self.stages))
 
 
+def some_addresses(roster: Roster) -> list[str]:
+    """Return an address of each living peer that says one, unless it leads to somebody else."""
+    living = [record for stage in roster.stages for record in stage if record.addresses]
+    return [record.addresses[0] for record in living if record.addresses[0].endswith(f"/p2p/{record.peer}")]
+
+
 class Derived(Generic[T]):
     """Something made of the last roster, made anew when the roster is another one.
 

@@ -22,7 +22,7 @@ from memory_swarms import Peer, recipe
 from msgspec import structs
 from torch import Tensor
 
-from noloco_node.cli.status import picture, widened
+from noloco_node.cli.status import picture
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
@@ -54,7 +54,7 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.roster import PeerRecord, Roster, some_addresses
 
 RATE = 1e6
 
@@ -133,7 +133,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         read_size(text, "--monthly-cap")
 
 
-@pytest.mark.parametrize("text", ["22", "25-08", "22:60-08", "22-24:01", "a-b", "22-08-09"])
+@pytest.mark.parametrize("text", ["22", "25-08", "22:60-08", "22-24:01", "a-b", "22-08-09", "8-8", "08:00-8"])
 def test_what_are_no_hours_is_refused(text: str) -> None:
     with pytest.raises(UserError):
         read_hours(text)
@@ -756,7 +756,7 @@ def test_one_record_of_garbage_spoils_no_status() -> None:
     honest = PeerRecord(peer=peers[0], stage=1, state=PeerState.TRAINING, addresses=(place + peers[0],))
     invite = invites.format("0" * 64, [place + peers[1]])
     roster = Roster(stages=(liars, (honest,)))
-    assert widened(invite, roster) == f"{invite},{place}{peers[0]}"
+    assert invites.widened(invites.parse(invite), some_addresses(roster)) == f"{invite},{place}{peers[0]}"
     assert picture(recipe(), roster)
 
 
