@@ -3,7 +3,7 @@
 peer_keys         peer ids and the public keys that they are
 ticket            grants signed in a chain from the owner to a peer: rights and expiry
 revocation        the owner's signed list of whom it has shut out
-state              what one peer knows: who has shown which ticket, who is shut out
+admission_state   what one peer knows: who has shown which ticket, who is shut out
 admitted_network  a network that lets members in alone: conversations and records
 proof_of_work     what a ticket costs where the run is open
 ticket_service    a signing peer that gives tickets to whoever asks, within bounds
