@@ -90,7 +90,7 @@ def load_members(run: Path) -> MemberList:
     """Return the owner's list, empty where there is none yet; `UserError` where it is damaged."""
     path = members_file(run)
     try:
-        raw = path.read_bytes() if path.exists() else b""
+        raw = path.read_bytes() if path.is_file() else b""
         return msgspec.json.decode(raw, type=MemberList) if raw else MemberList()
     except OSError as error:
         raise _unusable(path, error) from error

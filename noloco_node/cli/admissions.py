@@ -99,7 +99,7 @@ class HostedAdmissions:
     def _own_ticket(self, me: str) -> tuple[TicketSigner | None, bytes]:
         """Return what we sign tickets with, if we may, and our own ticket; `UserError` where we have none."""
         run, until = self._recipe.digest, int(time.time()) + HOST_S
-        if key_file(self._run_file).exists():
+        if key_file(self._run_file).is_file():
             key = load_key(self._run_file)
             if public_half(key) != self._admission.owner:
                 raise config_error(

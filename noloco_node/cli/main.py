@@ -10,11 +10,12 @@ import gc
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from noloco_node import __version__
+from noloco_node.cli.member_options import MemberAction, MemberOptions
 from noloco_node.cli.options import (
     AnnounceOption,
     BootstrapOptions,
@@ -26,19 +27,15 @@ from noloco_node.cli.options import (
     KeptInviteArgument,
     ListenOption,
     LocalOption,
-    MemberAction,
-    MemberOptions,
     SimulateOptions,
     UploadOption,
     default_home,
+    invite_text,
     taking,
 )
 from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.run.config import Rule
-
-if TYPE_CHECKING:
-    from noloco_node.swarm.connection import Visitor
 
 T = TypeVar("T")
 
@@ -158,10 +155,11 @@ def status(
 ) -> None:
     """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
     from noloco_node.cli.status import look
+    from noloco_node.swarm.connection import Visitor
     from noloco_node.swarm.invite import found
 
-    shown = found(invite, home or default_home("node"))
-    typer.echo(_run(look(shown, as_json=as_json, visitor=_visitor(local, home))))
+    home = home or default_home("node")
+    typer.echo(_run(look(found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home))))
 
 
 @app.command()
@@ -169,7 +167,10 @@ def doctor(
     invite: Annotated[
         str | None,
         typer.Argument(
-            metavar="[INVITE]", help="Of the swarm to join; without one only this machine.", show_default=False
+            metavar="[INVITE]",
+            help="Of the swarm to join; without one only this machine.",
+            callback=invite_text,
+            show_default=False,
         ),
     ] = None,
     home: HomeOption = None,
@@ -203,7 +204,8 @@ def doctor(
 def export(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
     invite: Annotated[
-        str | None, typer.Argument(metavar="INVITE", help="Invite of a living swarm.", show_default=False)
+        str | None,
+        typer.Argument(metavar="INVITE", help="Invite of a living swarm.", callback=invite_text, show_default=False),
     ] = None,
     from_home: HomesOption = None,
     local: LocalOption = None,
@@ -211,8 +213,10 @@ def export(
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
     from noloco_node.export.exporter import export as export_model
+    from noloco_node.swarm.connection import Visitor
 
-    typer.echo(_run(export_model(out, invite, from_home or (), _visitor(local, home))))
+    visitor = Visitor(tuple(local or ()), home or default_home("node"))
+    typer.echo(_run(export_model(out, invite, from_home or (), visitor)))
 
 
 @app.command()
@@ -311,12 +315,6 @@ def simulate(
     except KeyboardInterrupt:  # typer would leave without a word
         typer.echo(f"{COMPLAINT}interrupted, nothing was written", err=True)
         raise typer.Exit(Exit.INTERRUPTED) from None
-
-
-def _visitor(local: list[str] | None, home: Path | None) -> Visitor:
-    from noloco_node.swarm.connection import Visitor
-
-    return Visitor(tuple(local or ()), home or default_home("node"))
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:

@@ -5,23 +5,41 @@ have many.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
+
+
+def invite_text(given: str | None) -> str | None:
+    """Return an invite as typed, or read it: from a file, or from the standard input (`-`). What is typed shows in
+    the list of processes. `UserError` where a file cannot be read."""
+    if given is None or given.startswith("noloco"):
+        return given
+    if given == "-":
+        return sys.stdin.readline().strip()
+    try:
+        return Path(given).expanduser().read_text().strip() if Path(given).expanduser().is_file() else given
+    except (OSError, UnicodeDecodeError) as error:
+        hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
+        raise config_error(f"The invite cannot be read from {given}.", str(error), hint) from error
+
 
 KeptInviteArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[INVITE]",
-        help="The one line that a bootstrap peer, a node or `status` prints, or the home of a node, which keeps one.",
+        help="The one line that a bootstrap peer, a node or `status` prints; a file that holds it; - to read it; or "
+        "the home of a node, which keeps one.",
+        callback=invite_text,
         show_default="the one that --home keeps",
     ),
 ]
@@ -101,39 +119,6 @@ def default_home(kind: str) -> Path:
     return Path.home() / ".noloco" / kind
 
 
-class MemberAction(StrEnum):
-    """What `members` does."""
-
-    LIST = "list"
-    INVITE = "invite"
-    REVOKE = "revoke"
-    BAN = "ban"
-
-
-@dataclass(frozen=True)
-class MemberOptions:
-    """What the owner of a run says to `members`."""
-
-    who: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PEER]", help="A peer id, or the first digits of a key as `list` prints it.", show_default=False
-        ),
-    ] = None
-    run: Annotated[Path, typer.Option("--run", help="The run file, beside which the owner's key lies.")] = Path(
-        "run.toml"
-    )
-    invite: Annotated[
-        str | None,
-        typer.Option(help="The line that a bootstrap peer printed: `invite` adds a pass to it.", show_default=False),
-    ] = None
-    days: Annotated[float, typer.Option(min=0.0, help="How long the invite lasts, or the ban.")] = 30.0
-    note: Annotated[str, typer.Option(help="Whom it is for; kept in your list alone.", show_default=False)] = ""
-    may_sign: Annotated[
-        bool, typer.Option("--may-sign", help="Let the peer host a bootstrap peer that signs tickets for others.")
-    ] = False
-
-
 @dataclass(frozen=True)
 class BootstrapOptions:
     """What the owner of a bootstrap peer asks for."""
@@ -147,6 +132,7 @@ class BootstrapOptions:
         typer.Option(
             help="Invite of a swarm that is already there, to take a lost bootstrap peer's place; or the home of a "
             "node of it.",
+            callback=invite_text,
             show_default=False,
         ),
     ] = None
