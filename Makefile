@@ -39,7 +39,7 @@ test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -rs -m 'not docker' $(TESTS)
 
 test-docker: $(INSTALLED)
-	$(BIN)/python -m pytest -rs -m docker tests/docker
+	$(BIN)/python -m pytest -rs -m docker tests/system/test_docker.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

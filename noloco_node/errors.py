@@ -35,6 +35,8 @@ class Exit(IntEnum):
     """The device asked for is absent, or its memory is not enough."""
     UNFIT = 11
     """`doctor` found something that will prevent this machine from joining."""
+    NOT_ADMITTED = 12
+    """The run does not let this peer in: no ticket, or one that has expired or was revoked; the message says which."""
     INTERRUPTED = 130
     """Interrupted before the work was done. A node between two of its shifts leaves with 0."""
 

@@ -23,7 +23,7 @@ SOURCE = read_tree()
 # From low to high: who stands further right may import who stands further left, and those between two bars know
 # nothing of each other. Every part has its place here.
 TOP_ORDER = """
-    noloco_node | errors units tasks terminal charts | gossip pipeline network | storage libp2p run |
+    noloco_node | errors units tasks terminal charts | gossip pipeline network | storage | admission | libp2p run |
     journal limits data | machine swarm | planning state_sync | node export doctor | inference sim | demo | cli |
     __main__
 """

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from noloco_node.cli.admissions import HostedAdmissions
 from noloco_node.cli.options import BootstrapOptions, default_home
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
@@ -21,7 +22,7 @@ from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history, speed_test
-from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.connection import connected
 from noloco_node.swarm.kept_invite import KeptInvite, from_where
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
@@ -36,6 +37,7 @@ async def host(options: BootstrapOptions) -> None:
     share_arenas()
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     known: tuple[str, ...] = ()
+    parsed: invites.Invite | None = None
     if options.invite is not None:
         parsed = invites.parse(invites.found(options.invite, Path()))
         if parsed.digest != recipe.digest:
@@ -47,37 +49,40 @@ async def host(options: BootstrapOptions) -> None:
             )
         known = tuple(map(str, parsed.addresses))
     with Home.open(options.home or default_home("bootstrap")) as home:
+        admissions = HostedAdmissions(recipe, options.run, home.identity, parsed)
         settings = NetworkSettings(
-            prefix=prefix(recipe.digest),
+            run=recipe.digest,
             identity=home.identity,
             listen=tuple(options.listen or EVERYWHERE),
             announce=tuple(options.announce or ()),
             bootstrap=known,
+            accepts=admissions.accepts,
             reach=Reachability.OPEN,
             lends_line=options.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
         )
         keys = [home.path / f"relay-{number}.key" for number in range(1, options.relays + 1)]
-        async with departure(say) as leaving, connected(settings) as network, network.relaying(keys) as relays:
+        async with departure(say) as leaving, connected(settings) as whole, whole.relaying(keys) as relays:
+            network = await admissions.admitted(whole)
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             history = run_history.RunHistory(home.run_history, recipe.digest, say)
             await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
             addresses = await network.addresses()
-            invite = invites.format(recipe.digest, addresses)
+            invite = invites.format(recipe.digest, addresses, admissions.entry)
             print(invite, flush=True)
             kept = KeptInvite(home.invite, invites.parse(invite), (), say)
             kept.keep()
-            usable = from_where(addresses)
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
-            say(f"to join {usable}:")
-            say(f"noloco-node join {invite}")
+            say(admissions.rule)
+            say(admissions.advice(invite, from_where(addresses)))
             if relays:
                 say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(membership.run()), group.create_task(_tell(membership))]
-                tasks += [group.create_task(each.follow(membership)) for each in (history, kept)]
+                followed = [each.follow(membership) for each in (history, kept)]
+                running = (membership.run(), _tell(membership), admissions.watch(), *followed)
+                tasks = [group.create_task(each) for each in running]
                 leaving.polite = True
                 await leaving.asked.wait()
                 for task in tasks:

@@ -63,7 +63,8 @@ class HostMachine:
         return make_stage(self._recipe.run, self._layout, stage, self._torch_device)
 
     def free_bytes(self) -> int | None:
-        return memory.free_bytes(self._torch_device)
+        known = (memory.free_bytes(self._torch_device), self._options.most_memory_bytes)
+        return min((each for each in known if each is not None), default=None)
 
     def prepare_text(self, stage: int) -> None:
         if stage == 0:

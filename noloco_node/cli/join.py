@@ -12,6 +12,7 @@ from math import prod
 import torch
 from msgspec import structs
 
+from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import HostMachine
 from noloco_node.cli.options import JoinOptions, default_home
 from noloco_node.data.blocks import check_source
@@ -31,11 +32,13 @@ from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
-from noloco_node.planning.model_layout import ModelLayout, model_layout
+from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
+from noloco_node.run.permissions import check_text, summary
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history
-from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.access import RunAccess
+from noloco_node.swarm.connection import connected
 from noloco_node.swarm.kept_invite import KeptInvite
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background
@@ -55,12 +58,13 @@ async def join(invite: str | None, options: JoinOptions) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
-        settings, known_peers = _network_settings(parsed, options, home), KnownPeers()
+        access = RunAccess(parsed, MEMBER, home.path)
+        settings, known_peers = _network_settings(access, options, home), KnownPeers()
         ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
         reporter = Reporter(record=partial(_record, journal, torch_device), say=say, draw=bar.draw)
         async with departure(say) as leaving:
-            participant = _Participant(parsed, options, home, torch_device, reporter, leaving)
+            participant = _Participant(access, options, home, torch_device, reporter, leaving)
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
 
 
@@ -76,20 +80,21 @@ class _Participant:
 
     def __init__(
         self,
-        invite: invites.Invite,
+        access: RunAccess,
         options: JoinOptions,
         home: Home,
         torch_device: torch.device,
         reporter: Reporter,
         leaving: Departure,
     ) -> None:
-        self._invite, self._options, self._home, self._torch_device = invite, options, home, torch_device
+        self._access, self._options, self._home, self._torch_device = access, options, home, torch_device
         self._reporter, self._leaving = reporter, leaving
         self._run: tuple[RunFileText, ModelLayout] | None = None
 
     async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
         """Live as a node until the shift is over, or the run."""
         say(f"we are {network.peer_id}")
+        network = await self._access.enter(network)
         # In the first shift alone: in a later one nobody of the invite may be there to ask.
         self._run = self._run or await self._fetch_run(network)
         recipe, layout = self._run
@@ -99,8 +104,8 @@ class _Participant:
             options = _node_options(self._options, await self._reached(network, history))
             node = Node(recipe, layout, network, host, options, self._reporter)
             self._leaving.polite = True
-            kept = KeptInvite(self._home.invite, self._invite, await network.addresses(), say)
-            say(f"an invite of our own, kept in {self._home.invite}: {kept.keep()}")
+            kept = KeptInvite(self._home.invite, self._access.invite, await network.addresses(), say)
+            say(f"an invite of our own, kept in {self._home.invite}: {invites.without_secret(kept.keep())}")
             async with background(history.follow(node.membership)), background(kept.follow(node.membership)):
                 await node.live(leave)
 
@@ -111,10 +116,17 @@ class _Participant:
 
     def _asked(self, network: PeerNetwork) -> list[str]:
         """Return the peers of the invite, without ourselves: it may be our own."""
-        return list(dict.fromkeys(each.peer for each in self._invite.addresses if each.peer != network.peer_id))
+        return list(dict.fromkeys(each.peer for each in self._access.invite.addresses if each.peer != network.peer_id))
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout]:
-        recipe = await fetch(network, self._asked(network), self._invite.digest)
+        options = self._options
+        recipe = await fetch(network, self._asked(network), self._access.invite.digest, options.local or ())
+        self._access.pin(recipe.run)
+        for line in summary(recipe.run):
+            say(line)
+        if options.stage in (None, 0):
+            check_text(recipe.run, options.data)
+        await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
         self._home.keep_run_file(recipe.text)
         layout = await asyncio.to_thread(model_layout, recipe.run)
         weights = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in enumerate(layout.shapes)}
@@ -123,14 +135,15 @@ class _Participant:
         return recipe, layout
 
 
-def _network_settings(invite: invites.Invite, options: JoinOptions, home: Home) -> NetworkSettings:
+def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> NetworkSettings:
     return NetworkSettings(
-        prefix=prefix(invite.digest),
+        run=access.invite.digest,
         identity=home.identity,
         listen=tuple(options.listen or EVERYWHERE),
         announce=tuple(options.announce or ()),
         reach=Reachability.RELAYED if options.relayed else Reachability.AUTO,
-        bootstrap=tuple(map(str, invite.addresses)),
+        bootstrap=tuple(map(str, access.invite.addresses)),
+        accepts=access.accepts,
         lends_line=not options.allowance.is_limited,
         capacity=Capacity.within(machine_free_bytes()),
     )

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from noloco_node import __version__
+from noloco_node.cli.member_options import MemberAction, MemberOptions
 from noloco_node.cli.options import (
     AnnounceOption,
     BootstrapOptions,
@@ -25,6 +26,7 @@ from noloco_node.cli.options import (
     JoinOptions,
     KeptInviteArgument,
     ListenOption,
+    LocalOption,
     SimulateOptions,
     UploadOption,
     default_home,
@@ -33,6 +35,7 @@ from noloco_node.cli.options import (
 )
 from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
 from noloco_node.limits.budget import read_owner_limits
+from noloco_node.run.config import Rule
 
 T = TypeVar("T")
 
@@ -70,18 +73,20 @@ def init(
         Path | None,
         typer.Option("--from", metavar="DIR", help="Go on from an exported checkpoint.", show_default=False),
     ] = None,
+    admission: Annotated[
+        Rule | None,
+        typer.Option(
+            metavar="RULE",
+            help="Give the run an owner who says who may take part: open (a ticket for whoever works for it), invited "
+            "(an invite is for one identity) or listed.",
+            show_default="no owner: whoever has the invite",
+        ),
+    ] = None,
 ) -> None:
-    """Write a commented run file: the recipe that all peers of a run share."""
-    from noloco_node.run.presets import run_text, write_text
+    """Write a commented run file, the recipe that all peers of a run share."""
+    from noloco_node.cli.new_run import write_run
 
-    if origin is None:
-        text = run_text(preset)
-    else:
-        from noloco_node.cli.continue_run import continuing_text
-
-        text = continuing_text(origin, preset)
-    write_text(path, text, overwrite=force)
-    typer.echo(f"Wrote {path}. Read it, change what you like, then:  noloco-node check {path}")
+    typer.echo(write_run(path, preset, origin, admission, overwrite=force))
 
 
 @app.command()
@@ -118,7 +123,8 @@ def bootstrap(options: BootstrapOptions) -> None:
 @taking(JoinOptions)
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
-    _ = options.allowance  # before torch is loaded: a refusal is to come at once
+    # Before torch is loaded: a refusal is to come at once.
+    _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
     from noloco_node.terminal import say
 
     say("starting: torch is loaded, which takes some seconds")
@@ -128,16 +134,35 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
 
 
 @app.command()
+@taking(MemberOptions)
+def members(
+    action: Annotated[MemberAction, typer.Argument(metavar="ACTION", help="list, invite, revoke or ban.")],
+    options: MemberOptions,
+) -> None:
+    """Let peers into your run and shut them out: works without a network, on the owner's key beside the run file.
+
+    `invite` prints an invite for one identity: for PEER, or for whoever shows it first. `revoke` ends a ticket or an
+    invitation, `ban` shuts a peer out for some days.
+    """
+    from noloco_node.cli.members import administer
+
+    typer.echo(administer(action, options))
+
+
+@app.command()
 def status(
     invite: KeptInviteArgument = None,
-    home: HomeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    local: LocalOption = None,
+    home: HomeOption = None,
 ) -> None:
     """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
     from noloco_node.cli.status import look
+    from noloco_node.swarm.connection import Visitor
     from noloco_node.swarm.invite import found
 
-    typer.echo(_run(look(found(invite, home or default_home("node")), as_json=as_json)))
+    home = home or default_home("node")
+    typer.echo(_run(look(found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home))))
 
 
 @app.command()
@@ -158,6 +183,7 @@ def doctor(
     listen: ListenOption = None,
     announce: AnnounceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+    local: LocalOption = None,
 ) -> None:
     """Say before joining what would be in the way, and what to do: clock, addresses, reach, line, memory, disk.
 
@@ -166,7 +192,11 @@ def doctor(
     from noloco_node.doctor.command import DoctorRequest, report
 
     wish = DoctorRequest(
-        home=home or default_home("node"), device=device, listen=tuple(listen or ()), announce=tuple(announce or ())
+        home=home or default_home("node"),
+        device=device,
+        listen=tuple(listen or ()),
+        announce=tuple(announce or ()),
+        local=tuple(local or ()),
     )
     text, code = _run(report(invite, wish, as_json=as_json))
     typer.echo(text)
@@ -181,11 +211,15 @@ def export(
         typer.Argument(metavar="INVITE", help="Invite of a living swarm.", callback=invite_text, show_default=False),
     ] = None,
     from_home: HomesOption = None,
+    local: LocalOption = None,
+    home: HomeOption = None,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
     from noloco_node.export.exporter import export as export_model
+    from noloco_node.swarm.connection import Visitor
 
-    typer.echo(_run(export_model(out, invite, from_home or ())))
+    visitor = Visitor(tuple(local or ()), home or default_home("node"))
+    typer.echo(_run(export_model(out, invite, from_home or (), visitor)))
 
 
 @app.command()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from noloco_node.errors import config_error
-from noloco_node.limits.budget import OwnerLimits, read_owner_limits
+from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
 
 
@@ -76,6 +76,16 @@ AnnounceOption = Annotated[
         "--announce",
         metavar="MULTIADDR",
         help="Address at which others reach you, when it is not the one you listen on (behind NAT, in Docker).",
+        show_default=False,
+    ),
+]
+LocalOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--local",
+        metavar="DIR",
+        help="A directory of this machine that the run file may name, with a model or a tokenizer. May be given more "
+        "than once. The file comes from others: nothing else of this machine is read for it.",
         show_default=False,
     ),
 ]
@@ -159,6 +169,7 @@ class JoinOptions:
             show_default=False,
         ),
     ] = None
+    local: LocalOption = None
     home: HomeOption = None
     listen: ListenOption = None
     announce: AnnounceOption = None
@@ -170,6 +181,22 @@ class JoinOptions:
         ),
     ] = False
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for torch.", show_default="all cores")] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most memory that the run may take of the device, such as 8GB: a stage that needs more is not served.",
+            show_default="all that is free",
+        ),
+    ] = None
+    max_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most that is fetched to the disk for the run's model, such as 20GB.",
+            show_default="all that is free",
+        ),
+    ] = None
     max_upload: UploadOption = None
     max_download: DownloadOption = None
     monthly_cap: CapOption = None
@@ -229,6 +256,16 @@ class JoinOptions:
     def allowance(self) -> OwnerLimits:
         """What the owner lets a node take of the line, and when; raises `UserError` where that cannot be read."""
         return read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours)
+
+    @cached_property
+    def most_memory_bytes(self) -> int | None:
+        """What the run may take of the device's memory; None: all that is free."""
+        return None if self.max_memory is None else read_size(self.max_memory, "--max-memory")
+
+    @cached_property
+    def most_disk_bytes(self) -> int | None:
+        """What the run's model may take of the disk when it is fetched; None: all that is free."""
+        return None if self.max_disk is None else read_size(self.max_disk, "--max-disk")
 
 
 @dataclass(frozen=True)

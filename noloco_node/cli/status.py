@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.connection import visited
+from noloco_node.swarm.connection import Visitor, visited
 from noloco_node.swarm.roster import PeerRecord, Roster, some_addresses
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -19,9 +19,9 @@ MOST_WORDS = 200
 """Of what a peer says of itself in words."""
 
 
-async def look(invite: str, *, as_json: bool) -> str:
+async def look(invite: str, *, as_json: bool, visitor: Visitor = Visitor()) -> str:  # noqa: B008 - it is frozen
     """Return a table, or one JSON object, of all peers of a run."""
-    async with visited(invite) as (_, recipe, membership):
+    async with visited(invite, visitor) as (_, recipe, membership):
         roster, late = membership.roster, membership.news_age_s
     wider = invites.widened(invites.parse(invite), some_addresses(roster))
     if as_json:

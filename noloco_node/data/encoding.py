@@ -68,8 +68,8 @@ def open_tokenizer(data: DataConfig) -> Any:
         )
     try:
         if data.tokenizer_commit is None:
-            return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-        return AutoTokenizer.from_pretrained(data.tokenizer, revision=data.tokenizer_commit)
+            return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(data.tokenizer, revision=data.tokenizer_commit, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise config_error(
             f"The tokenizer {data.tokenizer} cannot be loaded.",

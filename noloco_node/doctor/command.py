@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from noloco_node.admission.ticket import Right
 from noloco_node.doctor import machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, fail, line, ok, verdict, warn
 from noloco_node.errors import Exit, UserError, user_error_of
@@ -23,7 +24,8 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
 from noloco_node.planning.bandwidth import MicrobatchBytes, microbatch_bytes
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.access import RunAccess
+from noloco_node.swarm.connection import connected
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText, fetch
@@ -38,6 +40,7 @@ class DoctorRequest(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     listen: tuple[str, ...] = ()
     announce: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
 
 
 async def examine(invite: str | None, wish: DoctorRequest) -> list[Finding]:
@@ -48,7 +51,7 @@ async def examine(invite: str | None, wish: DoctorRequest) -> list[Finding]:
     tried = await _try_addresses(parsed)
     answering = [address for address, finding in tried if finding.grade is Grade.GOOD]
     if answering:
-        found, needs = await _visit(parsed.digest, answering, wish)
+        found, needs = await _visit(msgspec.structs.replace(parsed, addresses=tuple(answering)), wish)
     else:
         hint = (
             "ask whoever sent it for a fresh one (any peer's `noloco-node status` prints one), and check that this "
@@ -72,7 +75,7 @@ async def _try_addresses(parsed: invites.Invite) -> list[tuple[PeerAddress, Find
 async def _try_address(digest: str, address: PeerAddress) -> Finding:
     about = f"bootstrap peer {address.transport}"
     # On the loopback interface: nothing is to be found out about this machine here.
-    settings = NetworkSettings(prefix=prefix(digest), listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=(str(address),))
+    settings = NetworkSettings(run=digest, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=(str(address),))
     begun_s = asyncio.get_running_loop().time()
     try:
         async with Libp2pNetwork.open(settings):
@@ -84,24 +87,25 @@ async def _try_address(digest: str, address: PeerAddress) -> Finding:
         return warn(about, cause, "ask its owner; one address that answers is enough to join")
 
 
-async def _visit(
-    digest: str, answering: Sequence[PeerAddress], wish: DoctorRequest
-) -> tuple[list[Finding], Sequence[machine_checks.Need]]:
-    """Visit the swarm by the addresses that answered; return findings, and what each stage needs of a machine."""
+async def _visit(invite: invites.Invite, wish: DoctorRequest) -> tuple[list[Finding], Sequence[machine_checks.Need]]:
+    """Visit the swarm by the addresses of an invite; return findings, and what each stage needs of a machine."""
+    digest, answering, access = invite.digest, invite.addresses, RunAccess(invite, Right.LOOK, wish.home)
     settings = NetworkSettings(
-        prefix=prefix(digest),
+        run=digest,
         listen=wish.listen or EVERYWHERE,
         announce=wish.announce,
         bootstrap=tuple(map(str, answering)),
+        accepts=access.accepts,
     )
     found: list[Finding] = []
     needs: Sequence[machine_checks.Need] = ()
     try:
         async with connected(settings) as whole:
             # A peer that does not take calls must not hold the doctor up for long.
-            network, peers = AdaptiveTimeoutNetwork(whole), [address.peer for address in answering]
+            network, peers = AdaptiveTimeoutNetwork(await access.enter(whole)), [address.peer for address in answering]
             found.append(await _clock(network, peers))
-            run_file = await fetch(network, peers, digest)
+            run_file = await fetch(network, peers, digest, wish.local)
+            access.pin(run_file.run)
             membership = Membership(network, digest, run_file.run.pipeline.stages)
             roster = await membership.peek()
             needs, microbatches = await asyncio.to_thread(_needs, run_file)

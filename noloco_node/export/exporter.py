@@ -33,12 +33,17 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.runfile import read_run_text
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
-from noloco_node.swarm.connection import visited
+from noloco_node.swarm.connection import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
 
-async def export(out: Path, invite: str | None = None, homes: Sequence[Path] = ()) -> str:
+async def export(
+    out: Path,
+    invite: str | None = None,
+    homes: Sequence[Path] = (),
+    visitor: Visitor = Visitor(),  # noqa: B008 - it is frozen
+) -> str:
     """Gather, merge, write and verify one Hugging Face directory; return what was done, in words.
 
     `invite`: of a living swarm; `homes`: of nodes of the run; at least one of them.
@@ -53,7 +58,7 @@ async def export(out: Path, invite: str | None = None, homes: Sequence[Path] = (
                 code=Exit.USAGE,
             )
         return await asyncio.to_thread(_from_homes, out, homes)
-    async with visited(invite) as (network, recipe, membership):
+    async with visited(invite, visitor) as (network, recipe, membership):
         layout = await asyncio.to_thread(model_layout, recipe.run)
         filed = await asyncio.to_thread(of_homes, homes, recipe)
         parts = parts_of(out, recipe, layout)

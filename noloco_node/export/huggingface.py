@@ -64,7 +64,9 @@ def write_checkpoint(
 
 def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:
     """Load what was written as anybody would; raise `OSError` where it is not bit for bit what was to be written."""
-    loaded = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+    )
     found = dict(loaded.named_parameters())
     for stage in stages:
         for name, weight in stage.items():

@@ -114,7 +114,9 @@ def open_model(directory: Path) -> Any:
 
     quiet_unless_watched()
     try:
-        return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+        ).eval()
     except (OSError, ValueError) as error:
         raise config_error(
             f"{directory} holds no model that transformers can load.",

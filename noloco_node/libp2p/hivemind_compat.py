@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import heapq
+import hmac
 import importlib
 import importlib.machinery
 import importlib.util
@@ -156,9 +157,13 @@ class DhtNode:
         client: DaemonClient,
         peers: Sequence[str],
         validator: RecordValidator,
+        code: Callable[..., bytes],
         answer_s: float,
     ) -> DhtNode:
-        """Become a node of the DHT that peers are in, who have `answer_s` for each answer; it caches nothing."""
+        """Become a node of the DHT that peers are in, who have `answer_s` for each answer; it caches nothing.
+
+        `code`: of a purpose and parts, which only members know; requests without it are not answered.
+        """
         node = await parts.DHTNode.create(
             p2p=client,
             initial_peers=[f"/p2p/{peer}" for peer in peers],
@@ -168,6 +173,7 @@ class DhtNode:
             cache_on_store=False,
             cache_refresh_before_expiry=0,
             record_validator=validator,
+            authorizer=_RequestCodes(code),
             ensure_bootstrap_success=False,
             strict=False,
         )
@@ -215,6 +221,36 @@ class DhtNode:
         """Return a call that stops answering others."""
         call: Coroutine[Any, Any, None] = self._node.shutdown()
         return call
+
+
+class _RequestCodes:
+    """hivemind's authorizer: each request carries a code of its content, without which none is answered.
+
+    So strangers neither read, nor store, nor are entered as neighbours and given others' records to keep.
+    """
+
+    def __init__(self, code: Callable[..., bytes]) -> None:
+        self._code = code
+
+    async def sign_request(self, request: Any, service_public_key: object) -> None:
+        request.auth.nonce = os.urandom(16)
+        request.auth.signature = self._code_of(request)
+
+    async def validate_request(self, request: Any) -> bool:
+        return hmac.compare_digest(request.auth.signature, self._code_of(request))
+
+    async def sign_response(self, response: object, request: object) -> None:
+        pass
+
+    async def validate_response(self, response: object, request: object) -> bool:
+        return True
+
+    def _code_of(self, request: Any) -> bytes:
+        bare = type(request)()
+        bare.CopyFrom(request)
+        bare.ClearField("auth")
+        name = type(request).__name__.encode()
+        return self._code("dht", name, request.auth.nonce, bare.SerializeToString(deterministic=True))
 
 
 def forget_ghosts(entries: Any) -> None:

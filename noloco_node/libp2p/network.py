@@ -29,6 +29,7 @@ from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, c
 from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
 from noloco_node.libp2p.endpoint.identity import ensure_identity
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.hivemind_compat import daemon_trouble, ignore_orphaned_waits, load_hivemind
 from noloco_node.libp2p.preflight import preflight, preflight_goal
@@ -78,8 +79,8 @@ class Libp2pNetwork:
         ignore_orphaned_waits(asyncio.get_running_loop())
         switchboard = Switchboard(settings.timeouts, settings.capacity)
         with private_directory() as directory:
-            exchange = StreamContext(switchboard, met or KnownPeers(), settings.prefix, settings.timeouts)
-            network = cls(settings, LinkContext(parts, directory, exchange, settings.reach), tell)
+            exchange = StreamContext(switchboard, met or KnownPeers(), RunSecret(settings.run), settings.timeouts)
+            network = cls(settings, LinkContext(parts, directory, exchange, settings), tell)
             try:
                 await network._begin(settings.identity or directory / "identity.key")
                 yield network
@@ -178,7 +179,7 @@ class Libp2pNetwork:
         start_s = self._settings.timeouts.start_s
         pool = relays.RelayPool(self._context.parts, self._context.directory, start_s, self._tell, self._granted)
         async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
-            key = self._settings.prefix + KEY
+            key = self._context.exchange.secret.key(KEY)
             telling = group.create_task(
                 relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
             )
@@ -318,7 +319,7 @@ class Libp2pNetwork:
     async def _relays(self) -> tuple[str, ...]:
         """Return the relays that the swarm tells of, as far as we can find out now."""
         try:
-            return listed(await self.read(self._settings.prefix + KEY))
+            return listed(await self.read(self._context.exchange.secret.key(KEY)))
         except ConnectionError:
             return ()
 

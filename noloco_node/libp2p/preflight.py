@@ -78,7 +78,7 @@ async def preflight(
     chosen = (f"-id={identity}", place, "-dhtClient=1", "-tls=1", "-relay=1", "-idleTimeout=30s")
     async with start_daemon(parts.binary, chosen, context.directory, timeouts.start_s) as daemon:
         control = Control(daemon, parts.messages)
-        async with attached(parts, control, daemon, timeouts.start_s):
+        async with attached(parts, control, daemon, timeouts.start_s) as client:
             try:
                 causes = await dialled(
                     {asyncio.ensure_future(connect(control, parts, door, timeouts.reach_s)): door for door in doors}
@@ -88,7 +88,7 @@ async def preflight(
                     await _check_identity(parts, control, config.identity)
                 if not reached or not goal.reach:
                     return config
-                dialer = StreamDialer(parts, control, daemon, context.exchange)
+                dialer = StreamDialer(parts, control, daemon, context.exchange, client.peer_id.to_base58())
                 ports = dialled_ports(config.listen) if settings.reach is Reachability.AUTO else ()
                 found = await asyncio.gather(*(_ask(dialer, door.peer, ports) for door in reached[:_MOST_ASKED]))
                 own = await places(parts, control, timeouts.dht_s)

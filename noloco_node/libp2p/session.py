@@ -34,7 +34,7 @@ from noloco_node.libp2p.endpoint.addresses import (
 )
 from noloco_node.libp2p.endpoint.dial_errors import plain_cause, unreachable
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
-from noloco_node.libp2p.endpoint.settings import Reachability, TimeoutSettings
+from noloco_node.libp2p.endpoint.settings import NetworkSettings, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import DaemonClient, HivemindParts, daemon_trouble, disconnect
 from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 
@@ -58,7 +58,7 @@ class LinkContext(NamedTuple):
     parts: HivemindParts
     directory: Path
     exchange: StreamContext
-    reach: Reachability
+    settings: NetworkSettings
 
 
 class Session:
@@ -70,8 +70,8 @@ class Session:
         self._parts, self._config, self._client = context.parts, config, client
         self._timeouts: TimeoutSettings = context.exchange.timeouts
         self._control = Control(daemon, context.parts.messages)
-        self.dialer = StreamDialer(context.parts, self._control, daemon, context.exchange)
-        self.records = DhtRecords(self._control, self._timeouts.dht_s, config.identity)
+        self.dialer = StreamDialer(context.parts, self._control, daemon, context.exchange, self.peer_id)
+        self.records = DhtRecords(self._control, config.identity, context.exchange.secret, context.settings)
 
     @classmethod
     @asynccontextmanager
@@ -83,7 +83,7 @@ class Session:
         Raises Trouble, with what to try, when that cannot be.
         """
         start_s = context.exchange.timeouts.start_s
-        chosen = arguments(config, context.reach)
+        chosen = arguments(config, context.settings.reach)
         async with start_daemon(context.parts.binary, chosen, context.directory, start_s) as daemon:
             control = Control(daemon, context.parts.messages)
             async with attached(context.parts, control, daemon, start_s) as client:
@@ -183,7 +183,12 @@ class Session:
         except ConnectionError as error:
             raise daemon_trouble(str(error)) from None
         if doors and not self.records.neighbours and not alone:
-            raise unreachable({str(address): "it answers, but takes no part in our DHT" for address in reached})
+            raise UserError(
+                "Nobody who answers takes part in this run.",
+                why=f"at {' and '.join(str(address) for address in reached)} is another run, or another version",
+                hint="ask whoever sent the invite for a fresh one, and for the version of this program that they use",
+                code=Exit.OTHER_RUN,
+            )
 
     async def _check_places(self) -> None:
         """Raise Trouble unless the daemon listens: on a taken port it starts without a word."""

@@ -98,7 +98,7 @@ def read_size(text: str, option: str) -> int:
     if size is None:
         raise _unreadable(option, text, "it is not a size with its unit", "300GB or 500GiB")
     if size < 1:
-        raise _unreadable(option, text, "nothing could ever be sent", "300GB, or leave the option out")
+        raise _unreadable(option, text, "nothing would fit", "300GB, or leave the option out")
     return round(size)
 
 

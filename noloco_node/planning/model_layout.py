@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from noloco_node.errors import config_error
+from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import ModelConfig, RunConfig
+from noloco_node.units import format_bytes
 from pipeline.codec_formats import check_width
 from pipeline.partition import Prepared, cut, family_config, forward_flops, parameter_shapes, prepare, verify_family
 
@@ -109,6 +112,30 @@ def model_directory(model: ModelConfig) -> Path | None:
 
         return Path(snapshot_download(model.hub, revision=model.commit, allow_patterns=list(WEIGHT_PATTERNS)))
     return None
+
+
+def check_download(model: ModelConfig, most_bytes: int | None) -> None:
+    """Raise `UserError` (Exit.STORAGE) if the run's model on the hub is more than its owner allows, or than is free."""
+    if model.hub is None:
+        return
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        files = HfApi().model_info(model.hub, revision=model.commit, files_metadata=True).siblings or []
+    except (HfHubHTTPError, OSError):
+        return  # what is there already needs no network; whatever else is wrong, fetching it says better
+    size = sum(file.size or 0 for file in files if any(fnmatch(file.rfilename, each) for each in WEIGHT_PATTERNS))
+    cache = Path(constants.HF_HUB_CACHE)
+    place = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if size > (allowed := min(free, free if most_bytes is None else most_bytes)):
+        raise UserError(
+            f"The model of this run, {model.hub}, takes {format_bytes(size)} of the disk.",
+            why=f"{format_bytes(free)} are free at {place}, and {format_bytes(allowed)} may be used",
+            hint="free some space, allow more with --max-disk, or join another run",
+            code=Exit.STORAGE,
+        )
 
 
 def _config(model: ModelConfig) -> Any:

@@ -8,6 +8,7 @@ digest.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any, Literal
 
 import msgspec
@@ -115,6 +116,24 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     deferrals_before_solo: int = 4
 
 
+class Rule(StrEnum):
+    """By which peers are let into a run that has an owner."""
+
+    OPEN = "open"
+    INVITED = "invited"
+    LISTED = "listed"
+
+
+class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who may take part. Without an owner everybody who holds an invite, and nobody can be shut out."""
+
+    owner: str | None = None
+    """The public half of the owner's key, 64 hexadecimal digits."""
+    rule: Rule = Rule.OPEN
+    """open: whoever has an invite gets a ticket from a bootstrap peer; invited: each invite is for one identity;
+    listed: tickets are for peer ids that the owner names."""
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that all peers of a run must agree on."""
 
@@ -127,6 +146,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
+    admission: AdmissionConfig = AdmissionConfig()
 
     @property
     def samples_per_step(self) -> int:

@@ -49,11 +49,20 @@ def _packaged(name: str) -> str:
 
 _PRESETS = msgspec.toml.decode(_packaged("presets.toml"), type=dict[str, PresetNumbers])
 PRESETS = tuple(_PRESETS)
+_NO_OWNER, _OPEN = '# owner = "64 hexadecimal digits"', 'rule = "open"'
+"""As the template has them."""
 
 
 def run_text(preset: str, *, name: str | None = None, seed: int = 0) -> str:
     """Return the text of a run file, every field of it explained by a comment; raise `UserError` for another preset."""
     return written(numbers_of(preset), name or preset, seed)
+
+
+def with_owner(text: str, owner: str, rule: str) -> str:
+    """Return such a text with the public half of an owner's key, and the rule by which peers are let in."""
+    begin, section, end = text.partition("[admission]\n")
+    section += end.replace(_NO_OWNER, f'owner = "{owner}"').replace(_OPEN, f'rule = "{rule}"')
+    return begin + section
 
 
 def numbers_of(preset: str) -> PresetNumbers:

@@ -1,7 +1,7 @@
 """The run file: read, decoded, validated, and named by its digest.
 
 `RunConfig` is decoded from `run.toml` once and validated field by field; every error names the line or the field at
-fault. The digest of a run is its id and prefixes every key and every protocol name, so that two runs cannot meet.
+fault. The digest of a run is its id: keys and protocol names follow from it, so that two runs cannot meet.
 
 The digest is taken over the *decoded* run, defaults filled in: comments, order and spelled-out defaults do not matter,
 and every value does. To it come the version of the wire format, and the content of what the file only names: a local
@@ -23,7 +23,7 @@ import msgspec
 
 from noloco_node.errors import config_error
 from noloco_node.network.wire import WIRE_VERSION
-from noloco_node.run.config import DataConfig, RunConfig
+from noloco_node.run.config import AdmissionConfig, DataConfig, RunConfig
 from noloco_node.run.decode_errors import misfit, short
 from noloco_node.run.validation import problems
 
@@ -139,7 +139,10 @@ def canonical(run: RunConfig, contents: Mapping[str, str]) -> bytes:
 
     `contents`: hashes of what the run names and does not hold, from `content_hashes`.
     """
-    everything = {"wire": WIRE_VERSION, "run": msgspec.to_builtins(run), "contents": dict(contents)}
+    fields = msgspec.to_builtins(run)
+    if run.admission == AdmissionConfig():
+        del fields["admission"]  # which earlier versions did not have
+    everything = {"wire": WIRE_VERSION, "run": fields, "contents": dict(contents)}
     return json.dumps(everything, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

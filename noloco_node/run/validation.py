@@ -16,7 +16,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gossip.rule.stability import stability_bound
-from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
+from noloco_node.run.config import (
+    AdmissionConfig,
+    DataConfig,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    PipelineConfig,
+    RunConfig,
+)
 from pipeline.codec_formats import check_width
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -60,6 +68,16 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _data(run.data)
     yield from _inner(run.inner)
     yield from _outer(run.outer)
+    yield from _admission(run.admission)
+
+
+def _admission(admission: AdmissionConfig) -> Iterator[Problem]:
+    if admission.owner is None and admission.rule != "open":
+        why = "without an owner nobody could sign the tickets"
+        yield Problem("admission.rule", repr(admission.rule), why, "admission.owner, as `noloco-node init` writes it")
+    if admission.owner is not None and not re.fullmatch(r"[0-9a-f]{64}", admission.owner):
+        hint = "the 64 hexadecimal digits that `noloco-node init` wrote"
+        yield Problem("admission.owner", repr(admission.owner), "it is no public key", hint)
 
 
 def layers_of(model: ModelConfig) -> int | None:

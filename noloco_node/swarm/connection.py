@@ -9,25 +9,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import msgspec
 
+from noloco_node.admission.ticket import Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
-from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.swarm import invite as invites
+from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.terminal import say
-
-
-def prefix(digest: str) -> str:
-    """Return what begins every protocol name and key of a run."""
-    return f"/noloco/{WIRE_VERSION}/{digest}/"
 
 
 @asynccontextmanager
@@ -64,21 +61,38 @@ def with_bootstrap_addresses(settings: NetworkSettings, doors: tuple[str, ...]) 
     return msgspec.structs.replace(settings, bootstrap=tuple(dict.fromkeys((*settings.bootstrap, *doors))))
 
 
+class Visitor(msgspec.Struct, frozen=True):
+    """Whoever looks at a swarm without joining it.
+
+    `allowed`: the directories of this machine that the run file may name. `home`: of the identity whose ticket is shown
+    where the run lists its peers.
+    """
+
+    allowed: tuple[str, ...] = ()
+    home: Path | None = None
+
+
 @asynccontextmanager
-async def visited(invite: str) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
+async def visited(
+    invite: str,
+    visitor: Visitor = Visitor(),  # noqa: B008 - it is frozen
+) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Membership]]:
     """Visit the swarm of an invite without joining it: a passing identity, no listening, one look at the roster.
 
     A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
     """
     parsed = invites.parse(invite)
+    access = RunAccess(parsed, Right.LOOK, visitor.home)
     settings = NetworkSettings(
-        prefix=prefix(parsed.digest),
+        run=parsed.digest,
         listen=("/ip4/127.0.0.1/tcp/0",),
         bootstrap=tuple(map(str, parsed.addresses)),
+        accepts=access.accepts,
     )
     async with connected(settings) as whole:
-        network = AdaptiveTimeoutNetwork(whole)
-        recipe = await fetch(network, [address.peer for address in parsed.addresses], parsed.digest)
+        network = AdaptiveTimeoutNetwork(await access.enter(whole))
+        recipe = await fetch(network, parsed.peers, parsed.digest, visitor.allowed)
+        access.pin(recipe.run)
         membership = Membership(network, parsed.digest, recipe.run.pipeline.stages)
         await membership.peek()
         yield network, recipe, membership

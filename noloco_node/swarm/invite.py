@@ -1,12 +1,13 @@
 """An invite: the one string that a newcomer needs.
 
     noloco1:<digest of the run, 64 hex digits>@<multiaddr>[,<multiaddr>...]
+    noloco2:<the same>#<what gets its holder in, for a run that has an owner>
 
 Every peer keeps one in its home, with itself and others that it met: a swarm whose bootstrap peers are gone is found by
 any of its homes.
 
 The digest says which run file to believe, whoever serves it. Each multiaddr ends in /p2p/ and the id of a bootstrap
-peer, so that nobody else can answer in its place. The 1 is the version of this format.
+peer, so that nobody else can answer in its place. 1 and 2 are versions of this format.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pathlib import Path
 
 import msgspec
 
+from noloco_node.admission.entry_pass import EntryPass, parse_pass
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
 
-_SCHEME = "noloco1:"
+_SCHEME, _PASS_SCHEME = "noloco1:", "noloco2:"
 _MOST_ADDRESSES = 64
 BESIDE = 4
 """Addresses of ordinary peers that are added to an invite: with them it outlives its bootstrap peers."""
@@ -35,19 +37,34 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
     digest: str
     addresses: tuple[PeerAddress, ...]
+    entry: EntryPass | None = None
+    """What a run with an owner lets us in for; None in a run that everybody may enter who knows it."""
+
+    @property
+    def peers(self) -> list[str]:
+        """The bootstrap peers, as often as they have addresses."""
+        return [address.peer for address in self.addresses]
 
     def __str__(self) -> str:
-        return _SCHEME + self.digest + "@" + ",".join(map(str, self.addresses))
+        places = self.digest + "@" + ",".join(map(str, self.addresses))
+        return _SCHEME + places if self.entry is None else f"{_PASS_SCHEME}{places}#{self.entry}"
 
 
-def format(digest: str, addresses: Sequence[str]) -> str:
+def format(digest: str, addresses: Sequence[str], entry: EntryPass | None = None) -> str:
     """Return the invite to the run with this digest by way of these multiaddrs; `UserError` where a part is wrong."""
-    return str(parse(f"{_SCHEME}{digest}@{','.join(addresses)}"))
+    return str(msgspec.structs.replace(parse(f"{_SCHEME}{digest}@{','.join(addresses)}"), entry=entry))
 
 
 def parse(text: str) -> Invite:
     """Parse an invite as it was pasted (surrounding white space is ignored); a `UserError` names the part at fault."""
-    text = text.strip()
+    text, entry = text.strip(), None
+    if text.startswith(_PASS_SCHEME):
+        text, _, given = text.partition("#")
+        text = _SCHEME + text.removeprefix(_PASS_SCHEME)
+        try:
+            entry = parse_pass(given)
+        except ValueError as error:
+            raise _malformed(str(error)) from None
     if not text.startswith(_SCHEME):
         newer = re.match(r"noloco\d+:", text)
         raise _malformed(
@@ -71,7 +88,7 @@ def parse(text: str) -> Invite:
             addresses.append(parse_peer_address(place))
         except ValueError as error:
             raise _malformed(f"address {number} is wrong: {error}") from None
-    return Invite(digest=digest, addresses=tuple(addresses))
+    return Invite(digest=digest, addresses=tuple(addresses), entry=entry)
 
 
 def found(given: str | None, home: Path) -> str:
@@ -101,7 +118,14 @@ def widened(invite: Invite, addresses: Iterable[str], first: Sequence[str] = ())
     """
     known = list(dict.fromkeys([*first, *map(str, invite.addresses)]))[: _MOST_ADDRESSES - BESIDE]
     new = (each for each in dict.fromkeys(addresses) if each not in known and _is_address(each))
-    return format(invite.digest, [*known, *islice(new, BESIDE)])
+    return format(invite.digest, [*known, *islice(new, BESIDE)], invite.entry)
+
+
+def without_secret(text: str) -> str:
+    """Return an invite as it may be shown: without a pass that is for one identity."""
+    parsed = parse(text)
+    entry = parsed.entry
+    return text if entry is None or not entry.chain else str(msgspec.structs.replace(parsed, entry=None))
 
 
 def _is_address(text: str) -> bool:

@@ -98,8 +98,9 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def some_addresses(roster: Roster) -> list[str]:
-    """Return an address of each living peer that says one."""
-    return [record.addresses[0] for stage in roster.stages for record in stage if record.addresses]
+    """Return an address of each living peer that says one, unless it leads to somebody else."""
+    living = [record for stage in roster.stages for record in stage if record.addresses]
+    return [record.addresses[0] for record in living if record.addresses[0].endswith(f"/p2p/{record.peer}")]
 
 
 class Derived(Generic[T]):

@@ -15,6 +15,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
+from noloco_node.run.permissions import check_paths
 from noloco_node.run.runfile import content_hashes, decode_run, run_digest
 
 TOPIC = "run"
@@ -44,10 +45,15 @@ SCHEMA = Schema(
 class RunFileText:
     """A run file and what it says: `text` as written, `run` decoded, `digest` the run's id."""
 
-    def __init__(self, text: str, origin: str) -> None:
-        """Decode `text`; raise `UserError` naming the field at fault. `origin` is where it came from, for messages."""
+    def __init__(self, text: str, origin: str, allowed: Sequence[str] | None = None) -> None:
+        """Decode `text`; raise `UserError` naming the field at fault. `origin` is where it came from, for messages.
+
+        `allowed`: the directories of this machine that it may name; None where the file is our own.
+        """
         self.text = text
         self.run: RunConfig = decode_run(text, origin)
+        if allowed is not None:
+            check_paths(self.run, allowed)
         self.digest = run_digest(self.run, content_hashes(self.run))
 
     @classmethod
@@ -79,8 +85,11 @@ def check_clock(ahead_s: float, peer: str) -> None:
         )
 
 
-async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str) -> RunFileText:
-    """Return the run file with this digest from the first of `peers` that has it; raise `UserError` if none does."""
+async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed: Sequence[str] = ()) -> RunFileText:
+    """Return the run file with this digest from the first of `peers` that has it; raise `UserError` if none does.
+
+    `allowed`: the directories of this machine that it may name.
+    """
     answers: list[str] = []
     for peer in peers:
         try:
@@ -93,7 +102,7 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str) -> RunF
             answers.append(f"{peer}: {error or type(error).__name__}")
             continue
         try:
-            recipe = RunFileText(reply.text, f"the run file from {peer}")
+            recipe = RunFileText(reply.text, f"the run file from {peer}", allowed)
         except (
             UserError
         ) as trouble:  # that peer's text, or a directory that this machine has not: the next may do better
@@ -106,7 +115,7 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str) -> RunF
     raise UserError(
         f"No peer of the invite serves the run {digest[:12]}.",
         why="; ".join(answers),
-        hint="ask whoever sent the invite for a fresh one; if the model or the tokenizer is a local directory, "
-        "it must hold the same files here as there",
+        hint="ask whoever sent the invite for a fresh one (where a ticket is wanted, one of your own); if the model "
+        "or the tokenizer is a local directory, it must hold the same files here as there, and be allowed with --local",
         code=Exit.OTHER_RUN,
     )

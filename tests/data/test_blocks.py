@@ -25,7 +25,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from noloco_node.data import dataset_documents
 from noloco_node.data.blocks import Blocks, check_source, open_blocks
 from noloco_node.data.dataset_documents import RowDocuments, load_rows
-from noloco_node.data.encoding import check_vocabulary, encode_bytes, open_encoder, vocab_size
+from noloco_node.data.encoding import check_vocabulary, encode_bytes, open_encoder, open_tokenizer, vocab_size
 from noloco_node.data.file_documents import (
     FileDocuments,
     Part,
@@ -513,3 +513,15 @@ def test_a_source_that_is_here_is_not(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     for source in ("rows.jsonl", "text:rows.*", "json:rows.jsonl", "stdlib", f"hub:owner/name@{'a' * 40}"):
         check_source(source)
+
+
+def test_a_tokenizer_runs_no_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where somebody is at hand to say yes: transformers would ask on the terminal."""
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\n")
+    monkeypatch.setattr("builtins.input", lambda _="": "y")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        open_tokenizer(DataConfig(tokenizer=str(tmp_path)))
+    assert not (tmp_path / "ran").exists()

@@ -33,6 +33,7 @@ from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import speed_test
+from noloco_node.swarm.invite import Invite
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC
 from noloco_node.swarm.run_distribution import RunFileReply
@@ -329,7 +330,7 @@ def test_a_swarm_that_cannot_be_visited_is_a_finding(monkeypatch: pytest.MonkeyP
 
     async def main() -> None:
         monkeypatch.setattr(command, "connected", connected)
-        found, _ = await command._visit("0" * 64, (), command.DoctorRequest(home=Path("home")))
+        found, _ = await command._visit(Invite(digest="0" * 64, addresses=()), command.DoctorRequest(home=Path("home")))
         assert [finding.grade for finding in found] == [Grade.DOUBTFUL, Grade.BAD]
         assert "serves the run" in found[1].says
 

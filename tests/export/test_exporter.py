@@ -132,7 +132,7 @@ class Swarm:
         return Roster(stages=tuple(tuple(r for r in self.records.values() if r.stage == stage) for stage in stages))
 
     @contextlib.asynccontextmanager
-    async def visited(self, _: str) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Any]]:
+    async def visited(self, *_: object) -> AsyncIterator[tuple[PeerNetwork, RunFileText, Any]]:
         """Stand in for `swarm.visited`."""
         yield self._network("visitor"), RUN, SimpleNamespace(peek=self.look)
 

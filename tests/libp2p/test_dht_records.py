@@ -19,8 +19,9 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.dht import signing
 from noloco_node.libp2p.dht.records import DhtRecords, Signatures, chosen, keep_signed, next_expiry
 from noloco_node.libp2p.dht.signing import Signer, content_of, place_of, read_signer
-from noloco_node.libp2p.dht.storage_bounds import BoundedStorage, shorten
+from noloco_node.libp2p.dht.storage_bounds import MOST_KEYS_OF_ONE, BoundedStorage, shorten
 from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
+from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.network import Libp2pNetwork
@@ -185,7 +186,9 @@ def test_nobody_drives_a_record_out_or_ends_its_life() -> None:
     assert store(key, "one", b"last", soon)
     assert not store(key, "one", b"repeated", time.time() + 0.01)
     taken = [store(DHTID(number), "x", b"x", soon + 900.0) for number in range(5000)]
-    assert taken == [True] * 4095 + [False] * 905
+    assert taken == [True] * MOST_KEYS_OF_ONE + [False] * (5000 - MOST_KEYS_OF_ONE), "one identity has a share"
+    taken = [store(DHTID(number), f"{number // 100}", b"x", soon + 900.0) for number in range(200, 5000)]
+    assert taken == [True] * (4095 - MOST_KEYS_OF_ONE) + [False] * (len(taken) - 4095 + MOST_KEYS_OF_ONE)
     assert all(store(key, "one", b"next", soon + number) for number in range(1, 1000))
     kept = storage.get(int.from_bytes(PLACE)).value
     assert kept.get("one").value == b"next"
@@ -219,7 +222,7 @@ def test_a_reading_leaves_no_more_than_there_is_room_for() -> None:
 
 def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
     (tmp_path / "identity").write_bytes(b"\x08\x00\x12" + bytes(300))
-    records = DhtRecords(None, 1.0, tmp_path / "identity")  # type: ignore[arg-type] # it is refused before it asks
+    records = DhtRecords(None, tmp_path / "identity", RunSecret("run"), NetworkSettings(run="run"))  # type: ignore[arg-type] # it is refused before it asks
     with pytest.raises(UserError, match="cannot be signed") as trouble:
         asyncio.run(records.publish(KEY, "me", b"x", 30.0))
     assert trouble.value.code is Exit.STORAGE
@@ -228,7 +231,7 @@ def test_a_key_of_another_kind_cannot_sign(tmp_path: Path) -> None:
 @pytest.mark.network
 def test_a_forged_record_is_neither_stored_by_others_nor_believed() -> None:
     async def main() -> None:
-        alone = NetworkSettings(prefix="/noloco/1/run/", listen=("/ip4/127.0.0.1/tcp/0",), timeouts=PATIENT)
+        alone = NetworkSettings(run="run", listen=("/ip4/127.0.0.1/tcp/0",), timeouts=PATIENT)
         async with Libp2pNetwork.open(alone) as one:
             joining = msgspec.structs.replace(alone, bootstrap=tuple(await one.addresses()))
             async with Libp2pNetwork.open(joining) as forger:

@@ -18,13 +18,17 @@ from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.framing import delimited, read_delimited
 from noloco_node.libp2p.endpoint.addresses import place_text
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.run_secret import PROOF_BYTES, RunSecret
 from noloco_node.libp2p.endpoint.settings import Capacity
 from noloco_node.libp2p.hivemind_compat import load_hivemind
 from noloco_node.libp2p.streams.dialer import StreamContext, StreamDialer
 from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
 
+SECRET = RunSecret("run")
+ME = "12D3KooWGKMUkB1hfRmXSjnKxXmYRyUnjGFQkSXPLfNkoR3r2hvS"
 SOMEBODY = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
 
 
@@ -58,7 +62,7 @@ def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]
 
         async def daemon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             request = pb.Request.FromString(await read_delimited(reader))
-            assert request.streamOpen.proto == ["/prefix/topic"]
+            assert request.streamOpen.proto == [SECRET.prefix + "topic"]
             writer.write(delimited(answer(pb)))
             await reader.read()
             writer.close()
@@ -69,8 +73,8 @@ def dialled(directory: Path, answer: Any, opened: Callable[[asyncio.Task[Stream]
         server = await asyncio.start_unix_server(daemon, place)
         board = Watched(patience, Capacity())
         likeness: Any = SimpleNamespace(control_path=place, stream_path=str(directory / "streams.sock"))
-        exchange = StreamContext(board, KnownPeers(), "/prefix/", patience)
-        dialer = StreamDialer(parts, Control(likeness, pb), likeness, exchange)
+        exchange = StreamContext(board, KnownPeers(), SECRET, patience)
+        dialer = StreamDialer(parts, Control(likeness, pb), likeness, exchange, ME)
         dialling = asyncio.get_running_loop().create_task(dialer.dial(SOMEBODY, "topic", SCHEMA))
         board.opened = lambda: opened(dialling)
         try:
@@ -135,3 +139,65 @@ def test_a_dial_that_is_cancelled_in_the_moment_of_its_success_leaves_no_stream(
 @given(st.binary(max_size=80))
 def test_an_address_of_a_stranger_is_text_or_nothing(raw: bytes) -> None:
     assert place_text(raw) == "" or place_text(raw).startswith("/")
+
+
+def knocked(directory: Path, topic: str, sent: Callable[[RunSecret], bytes]) -> tuple[bytes, dict[str, int | float]]:
+    """Open a stream to us as SOMEBODY, and return what comes back on it, and our counts."""
+
+    async def main() -> tuple[bytes, dict[str, int | float]]:
+        parts, board, started = load_hivemind(), Switchboard(PATIENT, Capacity()), asyncio.Event()
+        likeness: Any = SimpleNamespace(control_path="", stream_path=str(directory / "streams.sock"))
+        exchange = StreamContext(board, KnownPeers(), SECRET, PATIENT)
+        dialer = StreamDialer(parts, Control(likeness, parts.messages), likeness, exchange, ME)
+
+        async def answer(conversation: Conversation) -> None:
+            await conversation.send(Ask(text="what is it?"))
+
+        board.serve("topic", SCHEMA, answer)
+        async with asyncio.timeout(LAST_RESORT_S), asyncio.TaskGroup() as group:
+            service = group.create_task(board.run(started))
+            await started.wait()
+            await dialer.listen()
+            reader, writer = await asyncio.open_unix_connection(likeness.stream_path)
+            arrival = parts.messages.StreamInfo(peer=parts.peer_bytes(SOMEBODY), addr=b"", proto=SECRET.prefix + topic)
+            writer.write(delimited(arrival) + sent(SECRET))
+            heard = await reader.read(64)
+            writer.close()
+            dialer.close()
+            service.cancel()
+        return heard, board.statistics()
+
+    return asyncio.run(main())
+
+
+def test_whoever_knows_the_run_is_answered(tmp_path: Path) -> None:
+    heard, counts = knocked(tmp_path, "topic", lambda secret: secret.proof(SOMEBODY, ME, "topic"))
+    assert b"what is it?" in heard
+    assert counts["conversations.answered"] == 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        lambda _: bytes(PROOF_BYTES),
+        lambda _: RunSecret("another run").proof(SOMEBODY, ME, "topic"),
+        lambda secret: secret.proof(ME, ME, "topic"),
+        lambda secret: secret.proof(SOMEBODY, SOMEBODY, "topic"),
+        lambda secret: secret.proof(SOMEBODY, ME, "another topic"),
+    ],
+    ids=["nothing", "another run's", "another caller's", "for another callee", "for another topic"],
+)
+def test_whoever_only_knows_the_names_is_not(tmp_path: Path, sent: Callable[[RunSecret], bytes]) -> None:
+    heard, counts = knocked(tmp_path, "topic", sent)
+    assert heard == b""
+    assert "conversations.answered" not in counts
+
+
+@given(st.text(max_size=80), st.text(max_size=80))
+def test_what_everybody_sees_of_a_run_does_not_open_it(run: str, topic: str) -> None:
+    secret = RunSecret(run)
+    shown = repr(secret) + secret.prefix
+    assert len(run) < 12 or run not in shown
+    assert secret.key("relays") == f"{run}/relays"
+    assert RunSecret(secret.prefix).proof(SOMEBODY, ME, topic) != secret.proof(SOMEBODY, ME, topic)
+    assert secret.code("a", b"bc") != secret.code("ab", b"c") != secret.code("a", b"b", b"c")

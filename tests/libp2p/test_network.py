@@ -103,12 +103,12 @@ on_both_loops = pytest.mark.parametrize(
 
 @asynccontextmanager
 async def peer(
-    *bootstrap: str, prefix: str = "/noloco/1/run/", tell: Callable[[str], None] = print, **settings: Any
+    *bootstrap: str, run: str = "run", tell: Callable[[str], None] = print, **settings: Any
 ) -> AsyncIterator[tuple[Libp2pNetwork, int]]:
     """A peer on this machine, and the process id of its daemon."""
     before = p2pds()
     chosen = {"listen": (LOCAL,), "timeouts": PATIENT, "bootstrap": bootstrap} | settings
-    async with Libp2pNetwork.open(NetworkSettings(prefix=prefix, **chosen), tell) as network:
+    async with Libp2pNetwork.open(NetworkSettings(run=run, **chosen), tell) as network:
         (daemon,) = p2pds() - before
         yield network, daemon
 
@@ -189,9 +189,10 @@ def test_what_is_sent_arrives_and_what_is_not_understood_does_not(loop: Any) -> 
                 talk = one.talk(who, topic, SMALL)
                 await fails(talk.__aenter__, ConnectionRefusedError, words)
             await fails(one.talk("not base58", "ask", SMALL).__aenter__, ConnectionRefusedError, "no peer id")
-            async with peer(*await one.addresses(), prefix="/noloco/1/another/") as (stranger, _):
-                talk = stranger.talk(other.peer_id, "ask", SMALL)
-                await fails(talk.__aenter__, ConnectionRefusedError, "this run or version")
+            with pytest.raises(UserError, match="takes part in this run") as caught:
+                async with peer(*await one.addresses(), run="another"):
+                    pass
+            assert caught.value.code is Exit.OTHER_RUN
 
     run(main(), loop)
 

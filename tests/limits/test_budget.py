@@ -53,7 +53,8 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
-from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm import invite as invites
+from noloco_node.swarm.roster import PeerRecord, Roster, some_addresses
 
 RATE = 1e6
 
@@ -702,7 +703,7 @@ def test_waiting_for_the_budget_is_not_silence() -> None:
     async def main() -> dict[str, int | float]:
         def chosen(*bootstrap: str) -> NetworkSettings:
             listen = ("/ip4/127.0.0.1/tcp/0",)
-            return NetworkSettings(prefix="/noloco/1/run/", listen=listen, timeouts=timeouts, bootstrap=bootstrap)
+            return NetworkSettings(run="run", listen=listen, timeouts=timeouts, bootstrap=bootstrap)
 
         async with Libp2pNetwork.open(chosen()) as there, Libp2pNetwork.open(chosen(*await there.addresses())) as here:
             ours = RateLimitedNetwork(here, OwnerLimits(upload_bytes_per_s=rate, download_bytes_per_s=rate))
@@ -741,6 +742,22 @@ def test_status_shows_budgets_and_no_markup_of_strangers() -> None:
     assert "\x1b[2J" not in shown
     assert "[bold" in plain
     assert picture(run_of_test, Roster(stages=(records[1:], ()))).count("budget") == 1
+
+
+def test_one_record_of_garbage_spoils_no_status() -> None:
+    """An address that is none, or somebody else's, is left out of the invite that `status` prints."""
+    peers = ("12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
+    place = "/ip4/192.0.2.1/tcp/4001/p2p/"
+    said = ["garbage", "/ip4/192.0.2.1/tcp/4001", place + "x", place + peers[1], f"{place}{peers[1]},{place}{peers[0]}"]
+    liars = tuple(
+        PeerRecord(peer=peers[0], stage=0, state=PeerState.TRAINING, addresses=(address,), device_s=1e308, version="\0")
+        for address in said
+    )
+    honest = PeerRecord(peer=peers[0], stage=1, state=PeerState.TRAINING, addresses=(place + peers[0],))
+    invite = invites.format("0" * 64, [place + peers[1]])
+    roster = Roster(stages=(liars, (honest,)))
+    assert invites.widened(invites.parse(invite), some_addresses(roster)) == f"{invite},{place}{peers[0]}"
+    assert picture(recipe(), roster)
 
 
 @pytest.mark.parametrize("named", [["month"], ["upload", "download", "month"]])

@@ -399,7 +399,7 @@ def place(number: int) -> str:
     return f"/ip4/192.0.2.{number + 1}/tcp/4001/p2p/{PEERS[number]}"
 
 
-INVITED = NetworkSettings(prefix="/noloco/1/run/", bootstrap=(place(0),))
+INVITED = NetworkSettings(run="run", bootstrap=(place(0),))
 
 
 def entered(monkeypatch: pytest.MonkeyPatch, opens: Opens, met: KnownPeers | None) -> list[tuple[str, ...]]:

@@ -34,7 +34,7 @@ from noloco_node.run.runfile import (
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
-SECTIONS = ("model", "pipeline", "data", "inner", "outer")
+SECTIONS = ("model", "pipeline", "data", "inner", "outer", "admission")
 
 
 def refused(text: str) -> UserError:

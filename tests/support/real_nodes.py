@@ -28,7 +28,6 @@ from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import RandomBatches
 from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.swarm.connection import prefix
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 
@@ -84,7 +83,7 @@ class RealNodes:
     ) -> asyncio.Task[None]:
         """Start a daemon, and a node that lives until it is asked to leave. `forward_s`: of a forward pass."""
         setting = self._setting
-        settings = NetworkSettings(prefix=prefix(setting.recipe.digest), listen=(LOCAL,), bootstrap=self._bootstrap)
+        settings = NetworkSettings(run=setting.recipe.digest, listen=(LOCAL,), bootstrap=self._bootstrap)
         network = await self._open.enter_async_context(Libp2pNetwork.open(settings, print))
         self._bootstrap = self._bootstrap or await network.addresses()
         paid = Paid()

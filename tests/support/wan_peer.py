@@ -80,7 +80,7 @@ async def main() -> None:
     wanted = await ask()
     said: list[str] = []
     settings = NetworkSettings(
-        prefix="/noloco/wan/",
+        run="wan",
         identity=Path(wanted["identity"]) if wanted.get("identity") else None,
         listen=tuple(wanted.get("listen", ["/ip4/0.0.0.0/tcp/0"])),
         bootstrap=tuple(wanted.get("bootstrap", [])),

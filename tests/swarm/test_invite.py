@@ -109,7 +109,7 @@ def test_an_address_is_split_into_place_and_peer() -> None:
     [
         ("", "does not start with 'noloco1:'"),
         ("https://example.org", "does not start with 'noloco1:'"),
-        (f"noloco2:{DIGEST}@{ADDRESSES[0]}", "format that this version does not know: noloco2:"),
+        (f"noloco3:{DIGEST}@{ADDRESSES[0]}", "format that this version does not know: noloco3:"),
         (f"noloco1:{DIGEST[1:]}@{ADDRESSES[0]}", "64 hex digits in lower case, not 63 characters"),
         (f"noloco1:{DIGEST.upper()}@{ADDRESSES[0]}", "64 hex digits in lower case"),
         (f"noloco1:{DIGEST}", "no address follows"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from memory_swarms import recipe
@@ -55,6 +56,20 @@ def test_without_any_each_peer_is_named_with_its_answer() -> None:
     assert caught.value.code is Exit.OTHER_RUN
     assert "nobody: " in caught.value.why
     assert f"wrong: serves a run with the digest {OTHER.digest[:12]}" in caught.value.why
+
+
+def test_nothing_of_this_machine_is_read_for_a_file_of_others(tmp_path: Path) -> None:
+    """Not even to work out its digest: a stranger could have a disk read whole."""
+    text = OURS.text.replace('architecture = "llama"', f'path = "{tmp_path}"').partition("[model.sizes]")[0]
+
+    async def serve(conversation: Conversation) -> None:
+        await conversation.receive()
+        await conversation.send(RunFileReply(text=text, unix_time=time.time()))
+
+    with pytest.raises(UserError) as caught:
+        fetched({"stranger": serve}, ["stranger"])
+    assert "names a directory of this machine" in caught.value.why
+    assert "--local" in caught.value.hint
 
 
 @pytest.mark.parametrize(("off_s", "word"), [(CLOCK_ERROR_S + 1, "ahead of"), (-CLOCK_ERROR_S - 1, "behind")])

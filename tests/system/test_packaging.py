@@ -17,7 +17,7 @@ from noloco_node.errors import Exit
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gossip", "noloco_node", "pipeline")
 UNITS = sorted((ROOT / "docs" / "systemd").glob("*.service"))
-NEEDS_A_PERSON = {Exit.USAGE, Exit.CONFIG, Exit.OTHER_RUN, Exit.HOME_IN_USE, Exit.DEVICE}
+NEEDS_A_PERSON = {Exit.USAGE, Exit.CONFIG, Exit.OTHER_RUN, Exit.HOME_IN_USE, Exit.DEVICE, Exit.NOT_ADMITTED}
 """Exit codes of a service after which another start would end alike."""
 
 

@@ -333,7 +333,7 @@ def another_peer_there(lone: Lone, _: ExitStack) -> Wrong:
 def another_run(lone: Lone, _: ExitStack) -> Wrong:
     parsed = invites.parse(lone.invite)
     wrong = invites.format(parsed.digest[::-1], [*map(str, parsed.addresses)])
-    return Wrong(("status", wrong), Exit.OTHER_RUN, (parsed.digest[::-1][:12], parsed.addresses[0].peer))
+    return Wrong(("status", wrong), Exit.OTHER_RUN, ("takes part in this run", parsed.addresses[0].peer))
 
 
 def taken_port(lone: Lone, open_now: ExitStack) -> Wrong:

@@ -39,12 +39,15 @@ async def read_delimited(reader: asyncio.StreamReader) -> bytes:
 
 
 class Preamble:
-    """Collects the daemon's first message on a stream: a length as a varint, then so many bytes."""
+    """Collects the daemon's first message on a stream: a length as a varint, then so many bytes.
 
-    def __init__(self, most_bytes: int = _PREAMBLE_BYTES) -> None:
-        self._most_bytes = most_bytes
+    Behind it the other peer's own first `proof_bytes`, if any.
+    """
+
+    def __init__(self, most_bytes: int = _PREAMBLE_BYTES, proof_bytes: int = 0) -> None:
+        self._most_bytes, self.proof = most_bytes, bytearray(proof_bytes)
         self._length = self._shift = 0
-        self._counting = True
+        self._counting, self._proving = True, False
         self.content = bytearray(1)
         self._view = memoryview(self.content)
 
@@ -53,12 +56,12 @@ class Preamble:
         return self._view
 
     def got(self, count: int) -> bool:
-        """Note so many bytes; say whether the message is complete."""
+        """Note so many bytes; say whether all is complete."""
         self._view = self._view[count:]
         if self._view:
             return False
         if not self._counting:
-            return True
+            return self._is_proven()
         byte = self.content[0]
         self._length |= (byte & 0x7F) << self._shift
         self._shift += 7
@@ -67,4 +70,11 @@ class Preamble:
             raise Violation(f"the daemon announces a message of {self._length} bytes")
         self.content = bytearray(1 if self._counting else self._length)
         self._view = memoryview(self.content)
-        return not self._counting and self._length == 0
+        return not self._counting and self._length == 0 and self._is_proven()
+
+    def _is_proven(self) -> bool:
+        """Say whether the proof is there as well, or make room for it."""
+        if self._proving or not self.proof:
+            return True
+        self._proving, self._view = True, memoryview(self.proof)
+        return False

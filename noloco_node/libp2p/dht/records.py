@@ -21,7 +21,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,9 +30,12 @@ import msgspec
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.control import Control
+from noloco_node.libp2p.dht.relay_records import KEY
 from noloco_node.libp2p.dht.signing import SIGNATURE_BYTES, Signer, content_of, place_of, read_signer
 from noloco_node.libp2p.dht.storage_bounds import MOST_SUBKEYS, BoundedStorage, shorten
 from noloco_node.libp2p.endpoint.addresses import PeerAddress
+from noloco_node.libp2p.endpoint.run_secret import RunSecret
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
 
 _RECORD_BYTES = 8 * 1024
@@ -50,8 +53,9 @@ _CLOSE_S = 2.0
 class DhtRecords:
     """Our node of the DHT; `join` it before use. `identity`: the file of the key that our records are signed with."""
 
-    def __init__(self, control: Control, wait_s: float, identity: Path) -> None:
-        self._control, self._wait_s, self._identity = control, wait_s, identity
+    def __init__(self, control: Control, identity: Path, secret: RunSecret, settings: NetworkSettings) -> None:
+        self._control, self._identity, self._secret, self._settings = control, identity, secret, settings
+        self._wait_s = settings.timeouts.dht_s
         self._signer: Signer | None = None
         self._node: DhtNode | None = None
         self._known: dict[bytes, frozenset[str]] = {}
@@ -72,7 +76,9 @@ class DhtRecords:
     ) -> None:
         """Become a node of the DHT that the bootstrap peers are in."""
         peers = [address.peer for address in bootstrap]
-        node = await self._control.bounded(DhtNode.create(parts, client, peers, Signatures(), _ANSWER_S), wait_s)
+        node = await self._control.bounded(
+            DhtNode.create(parts, client, peers, Signatures(self._accepts), self._secret.code, _ANSWER_S), wait_s
+        )
         node.replace_store(BoundedStorage(node.storage).store)
         salt = os.urandom(16)
 
@@ -85,6 +91,11 @@ class DhtRecords:
 
         node.filter_answers(prune)
         self._node = node
+
+    def _accepts(self, place: bytes, peer: str, content: bytes) -> bool:
+        """Say whether we keep a record of somebody's: relays tell of themselves before there is a ticket."""
+        accepts = self._settings.accepts
+        return accepts is None or place == place_of(self._secret.key(KEY)) or accepts(peer, content)
 
     async def greet(self, peer_id: PeerId) -> None:
         """Make ourselves known to a node (again)."""
@@ -163,14 +174,21 @@ class DhtRecords:
 
 
 class Signatures:
-    """Decides for hivemind which records are stored here, and which are believed when others return them."""
+    """Decides for hivemind which records are stored here, and which are believed when others return them.
+
+    `accepts`: of those of our form and signed, by place, peer and content.
+    """
+
+    def __init__(self, accepts: Callable[[bytes, str, bytes], bool] = lambda *_: True) -> None:
+        self._accepts = accepts
 
     def validate(self, record: Any) -> bool:
-        """Say whether a record is of our form, and signed by the peer of its subkey."""
+        """Say whether a record is of our form, signed by the peer of its subkey, and accepted."""
         if not has_our_form(record):
             return False
         peer, value = map(msgspec.msgpack.decode, (record.subkey, record.value))
-        return content_of(record.key, peer, record.expiration_time, value) is not None
+        content = content_of(record.key, peer, record.expiration_time, value)
+        return content is not None and self._accepts(record.key, peer, content)
 
     def sign_value(self, record: Any) -> bytes:
         """Return the value as it is: it was signed before."""

@@ -9,7 +9,7 @@ import msgspec
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 
 KEY = "relays"
-"""Of the records, after the network's prefix; each is a MessagePack list of addresses that end in /p2p/ID."""
+"""Of the records, after the run's id; each is a MessagePack list of addresses that end in /p2p/ID."""
 MOST_PLACES = 4
 """Addresses of one relay."""
 _MOST_RELAYS = 16

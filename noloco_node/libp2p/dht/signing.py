@@ -1,9 +1,8 @@
 """Who wrote a record: each is signed with its peer's key, which an Ed25519 peer id contains.
 
-A peer id of ours is the public key itself, wrapped: in base 58, a multihash `identity` of libp2p's protobuf of it. So a
-reader needs nothing but the peer id, under which the record is filed, and no authority. What is signed is the place of
-the record (the DHT's hash of its key), its expiry and its content, behind words that make the signature good for
-nothing else. So whoever repeats an old record cannot have it outlive a later one, which expires later.
+So a reader needs nothing but the peer id, under which the record is filed, and no authority. What is signed is the
+place of the record (the DHT's hash of its key), its expiry and its content, behind words that make the signature good
+for nothing else. So whoever repeats an old record cannot have it outlive a later one, which expires later.
 """
 
 from __future__ import annotations
@@ -16,16 +15,12 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.libp2p.endpoint.identity import ID_HEADER, KEY_HEADER
+from noloco_node.admission.peer_keys import is_signed_by, key_of, read_key
 
 SIGNATURE_BYTES: Final = 64
-_KEY_BYTES = 32
-_LONGEST_ID = 64
 _PURPOSE = b"noloco record 1\x00"
-_DIGITS = {letter: value for value, letter in enumerate("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")}
 VERDICTS = 2**12
 _SECRET = os.urandom(32)
 
@@ -43,10 +38,8 @@ class Signer:
 
 def read_signer(path: Path) -> Signer | None:
     """Return the signer of an identity file; None for keys of other types than our own."""
-    raw = path.read_bytes()
-    if not raw.startswith(KEY_HEADER) or len(raw) != len(KEY_HEADER) + 2 * _KEY_BYTES:
-        return None
-    return Signer(Ed25519PrivateKey.from_private_bytes(raw[len(KEY_HEADER) : -_KEY_BYTES]))
+    key = read_key(path)
+    return None if key is None else Signer(key)
 
 
 def place_of(key: str) -> bytes:
@@ -81,35 +74,6 @@ def _signable(place: bytes, expiry: float, content: bytes) -> bytes:
 
 
 def _verifies(place: bytes, peer: str, expiry: float, value: bytes) -> bool:
-    key = _public_key(peer)
-    if key is None or len(value) < SIGNATURE_BYTES:
-        return False
-    try:
-        key.verify(value[:SIGNATURE_BYTES], _signable(place, expiry, value[SIGNATURE_BYTES:]))
-    except InvalidSignature:
-        return False
-    return True
-
-
-def _public_key(peer: str) -> Ed25519PublicKey | None:
-    raw = _decoded(peer)
-    if raw is None or not raw.startswith(ID_HEADER) or len(raw) != len(ID_HEADER) + _KEY_BYTES:
-        return None
-    try:
-        return Ed25519PublicKey.from_public_bytes(raw[len(ID_HEADER) :])
-    except ValueError:
-        return None
-
-
-def _decoded(text: str) -> bytes | None:
-    """Decode base 58; None if it is no such text, or too long to be a peer id."""
-    if not 0 < len(text) <= _LONGEST_ID:
-        return None
-    number = 0
-    for letter in text:
-        value = _DIGITS.get(letter)
-        if value is None:
-            return None
-        number = 58 * number + value
-    zeros = len(text) - len(text.lstrip("1"))
-    return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8, "big")
+    key = key_of(peer)
+    signature, content = value[:SIGNATURE_BYTES], value[SIGNATURE_BYTES:]
+    return key is not None and is_signed_by(key, signature, _signable(place, expiry, content))

@@ -15,6 +15,8 @@ from noloco_node.libp2p.hivemind_compat import LocalStorage, forget_ghosts
 
 _MOST_KEYS = 4096
 MOST_SUBKEYS = 2048
+MOST_KEYS_OF_ONE = 128
+"""A peer has one record for each stage that it lately served, and a few besides."""
 _KEY_BYTES = 2 * 1024 * 1024
 """Of all records under one key: an answer that is twice as large cannot be sent."""
 _ALL_BYTES = 128 * 1024 * 1024
@@ -47,11 +49,17 @@ class BoundedStorage:
             count = len(kept) + (before is None)
             if not self._has_room(key, size, count, 1.0 if before is None else _SLACK):
                 return False
+            if before is None and self._keys_of(subkey) >= MOST_KEYS_OF_ONE:
+                return False
             self._sizes[key] = size + count * _ENTRY_BYTES
         stored = bool(self._store(key, subkey, value, expiration_time))
         forget_ghosts(self._storage)
         forget_ghosts(kept)
         return stored
+
+    def _keys_of(self, subkey: Any) -> int:
+        """Return under how many keys one peer has records here; asked once for each new record."""
+        return sum(subkey in getattr(self._storage.get(key), "value", ()) for key in self._sizes)
 
     def _has_room(self, key: Any, size: int, count: int, slack: float) -> bool:
         sizes = self._sizes

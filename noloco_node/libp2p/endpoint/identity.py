@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from noloco_node.admission.peer_keys import ID_HEADER, KEY_HEADER
 from noloco_node.errors import Exit, UserError
-
-KEY_HEADER: Final = bytes((0x08, 0x01, 0x12, 0x40))
-"""Protobuf: field 1 (key type) = 1, Ed25519; field 2 (data): 64 bytes follow."""
-ID_HEADER: Final = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
-"""Multihash: identity, 36 bytes; protobuf: key type Ed25519, 32 bytes follow."""
 
 
 def ensure_identity(path: Path) -> bool:

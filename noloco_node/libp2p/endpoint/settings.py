@@ -5,6 +5,7 @@ What follows from it for the daemon's command line is `daemon.arguments.DaemonCo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -80,8 +81,8 @@ class Reachability(StrEnum):
 class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one peer's network needs to know. Addresses are multiaddrs."""
 
-    prefix: str
-    """Begins every protocol name: wire version and run id. Peers with another prefix cannot converse with us."""
+    run: str
+    """The id of the run, which opens it (`run_secret`). Peers of another run cannot converse with us."""
     identity: Path | None = None
     """The key file, created when absent; None for a passing identity."""
     listen: tuple[str, ...] = EVERYWHERE
@@ -94,5 +95,7 @@ class NetworkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Relays to use before those that the swarm tells of, each ending in /p2p/ID."""
     lends_line: bool = True
     """Whether peers who find no other relay may use us as one, with libp2p's usual limits for each of them."""
+    accepts: Callable[[str, bytes], bool] | None = None
+    """Which records of others we keep, by peer and content; None: all that are signed."""
     timeouts: TimeoutSettings = TimeoutSettings()
     capacity: Capacity = Capacity()

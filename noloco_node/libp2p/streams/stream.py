@@ -41,16 +41,17 @@ class StreamOpening(asyncio.BufferedProtocol):
     """A connection to the daemon until the daemon's first message has come.
 
     `introduce` is called once with that message, and makes a `Stream` of the connection or raises a ConnectionError;
-    `lost` is called with the error when there will be no stream.
+    `lost` is called with the error when there will be no stream. `proof_bytes`: of the other peer, behind that message.
     """
 
     def __init__(
         self,
-        introduce: Callable[[asyncio.Transport, bytes], None],
+        introduce: Callable[[asyncio.Transport, Preamble], None],
         lost: Callable[[ConnectionError], None] = lambda _: None,
+        proof_bytes: int = 0,
     ) -> None:
         self._introduce, self._lost = introduce, lost
-        self._preamble = Preamble()
+        self._preamble = Preamble(proof_bytes=proof_bytes)
         self._transport: asyncio.Transport | None = None
         self._is_over = False
 
@@ -78,7 +79,7 @@ class StreamOpening(asyncio.BufferedProtocol):
             return
         try:
             if self._preamble.got(nbytes):
-                self._introduce(self._transport, bytes(self._preamble.content))
+                self._introduce(self._transport, self._preamble)
                 self._is_over = True
         except ConnectionError as error:
             self.break_off(error)

@@ -30,14 +30,16 @@ _DIGITS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 def names(topics: set[str], keys: set[str]) -> dict[str, Any]:
     """Return the names of a run. `topics` and `keys`: those that a simulated swarm served, and published under."""
     digest = recipe().digest
+    secret = product.RunSecret(digest)
     served = {*topics, product.RUN_TOPIC, product.measuring.TOPIC, product.dialback.TOPIC}
     served |= {product.topic(product.SNAPSHOT, 0)}
     return {
         "run": digest,
-        "protocols": sorted(product.prefix(digest) + topic for topic in served),
+        "proof": secret.proof(PEERS[0], PEERS[1], "run").hex(),
+        "protocols": sorted(secret.prefix + topic for topic in served),
         # Each begins with the run's digest.
         "keys": sorted(key.partition("/")[2] for key in keys),
-        "key of relays": product.prefix(digest) + product.told.KEY,
+        "key of relays": secret.key(product.told.KEY),
         "invite": product.format_invite(digest, [PLACE, OTHER_PLACE]),
         "presets": {preset: _preset(preset) for preset in product.PRESETS},
     }

@@ -48,6 +48,7 @@ from noloco_node.journal.reader import read as read_journal
 from noloco_node.libp2p.dht import relay_records as told
 from noloco_node.libp2p.dht import signing
 from noloco_node.libp2p.endpoint import identity
+from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits as Allowance
 from noloco_node.limits.rate_limit import RateLimitedNetwork as MeteredNetwork
@@ -82,7 +83,6 @@ from noloco_node.storage.home import LockHolder as Holder
 from noloco_node.storage.partial_download import PartialDownloadFile as Partial
 from noloco_node.storage.snapshot_store import SnapshotDirectory as DirectoryStore
 from noloco_node.swarm import speed_test as measuring
-from noloco_node.swarm.connection import prefix
 from noloco_node.swarm.invite import format as format_invite
 from noloco_node.swarm.invite import parse as parse_invite
 from noloco_node.swarm.peer_records import Published, decode_record

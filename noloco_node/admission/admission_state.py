@@ -1,0 +1,131 @@
+"""What one peer knows of who may take part: tickets that were shown, the latest list of revocations, and the time.
+
+No I/O: a network asks it before a handler runs, before a record counts, and at every message of a conversation, so that
+whoever is shut out or whose ticket expires is out at once.
+
+An invitation is for whoever shows it first. Who that was each peer remembers for itself; where somebody sees two at
+once that both hold it, the smaller id stays, and its owner sees both in `members list` and can revoke it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from noloco_node.admission.peer_keys import key_of
+from noloco_node.admission.revocation import RevocationList, decode_list
+from noloco_node.admission.ticket import TICKET_BYTES, Right, TicketFacts, decode, facts_of
+
+MOST_SHOWN = 8192
+LISTED = "listed"
+
+
+class AdmissionState:
+    """The tickets of one run, whose owner is known from its run file on (`pin`)."""
+
+    def __init__(self, run: str, unix_time: Callable[[], float]) -> None:
+        self.run, self._unix_time = run, unix_time
+        self.revocations: RevocationList | None = None
+        self.raw_revocations = b""
+        """The same as it travels."""
+        self._owner: bytes | None = None
+        self._rule = ""
+        self._shown: dict[str, tuple[bytes, TicketFacts]] = {}
+        self._holders: dict[bytes, str] = {}
+        """Who showed an invitation first."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether we know the owner; until then nobody is let in."""
+        return self._owner is not None
+
+    def pin(self, owner: bytes, rule: str) -> None:
+        """Take the owner's public key and the rule from the run file."""
+        self._owner, self._rule = owner, rule
+        raw, self.raw_revocations = self.raw_revocations, b""
+        self.take_revocations(raw)
+
+    def show(self, peer: str, raw: bytes) -> str:
+        """Take note of the ticket that a peer shows; say why the peer may do nothing, empty where it may."""
+        known = self._shown.get(peer)
+        if known is None or known[0] != raw:
+            facts = self._facts(peer, raw)
+            if facts is None:
+                return "its ticket is not one of this run's owner"
+            # Records outlive what they were published with: an older ticket replaces no better one.
+            if known is None or self.refusal(peer) or _rank(facts) > _rank(known[1]):
+                self._shown.pop(peer, None)
+                self._shown[peer] = raw, facts
+            if len(self._shown) > MOST_SHOWN:
+                del self._shown[next(iter(self._shown))]
+        return self.refusal(peer)
+
+    def rights(self, peer: str) -> Right:
+        """Return what a peer may do now, by the ticket that it has shown."""
+        return Right(0) if self.refusal(peer) else self._shown[peer][1].rights
+
+    def refusal(self, peer: str) -> str:
+        """Say why a peer may do nothing; empty where it may."""
+        if peer not in self._shown:
+            return "it has shown no ticket"
+        facts, now_s = self._shown[peer][1], self._unix_time()
+        if facts.until <= now_s:
+            return "its ticket has expired"
+        revoked = {} if self.revocations is None else self.revocations.revoked
+        if any(revoked.get(key, 0) > now_s for key in facts.keys):
+            return "the owner of the run has shut it out"
+        if facts.invitation is not None and self._holders.setdefault(facts.invitation, peer) != peer:
+            return "its invitation is used by somebody else"
+        return ""
+
+    def was_member(self, peer: str) -> bool:
+        """Say whether a peer has shown a ticket of this run's owner, good by now or not."""
+        return peer in self._shown
+
+    def is_revoked(self, peer: str) -> bool:
+        """Say whether the owner has shut a peer id out."""
+        key, revoked = key_of(peer), {} if self.revocations is None else self.revocations.revoked
+        return key is not None and revoked.get(key, 0) > self._unix_time()
+
+    def accepts(self, peer: str, value: bytes) -> bool:
+        """Say whether a record is to be kept and believed: a member's, or the owner's list; any until it is known."""
+        if self._owner is None or decode_list(value, self._owner, self.run) is not None:
+            return True
+        ticket, _ = unstamped(value)
+        return not self.show(peer, ticket) and Right.TRAIN in self.rights(peer)
+
+    def take_revocations(self, raw: bytes) -> bool:
+        """Take a list over if it is a later one than ours; say whether it is."""
+        if raw == self.raw_revocations:
+            return False
+        if self._owner is None:
+            self.raw_revocations = raw
+            return False
+        found = decode_list(raw, self._owner, self.run)
+        if found is None or (self.revocations is not None and found.number <= self.revocations.number):
+            return False
+        self.revocations, self.raw_revocations = found, raw
+        return True
+
+    def _facts(self, peer: str, raw: bytes) -> TicketFacts | None:
+        chain = decode(raw)
+        if chain is None or self._owner is None or chain[-1].subject != key_of(peer):
+            return None
+        facts = facts_of(chain, self._owner, self.run)
+        if facts is not None and facts.invitation is not None and self._rule == LISTED:
+            return None
+        return facts
+
+
+def stamped(ticket: bytes, content: bytes) -> bytes:
+    """Return a record's value: its peer's ticket, then the content."""
+    return len(ticket).to_bytes(2) + ticket + content
+
+
+def unstamped(value: bytes) -> tuple[bytes, bytes]:
+    """Return ticket and content of a record's value, whatever it is."""
+    size = min(int.from_bytes(value[:2]), TICKET_BYTES)
+    return value[2 : 2 + size], value[2 + size :]
+
+
+def _rank(facts: TicketFacts) -> tuple[int, int]:
+    return facts.rights, facts.until

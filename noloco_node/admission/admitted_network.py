@@ -1,0 +1,219 @@
+"""The network of a run that has an owner: whoever talks with us, or whose records we read, has shown a ticket.
+
+Before the first conversation with a peer we show ours (topic `admit`); it is remembered there, and checked before a
+handler runs and at every message. Every record carries its peer's ticket, and those without a good one are not read.
+The list of revocations goes along with both: whoever has a later one hands it on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from noloco_node.admission.admission_state import AdmissionState, stamped, unstamped
+from noloco_node.admission.revocation import LIST_BYTES
+from noloco_node.admission.ticket import TICKET_BYTES, Right
+from noloco_node.errors import Exit, UserError
+from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.network.schema import MessageSpec, Schema, Violation
+from noloco_node.network.wrapper import NetworkWrapper
+
+TOPIC = "admit"
+PATIENCE_S = 20.0
+FOR_LOOKERS = ("run", "reached", "doctor", "state", "snapshot")
+"""What may be asked by who may look: all other topics are for those who train."""
+LIST_LIFETIME_S = 600.0
+ENOUGH_COPIES = 8
+"""Of the list in the DHT."""
+_MOST_WELCOMES = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowTicket:
+    """My ticket, and the latest list of revocations that I know."""
+
+    ticket: bytes
+    revocations: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TicketVerdict:
+    """Why you are not let in, empty where you are; and the latest list that I know."""
+
+    refusal: str
+    revocations: bytes
+
+
+SCHEMA = Schema({ShowTicket: MessageSpec("ShowTicket"), TicketVerdict: MessageSpec("TicketVerdict")})
+
+
+class AdmittedNetwork(NetworkWrapper):
+    """The network of one member, or of somebody who looks; `ticket`: its own, encoded."""
+
+    def __init__(self, network: PeerNetwork, state: AdmissionState, ticket: bytes) -> None:
+        super().__init__(network)
+        self._state, self._ticket = state, ticket
+        self._welcomes: dict[str, None] = {}
+        """Who has taken our ticket."""
+        self._answers = False
+        self._list_told: tuple[bytes, float] = b"", 0.0
+        """The list that we have published last, and when (loop seconds)."""
+
+    async def enter(self, peers: Sequence[str]) -> None:
+        """Show our ticket to the first of these peers that answers; `UserError` if all that answer refuse it."""
+        refusals: list[str] = []
+        for peer in peers:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._show(peer)
+                return
+            except PermissionError as refusal:
+                refusals.append(f"{peer}: {refusal}")
+            except (ConnectionError, TimeoutError):
+                continue
+        if refusals:
+            raise not_admitted("\n       ".join(refusals))
+
+    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
+        """Show our ticket where that was not done, and open a conversation; see `PeerNetwork.talk`."""
+        return self._talk(peer, topic, schema)
+
+    @asynccontextmanager
+    async def _talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+        if self._state.was_member(peer) and (why := self._state.refusal(peer)):
+            raise ConnectionRefusedError(f"{peer} is no member: {why}")
+        if peer not in self._welcomes:
+            try:
+                await self._show(peer)
+            except PermissionError as refusal:
+                raise ConnectionRefusedError(f"{peer} does not let us in: {refusal}") from None
+        try:
+            async with self._network.talk(peer, topic, schema) as conversation:
+                yield conversation
+        except ConnectionError:
+            # It may have started anew, and know us no more.
+            self._welcomes.pop(peer, None)
+            raise
+
+    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
+        """Answer who may ask about `topic`; see `PeerNetwork.serve`."""
+        if not self._answers:
+            self._answers = True
+            await self._network.serve(TOPIC, SCHEMA, self._admit)
+        right = Right.LOOK if topic.partition("/")[0] in FOR_LOOKERS else Right.TRAIN
+
+        async def guarded(conversation: Conversation) -> None:
+            checked = _CheckedConversation(conversation, self._state, right)
+            checked.check()
+            await handler(checked)
+
+        await self._network.serve(topic, schema, guarded)
+
+    async def serve_all(self, topic: str, schema: Schema, handler: Handler) -> None:
+        """Answer everybody who knows the run, tickets or not."""
+        await self._network.serve(topic, schema, handler)
+
+    async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
+        """Store a record with our ticket before it."""
+        return await self._network.publish(key, subkey, stamped(self._ticket, value), lifetime_s)
+
+    async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
+        """Return the records of members alone; `UserError` where we are a member no more."""
+        *found, lists = await self._network.read_all([*keys, self._list_key])
+        copies = 0
+        for raw in [] if lists is None else lists.values():
+            self._state.take_revocations(raw)
+        if lists is not None:
+            copies = sum(raw == self._state.raw_revocations for raw in lists.values())
+        await self._tell_list(copies)
+        if self._state.is_pinned and (why := self._state.show(self.peer_id, self._ticket)):
+            raise not_admitted(why)
+        return [None if records is None else self._of_members(records) for records in found]
+
+    def _of_members(self, records: Mapping[str, bytes]) -> dict[str, bytes]:
+        # In an order: of two who hold one invitation the first stays.
+        return {
+            peer: unstamped(records[peer])[1] for peer in sorted(records) if self._state.accepts(peer, records[peer])
+        }
+
+    @property
+    def _list_key(self) -> str:
+        return f"{self._state.run}/revocations"
+
+    async def _tell_list(self, copies: int) -> None:
+        """Publish the list that we know, unless others have, or we have lately."""
+        raw, now_s = self._state.raw_revocations, asyncio.get_running_loop().time()
+        told, told_s = self._list_told
+        due = raw != told or now_s - told_s > LIST_LIFETIME_S / 2
+        if raw and self._state.is_pinned and due and copies < ENOUGH_COPIES:
+            self._list_told = raw, now_s
+            await self._network.publish(self._list_key, self.peer_id, raw, LIST_LIFETIME_S)
+
+    async def _show(self, peer: str) -> None:
+        """Show our ticket to a peer; PermissionError with its reason where it lets us not in."""
+        async with self._network.talk(peer, TOPIC, SCHEMA) as conversation:
+            await conversation.send(ShowTicket(ticket=self._ticket, revocations=self._state.raw_revocations))
+            answer = await conversation.receive()
+        if not isinstance(answer, TicketVerdict):
+            raise ConnectionAbortedError(f"expected an answer about our ticket, got {type(answer).__name__}")
+        self._state.take_revocations(answer.revocations[:LIST_BYTES])
+        if answer.refusal:
+            raise PermissionError("".join(letter for letter in answer.refusal[:200] if letter.isprintable()))
+        self._welcomes[peer] = None
+        if len(self._welcomes) > _MOST_WELCOMES:
+            del self._welcomes[next(iter(self._welcomes))]
+
+    async def _admit(self, conversation: Conversation) -> None:
+        """Answer whoever shows a ticket."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                shown = await conversation.receive()
+                if not isinstance(shown, ShowTicket) or len(shown.ticket) > TICKET_BYTES:
+                    raise Violation("whoever comes shows a ticket")
+                self._state.take_revocations(shown.revocations[:LIST_BYTES])
+                why = self._state.show(conversation.peer, shown.ticket)
+                # Who is not let in learns nothing else.
+                known = b"" if why and not self._state.was_member(conversation.peer) else self._state.raw_revocations
+                await conversation.send(TicketVerdict(refusal=why, revocations=known))
+        except TimeoutError as silence:
+            raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
+
+
+class _CheckedConversation:
+    """A conversation that ends when its peer is shut out, or its ticket expires."""
+
+    __slots__ = ("_conversation", "_right", "_state")
+
+    def __init__(self, conversation: Conversation, state: AdmissionState, right: Right) -> None:
+        self._conversation, self._state, self._right = conversation, state, right
+
+    @property
+    def peer(self) -> str:
+        return self._conversation.peer
+
+    def check(self) -> None:
+        if self._right not in self._state.rights(self.peer):
+            why = self._state.refusal(self.peer) or f"its ticket does not let it {self._right.name}".lower()
+            raise ConnectionRefusedError(f"not for {self.peer}: {why}")
+
+    async def send(self, message: Any) -> None:
+        self.check()
+        await self._conversation.send(message)
+
+    async def receive(self) -> Any:
+        message = await self._conversation.receive()
+        self.check()
+        return message
+
+
+def not_admitted(why: str) -> UserError:
+    """Return the error of a peer that the run does not let in, or no longer."""
+    return UserError(
+        "This run does not let us in.",
+        why=why,
+        hint="ask the owner of the run for an invite of your own; each is for one identity (--home), and expires",
+        code=Exit.NOT_ADMITTED,
+    )

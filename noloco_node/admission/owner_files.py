@@ -1,0 +1,137 @@
+"""What the owner of a run keeps beside its run file: its key, and the list of whom it let in and shut out.
+
+run.toml       the run file, for everybody
+run.owner      the private key, for nobody else (mode 600)
+run.members    tickets and invitations that were signed, and the signed list of revocations; no secret
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from noloco_node.admission.revocation import MOST_REVOKED, encode_list, signed_list
+from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.storage import atomic_file
+
+
+class IssuedEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket or an invitation that was signed; `key`: whom it is for, in hexadecimal digits."""
+
+    key: str
+    kind: str
+    until: int
+    note: str = ""
+
+
+class MemberList(msgspec.Struct, frozen=True, kw_only=True):
+    """What the owner remembers. `revoked`: until when, by key; `number` and `signed`: of the last list of these."""
+
+    issued: tuple[IssuedEntry, ...] = ()
+    revoked: dict[str, int] = {}
+    number: int = 0
+    signed: bytes = b""
+
+
+def key_file(run: Path) -> Path:
+    """Return where the owner's key lies."""
+    return run.with_suffix(".owner")
+
+
+def members_file(run: Path) -> Path:
+    """Return where the owner's list lies."""
+    return run.with_suffix(".members")
+
+
+def public_half(key: Ed25519PrivateKey) -> str:
+    """Return what the run file pins."""
+    return key.public_key().public_bytes_raw().hex()
+
+
+def make_key(run: Path) -> Ed25519PrivateKey:
+    """Return the key that lies beside a run file, or a new one, which nobody has yet."""
+    return load_key(run) if key_file(run).exists() else Ed25519PrivateKey.generate()
+
+
+def save_key(run: Path, key: Ed25519PrivateKey) -> None:
+    """Write the owner's key beside a run file, readable by its owner alone, unless one is there."""
+    path = key_file(run)
+    if path.exists():
+        return
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(file, key.private_bytes_raw().hex().encode() + b"\n")
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def load_key(run: Path) -> Ed25519PrivateKey:
+    """Return the owner's key; `UserError` (CONFIG) where there is none."""
+    path = key_file(run)
+    try:
+        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(path.read_text().strip()))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"The owner's key {path} cannot be read.",
+            why=reason_of(error) if isinstance(error, OSError) else "it is no key",
+            hint="`init --admission` wrote it beside the run file; only who has it lets others in and shuts them out",
+            code=Exit.CONFIG,
+        ) from error
+
+
+def load_members(run: Path) -> MemberList:
+    """Return the owner's list, empty where there is none yet; `UserError` where it is damaged."""
+    path = members_file(run)
+    try:
+        raw = path.read_bytes() if path.is_file() else b""
+        return msgspec.json.decode(raw, type=MemberList) if raw else MemberList()
+    except OSError as error:
+        raise _unusable(path, error) from error
+    except msgspec.MsgspecError as error:
+        raise UserError(
+            f"The owner's list {path} is damaged.",
+            why=str(error),
+            hint="restore it from a backup: it says who was let in, and without it who was shut out comes back",
+            code=Exit.CONFIG,
+        ) from error
+
+
+def save_members(run: Path, members: MemberList) -> None:
+    """Write the owner's list; `UserError` where that cannot be."""
+    try:
+        atomic_file.write(members_file(run), msgspec.json.format(msgspec.json.encode(members)))
+    except OSError as error:
+        raise _unusable(members_file(run), error) from error
+
+
+def with_revoked(
+    members: MemberList, key: Ed25519PrivateKey, run_id: str, revoked: dict[str, int], unix_s: float
+) -> MemberList:
+    """Return the list with more that are shut out, signed anew; what has expired is dropped."""
+    kept = {subject: until for subject, until in (members.revoked | revoked).items() if until > unix_s}
+    if len(kept) > MOST_REVOKED:
+        raise UserError(
+            f"{len(kept)} tickets would be revoked at once.",
+            why=f"the list that travels has room for {MOST_REVOKED}, each until its ticket expires",
+            hint="give tickets that expire sooner (--days)",
+            code=Exit.USAGE,
+        )
+    number = members.number + 1
+    found = signed_list(key, run_id, number, {bytes.fromhex(subject): until for subject, until in kept.items()})
+    return msgspec.structs.replace(members, revoked=kept, number=number, signed=encode_list(found))
+
+
+def _unusable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{path} cannot be read or written.",
+        why=reason_of(error),
+        hint="a run file in a directory that is yours",
+        code=Exit.STORAGE,
+    )

@@ -1,0 +1,128 @@
+"""`noloco-node members`: the owner of a run lets peers in and shuts them out, offline, with its key and its list."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from noloco_node.admission.entry_pass import EntryPass
+from noloco_node.admission.owner_files import (
+    IssuedEntry,
+    MemberList,
+    load_key,
+    load_members,
+    public_half,
+    save_members,
+    with_revoked,
+)
+from noloco_node.admission.peer_keys import key_of, peer_of
+from noloco_node.admission.ticket import MEMBER, Right, grant
+from noloco_node.cli.member_options import MemberAction, MemberOptions
+from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.run.runfile import read_run_text
+from noloco_node.swarm import invite as invites
+from noloco_node.swarm.run_distribution import RunFileText
+
+DAY_S = 86400
+
+
+def administer(action: MemberAction, options: MemberOptions) -> str:
+    """Do what the owner wants, and say what was done; `UserError` where it cannot be."""
+    recipe = RunFileText(read_run_text(options.run), str(options.run))
+    if recipe.run.admission.owner is None:
+        raise config_error(
+            f"The run of {options.run} has no owner.",
+            "its section [admission] names no key, so everybody who holds an invite takes part",
+            "`noloco-node init` makes a key and a run file that names it",
+        )
+    if action is MemberAction.LIST:
+        return _listed(load_members(options.run))
+    key = load_key(options.run)
+    if public_half(key) != recipe.run.admission.owner:
+        raise config_error(
+            f"The key beside {options.run} is not that of this run's owner.",
+            "its public half is not admission.owner",
+            "give the run file whose key it is",
+        )
+    if action is MemberAction.INVITE:
+        return _invite(options, recipe, key)
+    return _shut_out(options, recipe, key, is_ban=action is MemberAction.BAN)
+
+
+def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey) -> str:
+    """Sign a ticket for a peer, or an invitation for whoever shows it first; return the invite."""
+    if options.invite is None:
+        raise _usage("An invite needs addresses.", "--invite with the line that `noloco-node bootstrap` printed")
+    base = invites.parse(options.invite)
+    if base.digest != recipe.digest:
+        raise _usage("That invite is for another run.", "the line that this run's bootstrap peer printed")
+    until = int(time.time() + options.days * DAY_S)
+    rights = MEMBER | (Right.SIGN if options.may_sign else Right(0))
+    if options.who is not None:
+        subject = key_of(options.who)
+        if subject is None:
+            raise _usage(f"{options.who!r} is no peer id.", "what `noloco-node join` says first: we are 12D3KooW…")
+        kind, entry = "ticket", EntryPass((grant(key, recipe.digest, rights, until, subject),))
+    elif recipe.run.admission.rule == "listed" or options.may_sign:
+        raise _usage(
+            "This needs a peer id." if options.may_sign else "A listed run lets in only peers that are named.",
+            "noloco-node members invite PEER, which the peer's `noloco-node join` says first: we are 12D3KooW…",
+        )
+    else:
+        holder = Ed25519PrivateKey.generate()
+        subject = holder.public_key().public_bytes_raw()
+        link = grant(key, recipe.digest, rights | Right.ONCE, until, subject)
+        kind, entry = "invitation", EntryPass((link,), holder.private_bytes_raw())
+    members = load_members(options.run)
+    issued = IssuedEntry(key=subject.hex(), kind=kind, until=until, note=options.note)
+    save_members(options.run, msgspec.structs.replace(members, issued=(*members.issued, issued)))
+    return invites.format(base.digest, [str(address) for address in base.addresses], entry)
+
+
+def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey, *, is_ban: bool) -> str:
+    members, now_s = load_members(options.run), time.time()
+    subject, until = _subject(options.who, members)
+    until = int(now_s + options.days * DAY_S) if is_ban or until is None else until
+    revoked = {subject: max(until, members.revoked.get(subject, 0))}
+    changed = with_revoked(members, key, recipe.digest, revoked, now_s)
+    save_members(options.run, changed)
+    return (
+        f"shut out until {_day(until)}: {peer_of(bytes.fromhex(subject))} and whoever came by it (list number "
+        f"{changed.number}).\nA bootstrap peer with this run file takes the list over within seconds, the swarm within "
+        "half a minute."
+    )
+
+
+def _subject(who: str | None, members: MemberList) -> tuple[str, int | None]:
+    """Return the key that is meant, and until when its ticket lasts as far as the owner's list says so."""
+    if who is None:
+        raise _usage("Whom?", "a peer id, or the first digits of a key that `noloco-node members list` prints")
+    key = key_of(who)
+    wanted = who if key is None else key.hex()
+    found = {each.key: each.until for each in members.issued if each.key.startswith(wanted) and len(wanted) >= 6}
+    if key is not None:
+        return key.hex(), found.get(key.hex())
+    if len(found) != 1:
+        raise _usage(f"{who!r} is {'more than one' if found else 'nobody'}.", "`noloco-node members list`")
+    return next(iter(found.items()))
+
+
+def _listed(members: MemberList) -> str:
+    lines = [
+        f"{each.key[:12]}  {each.kind:10}  until {_day(each.until)}  "
+        f"{'shut out' if each.key in members.revoked else 'good':8}  {each.note}".rstrip()
+        for each in members.issued
+    ]
+    others = members.revoked.keys() - {each.key for each in members.issued}
+    lines += [f"{key[:12]}  {'peer':10}  shut out until {_day(members.revoked[key])}" for key in sorted(others)]
+    return "\n".join(lines or ["nobody was named, invited or shut out"])
+
+
+def _day(unix_s: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))
+
+
+def _usage(what: str, hint: str) -> UserError:
+    return UserError(what, why="`noloco-node members` was not told enough", hint=hint, code=Exit.USAGE)

@@ -1,0 +1,30 @@
+"""`noloco-node init`: a run file, and beside it the key of its owner where it has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
+from noloco_node.run.config import Rule
+from noloco_node.run.presets import run_text, with_owner, write_text
+
+
+def write_run(path: Path, preset: str, origin: Path | None, rule: Rule | None, *, overwrite: bool) -> str:
+    """Write a run file, with an owner where there is a rule, and return what was done; a key that is there stays.
+
+    `origin`: a checkpoint to go on from.
+    """
+    if origin is None:
+        text = run_text(preset)
+    else:
+        from noloco_node.cli.continue_run import continuing_text
+
+        text = continuing_text(origin, preset)
+    advice = f"Read {path}, change what you like, then:  noloco-node check {path}"
+    if rule is None:
+        write_text(path, text, overwrite=overwrite)
+        return f"Wrote {path}. {advice}"
+    key = make_key(path)
+    write_text(path, with_owner(text, public_half(key), rule), overwrite=overwrite)
+    save_key(path, key)
+    return f"Wrote {path}, and {key_file(path)}: the key of this run's owner, for nobody else.\n{advice}"

@@ -1,0 +1,67 @@
+"""What a run file that others sent may do on this machine: name no path of it but those that its owner allows.
+
+What is read on a machine goes to others: text becomes the targets that the next stage receives. So local text is read
+where the owner of the machine names it (`--data`), and a directory with a model or a tokenizer where the owner has
+allowed that directory (`--local`). What lies on the hub may be fetched; the libraries that do it prefer a directory of
+that name below the current one, which is therefore a path as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from noloco_node.errors import config_error
+from noloco_node.run.config import RunConfig
+from noloco_node.run.decode_errors import short
+
+
+def local_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the fields that name files of this machine, but for the text, each with its path."""
+    model, data = run.model, run.data
+    if model.path is not None:
+        yield "model.path", model.path
+    if data.tokenizer != "byt5" and data.tokenizer_commit is None:
+        yield "data.tokenizer", data.tokenizer
+    on_hub = [("model.hub", model.hub), ("data.path", data.path if data.source == "hub" else None)]
+    on_hub.append(("data.tokenizer", data.tokenizer if data.tokenizer_commit is not None else None))
+    for field, name in on_hub:
+        if name is not None and Path(name).exists():
+            yield field, name
+
+
+def check_paths(run: RunConfig, allowed: Sequence[str]) -> None:
+    """Raise `UserError` (Exit.CONFIG) if a run names a path of this machine that is not among those allowed."""
+    places = {Path(each).expanduser().absolute() for each in allowed}
+    for field, path in local_paths(run):
+        if Path(path).expanduser().absolute() not in places:
+            raise config_error(
+                f"The run file names a directory of this machine: {field} = {short(repr(path))}.",
+                "others sent that file, and may not choose what is read here",
+                "if these files are meant to be read for this run, allow that directory with --local",
+            )
+
+
+def check_text(run: RunConfig, own_source: str | None) -> None:
+    """Raise `UserError` (Exit.CONFIG) if a run would train on files of this machine that its owner has not named."""
+    if own_source is None and run.data.source not in ("stdlib", "hub"):
+        raise config_error(
+            f"The run file trains on files of this machine: data.path = {short(repr(run.data.path))}.",
+            "others sent that file, and what is read here goes to other peers as text to predict",
+            "name the text yourself with --data, or take a later stage with --stage, which reads none",
+        )
+
+
+def summary(run: RunConfig) -> list[str]:
+    """Say in a few lines what a run is, before anything is fetched for it."""
+    model, cut, data = run.model, run.pipeline, run.data
+    origin = f"{model.hub} of the hub" if model.hub is not None else f"the directory {model.path}"
+    tokens = run.budget_samples * cut.sequence_length
+    text = {"stdlib": "Python's standard library", "hub": f"{data.path} of the hub"}.get(data.source, "your own")
+    where = "" if data.tokenizer_commit is None else " of the hub"
+    return [
+        f"run {short(run.name)!r}: {cut.stages} stages, {cut.replicas} replicas planned of each, "
+        f"{tokens:,} tokens to train on",
+        "model: " + short(f"{model.architecture}, from its first step" if model.architecture else f"from {origin}"),
+        f"text: {short(text)}; tokenizer: {short(data.tokenizer)}{where}",
+    ]

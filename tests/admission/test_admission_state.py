@@ -1,0 +1,103 @@
+"""What one peer knows of who may take part: the latest list holds, and nothing that strangers show changes it."""
+
+from __future__ import annotations
+
+from admission_keys import NOW_S, OWNER, RUN, key, member, public
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.admission.admission_state import MOST_SHOWN, AdmissionState, stamped, unstamped
+from noloco_node.admission.peer_keys import peer_of
+from noloco_node.admission.revocation import MOST_REVOKED, decode_list, encode_list, signed_list
+from noloco_node.admission.ticket import MEMBER, Right
+
+PEERS = [peer_of(public(number)) for number in range(1, 5)]
+
+
+def state_at(now_s: float = NOW_S) -> AdmissionState:
+    state = AdmissionState(RUN, lambda: now_s)
+    state.pin(OWNER, "invited")
+    return state
+
+
+def list_of(number: int, *keys: int, until: int = NOW_S + 10) -> bytes:
+    return encode_list(signed_list(key(0), RUN, number, {public(each): until for each in keys}))
+
+
+@given(st.permutations(range(6)), st.integers(0, 5))
+def test_the_latest_list_holds_in_whatever_order_they_come(order: list[int], begun: int) -> None:
+    """Number n shuts out peer n % 4 + 1."""
+    state = state_at()
+    for number in order:
+        state.take_revocations(list_of(number, number % 4 + 1))
+    for number, peer in enumerate(PEERS, 1):
+        state.show(peer, member(number))
+    assert [peer for peer in PEERS if not state.rights(peer)] == [PEERS[5 % 4]]
+    assert not state.take_revocations(list_of(begun))
+
+
+@given(st.binary(max_size=200))
+def test_a_list_of_a_stranger_changes_nothing(raw: bytes) -> None:
+    state = state_at()
+    state.take_revocations(list_of(1, 1))
+    before = state.revocations
+    forged = encode_list(signed_list(key(9), RUN, 7, {}))
+    assert not any(map(state.take_revocations, (raw, forged, list_of(2)[:-1] + b"\0")))
+    assert state.revocations == before
+
+
+@given(st.data())
+def test_one_changed_bit_makes_a_list_worthless(data: st.DataObject) -> None:
+    raw = bytearray(list_of(3, 1, 2))
+    place = data.draw(st.integers(0, 8 * len(raw) - 1))
+    raw[place // 8] ^= 1 << place % 8
+    assert decode_list(bytes(raw), OWNER, RUN) is None
+
+
+def test_the_longest_list_fits_into_a_record() -> None:
+    raw = encode_list(signed_list(key(0), RUN, 2**40, {public(number): 2**40 for number in range(MOST_REVOKED)}))
+    assert decode_list(raw, OWNER, RUN) is not None
+
+
+def test_a_revocation_ends_with_its_time() -> None:
+    state = state_at(NOW_S + 10)
+    state.take_revocations(list_of(1, 1))
+    assert state.show(PEERS[0], member(1)) == ""
+
+
+def test_whoever_is_let_in_again_is_in() -> None:
+    """By a new ticket after an old one was revoked with the delegate who had signed it, say; by a later list."""
+    state = state_at()
+    state.show(PEERS[0], member(1))
+    state.take_revocations(list_of(1, 1))
+    assert state.refusal(PEERS[0])
+    state.take_revocations(list_of(2))
+    assert state.rights(PEERS[0]) == MEMBER
+
+
+def test_a_flood_of_bad_tickets_pushes_nobody_out() -> None:
+    state = state_at()
+    state.show(PEERS[0], member(1))
+    for number in range(MOST_SHOWN + 1):
+        state.show(f"stranger {number}", b"garbage")
+    assert state.rights(PEERS[0]) == MEMBER
+    assert state.rights("stranger 7") == Right(0)
+
+
+def test_before_the_owner_is_known_nobody_is_let_in_and_a_list_waits() -> None:
+    state = AdmissionState(RUN, lambda: NOW_S)
+    assert state.show(PEERS[0], member(1))
+    assert not state.take_revocations(list_of(1, 2))
+    state.pin(OWNER, "invited")
+    assert state.show(PEERS[0], member(1)) == ""
+    assert "shut it out" in state.show(PEERS[1], member(2))
+
+
+@given(st.binary(max_size=600), st.sampled_from(PEERS))
+def test_no_bytes_of_a_stranger_are_a_record_to_keep(raw: bytes, peer: str) -> None:
+    state = state_at()
+    assert not state.accepts(peer, raw)
+    assert state.accepts(peer, stamped(member(PEERS.index(peer) + 1), raw))
+    assert unstamped(stamped(b"ticket", raw)) == (b"ticket", raw)
+    assert state.accepts(peer, list_of(1, 1))
+    assert AdmissionState(RUN, lambda: NOW_S).accepts(peer, raw)

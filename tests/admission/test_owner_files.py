@@ -1,0 +1,137 @@
+"""The owner of a run, offline: a key that nobody else reads, invites, and whoever is shut out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from admission_keys import public
+from typer.testing import CliRunner
+
+from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.owner_files import key_file, load_members, make_key, members_file, save_key
+from noloco_node.admission.peer_keys import peer_of
+from noloco_node.admission.ticket import MEMBER, Right
+from noloco_node.cli.main import app
+from noloco_node.errors import Exit, UserError
+from noloco_node.swarm import invite as invites
+from noloco_node.swarm.run_distribution import RunFileText
+
+PLACE = "/ip4/192.0.2.1/tcp/4001/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+PEER, OTHER = peer_of(public(1)), peer_of(public(2))
+
+
+class Owner:
+    """A run file with its key, and the command line."""
+
+    def __init__(self, directory: Path, rule: str) -> None:
+        self.run = directory / "run.toml"
+        assert self.call("init", str(self.run), "--admission", rule)
+        self.recipe = RunFileText(self.run.read_text(), "the owner's")
+        self.base = invites.format(self.recipe.digest, [PLACE])
+
+    def call(self, *arguments: str) -> str:
+        done = CliRunner().invoke(app, arguments)
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return done.output.strip()
+
+    def members(self, action: str, *more: str) -> str:
+        return self.call("members", action, *more, "--run", str(self.run))
+
+    def invited(self, *more: str) -> invites.Invite:
+        return invites.parse(self.members("invite", *more, "--invite", self.base))
+
+    def state(self) -> AdmissionState:
+        """Return what a peer knows that has read the run file and the owner's list."""
+        admission, state = self.recipe.run.admission, AdmissionState(self.recipe.digest, lambda: 1.8e9)
+        assert admission.owner is not None
+        state.pin(bytes.fromhex(admission.owner), admission.rule)
+        state.take_revocations(load_members(self.run).signed)
+        return state
+
+
+def test_the_key_is_its_owner_s_alone_and_not_in_the_run_file(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "invited")
+    path = key_file(owner.run)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.read_text().strip() not in owner.run.read_text()
+    # The same key again: what was signed with it stays good.
+    before = path.read_bytes()
+    owner.call("init", str(owner.run), "--force", "--admission", "open")
+    assert path.read_bytes() == before
+    save_key(owner.run, make_key(tmp_path / "another.toml"))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("rule", ["open", "invited", "listed"])
+def test_a_named_peer_is_let_in_until_it_is_revoked(tmp_path: Path, rule: str) -> None:
+    owner = Owner(tmp_path, rule)
+    invite = owner.invited(PEER, "--note", "Ada", "--days", "20000")
+    assert invite.entry is not None
+    ticket = invite.entry.ticket(invite.digest, PEER, MEMBER, 0.0, None)
+    assert ticket is not None
+    assert owner.state().show(PEER, ticket) == ""
+    assert "Ada" in owner.members("list")
+    assert "shut out until" in owner.members("revoke", PEER)
+    assert "shut it out" in owner.state().show(PEER, ticket)
+    assert "shut out" in owner.members("list")
+    assert load_members(owner.run).number == 1
+
+
+def test_an_invitation_is_revoked_by_what_the_list_shows(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "invited")
+    invite = owner.invited("--days", "20000")
+    assert invite.entry is not None
+    ticket = invite.entry.ticket(invite.digest, OTHER, MEMBER, 0.0, None)
+    assert ticket is not None
+    assert owner.state().show(OTHER, ticket) == ""
+    owner.members("revoke", owner.members("list")[:12])
+    assert "shut it out" in owner.state().show(OTHER, ticket)
+    assert str(invite.entry) not in members_file(owner.run).read_text()
+
+
+def test_a_ban_needs_no_ticket_of_ours_and_lasts_so_many_days(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "open")
+    owner.members("ban", PEER, "--days", "20000")
+    assert owner.state().is_revoked(PEER)
+    assert not owner.state().is_revoked(OTHER)
+
+
+def test_a_delegate_may_sign(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "open")
+    entry = owner.invited(PEER, "--may-sign").entry
+    assert entry is not None
+    assert Right.SIGN & entry.chain[-1].rights
+
+
+@pytest.mark.parametrize(
+    ("rule", "arguments", "words"),
+    [
+        ("listed", ("invite", "--invite", "BASE"), "peers that are named"),
+        ("open", ("invite", PEER), "needs addresses"),
+        ("open", ("invite", "nobody", "--invite", "BASE"), "no peer id"),
+        ("open", ("invite", "--may-sign", "--invite", "BASE"), "needs a peer id"),
+        ("open", ("revoke",), "Whom"),
+        ("open", ("revoke", "0123456789ab"), "is nobody"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path: Path, rule: str, arguments: tuple[str, ...], words: str) -> None:
+    owner = Owner(tmp_path, rule)
+    with pytest.raises(UserError, match=words) as caught:
+        owner.members(*(owner.base if each == "BASE" else each for each in arguments))
+    assert caught.value.code is Exit.USAGE
+
+
+def test_only_whose_key_it_is_lets_anybody_in(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, "invited")
+    key_file(owner.run).unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        owner.members("revoke", PEER)
+    save_key(owner.run, make_key(owner.run))
+    with pytest.raises(UserError, match="not that of this run's owner") as caught:
+        owner.members("revoke", PEER)
+    assert caught.value.code is Exit.CONFIG
+    owner.run.write_text(owner.run.read_text().partition("[admission]")[0])
+    with pytest.raises(UserError, match="has no owner"):
+        owner.members("list")

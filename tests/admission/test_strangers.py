@@ -1,0 +1,180 @@
+"""A run with an owner over real daemons: whoever only knows an address gets nothing, whoever is shut out is out."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from admission_keys import key
+from limits import LAST_RESORT_S, PATIENT
+
+from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.admitted_network import AdmittedNetwork
+from noloco_node.admission.peer_keys import key_of
+from noloco_node.admission.revocation import encode_list, signed_list
+from noloco_node.admission.ticket import MEMBER, encode, grant
+from noloco_node.doctor import swarm_checks
+from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p import network as libp2p_network
+from noloco_node.libp2p.endpoint.addresses import parse_peer_address
+from noloco_node.libp2p.endpoint.run_secret import RunSecret
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.streams import dialback
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.run.peer_state import PeerState
+from noloco_node.swarm import speed_test
+from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.roster import PeerRecord
+from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText, fetch
+
+pytestmark = pytest.mark.network
+
+LOCAL = "/ip4/127.0.0.1/tcp/0"
+OWNER = key(0).public_key().public_bytes_raw()
+RECIPE = RunFileText(
+    f'[model]\narchitecture = "llama"\nsizes = {{hidden_size = 8, num_hidden_layers = 4}}\n'
+    f'[admission]\nowner = "{OWNER.hex()}"\nrule = "invited"\n',
+    "the owner's",
+)
+
+
+class Clock:
+    """The time of day, which a test may put forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead_s
+
+
+@pytest.fixture(autouse=True)
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    directory = tempfile.mkdtemp(prefix="noloco-admission-")
+    monkeypatch.setattr(tempfile, "tempdir", directory)
+    yield
+    shutil.rmtree(directory)
+
+
+@asynccontextmanager
+async def opened(*doors: str, run: str = RECIPE.digest) -> AsyncIterator[Libp2pNetwork]:
+    settings = NetworkSettings(run=run, listen=(LOCAL,), bootstrap=doors, timeouts=PATIENT)
+    async with Libp2pNetwork.open(settings, print) as network:
+        yield network
+
+
+def let_in(network: PeerNetwork, clock: Clock, until_s: float = 3600.0) -> tuple[AdmittedNetwork, AdmissionState]:
+    """Return the network of a member, with what it knows."""
+    state = AdmissionState(RECIPE.digest, clock)
+    state.pin(OWNER, RECIPE.run.admission.rule)
+    subject = key_of(network.peer_id)
+    assert subject is not None
+    ticket = encode((grant(key(0), RECIPE.digest, MEMBER, int(time.time() + until_s), subject),))
+    return AdmittedNetwork(network, state, ticket), state
+
+
+async def serve(network: AdmittedNetwork) -> Membership:
+    """Answer as a node does, and be in the roster."""
+    await network.serve(TOPIC, SCHEMA, RECIPE.serve)
+    await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
+    membership = Membership(network, RECIPE.digest, RECIPE.run.pipeline.stages)
+    await membership.claim(PeerRecord(peer=network.peer_id, stage=1, state=PeerState.TRAINING))
+    return membership
+
+
+async def gets_nothing(network: PeerNetwork, server: str) -> None:
+    """Ask for everything that is there to be had."""
+    with pytest.raises(UserError, match="No peer of the invite serves the run"):
+        await fetch(network, [server], RECIPE.digest)
+    with pytest.raises(ConnectionError):
+        await swarm_checks.clock_of(network, server)
+    assert isinstance(await swarm_checks.rates_with(network, server), str)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(LAST_RESORT_S):
+            await main
+
+    asyncio.run(limited())
+
+
+def test_whoever_only_knows_an_address_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with opened() as whole:
+            server, _ = let_in(whole, Clock())
+            await serve(server)
+            (door,) = await whole.addresses()
+            names = whole._context.exchange.secret.prefix + " ".join(whole._switchboard.topics)
+            assert RECIPE.digest not in names
+            assert RECIPE.run.name not in names.split("/")
+            with pytest.raises(UserError, match="takes part in this run") as caught:
+                async with opened(door, run="a guess"):
+                    pass
+            assert caught.value.code is Exit.OTHER_RUN
+
+            # One that has seen the names, as libp2p shows them, and calls by them.
+            class Imitation(RunSecret):
+                def __init__(self, run: str) -> None:
+                    super().__init__(run)
+                    self.prefix = RunSecret(RECIPE.digest).prefix
+
+            monkeypatch.setattr(libp2p_network, "RunSecret", Imitation)
+            async with opened(run="a guess") as stranger:
+                assert stranger._session is not None
+                await stranger._session.knock([parse_peer_address(door)])
+                await gets_nothing(stranger, whole.peer_id)
+                verdict = await swarm_checks.dialled_back(stranger, [whole.peer_id], (4001,))
+                assert verdict == dialback.ReachVerdict(None, (), ())
+                assert (await Membership(stranger, RECIPE.digest, 2).peek()).stages == ((), ())
+            assert whole.statistics().get("conversations.answered", 0) == 0
+
+    run(main())
+
+
+def test_whoever_knows_the_run_and_has_no_ticket_or_no_longer_one_is_out() -> None:
+    async def main() -> None:
+        clock = Clock()
+        async with opened() as first:
+            server, known = let_in(first, clock)
+            roster = await serve(server)
+            (door,) = await first.addresses()
+            async with opened(door) as second, opened(door) as third, opened(door) as stranger:
+                await gets_nothing(stranger, first.peer_id)
+                guest = Membership(stranger, RECIPE.digest, RECIPE.run.pipeline.stages)
+                await guest.claim(PeerRecord(peer=stranger.peer_id, stage=0, state=PeerState.TRAINING))
+
+                (short, _), (member, state) = let_in(second, clock, until_s=600.0), let_in(third, clock)
+                for network in (short, member):
+                    assert (await fetch(network, [first.peer_id], RECIPE.digest)).text == RECIPE.text
+                    await serve(network)
+                there = {record.peer for record in (await roster.peek()).stages[1]}
+                assert there == {first.peer_id, second.peer_id, third.peer_id}
+                assert roster.roster.stages[0] == ()
+
+                # The owner's list, told to one of them, reaches the other with the roster.
+                subject = key_of(third.peer_id) or b""
+                raw = encode_list(signed_list(key(0), RECIPE.digest, 1, {subject: int(clock() + 9999)}))
+                assert known.take_revocations(raw)
+                await roster.peek()
+                await gets_nothing(member, first.peer_id)
+                with pytest.raises(UserError, match="does not let us in") as caught:
+                    await member.read_all(["anything"])
+                assert caught.value.code is Exit.NOT_ADMITTED
+                assert state.raw_revocations == raw
+
+                assert (await fetch(short, [first.peer_id], RECIPE.digest)).text == RECIPE.text
+                clock.ahead_s = 601.0
+                with pytest.raises(UserError, match="No peer of the invite serves the run"):
+                    await fetch(short, [first.peer_id], RECIPE.digest)
+                with pytest.raises(UserError, match="does not let us in"):
+                    await short.read_all(["anything"])
+
+    run(main())

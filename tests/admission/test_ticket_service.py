@@ -1,0 +1,105 @@
+"""An open run gives tickets for work, and to no network more than its share."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from admission_keys import NOW_S, OWNER, RUN, key, public
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.peer_keys import peer_of
+from noloco_node.admission.proof_of_work import work
+from noloco_node.admission.revocation import encode_list, signed_list
+from noloco_node.admission.ticket import MEMBER, Right, decode, facts_of
+from noloco_node.admission.ticket_service import (
+    REFILL_S,
+    SCHEMA,
+    TICKETS_A_PREFIX,
+    TOPIC,
+    PrefixQuota,
+    TicketReply,
+    TicketRequest,
+    TicketService,
+    TicketSigner,
+    prefix_of,
+)
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.sim_network import SimNetwork
+
+ME = peer_of(public(2))
+
+
+def asked(nonce: int, *, trains: bool = True, shut_out: bool = False) -> TicketReply:
+    async def main() -> TicketReply:
+        hub, state = SimNetwork(), AdmissionState(RUN, lambda: NOW_S)
+        state.pin(OWNER, "open")
+        if shut_out:
+            state.take_revocations(encode_list(signed_list(key(0), RUN, 1, {public(2): NOW_S + 1})))
+        service = TicketService(state, TicketSigner(key(0)), lambda: NOW_S, lambda _: "/ip4/192.0.2.7/tcp/4001")
+        await hub.network("bootstrap").serve(TOPIC, SCHEMA, service.answer)
+        async with asyncio.timeout(60), hub.network(ME).talk("bootstrap", TOPIC, SCHEMA) as conversation:
+            await conversation.send(TicketRequest(nonce=nonce, trains=trains))
+            reply = await conversation.receive()
+        assert isinstance(reply, TicketReply)
+        return reply
+
+    return run(main())
+
+
+def test_work_is_paid_with_a_ticket() -> None:
+    reply = asked(work(RUN, ME))
+    facts = facts_of(decode(reply.ticket) or (), OWNER, RUN)
+    assert facts is not None
+    assert facts.rights == MEMBER
+    assert facts.keys == (public(2),)
+
+
+def test_whoever_only_looks_need_not_work() -> None:
+    facts = facts_of(decode(asked(0, trains=False).ticket) or (), OWNER, RUN)
+    assert facts is not None
+    assert facts.rights == Right.LOOK
+    assert facts.until < NOW_S + 86400
+
+
+def test_without_work_or_shut_out_there_is_none() -> None:
+    assert asked(0).refusal == "the work for a ticket was not done"
+    refused = asked(0, trains=False, shut_out=True)
+    assert refused.ticket == b""
+    assert "shut it out" in refused.refusal
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 2000)), max_size=300))
+def test_no_prefix_has_more_than_its_share(asks: list[tuple[str, float]]) -> None:
+    quota, now_s, given_out = PrefixQuota(), 0.0, dict.fromkeys("abc", 0)
+    for prefix, pause_s in asks:
+        now_s += pause_s
+        given_out[prefix] += quota.take(prefix, now_s)
+    assert all(count <= TICKETS_A_PREFIX + now_s / REFILL_S for count in given_out.values())
+
+
+def test_two_hundred_identities_of_one_machine_are_not_let_in() -> None:
+    quota = PrefixQuota()
+    assert sum(quota.take(prefix_of(f"/ip4/192.0.2.{number}/tcp/1"), 0.0) for number in range(200)) == TICKETS_A_PREFIX
+    assert quota.take(prefix_of("/ip4/198.51.100.1/tcp/1"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("origin", "prefix"),
+    [
+        ("/ip4/192.0.2.7/tcp/4001", "192.0.2.0/24"),
+        ("/ip6/2001:db8:1:2::7/udp/4001/quic-v1", "2001:db8:1::/48"),
+        ("/ip4/192.0.2.7/tcp/4001/p2p/12D3/p2p-circuit", "relayed"),
+        ("/dns4/example.org/tcp/4001", "relayed"),
+        ("", "relayed"),
+    ],
+)
+def test_prefixes(origin: str, prefix: str) -> None:
+    assert prefix_of(origin) == prefix
+
+
+@given(st.text(max_size=60))
+def test_any_origin_has_a_prefix(origin: str) -> None:
+    assert prefix_of(origin)

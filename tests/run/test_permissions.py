@@ -1,0 +1,58 @@
+"""A run file that others sent reads nothing of this machine that its owner has not named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from noloco_node.errors import Exit, UserError
+from noloco_node.run.permissions import check_paths, check_text, local_paths, summary
+from noloco_node.run.runfile import decode_run
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('[model]\npath = "/etc"\n', "model.path"),
+        (MODEL + '[data]\ntokenizer = "~/.ssh"\n', "data.tokenizer"),
+    ],
+)
+def test_a_directory_is_named_only_where_it_is_allowed(text: str, field: str) -> None:
+    run = decode_run(text, "a stranger's")
+    ((_, path),) = local_paths(run)
+    with pytest.raises(UserError, match=field) as caught:
+        check_paths(run, ["/elsewhere"])
+    assert caught.value.code is Exit.CONFIG
+    check_paths(run, ["/elsewhere", path])
+
+
+def test_a_directory_that_is_called_like_a_repository_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = decode_run(MODEL + f'[data]\nsource = "hub"\npath = "my/letters"\ncommit = "{COMMIT}"\n', "a stranger's")
+    monkeypatch.chdir(tmp_path)
+    check_paths(run, ())
+    Path("my/letters").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"data\.path"):
+        check_paths(run, ())
+
+
+def test_text_of_this_machine_is_read_where_its_owner_names_it() -> None:
+    run = decode_run(MODEL + '[data]\nsource = "text"\npath = "~/.ssh/*"\n', "a stranger's")
+    with pytest.raises(UserError, match=r"\.ssh") as caught:
+        check_text(run, None)
+    assert caught.value.code is Exit.CONFIG
+    check_text(run, "books/*.txt")
+    check_text(decode_run(MODEL, "a stranger's"), None)
+
+
+def test_a_few_lines_say_what_a_run_is_and_move_no_cursor() -> None:
+    run = decode_run(MODEL + '[data]\nsource = "text"\npath = "a\\nb"\n', "a stranger's")
+    lines = summary(run)
+    assert len(lines) <= 4
+    assert all(line.isprintable() for line in lines), lines
+    assert "llama" in " ".join(lines)

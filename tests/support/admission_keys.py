@@ -1,0 +1,26 @@
+"""Keys by number, of which 0 is the owner's, and tickets of a run."""
+
+from __future__ import annotations
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from noloco_node.admission.ticket import MEMBER, encode, grant
+
+RUN = "5" * 64
+NOW_S = 1_800_000_000
+
+
+def key(number: int) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32))
+
+
+def public(number: int) -> bytes:
+    return key(number).public_key().public_bytes_raw()
+
+
+OWNER = public(0)
+
+
+def member(number: int, until: int = NOW_S + 10**6) -> bytes:
+    """Return a ticket that the owner has signed for a peer."""
+    return encode((grant(key(0), RUN, MEMBER, until, public(number)),))
