@@ -27,6 +27,10 @@ class Conversation(Protocol):
     def peer(self) -> str:
         """The other's peer id, authenticated by the transport."""
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether both ends are open, as far as is known here, and all that has come was received."""
+
     async def send(self, message: Any) -> None:
         """Send one message that the conversation's schema knows; return when it has been handed to the transport."""
 

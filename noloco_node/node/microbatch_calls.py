@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 from noloco_node.journal import events
+from noloco_node.network.conversation_pool import IDLE_S, MOST_IDLE, ConversationPool
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import Violation
 from noloco_node.network.timeouts import AdaptiveTimeout, TimeoutBounds
@@ -28,6 +30,7 @@ class MicrobatchClient:
     def __init__(self, config: ReplicaConfig, context: ReplicaContext) -> None:
         self._config, self._context = config, context
         self._timeout = AdaptiveTimeout(REPLIES)
+        self._pool = ConversationPool(context.network, topic(MICROBATCH, config.stage + 1), context.microbatch_schema)
 
     def hops(self, roster: Roster) -> tuple[Hop, ...]:
         """Return the replicas of the next stage that train."""
@@ -51,21 +54,21 @@ class MicrobatchClient:
             record(events.RefusedMicrobatch(peer=peer, reason=str(reply.reason)))
         return reply
 
+    async def close(self) -> None:
+        """End the conversations that were kept for further calls."""
+        await self._pool.close()
+
     async def _reply(self, peer: str, microbatch: Microbatch) -> Reply:
         """Send a microbatch and return what comes; ConnectionAbortedError when nothing does for very much too long."""
         # Whoever is nearest to a replica that hangs must be the first to give up, with time left for another to answer,
         # or the innocent are accused. (A usual deadline is twice the mean at least.) That is why waits in vain do not
         # lengthen it: those who wait above would not know. Who needs three times as long as the others is left out.
-        config, context = self._config, self._context
+        config = self._config
         begun_s, below = loop_s(), config.run.pipeline.stages - 1 - config.stage
         most_s = (1.0 + below / 2) * self._timeout.deadline_s(peer)
         try:
-            async with (
-                asyncio.timeout(most_s if config.deadlines and most_s < math.inf else None),
-                context.network.talk(
-                    peer, topic(MICROBATCH, config.stage + 1), context.microbatch_schema
-                ) as conversation,
-            ):
+            limit_s = most_s if config.deadlines and most_s < math.inf else None
+            async with asyncio.timeout(limit_s), self._pool.talk(peer) as conversation:
                 await conversation.send(microbatch)
                 reply = await conversation.receive()
                 if not isinstance(reply, Gradient | Refused):
@@ -78,18 +81,55 @@ class MicrobatchClient:
 
 
 class MicrobatchServer:
-    """Takes microbatches of other peers."""
+    """Takes microbatches of other peers, on each conversation one after another."""
 
     def __init__(self, config: ReplicaConfig, context: ReplicaContext, worker: Worker) -> None:
         self._config, self._context, self._worker = config, context, worker
+        self._idle: dict[Conversation, asyncio.Timeout] = {}
+        """The waits for another microbatch; the longest comes first."""
+        self._closed = False
+
+    @property
+    def idle(self) -> int:
+        """How many conversations wait for another microbatch."""
+        return len(self._idle)
 
     async def serve(self, conversation: Conversation) -> None:
-        """Take one microbatch of another peer through our stage and send the reply."""
+        """Answer microbatches of another peer until no more come."""
         try:
             async with asyncio.timeout(self._config.run.pipeline.budget_s):
                 microbatch = await conversation.receive()
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"{conversation.peer} sent no microbatch") from silence
+        while microbatch is not None:
+            await self._answer(conversation, microbatch)
+            microbatch = None  # its tensors are not held while we wait
+            if not self._closed:
+                microbatch = await self._next(conversation)
+
+    def close(self) -> None:
+        """End the conversations that are idle, and the others once they have their answer."""
+        self._closed = True
+        for wait in self._idle.values():
+            _end(wait)
+
+    async def _next(self, conversation: Conversation) -> Any:
+        """Return what comes next; None when the caller has ended, or is not to be waited for any longer."""
+        # The caller ends first, or its next microbatch might meet our end on its way.
+        wait_s = IDLE_S + self._config.run.pipeline.budget_s
+        try:
+            async with asyncio.timeout(wait_s) as wait:
+                self._idle[conversation] = wait
+                if len(self._idle) > MOST_IDLE:
+                    _end(next(iter(self._idle.values())))
+                return await conversation.receive()
+        except (TimeoutError, ConnectionResetError):
+            return None
+        finally:
+            del self._idle[conversation]
+
+    async def _answer(self, conversation: Conversation, microbatch: Any) -> None:
+        """Take one microbatch through our stage and send the reply."""
         if not isinstance(microbatch, Microbatch):
             raise Violation(f"expected a microbatch, got {type(microbatch).__name__}")
         least, greatest = microbatch.targets.aminmax()
@@ -97,6 +137,8 @@ class MicrobatchServer:
             raise Violation(f"targets outside the vocabulary of {self._context.vocabulary}")
         reply = await self._worker.process(microbatch, conversation.peer)
         try:
+            if not conversation.is_quiet:
+                raise Violation("spoke again, or left, before it had its answer")
             await conversation.send(reply)
         except ConnectionError:
             if isinstance(reply, Gradient):
@@ -104,3 +146,9 @@ class MicrobatchServer:
             raise
         if isinstance(reply, Refused):
             self._context.record(events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True))
+
+
+def _end(wait: asyncio.Timeout) -> None:
+    """Let a wait end now, unless it is over already."""
+    if not wait.expired():
+        wait.reschedule(loop_s())

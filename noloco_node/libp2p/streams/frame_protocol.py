@@ -95,6 +95,11 @@ class FrameProtocol:
         """The size of the message that `next_message` would return; None where none waits."""
         return self._inbox[0][1] if self._inbox else None
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether both ends are open, and no message waits or is under way to us."""
+        return self.closed is None and self.send_state is not _ENDED and not (self.peer_ended or self.held_bytes)
+
     def receive_bytes(self, count: int, now_s: float) -> Event | None:
         """Take note that the first `count` bytes of `next_buffer()` were filled."""
         if self.closed is not None:

@@ -104,6 +104,11 @@ class StreamEnd:
     def peer(self) -> str:
         return self._peer
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether both ends are open, and no message waits."""
+        return not (self.is_over or self._peer_ended or self._inbox)
+
     async def send(self, message: Any) -> None:
         """Hand one message over; the module says when this suspends."""
         self._check()
