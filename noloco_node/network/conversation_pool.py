@@ -44,7 +44,7 @@ class ConversationPool:
         if len(self._idle) > MOST_IDLE:
             await self._end(next(iter(self._idle)))
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End all conversations, and keep none any more."""
         self._closed = True
         for conversation in list(self._idle):

@@ -20,6 +20,10 @@ VIOLATION_GRACE_S = 1.0
 """A handler whose caller violated the protocol is told so where it waits; whoever does not end then is cancelled."""
 
 
+class ConversationEnded(ConnectionResetError):
+    """The other side ended politely, before it sent what was waited for."""
+
+
 class Conversation(Protocol):
     """One stream between two peers, both of whom may send and receive typed messages, in order."""
 

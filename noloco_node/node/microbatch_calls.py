@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from noloco_node.journal import events
-from noloco_node.network.conversation_pool import IDLE_S, MOST_IDLE, ConversationPool
-from noloco_node.network.interface import Conversation
+from noloco_node.network.conversation_pool import IDLE_S, ConversationPool
+from noloco_node.network.interface import Conversation, ConversationEnded
 from noloco_node.network.schema import Violation
 from noloco_node.network.timeouts import AdaptiveTimeout, TimeoutBounds
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
@@ -22,6 +22,8 @@ from pipeline.worker import Worker
 
 REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
 """Of a reply to a microbatch, where one stage is below us."""
+MOST_IDLE = 256
+"""Conversations that wait here for another microbatch: half of what is answered at all."""
 
 
 class MicrobatchClient:
@@ -54,9 +56,9 @@ class MicrobatchClient:
             record(events.RefusedMicrobatch(peer=peer, reason=str(reply.reason)))
         return reply
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End the conversations that were kept for further calls."""
-        await self._pool.close()
+        await self._pool.aclose()
 
     async def _reply(self, peer: str, microbatch: Microbatch) -> Reply:
         """Send a microbatch and return what comes; ConnectionAbortedError when nothing does for very much too long."""
@@ -68,16 +70,25 @@ class MicrobatchClient:
         most_s = (1.0 + below / 2) * self._timeout.deadline_s(peer)
         try:
             limit_s = most_s if config.deadlines and most_s < math.inf else None
-            async with asyncio.timeout(limit_s), self._pool.talk(peer) as conversation:
-                await conversation.send(microbatch)
-                reply = await conversation.receive()
-                if not isinstance(reply, Gradient | Refused):
-                    raise Violation(f"expected a gradient, got {type(reply).__name__}")
+            async with asyncio.timeout(limit_s):
+                try:
+                    reply = await self._exchange(peer, microbatch)
+                except ConversationEnded:
+                    # It was let go of while our microbatch was on its way, and nothing was taken: once more.
+                    reply = await self._exchange(peer, microbatch)
         except TimeoutError:
             raise ConnectionAbortedError(f"{peer} has not answered for {most_s:.0f} s, though it is there") from None
         if isinstance(reply, Gradient):
             self._timeout.took(peer, loop_s() - begun_s)
         return reply
+
+    async def _exchange(self, peer: str, microbatch: Microbatch) -> Reply:
+        async with self._pool.talk(peer) as conversation:
+            await conversation.send(microbatch)
+            reply = await conversation.receive()
+            if not isinstance(reply, Gradient | Refused):
+                raise Violation(f"expected a gradient, got {type(reply).__name__}")
+            return reply
 
 
 class MicrobatchServer:

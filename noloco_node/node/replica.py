@@ -173,7 +173,7 @@ class Replica:
     async def aclose(self) -> None:
         """End the conversations that were kept for further microbatches: whoever still asks finds the gate closed."""
         self.microbatches.close()
-        await self._client.close()
+        await self._client.aclose()
 
     # What peers ask of us.
 

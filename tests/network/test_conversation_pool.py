@@ -73,7 +73,7 @@ async def world(*others: str) -> AsyncIterator[World]:
     made = World(*others)
     await made.serve()
     yield made
-    await made.pool.close()
+    await made.pool.aclose()
     await asyncio.sleep(1.0)
     assert all(made.network.open_calls(name) == 0 for name in ("a", *made.others))
 
@@ -167,7 +167,7 @@ def test_who_is_under_way_when_the_pool_closes_has_its_answer_and_nothing_is_kep
         async with world() as w:
             call = asyncio.ensure_future(w.ask("slowly"))
             await asyncio.sleep(0.5)
-            await w.pool.close()
+            await w.pool.aclose()
             await call
             await asyncio.sleep(1.0)
             assert w.network.open_calls("a") == w.network.open_calls("b") == 0

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.libp2p.streams.liveness import PeerLiveness
 from noloco_node.network import wire
+from noloco_node.network.interface import ConversationEnded
 from noloco_node.network.schema import Buffer, Schema, Violation
 
 MOST_WAITING = 2
@@ -145,7 +146,7 @@ class FrameProtocol:
         if self.closed is not None or self.send_state is _ENDED:
             self._raise_closed()
         if self.peer_ended:
-            raise ConnectionResetError(f"{self.peer} ended the conversation")
+            raise ConversationEnded(f"{self.peer} ended the conversation")
 
     # Sending.
 

@@ -66,11 +66,11 @@ class BoundInvariants:
                 self.context.complain("slot", f"{sentence}: {slots(gate)}")
 
     def _most_calls(self) -> int:
-        """Return how many conversations a peer may have open: its windows and queue, and the gossip of a stage."""
+        """Return how many conversations a peer may have open: a window with each neighbour, and the gossip of a stage."""
         replicas = max(Counter(record.stage for record in self.context.present.values()).values(), default=0)
         pipeline = self.context.world.setting.run.pipeline
         window = pipeline.microbatches_per_step * pipeline.windows_in_flight
-        return (replicas + 1) * window + 2 * replicas + SPARE_CALLS
+        return 2 * replicas * window + 2 * replicas + SPARE_CALLS
 
     def _check_network(self, most_streams: int) -> None:
         network, setting = self.context.world.network, self.context.world.setting

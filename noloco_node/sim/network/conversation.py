@@ -23,7 +23,7 @@ import inspect
 from collections import Counter
 from typing import Any
 
-from noloco_node.network.interface import VIOLATION_GRACE_S
+from noloco_node.network.interface import VIOLATION_GRACE_S, ConversationEnded
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.sim.network.bandwidth import AccessLine
 from noloco_node.sim.network.link_model import SILENCE_S
@@ -152,7 +152,7 @@ class StreamEnd:
         if self._left:
             raise ConnectionResetError(f"the conversation with {self._peer} is over")
         if self._peer_ended:
-            raise ConnectionResetError(f"{self._peer} ended the conversation")
+            raise ConversationEnded(f"{self._peer} ended the conversation")
 
     # How it ends.
 
