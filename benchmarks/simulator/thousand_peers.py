@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gossip.events import OuterStepTaken, RoundDeferred
+
 HERE = Path(__file__).resolve()
 PARTS = {
     "pipeline": "/pipeline/",
@@ -76,9 +78,9 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
             match event:
                 case events.InnerStep():
                     self.events["inner_steps"] += 1
-                case events.OuterStep(partner=partner):
+                case OuterStepTaken(partner=partner):
                     self.events["met" if partner else "solo"] += 1
-                case events.Deferred():
+                case RoundDeferred():
                     self.events["deferred"] += 1
 
         def struck(self, fault: Fault) -> None:

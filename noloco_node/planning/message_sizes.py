@@ -48,7 +48,7 @@ def coded_bytes(outer: OuterConfig, shapes: Shapes) -> int:
 
 def round_bytes(outer: OuterConfig, shapes: Shapes) -> int:
     """Return the bytes that a peer sends its partner in a round, probes included."""
-    probes = 1 + (Format(outer.codec) is Format.INT4) + (sets(outer) == 2)
+    probes = 1 + Format(outer.codec).is_modular + (sets(outer) == 2)
     return coded_bytes(outer, shapes) + probes * min(PROBE_BYTES, float32_bytes(shapes))
 
 

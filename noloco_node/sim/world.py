@@ -20,6 +20,7 @@ from dataclasses import replace
 from random import Random
 from typing import TypeVar
 
+from gossip.events import OuterStepTaken
 from noloco_node.errors import user_error_of
 from noloco_node.journal import events
 from noloco_node.sim import clock, stall
@@ -187,7 +188,7 @@ class World:
                 watcher.look()
 
     def _hear(self, peer: SimulatedPeer, event: events.Event) -> None:
-        if isinstance(event, events.InnerStep | events.OuterStep):
+        if isinstance(event, events.InnerStep | OuterStepTaken):
             self.ended_s = self.now_s
         for watcher in self.watchers:
             watcher.hear(peer, event)

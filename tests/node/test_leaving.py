@@ -17,6 +17,7 @@ from process_swarm import host, join, look, run_file, steps
 from process_swarm import peer as peer_id
 from processes import Command, Commands
 
+from gossip.events import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.machine.signals import departure
@@ -60,7 +61,7 @@ def swarm(seed: int = 0, stages: int = 2, windows: int = 1) -> Cast:
 
 async def train(cast: Cast) -> None:
     """Wait until everybody has had two rounds."""
-    await until(lambda: all(len(cast.since(name, events.OuterStep)) >= 2 for name in cast.peers))
+    await until(lambda: all(len(cast.since(name, OuterStepTaken)) >= 2 for name in cast.peers))
 
 
 async def leave(cast: Cast, name: str, within_s: float) -> float:

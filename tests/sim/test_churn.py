@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from repository import ROOT
 
+from gossip.events import OuterStepTaken
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.sim.peer import SimulatedPeer
@@ -107,7 +108,7 @@ class Seen:
                 self.longest_s = max(self.longest_s, self.world.now_s - self.last_step_s.get(life, self.world.now_s))
                 self.last_step_s[life] = self.world.now_s
                 self.losses += [] if event.loss is None else [event.loss]
-            case events.OuterStep(gap=gap) if gap is not None:
+            case OuterStepTaken(gap=gap) if gap is not None:
                 self.gaps.append(gap)
             case events.Finished():
                 self.ended[peer.name, peer.life.number] = event.why

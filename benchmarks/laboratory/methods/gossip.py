@@ -21,7 +21,8 @@ from benchmarks.laboratory.methods.lagging_roster import Crowd
 from benchmarks.laboratory.methods.replicas import Replica, Swarm
 from benchmarks.laboratory.methods.virtual_trainee import Device
 from benchmarks.laboratory.methods.weighted_meetings import Luggage, Weighed, check
-from gossip.interface import Candidate, Event, Origin, OuterStepTaken, RoundContext, RoundProgress
+from gossip.events import Event, OuterStepTaken
+from gossip.interface import Candidate, Origin, RoundContext, RoundProgress
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from noloco_node.network.interface import Conversation, PeerNetwork

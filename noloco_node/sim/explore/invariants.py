@@ -26,6 +26,7 @@ from collections import Counter
 
 import torch
 
+from gossip.events import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
@@ -94,7 +95,7 @@ class InvariantChecker(Watcher):
                 record.note_step(now_s, fast_of(peer))
                 record.forget_pauses(KEPT_PAUSES)
                 self._liveness.note_step(record)
-            case events.OuterStep() if record is not None:
+            case OuterStepTaken() if record is not None:
                 self._rounds.hear(record, event)
                 self._check_finite(record)
                 if event.partner is not None:

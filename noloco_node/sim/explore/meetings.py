@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from gossip.events import OuterStepTaken
 from gossip.exchange.formats import Format
 from gossip.rule.staleness import ROUND_BOUND
-from noloco_node.journal import events
 from noloco_node.sim.explore.life_records import LifeRecord
 from noloco_node.sim.explore.observation import CheckerContext
 
@@ -52,7 +52,7 @@ class MeetingSide:
     def __init__(
         self,
         record: LifeRecord,
-        event: events.OuterStep,
+        event: OuterStepTaken,
         mean: Tensor,
         *,
         slow: Tensor,

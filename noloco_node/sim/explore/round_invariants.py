@@ -1,7 +1,7 @@
 """What must hold of the rounds, as far as journals and the state of both sides show it.
 
 With gamma = beta a step adds u = beta (phi - mean theta) to the momentum, at once or at the end of its period
-(`gossip.rule.delayed_momentum`). So u, and with it the mean that a side applied, mean theta = phi - u / beta, follows
+(`gossip.rule.outer_step`). So u, and with it the mean that a side applied, mean theta = phi - u / beta, follows
 from its own state before and after the step, and needs no look at the exchange. With another gamma there is a pull in
 it besides, (1 - gamma / beta) / 2 times the distance to the partner's slow weights, with opposite signs on the two
 sides. The snapshot is known too: an outer step says how many inner steps ago it was taken, and the fast weights at the
@@ -35,9 +35,9 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
+from gossip.events import OuterStepTaken
 from gossip.rule.outer_step import OuterState
 from gossip.rule.staleness import ROUND_BOUND
-from noloco_node.journal import events
 from noloco_node.sim.explore.life_records import LifeRecord, fast_of, state_of
 from noloco_node.sim.explore.meetings import MeetingChecker, MeetingSide
 from noloco_node.sim.explore.observation import CheckerContext
@@ -62,7 +62,7 @@ class RoundInvariants:
         """Return outer steps seen with, without and to the weights of a partner, and what the meetings count."""
         return {"met": self.met, "solo": self.solo, "adopted": self.adopted, **self.meetings.statistics()}
 
-    def hear(self, record: LifeRecord, event: events.OuterStep) -> None:
+    def hear(self, record: LifeRecord, event: OuterStepTaken) -> None:
         """Check a step that has just been applied."""
         context, now_s = self.context, self.context.world.now_s
         after, fast = state_of(record.peer), fast_of(record.peer)
@@ -122,7 +122,7 @@ class RoundInvariants:
             sentence = f"{record.name} moved its fast weights by other than new slow weights less snapshot"
             self.context.complain("rule", f"{sentence}: {away:.3g} off, of {float(due.abs().max()):.3g}")
 
-    def _check_number(self, record: LifeRecord, event: events.OuterStep) -> None:
+    def _check_number(self, record: LifeRecord, event: OuterStepTaken) -> None:
         context, last = self.context, record.finished[-1][1]
         if event.round <= last:
             context.complain("round", f"{record.name} finished round {event.round} after round {last}")

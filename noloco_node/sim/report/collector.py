@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from gossip.events import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.peer import SimulatedPeer
@@ -134,7 +135,7 @@ class EventCollector(Watcher):
                 self.stage_times.of(peer).stage = event.stage
             case events.InnerStep():
                 self._note_step(self.stage_times.of(peer).stage or 0, event)
-            case events.OuterStep() if event.gap is not None:
+            case OuterStepTaken() if event.gap is not None:
                 stage = self.stage_times.of(peer).stage or 0
                 self.sums.gap[stage] += event.gap
                 self.sums.gaps[stage] += 1

@@ -48,7 +48,7 @@ class EventTrace(Watcher):
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Write an event."""
-        self._write({"node": peer.name, **msgspec.to_builtins(event)})
+        self._write({"node": peer.name, **events.fields_of(event)})
 
     def struck(self, fault: Fault) -> None:
         """Write a fault."""
