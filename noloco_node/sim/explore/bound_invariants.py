@@ -66,7 +66,7 @@ class BoundInvariants:
                 self.context.complain("slot", f"{sentence}: {slots(gate)}")
 
     def _most_calls(self) -> int:
-        """Return how many conversations a peer may have open: a window with each neighbour, and the gossip of a stage."""
+        """Return how many conversations a peer may have open: a window with each neighbour, and its gossip."""
         replicas = max(Counter(record.stage for record in self.context.present.values()).values(), default=0)
         pipeline = self.context.world.setting.run.pipeline
         window = pipeline.microbatches_per_step * pipeline.windows_in_flight
