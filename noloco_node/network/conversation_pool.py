@@ -16,6 +16,7 @@ from noloco_node.tasks import loop_s
 IDLE_S = 60.0
 """A conversation that was not used for so long is ended: its beats cost more than opening another."""
 MOST_IDLE = 128
+"""With all peers; the one that has been idle for longest is ended first."""
 
 
 class ConversationPool:
@@ -57,13 +58,14 @@ class ConversationPool:
             if since_s > oldest_s:
                 break
             await self._end(conversation)
-        for conversation in reversed(list(self._idle)):
-            if conversation.peer == peer:
-                if conversation.is_quiet:
-                    return conversation, self._idle.pop(conversation)[0]
-                await self._end(conversation)
+        while mine := next((each for each in reversed(self._idle) if each.peer == peer), None):
+            if mine.is_quiet:
+                return mine, self._idle.pop(mine)[0]
+            await self._end(mine)
         return None, AsyncExitStack()
 
     async def _end(self, conversation: Conversation) -> None:
-        ending, _ = self._idle.pop(conversation)
-        await ending.aclose()
+        """End a conversation, unless another call took it meanwhile."""
+        kept = self._idle.pop(conversation, None)
+        if kept is not None:
+            await kept[0].aclose()
