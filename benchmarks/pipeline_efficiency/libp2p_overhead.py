@@ -1,6 +1,6 @@
 """What a pipeline over libp2p costs: a two-stage swarm against one process that trains the same model.
 
-    python -m benchmarks.pipeline_efficiency.libp2p_overhead [--rounds 5] [--seconds 40] [--json FILE]
+    python -m benchmarks.pipeline_efficiency.libp2p_overhead [--rounds 5] [--seconds 40] [--windows-in-flight 2]
 
 Each round measures both on the same cores, one after the other, so that a noisy machine disturbs them alike; the
 ratio is taken within a round. The swarm is the real thing: a bootstrap peer and two `noloco-node join` processes with
@@ -47,6 +47,7 @@ replicas = 1
 sequence_length = {sequence}
 microbatch_size = {batch}
 microbatches_per_step = {window}
+windows_in_flight = {windows}
 [inner]
 steps = 100000
 warmup_steps = 10
@@ -62,6 +63,7 @@ def run_text(arguments: argparse.Namespace, stages: int) -> str:
         sequence=arguments.sequence,
         batch=arguments.batch,
         window=arguments.window,
+        windows=arguments.windows_in_flight,
         stages=stages,
     )
 
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--windows-in-flight", type=int, choices=(1, 2), default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--single", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -194,6 +197,7 @@ def main() -> None:
         (home / "whole.toml").write_text(run_text(arguments, 1))
         (home / "swarm.toml").write_text(run_text(arguments, STAGES))
         shape = f"{arguments.window} microbatches of {arguments.batch} x {arguments.sequence} tokens a window"
+        shape += f", {arguments.windows_in_flight} in flight"
         host = f"{platform.host()}, {psutil.cpu_count()} cores, Python {platform.python_version()}"
         print(f"{host}; width {arguments.width}, {arguments.layers} layers, {shape}")
         for number in range(arguments.rounds):

@@ -5,7 +5,7 @@
 The table of `noloco_node.planning.pipeline_model`, which `noloco-node check` predicts with, and beside it what
 production nodes did in virtual time where that takes seconds (`benchmarks.pipeline_efficiency.production_utilisation`),
 with one window in flight and with two; a single stage waits for nobody and has one. Latency is the time of one message
-in forward passes of a stage; a call takes a round trip to open its stream, one message down and one back. Replicas are
+in forward passes of a stage; a call takes one message down and one back. Replicas are
 four of equal speed, five, which no window here is a multiple of, and four with speeds 1:1:2:4; efficiency is work done
 over what all devices of a stage could do.
 """

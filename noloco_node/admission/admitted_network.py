@@ -194,6 +194,10 @@ class _CheckedConversation:
     def peer(self) -> str:
         return self._conversation.peer
 
+    @property
+    def is_quiet(self) -> bool:
+        return self._conversation.is_quiet
+
     def check(self) -> None:
         if self._right not in self._state.rights(self.peer):
             why = self._state.refusal(self.peer) or f"its ticket does not let it {self._right.name}".lower()

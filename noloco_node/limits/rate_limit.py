@@ -185,6 +185,11 @@ class RateLimitedConversation:
         """The other's peer id."""
         return self._conversation.peer
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether both ends are open, and no message waits."""
+        return not self._come and self._conversation.is_quiet
+
     async def send(self, message: Any) -> None:
         """Send one message as the budget has room for it."""
         if self._up.bytes_per_s is None:

@@ -20,12 +20,20 @@ VIOLATION_GRACE_S = 1.0
 """A handler whose caller violated the protocol is told so where it waits; whoever does not end then is cancelled."""
 
 
+class ConversationEnded(ConnectionResetError):
+    """The other side ended politely, before it sent what was waited for."""
+
+
 class Conversation(Protocol):
     """One stream between two peers, both of whom may send and receive typed messages, in order."""
 
     @property
     def peer(self) -> str:
         """The other's peer id, authenticated by the transport."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether both ends are open, as far as is known here, and all that has come was received."""
 
     async def send(self, message: Any) -> None:
         """Send one message that the conversation's schema knows; return when it has been handed to the transport."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from noloco_node.journal import events
-from noloco_node.network.interface import Conversation
+from noloco_node.network.conversation_pool import IDLE_S, ConversationPool
+from noloco_node.network.interface import Conversation, ConversationEnded
 from noloco_node.network.schema import Violation
 from noloco_node.network.timeouts import AdaptiveTimeout, TimeoutBounds
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
 """Of a reply to a microbatch, where one stage is below us."""
+MOST_IDLE = 256
+"""Conversations that wait here for another microbatch: half of what is answered at all."""
 
 
 class MicrobatchClient:
@@ -35,6 +38,7 @@ class MicrobatchClient:
         self._timeout = AdaptiveTimeout(REPLIES)
         self._unbounded: dict[asyncio.Timeout, float] = {}
         """Calls that began before anybody had replied, and when (loop seconds)."""
+        self._pool = ConversationPool(context.network, topic(MICROBATCH, config.stage + 1), context.microbatch_schema)
 
     def hops(self, roster: Roster) -> tuple[Hop, ...]:
         """Return the replicas of the next stage that train."""
@@ -58,25 +62,24 @@ class MicrobatchClient:
             record(events.RefusedMicrobatch(peer=peer, reason=str(reply.reason)))
         return reply
 
+    async def aclose(self) -> None:
+        """End the conversations that were kept for further calls."""
+        await self._pool.aclose()
+
     async def _reply(self, peer: str, microbatch: Microbatch) -> Reply:
         """Send a microbatch and return what comes; ConnectionAbortedError when nothing does for very much too long."""
         # Whoever is nearest to a replica that hangs must be the first to give up, with time left for another to answer,
         # or the innocent are accused. (A usual deadline is twice the mean at least.) That is why waits in vain do not
         # lengthen it: those who wait above would not know. Who needs three times as long as the others is left out.
-        config, context = self._config, self._context
-        begun_s, share = loop_s(), 1.0 + (config.run.pipeline.stages - 1 - config.stage) / 2
+        begun_s, share = loop_s(), 1.0 + (self._config.run.pipeline.stages - 1 - self._config.stage) / 2
         limit = self._limit(share * self._timeout.deadline_s(peer), begun_s)
         try:
-            async with (
-                limit,
-                context.network.talk(
-                    peer, topic(MICROBATCH, config.stage + 1), context.microbatch_schema
-                ) as conversation,
-            ):
-                await conversation.send(microbatch)
-                reply = await conversation.receive()
-                if not isinstance(reply, Gradient | Refused):
-                    raise Violation(f"expected a gradient, got {type(reply).__name__}")
+            async with limit:
+                try:
+                    reply = await self._exchange(peer, microbatch)
+                except ConversationEnded:
+                    # It was let go of while our microbatch was on its way, and nothing was taken: once more.
+                    reply = await self._exchange(peer, microbatch)
         except TimeoutError:
             waited_s = loop_s() - begun_s
             raise ConnectionAbortedError(f"{peer} has not answered for {waited_s:.0f} s, though it is there") from None
@@ -84,7 +87,7 @@ class MicrobatchClient:
             self._unbounded.pop(limit, None)
         if isinstance(reply, Gradient):
             if reply.hidden is not None:
-                _check(ACTIVATION_CODECS[config.run.pipeline.codec].back, reply.hidden)
+                _check(ACTIVATION_CODECS[self._config.run.pipeline.codec].back, reply.hidden)
             self._timeout.took(peer, loop_s() - begun_s)
             self._bound_first(share * self._timeout.deadline_s(peer))
         return reply
@@ -102,20 +105,65 @@ class MicrobatchClient:
         for limit, begun_s in unbounded.items():
             limit.reschedule(max(loop_s(), begun_s + most_s))
 
+    async def _exchange(self, peer: str, microbatch: Microbatch) -> Reply:
+        async with self._pool.talk(peer) as conversation:
+            await conversation.send(microbatch)
+            reply = await conversation.receive()
+            if not isinstance(reply, Gradient | Refused):
+                raise Violation(f"expected a gradient, got {type(reply).__name__}")
+            return reply
+
 
 class MicrobatchServer:
-    """Takes microbatches of other peers."""
+    """Takes microbatches of other peers, on each conversation one after another."""
 
     def __init__(self, config: ReplicaConfig, context: ReplicaContext, worker: Worker) -> None:
         self._config, self._context, self._worker = config, context, worker
+        self._idle: dict[Conversation, asyncio.Timeout] = {}
+        """The waits for another microbatch; the longest comes first."""
+        self._closed = False
+
+    @property
+    def idle(self) -> int:
+        """How many conversations wait for another microbatch."""
+        return len(self._idle)
 
     async def serve(self, conversation: Conversation) -> None:
-        """Take one microbatch of another peer through our stage and send the reply."""
+        """Answer microbatches of another peer until no more come."""
         try:
             async with asyncio.timeout(self._config.run.pipeline.budget_s):
                 microbatch = await conversation.receive()
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"{conversation.peer} sent no microbatch") from silence
+        while microbatch is not None:
+            await self._answer(conversation, microbatch)
+            microbatch = None  # its tensors are not held while we wait
+            if not self._closed:
+                microbatch = await self._next(conversation)
+
+    def close(self) -> None:
+        """End the conversations that are idle, and the others once they have their answer."""
+        self._closed = True
+        for wait in self._idle.values():
+            _end(wait)
+
+    async def _next(self, conversation: Conversation) -> Any:
+        """Return what comes next; None when the caller has ended, or is not to be waited for any longer."""
+        # The caller ends first, or its next microbatch might meet our end on its way.
+        wait_s = IDLE_S + self._config.run.pipeline.budget_s
+        try:
+            async with asyncio.timeout(wait_s) as wait:
+                self._idle[conversation] = wait
+                if len(self._idle) > MOST_IDLE:
+                    _end(next(iter(self._idle.values())))
+                return await conversation.receive()
+        except (TimeoutError, ConnectionResetError):
+            return None
+        finally:
+            del self._idle[conversation]
+
+    async def _answer(self, conversation: Conversation, microbatch: Any) -> None:
+        """Take one microbatch through our stage and send the reply."""
         if not isinstance(microbatch, Microbatch):
             raise Violation(f"expected a microbatch, got {type(microbatch).__name__}")
         least, greatest = microbatch.targets.aminmax()
@@ -124,6 +172,8 @@ class MicrobatchServer:
         _check(ACTIVATION_CODECS[self._config.run.pipeline.codec].down, microbatch.hidden)
         reply = await self._worker.process(microbatch, conversation.peer)
         try:
+            if not conversation.is_quiet:
+                raise Violation("spoke again, or left, before it had its answer")
             await conversation.send(reply)
         except ConnectionError:
             if isinstance(reply, Gradient):
@@ -141,3 +191,9 @@ def _check(code: ActivationCode, wire: Tensor) -> None:
         check(code, wire)
     except ValueError as error:
         raise Violation(str(error)) from None
+
+
+def _end(wait: asyncio.Timeout) -> None:
+    """Let a wait end now, unless it is over already."""
+    if not wait.expired():
+        wait.reschedule(loop_s())

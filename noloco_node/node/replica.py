@@ -73,8 +73,8 @@ class Replica:
             final_fraction=run.inner.final_fraction,
         )
         rng = Random(f"{run.seed}|routing|{config.peer}")
-        client = MicrobatchClient(config, context)
-        next_stage = NextStageClient(hops=Derived(context.roster, client.hops), call=client.call)
+        self._client = MicrobatchClient(config, context)
+        next_stage = NextStageClient(hops=Derived(context.roster, self._client.hops), call=self._client.call)
         self.next_stage = None if config.last else NextStage(next_stage, Limits(), rng)
         self.worker = Worker(
             stage,
@@ -160,6 +160,11 @@ class Replica:
         self.worker.abandon()
         await self._device.run(self._stage.discard)
         return self.admission.succeeded
+
+    async def aclose(self) -> None:
+        """End the conversations that were kept for further microbatches: whoever still asks finds the gate closed."""
+        self.microbatches.close()
+        await self._client.aclose()
 
     # What peers ask of us.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from math import inf, prod
 from typing import NamedTuple
 
@@ -85,7 +85,7 @@ class StageTenure:
         """Serve, train and save until the run is over, or we are asked to leave or needed at another stage."""
         context, training = self._context, self._training
         await self._start_serving()
-        async with background(context.writer.run()), background(self._keep_snapshots()):
+        async with aclosing(self.replica), background(context.writer.run()), background(self._keep_snapshots()):
             async with background(self._progress.run()):
                 try:
                     ending = await training.run(self.replica, leave, self._in_pause, moves=context.options.moves)

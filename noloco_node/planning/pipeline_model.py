@@ -5,8 +5,8 @@ first come, first served. A microbatch takes a forward pass at every stage on it
 the work, on its way up; the last stage does both at once. The rest is production's behaviour, and where it is a
 function there it is called and not copied:
 
-- a sender draws its next hop from a bag, in proportion to speed (`pipeline.routing`), and a call opens a stream before
-  it sends: a round trip, so that the way down takes three latencies and the way up one;
+- a sender draws its next hop from a bag, in proportion to speed (`pipeline.routing`), and a call is one message down
+  and one up: streams stay open (`noloco_node.network.conversation_pool`), and what opened them is not counted;
 - a replica admits exactly a window of microbatches between two inner steps, queues two more, a fair share per sender
   and the senders in turn, and refuses the rest (`pipeline.admission`); who is refused leaves that replica in peace for
   as long as it was told, asks another, and sleeps when all refuse (`pipeline.next_stage`);
@@ -36,8 +36,6 @@ from pipeline.schedule import fair_share
 
 WINDOW = 256
 """Largest window in the model: beyond, filling and draining no longer count."""
-OPENING = 2
-"""Latencies that pass before a call's first message leaves: its stream is opened, a round trip."""
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 """Its multiples, less their whole parts, lie evenly between 0 and 1."""
 HOPS = 30_000
@@ -212,14 +210,13 @@ class _Model:
         self._counter += 1
         heapq.heappush(self._events, (time, self._counter, action, stage, microbatch))
 
-    def _on_line(self, messages: int) -> float:
-        """Return how long so many messages take, one after the other."""
+    def _on_line(self) -> float:
+        """Return how long a message takes."""
         mean = self.shape.latency
         if not self.shape.jitter:
-            return mean * messages
+            return mean
         variance = math.log1p(self.shape.jitter**2)
-        draws = [self._rng.lognormvariate(-variance / 2, math.sqrt(variance)) for _ in range(messages)]
-        return mean * math.fsum(draws)
+        return mean * self._rng.lognormvariate(-variance / 2, math.sqrt(variance))
 
     def _compute(self, replica: _Replica, passes: int) -> float:
         """Queue work of so many forward passes at a device; return when it is done."""
@@ -239,7 +236,7 @@ class _Model:
             replica.enqueue(sender, microbatch)
             return
         del microbatch.path[stage], microbatch.steps[stage]
-        told_at = self.now + self._on_line(1)
+        told_at = self.now + self._on_line()
         self._replicas[sender].resting[replica.name] = told_at + refused
         self._at(told_at, self._ask, stage - 1, microbatch)
 
@@ -264,7 +261,7 @@ class _Model:
             return
         microbatch.path.append(self._replicas[peer])
         microbatch.steps.append(0)
-        self._at(self.now + self._on_line(OPENING + 1), self._arrive, stage + 1, microbatch)
+        self._at(self.now + self._on_line(), self._arrive, stage + 1, microbatch)
 
     def _answer(self, stage: int, microbatch: _Microbatch) -> None:
         replica = microbatch.path[stage]
@@ -277,7 +274,7 @@ class _Model:
         replica, shape = microbatch.path[stage], self.shape
         replica.note_success(self.now)
         if stage:
-            self._at(self.now + self._on_line(1), self._answer, stage - 1, microbatch)
+            self._at(self.now + self._on_line(), self._answer, stage - 1, microbatch)
         else:
             self.done += 1
             self._at(self.now, self._arrive, 0, _Microbatch(replica))

@@ -113,6 +113,10 @@ class _Lying:
     def peer(self) -> str:
         return self._conversation.peer
 
+    @property
+    def is_quiet(self) -> bool:
+        return self._conversation.is_quiet
+
     async def send(self, message: Any) -> None:
         await self._conversation.send(self._say(message))
 

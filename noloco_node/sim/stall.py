@@ -19,7 +19,7 @@ REFRESHES = 20
 TIMES = 20
 """As long as the slowest window and copy of the weights."""
 TRIPS = 4
-"""Latencies of a call: its stream is opened, it goes there and back."""
+"""Latencies of a call at most: its stream is opened, it goes there and back."""
 MOST_NAMES = 20
 
 

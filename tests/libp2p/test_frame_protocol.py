@@ -128,6 +128,18 @@ def test_whatever_comes_is_an_event_or_a_violation(frames: list[bytes], noise: b
             protocol.check_receive()
 
 
+def test_a_conversation_is_quiet_until_something_waits_or_either_side_ends() -> None:
+    protocol, left, ended = conversation(), conversation(), conversation()
+    feed(protocol, wire.beat() + framed(Ask(text="well?")), [100])
+    assert not protocol.is_quiet
+    taken(protocol)
+    assert protocol.is_quiet
+    left.leave(0.0)
+    feed(ended, wire.end(), [100])
+    assert not left.is_quiet
+    assert not ended.is_quiet
+
+
 @given(st.integers(0, MOST_WAITING), st.integers(0, 200))
 def test_memory_is_counted_to_the_byte(count: int, more_bytes: int) -> None:
     protocol, message = conversation(), framed(Bulk(numbers=torch.zeros(NUMBERS)))
@@ -137,7 +149,9 @@ def test_memory_is_counted_to_the_byte(count: int, more_bytes: int) -> None:
     kept += max(0, len(part) - 12)  # from the byte on that completes the prefix
     assert protocol.held_bytes == kept
     assert protocol.is_full == (count == MOST_WAITING)
+    assert protocol.is_quiet == (kept == 0)
     protocol.break_off(ConnectionResetError("enough"))
+    assert not protocol.is_quiet
     assert protocol.held_bytes == count * (len(message) - 12)
     protocol.discard()
     assert protocol.held_bytes == 0

@@ -106,6 +106,10 @@ class Peer:
         """Send a number to another peer and take it back; return the seconds."""
         return self._echoed("greet", other)
 
+    def greet_again(self, other: Peer) -> float:
+        """Do the same on a conversation that stays open from one to the next."""
+        return self._echoed("again", other)
+
     def exchange(self, other: Peer) -> float:
         """Send 16 MiB to another peer and take them back; return the seconds."""
         return self._echoed("call", other)
@@ -351,6 +355,8 @@ def test_peers_behind_a_router_converse_through_a_single_relay(country: Country)
     # By the relay: libp2p punches no hole as long as fewer than four others have seen our address.
     assert not outside.is_direct
     assert took_s > 2 * 16 * 2**20 * 8 / 20e6, "faster than the line: it took another way"
+    kept_s = [inside.greet_again(boot) for _ in range(8)]
+    assert min(kept_s) < 4 * ONE_WAY_S, "a call took more than one latency each way"
 
 
 def test_two_peers_behind_routers_meet_directly_once_others_know_where_they_come_from(country: Country) -> None:

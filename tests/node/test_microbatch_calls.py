@@ -1,107 +1,184 @@
-"""What a neighbour sends is looked at before a stage computes with it."""
+"""Calls from stage to stage as the callee sees them: one microbatch after another on a conversation, and its end."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from memory_swarms import recipe
 
-from noloco_node.network.wire import Violation
+from noloco_node.journal import events
+from noloco_node.network.conversation_pool import IDLE_S
+from noloco_node.network.interface import Conversation
+from noloco_node.node import microbatch_calls
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
-from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
-from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
-from noloco_node.run.protocols import gossip_schema, microbatch_schema
-from noloco_node.sim import clock
-from noloco_node.swarm.roster import Roster
-from pipeline.codec import encode
-from pipeline.codec_formats import ACTIVATION_CODECS
-from pipeline.messages import Gradient, Microbatch
+from noloco_node.node.replica_context import ReplicaConfig
+from noloco_node.run.protocols import microbatch_schema
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
+from pipeline.messages import Gradient, Microbatch, Reply
 
-RUN = RunConfig(
-    model=ModelConfig(architecture="llama"),
-    pipeline=PipelineConfig(microbatch_size=1, sequence_length=2, codec="int5-int3"),
+RUN, WIDTH = recipe().run, 16
+SCHEMA = microbatch_schema(RUN, WIDTH)
+CELLS = (RUN.pipeline.microbatch_size, RUN.pipeline.sequence_length)
+MICROBATCH = Microbatch(
+    hidden=torch.zeros(*CELLS, WIDTH), targets=torch.zeros(CELLS, dtype=torch.int64), progress=0.0, budget_s=100.0
 )
-TARGETS = torch.zeros(1, 2, dtype=torch.int64)
-CODEC = ACTIVATION_CODECS["int5-int3"]
+WORK_S, LATENCY_S = 1.0, 0.1
 
 
-def spoilt(wire: Tensor) -> Tensor:
-    wire[0, 1, :2] = torch.tensor([float("inf")]).bfloat16().view(torch.uint8)
-    return wire
+class Worker:
+    """Takes a second for each microbatch."""
+
+    def __init__(self) -> None:
+        self.taken = self.lost = 0
+
+    async def process(self, microbatch: Microbatch, sender: str) -> Reply:
+        await asyncio.sleep(WORK_S)
+        self.taken += 1
+        return Gradient(hidden=microbatch.hidden, loss=1.0, tokens=1)
+
+    def reply_lost(self) -> None:
+        self.lost += 1
 
 
-class Talk:
-    """A conversation with one who says one thing."""
+class Callee:
+    """A server of microbatches at `b`, and whoever calls it from `a`."""
 
-    peer = "peer-liar"
+    def __init__(self) -> None:
+        self.network = SimNetwork(NetworkConditions(latency=Latency(mean_s=LATENCY_S)))
+        self.caller, self._callee = self.network.network("a"), self.network.network("b")
+        self.worker = Worker()
+        config = ReplicaConfig(run=RUN, run_id="run", stage=1, peer="b")
+        context = SimpleNamespace(vocabulary=32, record=lambda event: None)
+        self.server = MicrobatchServer(config, context, self.worker)  # type: ignore[arg-type] # of their likes
 
-    def __init__(self, says: object) -> None:
-        self._says = says
-        self.heard: list[object] = []
+    async def serve(self) -> None:
+        await self._callee.serve("microbatch/1", SCHEMA, self.server.serve)
 
-    async def __aenter__(self) -> Talk:
-        return self
+    @asynccontextmanager
+    async def called(self) -> AsyncIterator[Conversation]:
+        async with self.caller.talk("b", "microbatch/1", SCHEMA) as conversation:
+            yield conversation
 
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-    async def receive(self) -> object:
-        return self._says
-
-    async def send(self, message: object) -> None:
-        self.heard.append(message)
-
-
-class Network:
-    """A network whose every peer says one thing."""
-
-    def __init__(self, says: object) -> None:
-        self._says = says
-
-    def talk(self, *_: object) -> Talk:
-        return Talk(self._says)
+    def open(self) -> int:
+        return self.network.open_calls("b")
 
 
-class Untouched:
-    """A worker that nothing may reach."""
-
-    async def process(self, microbatch: Microbatch, sender: str) -> Gradient:
-        raise AssertionError(f"{sender}'s microbatch was taken: {microbatch}")
+async def ask(conversation: Conversation) -> None:
+    await conversation.send(MICROBATCH)
+    assert isinstance(await conversation.receive(), Gradient)
 
 
-def context(says: object, journal: list[Any]) -> ReplicaContext:
-    return ReplicaContext(
-        network=cast(Any, Network(says)),
-        roster=lambda: Roster(()),
-        record=journal.append,
-        microbatch_schema=microbatch_schema(RUN, 64),
-        gossip_schema=gossip_schema(RUN, ((3,),)),
-        vocabulary=8,
-    )
+async def callee() -> Callee:
+    made = Callee()
+    await made.serve()
+    return made
 
 
-def config(stage: int) -> ReplicaConfig:
-    return ReplicaConfig(run=RUN, run_id="0" * 64, stage=stage, peer="peer-me")
+def test_one_microbatch_after_another_costs_a_latency_down_and_one_up() -> None:
+    async def main() -> None:
+        b, loop = await callee(), asyncio.get_running_loop()
+        async with b.called() as conversation:
+            begun_s = loop.time()
+            for number in range(1, 4):
+                await ask(conversation)
+                assert loop.time() - begun_s == pytest.approx(number * (WORK_S + 2 * LATENCY_S))
+                assert b.server.idle == 1
+        await asyncio.sleep(1.0)
+        assert (b.worker.taken, b.worker.lost, b.open(), b.server.idle) == (3, 0, 0, 0)
+
+    run(main())
 
 
-def test_activations_without_a_bound_are_a_violation_and_reach_no_stage() -> None:
-    hidden = spoilt(encode(CODEC.down, torch.randn(1, 2, 64)))
-    liar = Talk(Microbatch(hidden=hidden, targets=TARGETS, progress=0.0, budget_s=9.0))
-    server = MicrobatchServer(config(1), context(None, []), cast(Any, Untouched()))
-    with pytest.raises(Violation, match="top of a token"):
-        clock.run(server.serve(cast(Any, liar)))
-    assert liar.heard == []
+def test_who_speaks_out_of_turn_gets_no_answer() -> None:
+    """Answers belong to questions by their order: a second question might be taken for another's."""
+
+    async def main() -> None:
+        b = await callee()
+        async with b.called() as conversation:
+            await conversation.send(MICROBATCH)
+            await conversation.send(MICROBATCH)
+            with pytest.raises(ConnectionResetError, match="spoke again"):
+                await conversation.receive()
+        assert (b.worker.taken, b.worker.lost) == (1, 1)
+
+    run(main())
 
 
-def test_a_gradient_without_a_bound_is_a_violation_that_is_journalled() -> None:
-    journal: list[Any] = []
-    lie = Gradient(hidden=spoilt(encode(CODEC.back, torch.randn(1, 2, 64))), loss=1.0, tokens=2)
-    client = MicrobatchClient(config(0), context(lie, journal))
-    microbatch = Microbatch(
-        hidden=encode(CODEC.down, torch.randn(1, 2, 64)), targets=TARGETS, progress=0.0, budget_s=9.0
-    )
-    with pytest.raises(Violation, match="top of a token"):
-        clock.run(client.call("peer-liar", microbatch))
-    assert [(event.peer, event.topic) for event in journal] == [("peer-liar", "microbatch")]
+def test_who_hangs_up_meanwhile_ends_the_work() -> None:
+    async def main() -> None:
+        b = await callee()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5 * WORK_S + 3 * LATENCY_S), b.called() as conversation:
+                await ask(conversation)
+        await asyncio.sleep(2 * WORK_S)
+        assert (b.worker.taken, b.open(), b.server.idle) == (0, 0, 0)
+
+    run(main())
+
+
+def test_a_conversation_that_nobody_uses_is_ended_after_the_callers_patience() -> None:
+    async def main() -> None:
+        b = await callee()
+        async with b.called() as conversation:
+            await ask(conversation)
+            await asyncio.sleep(IDLE_S)
+            await ask(conversation)
+            await asyncio.sleep(IDLE_S + RUN.pipeline.budget_s + 1.0)
+            assert not conversation.is_quiet
+            assert b.server.idle == 0
+
+    run(main())
+
+
+def test_of_too_many_idle_conversations_the_longest_idle_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(microbatch_calls, "MOST_IDLE", 2)
+
+    async def main() -> None:
+        b = await callee()
+        async with b.called() as first, b.called() as second, b.called() as third:
+            for conversation in (first, second, third):
+                await ask(conversation)
+            await asyncio.sleep(1.0)
+            assert [each.is_quiet for each in (first, second, third)] == [False, True, True]
+
+    run(main())
+
+
+def test_a_server_that_closes_ends_who_is_idle_at_once_and_who_is_not_after_the_answer() -> None:
+    async def main() -> None:
+        b = await callee()
+        async with b.called() as idle, b.called() as busy:
+            await ask(idle)
+            await busy.send(MICROBATCH)
+            await asyncio.sleep(0.5 * WORK_S)
+            b.server.close()
+            b.server.close()
+            await asyncio.sleep(2 * LATENCY_S)
+            assert not idle.is_quiet
+            assert isinstance(await busy.receive(), Gradient)
+            await asyncio.sleep(1.0)
+            assert not busy.is_quiet
+            assert b.server.idle == 0
+
+    run(main())
+
+
+def test_a_microbatch_that_crosses_the_end_of_its_conversation_is_sent_once_more() -> None:
+    async def main() -> None:
+        b, lost = await callee(), list[events.Event]()
+        context = SimpleNamespace(network=b.caller, microbatch_schema=SCHEMA, record=lost.append)
+        client = MicrobatchClient(ReplicaConfig(run=RUN, run_id="run", stage=0, peer="a"), context)  # type: ignore[arg-type]
+        assert isinstance(await client.call("b", MICROBATCH), Gradient)
+        b.server.close()
+        assert isinstance(await client.call("b", MICROBATCH), Gradient)
+        assert (b.worker.taken, lost) == (2, [])
+        await client.aclose()
+
+    run(main())

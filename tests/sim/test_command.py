@@ -62,7 +62,7 @@ def troubled() -> Report:
         NINE
         + "[network]\nloss = 0.01\nup_mbit_per_s = 50.0\n"
         + faults(
-            "kind = 'crash'\nat_s = 8.0\npeer = 's1r1'",
+            "kind = 'crash'\nat_s = 6.0\npeer = 's1r1'",
             "kind = 'restart'\nat_s = 20.0\npeer = 's1r1'",
             "kind = 'leave'\nat_s = 10.0\npeer = 's0r2'",
         )
@@ -110,7 +110,7 @@ def test_a_calm_swarm_loses_nothing(calm: Report) -> None:
 def test_trouble_is_counted(troubled: Report) -> None:
     assert troubled.retried["lost_broken"] > 0
     assert troubled.true_suspects > 0
-    assert [happened.at_s for happened in troubled.happened] == [8.0, 10.0, 20.0]
+    assert [happened.at_s for happened in troubled.happened] == [6.0, 10.0, 20.0]
     assert troubled.stages[1].peers == 3
     for stage in troubled.stages:
         assert stage.up is not None
@@ -174,9 +174,9 @@ def test_the_way_of_a_microbatch_explains_the_speed() -> None:
     """Window by window, a stage works for a window and waits for the way: the sentence's own figures say how long."""
     text = "[swarm]\nstages = 3\nreplicas = 1\nrounds = 4\nmicrobatches_per_step = 1\n"
     report = simulated(text + "[network]\nlatency = {mean_s = 1.0}\n")
-    sentence = "0.15 s of work at a stage; the way of one through the others adds 0.3 s of passes, 8 s of latency."
+    sentence = "0.15 s of work at a stage; the way of one through the others adds 0.3 s of passes, 4 s of latency."
     assert sentence in bottleneck(report)
-    assert report.training_s / report.microbatches == pytest.approx(0.15 + 0.3 + 8.0, rel=0.06)
+    assert report.training_s / report.microbatches == pytest.approx(0.15 + 0.3 + 4.0, rel=0.06)
 
 
 def test_a_wide_window_keeps_devices_busy() -> None:

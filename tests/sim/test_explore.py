@@ -175,6 +175,11 @@ peer = "s1r1"
 dials_only = true
 at_s = 20.0
 [[fault]]
+kind = "silence"
+peer = "s1r1"
+at_s = 20.0
+for_s = 15.0
+[[fault]]
 kind = "crash"
 peer = "s1r0"
 at_s = 40.0
@@ -187,7 +192,10 @@ at_s = 41.0
 
 
 def test_a_newcomer_that_waits_for_a_donor_that_nobody_can_dial_is_excused_and_counted() -> None:
-    """s1r1 goes on saying that it lives, and a newcomer rather waits for its weights than bring the first ones."""
+    """s1r1 goes on saying that it lives, and a newcomer rather waits for its weights than bring the first ones.
+
+    Its silence breaks the streams that are open, by which it would be reached without a dial.
+    """
     result = examine(decode_scenario(UNREACHABLE_DONOR, "here"))
     assert result.broken is None
     assert result.counts["excused"] == 1

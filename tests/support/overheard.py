@@ -43,6 +43,10 @@ class OverheardConversation:
     def peer(self) -> str:
         return self._inner.peer
 
+    @property
+    def is_quiet(self) -> bool:
+        return self._inner.is_quiet
+
     async def send(self, message: Any) -> None:
         await self._tell(Heard(self._me, self.peer, self._calls, "sends", message))
         await self._inner.send(message)

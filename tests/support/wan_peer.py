@@ -2,6 +2,7 @@
 
     {"bootstrap": [...], "listen": [...], "reach": "auto", "relays": 0, "identity": null}    first of all
     {"greet": PEER}   sends a number to a peer and takes it back; answers {"took_s": ..., "ways": [...]}
+    {"again": PEER}   the same on a conversation that stays open from one to the next
     {"call": PEER}    the same with 16 MiB
 
 The answer to the first line is {"peer": ..., "addresses": [...], "said": [...]}; errors are {"error": ...}.
@@ -13,7 +14,7 @@ import asyncio
 import json
 import sys
 import time
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from noloco_node.errors import UserError
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
 from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.network.conversation_pool import ConversationPool
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec
 
@@ -36,7 +38,7 @@ class Numbers:
     numbers: torch.Tensor
 
 
-SIZES = {"greet": 1, "call": 16 * MIB}
+SIZES = {"greet": 1, "again": 1, "call": 16 * MIB}
 """Numbers of each request, which is also the topic."""
 SCHEMAS = {
     topic: Schema({Numbers: MessageSpec("Numbers", {"numbers": TensorSpec((size,), "float32")})})
@@ -49,11 +51,11 @@ async def echo(conversation: Conversation) -> None:
         await conversation.send(await conversation.receive())
 
 
-async def call(network: Libp2pNetwork, topic: str, peer: str) -> float:
+async def call(talk: AbstractAsyncContextManager[Conversation], topic: str) -> float:
     """Send a topic's numbers to a peer and take them back; return the seconds that took."""
     numbers = torch.randn(SIZES[topic])
     begun = time.monotonic()
-    async with network.talk(peer, topic, SCHEMAS[topic]) as conversation:
+    async with talk as conversation:
         await conversation.send(Numbers(numbers=numbers))
         answer = await conversation.receive()
     assert torch.equal(answer.numbers, numbers)
@@ -96,11 +98,13 @@ async def main() -> None:
         await stack.enter_async_context(network.relaying(keys))
         for topic, schema in SCHEMAS.items():
             await network.serve(topic, schema, echo)
+        pool = await stack.enter_async_context(aclosing(ConversationPool(network, "again", SCHEMAS["again"])))
         answer({"peer": network.peer_id, "addresses": await network.addresses(), "said": said})
         while request := await ask():
             ((topic, other),) = request.items()
             try:
-                took_s = await call(network, topic, other)
+                talk = pool.talk(other) if topic == "again" else network.talk(other, topic, SCHEMAS[topic])
+                took_s = await call(talk, topic)
                 answer({"took_s": took_s, "ways": await ways(network, other)})
             except ConnectionError as error:
                 answer({"error": f"{type(error).__name__}: {error}"})

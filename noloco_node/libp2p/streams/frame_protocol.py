@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.libp2p.streams.liveness import PeerLiveness
 from noloco_node.network import wire
+from noloco_node.network.interface import ConversationEnded
 from noloco_node.network.schema import Buffer, Schema, Violation
 
 MOST_WAITING = 2
@@ -95,6 +96,11 @@ class FrameProtocol:
         """The size of the message that `next_message` would return; None where none waits."""
         return self._inbox[0][1] if self._inbox else None
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether both ends are open, and no message waits or is under way to us."""
+        return self.closed is None and self.send_state is not _ENDED and not (self.peer_ended or self.held_bytes)
+
     def receive_bytes(self, count: int, now_s: float) -> Event | None:
         """Take note that the first `count` bytes of `next_buffer()` were filled."""
         if self.closed is not None:
@@ -140,7 +146,7 @@ class FrameProtocol:
         if self.closed is not None or self.send_state is _ENDED:
             self._raise_closed()
         if self.peer_ended:
-            raise ConnectionResetError(f"{self.peer} ended the conversation")
+            raise ConversationEnded(f"{self.peer} ended the conversation")
 
     # Sending.
 

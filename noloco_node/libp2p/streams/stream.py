@@ -122,6 +122,11 @@ class Stream(asyncio.BufferedProtocol):
         """The other's peer id."""
         return self._protocol.peer
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether both ends are open, and no message waits or is under way to us."""
+        return self._protocol.is_quiet
+
     async def send(self, message: Any) -> None:
         """Send one message; return when the kernel has taken all of it."""
         await self._send(message, _CHUNK_BYTES, None)

@@ -59,18 +59,18 @@ class BoundInvariants:
         if gate.queued > gate.queue_limit or gate.in_flight + gate.succeeded > gate.windows * gate.window:
             self.context.complain("bound", f"{record.name} has let in too many: {slots(gate)}")
         if record.stage > 0:
-            handled = _answered_count(self.context.world.network, record.name, record.stage)
+            handled = _answered_count(self.context.world.network, record.name, record.stage) - replica.microbatches.idle
             self.context.checked["slot"] += 1
             if gate.in_flight + gate.queued > handled:
                 sentence = f"{record.name} handles {handled} microbatches, and more slots and places are taken"
                 self.context.complain("slot", f"{sentence}: {slots(gate)}")
 
     def _most_calls(self) -> int:
-        """Return how many conversations a peer may have open: its windows and queue, and the gossip of a stage."""
+        """Return how many conversations a peer may have open: a window with each neighbour, and its gossip."""
         replicas = max(Counter(record.stage for record in self.context.present.values()).values(), default=0)
         pipeline = self.context.world.setting.run.pipeline
         window = pipeline.microbatches_per_step * pipeline.windows_in_flight
-        return (replicas + 1) * window + 2 * replicas + SPARE_CALLS
+        return 2 * replicas * window + 2 * replicas + SPARE_CALLS
 
     def _check_network(self, most_streams: int) -> None:
         network, setting = self.context.world.network, self.context.world.setting
@@ -93,6 +93,6 @@ class BoundInvariants:
 
 
 def _answered_count(network: SimNetwork, name: str, stage: int) -> int:
-    """Return how many microbatches of others a peer is handling: each holds one slot, or one place in the queue."""
+    """Return on how many conversations a peer takes microbatches of others: one at a time, or none, on each."""
     peer, kind = network.peer(name), topic(MICROBATCH, stage)
     return 0 if peer is None else sum(end.topic == kind for end in peer.answering)

@@ -23,7 +23,7 @@ import inspect
 from collections import Counter
 from typing import Any
 
-from noloco_node.network.interface import VIOLATION_GRACE_S
+from noloco_node.network.interface import VIOLATION_GRACE_S, ConversationEnded
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.sim.network.bandwidth import AccessLine
 from noloco_node.sim.network.link_model import SILENCE_S
@@ -104,6 +104,11 @@ class StreamEnd:
     def peer(self) -> str:
         return self._peer
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether both ends are open, and no message waits."""
+        return not (self.is_over or self._peer_ended or self._inbox)
+
     async def send(self, message: Any) -> None:
         """Hand one message over; the module says when this suspends."""
         self._check()
@@ -147,7 +152,7 @@ class StreamEnd:
         if self._left:
             raise ConnectionResetError(f"the conversation with {self._peer} is over")
         if self._peer_ended:
-            raise ConnectionResetError(f"{self._peer} ended the conversation")
+            raise ConversationEnded(f"{self._peer} ended the conversation")
 
     # How it ends.
 

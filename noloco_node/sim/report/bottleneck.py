@@ -26,8 +26,8 @@ NEARLY_FULL, HALF_FULL = 0.75, 0.5
 ALIKE = 0.85
 """Stages whose devices are at least so busy, measured by the busiest, count as equally busy."""
 STANDS_OUT = 1.5
-TRIPS = 4
-"""Latencies that a call from stage to stage costs: three until it has arrived, for its stream is opened first."""
+TRIPS = 2
+"""Latencies that a call from stage to stage costs, on a stream that is open."""
 WHILE = {
     Cause.JOINING: "looked for a place or copied weights",
     Cause.ENDING: "were leaving",
