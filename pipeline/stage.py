@@ -2,17 +2,23 @@
 
 The autograd graph of a microbatch lives in the `PendingForward` that its forward pass returns, and dies with it:
 whoever gives a microbatch up drops that object, and nothing else is left of it. Gradients of all microbatches of a
-window add up in the parameters; `step` takes their mean, clips it to a norm *of this stage* (no stage knows the others'
+window add up in the masters; `step` takes their mean, clips it to a norm *of this stage* (no stage knows the others'
 gradients) and steps. With one replica a stage, one window and no dropout this is single-process training of the whole
 model, step for step.
 
+At most `graphs` graphs are kept. Other passes keep their input alone, and backward computes the graph again, on the
+weights of the forward pass: the gradient is the same to the bit, and neither messages nor other peers know of it.
+
 With two windows in flight an inner step, and a correction after it, come while forward passes of the next window still
-wait for their gradients. Their graphs refer to the parameters themselves, and a step in place would break them:
-autograd notices an optimiser's write, but not one through `.data`, after which some layers' backward silently computes
-with the old weights and others' with the new. So before the weights change we look whether a pass still waits on them.
-If so, the module and the optimiser move on to a copy, and the old tensors stay with the graphs and die with them: each
-backward pass runs on the very weights of its forward pass. What it adds, it adds to the gradients of the window under
-way, as all do; `pipeline.window_turns` decides who is in it. If nothing waits, nothing is copied.
+wait for their gradients. So before the weights change we look whether a pass still waits on them. If so, the masters
+move on to a copy, and the old set stays with the passes and dies with them: each backward pass runs on the very weights
+of its forward pass. What it adds, it adds to the gradients of the window under way, as all do;
+`pipeline.window_turns` decides who is in it. If nothing waits, nothing is copied.
+
+Where memory runs out, all graphs are let go and none is kept any more. A forward pass is tried again. A backward pass
+may have added a part of its gradient: then the window is lost, and its step is skipped like one whose gradient is not
+finite. The microbatch gets MemoryError. Weights and moments are never changed in part: all that a change needs is
+there before it begins.
 
 Nothing here waits or talks, and nothing is locked: all methods run in the stage's one device thread. What goes in and
 out is on the CPU in float32; weights are float32 always, and `autocast` says in what the matrices are multiplied.
@@ -28,13 +34,25 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
-from pipeline.forward_pass import Parameters, PendingForward, input_gradient
+from pipeline.forward_pass import (
+    Graph,
+    Origin,
+    PendingForward,
+    WeightSet,
+    input_gradient,
+    or_memory_error,
+    random_state,
+    replayed,
+)
 from pipeline.messages import Gradient
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's own names of the first and the second moment."""
+STAGED = 2**24
+"""Numbers of a correction that lie on a GPU at once."""
 
 
 class Inner(NamedTuple):
@@ -62,7 +80,10 @@ class OptimiserState(NamedTuple):
 
 
 class Stage:
-    """One stage's slice and its optimiser. `first`: its input is ids; `last`: its output is logits."""
+    """One stage's slice and its optimiser. `first`: its input is ids; `last`: its output is logits.
+
+    `graphs`: how many passes that wait for their gradient may keep their graph; None for all.
+    """
 
     def __init__(
         self,
@@ -73,30 +94,41 @@ class Stage:
         last: bool,
         device: torch.device,
         autocast: torch.dtype | None = None,
+        graphs: int | None = None,
     ) -> None:
         self._module = module.to(device).train()
         self._inner, self._first, self._last, self._device, self._autocast = inner, first, last, device, autocast
-        named = dict(self._module.named_parameters())
-        self.names = tuple(named)
-        self.shapes = tuple(tuple(weight.shape) for weight in named.values())
-        self._weights: Parameters = list(named.values())
+        masters = dict(self._module.named_parameters())
+        self.names = tuple(masters)
+        self.shapes = tuple(tuple(weight.shape) for weight in masters.values())
+        self._weights: list[nn.Parameter] = list(masters.values())
+        """The masters: float32, with the gradients, and the optimiser's own."""
+        self._set = WeightSet(masters) if autocast is None else WeightSet(masters, _matrices(self._module), autocast)
         self._waiting: WeakSet[PendingForward] = WeakSet()
         """Passes that have had no backward pass; whoever gives one up drops it, and then it is not in here either."""
-        self._forwards = self._backwards = self._stale = self._copies = 0
+        self._graphs = math.inf if graphs is None else graphs
+        self._spoiled = False
+        """A backward pass of this window has failed half-way."""
+        self._forwards = self._backwards = self._stale = self._copies = self._recomputed = self._shortages = 0
         self._steps = self._skipped = self._taken = 0
         self._optimiser = self._new_optimiser()
+        # On a CPU what is given needs no copy. On a GPU the place is taken now: a change must not fail half-way.
+        self._staging = torch.empty(0 if device.type == "cpu" else STAGED, device=device)
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts since the start.
 
-        Passes, those whose weights had changed before their backward, copies made for the sake of such, inner steps,
-        and steps skipped because of a non-finite gradient.
+        Passes, those computed again, those whose weights had changed before their backward, copies made for the sake of
+        such, times when memory ran out, inner steps, and steps skipped because of a gradient that was not finite or not
+        whole.
         """
         return {
             "forwards": self._forwards,
             "backwards": self._backwards,
+            "recomputed": self._recomputed,
             "stale_backwards": self._stale,
             "weight_copies": self._copies,
+            "shortages": self._shortages,
             "inner_steps": self._steps,
             "skipped_steps": self._skipped,
         }
@@ -107,11 +139,23 @@ class Stage:
         """Run ids [b, s] (int64, the first stage) or activations [b, s, width] through every stage but the last."""
         if self._last:
             raise ValueError("the last stage has no forward pass without a loss")
-        leaf = self._leaf(hidden)
-        self._forwards += 1
-        waiting = PendingForward(self._run(hidden if leaf is None else leaf), leaf, self._weights, self._backward)
+        try:
+            waiting = or_memory_error(lambda: self._pass(hidden))
+        except MemoryError:
+            self._make_room()
+            waiting = or_memory_error(lambda: self._pass(hidden))
+        if sum(each.has_graph for each in list(self._waiting)) >= self._graphs:
+            waiting.drop_graph()
         self._waiting.add(waiting)
+        self._forwards += 1
         return waiting
+
+    def _pass(self, hidden: Tensor) -> PendingForward:
+        before, weights = random_state(self._device), self._set
+        graph = self._run(hidden, weights)
+        drew = not torch.equal(before, random_state(self._device))
+        origin = Origin(hidden, weights, weights.version, before if drew else None)
+        return PendingForward(origin, graph, self._backward)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
         """Run the last stage forward and backward: mean cross-entropy against `targets` [b, s], int64.
@@ -120,97 +164,121 @@ class Stage:
         """
         if not self._last:
             raise ValueError("only the last stage has a loss")
-        leaf = self._leaf(hidden)
+        graph = or_memory_error(lambda: self._run(hidden, self._set))
         self._forwards += 1
-        logits = self._run(hidden if leaf is None else leaf).float()
+        loss = or_memory_error(lambda: self._cross_entropy(graph.output, targets))
+        self._add_gradients(loss, None)
+        return Gradient(hidden=input_gradient(graph.leaf), loss=loss.item(), tokens=targets.numel())
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         if targets.shape != logits.shape[:2]:
             raise ValueError(f"targets of {list(targets.shape)} for logits of {list(logits.shape)}")
         # On a GPU an id outside the vocabulary would take the whole process down.
         if targets.min() < 0 or targets.max() >= logits.shape[-1]:
             raise ValueError(f"targets outside the vocabulary of {logits.shape[-1]}")
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(self._device))
-        torch.autograd.backward(loss)
-        self._backwards += 1
-        return Gradient(hidden=input_gradient(leaf), loss=loss.item(), tokens=targets.numel())
+        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten().to(self._device))
 
     @torch.no_grad()
     def infer(self, hidden: Tensor) -> Tensor:
         """Return activations, or logits at the last stage, without dropout and without a graph (float32, CPU)."""
         self._module.eval()
         try:
-            return self._run(hidden).to("cpu", torch.float32)
+            return self._run(hidden, self._set).output.to("cpu", torch.float32)
         finally:
             self._module.train()
 
-    def _leaf(self, hidden: Tensor) -> Tensor | None:
-        return None if self._first else hidden.to(self._device, torch.float32).detach().requires_grad_()
-
-    def _run(self, hidden: Tensor) -> Tensor:
+    def _run(self, hidden: Tensor, weights: WeightSet) -> Graph:
+        leaf = None if self._first else hidden.to(self._device, torch.float32).detach().requires_grad_()
         precision: AbstractContextManager[object] = nullcontext()
         if self._autocast is not None:
             precision = torch.autocast(self._device.type, self._autocast)
         with precision:
-            output: Tensor = self._module(hidden.to(self._device))
-        return output
+            given = hidden.to(self._device) if leaf is None else leaf
+            return Graph(leaf, functional_call(self._module, weights.leaves, (given,)))
 
-    def _backward(self, built_on: Parameters, output: Tensor, gradient: Tensor) -> None:
-        if built_on is self._weights:
-            torch.autograd.backward(output, gradient)
-        else:
-            # Autograd adds to the parameters of the graph; for as long as it runs, these hold the window's gradients.
-            _hand_gradients(self._weights, built_on)
-            try:
-                torch.autograd.backward(output, gradient)
-            finally:
-                _hand_gradients(built_on, self._weights)
-            self._stale += 1
+    def _backward(self, origin: Origin, graph: Graph | None, gradient: Tensor) -> Tensor | None:
+        origin.check()
+        if graph is None:
+            with replayed(self._device, origin.random):
+                graph = or_memory_error(lambda: self._run(origin.hidden, origin.weights))
+            self._recomputed += 1
+        self._add_gradients(graph.output, gradient.to(self._device, graph.output.dtype))
+        self._stale += origin.weights is not self._set
+        return input_gradient(graph.leaf)
+
+    def _add_gradients(self, output: Tensor, gradient: Tensor | None) -> None:
+        try:
+            or_memory_error(lambda: torch.autograd.backward(output, gradient))
+        except MemoryError:
+            self._spoiled = True
+            self._make_room()
+            raise
         self._backwards += 1
+
+    def _make_room(self) -> None:
+        """Let go of all graphs, and keep none from now on."""
+        self._shortages += 1
+        self._graphs = 0
+        for waiting in list(self._waiting):
+            waiting.drop_graph()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # The inner optimiser.
 
     def step(self, learning_rate: float, microbatches: int) -> StepReport:
         """Take one AdamW step on the mean gradient of a window of `microbatches`, and clear the gradients."""
-        for weight in self._weights:
-            # A weight that no token met has a gradient of zero, so that all have taken the same number of steps.
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
-        norm = nn.utils.clip_grad_norm_(self._weights, self._inner.clip_norm).item()
-        applied = math.isfinite(norm)
+        try:
+            norm = or_memory_error(lambda: self._clip(microbatches))
+        except MemoryError:
+            self._make_room()
+            norm = math.nan
+        applied = math.isfinite(norm) and not self._spoiled
         if applied:
             self._leave_to_waiting()
             for group in self._optimiser.param_groups:
                 group["lr"] = learning_rate
             self._optimiser.step()
+            self._set.refresh()
             self._steps += 1
             self._taken += 1
         else:
             self._skipped += 1
-        self._optimiser.zero_grad(set_to_none=True)
+        self._forget_gradients()
         return StepReport(norm, applied)
 
+    def _clip(self, microbatches: int) -> float:
+        """Make the gradients the clipped mean of a window; return its norm before."""
+        for weight in self._weights:
+            # A weight that no token met has a gradient of zero, so that all have taken the same number of steps.
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
+        return nn.utils.clip_grad_norm_(self._weights, self._inner.clip_norm).item()
+
     def discard(self) -> None:
-        """Forget the gradients collected so far, and the graphs that wait for theirs."""
-        self._optimiser.zero_grad(set_to_none=True)
+        """Forget the gradients collected so far, and the passes that wait for theirs."""
+        self._forget_gradients()
         for waiting in list(self._waiting):
             waiting.give_up()
 
-    @torch.no_grad()
+    def _forget_gradients(self) -> None:
+        self._optimiser.zero_grad(set_to_none=True)
+        self._spoiled = False
+
     def _leave_to_waiting(self) -> None:
-        """Go on with a copy of the weights, gradients included, if a graph refers to those that are to change."""
-        if not any(waiting.waits_on(self._weights) for waiting in list(self._waiting)):
+        """Go on with a copy of the weights if a pass waits on those that are to change.
+
+        Where there is no memory for one, the passes are given up: then nobody waits.
+        """
+        if not any(waiting.waits_on(self._set) for waiting in list(self._waiting)):
             return
-        copies = {weight: nn.Parameter(weight.clone(), weight.requires_grad) for weight in self._weights}
-        for module in self._module.modules():
-            for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                setattr(module, name, copies[weight])
-        for group in self._optimiser.param_groups:
-            group["params"] = [copies[weight] for weight in group["params"]]
-        state = self._optimiser.state
-        for weight, copy in copies.items():
-            if weight in state:
-                state[copy] = state.pop(weight)
-        left, self._weights = self._weights, [copies[weight] for weight in self._weights]
-        _hand_gradients(left, self._weights)
-        self._copies += 1
+        try:
+            self._set = or_memory_error(self._set.successor)
+            self._copies += 1
+        except MemoryError:
+            self._make_room()
+            for waiting in list(self._waiting):
+                if waiting.waits_on(self._set):
+                    waiting.give_up(short=True)
 
     def _new_optimiser(self) -> torch.optim.AdamW:
         inner = self._inner
@@ -223,35 +291,31 @@ class Stage:
         groups = [group for group in groups if group["params"]]
         # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
         fused = self._device.type == "cuda"
-        return torch.optim.AdamW(groups, lr=0.0, betas=(inner.beta1, inner.beta2), eps=inner.epsilon, fused=fused)
+        optimiser = torch.optim.AdamW(groups, lr=0.0, betas=(inner.beta1, inner.beta2), eps=inner.epsilon, fused=fused)
+        for weight in self._weights:
+            # As AdamW itself would in its first step, but before there is anything that it could leave half done.
+            optimiser.state[weight] = {
+                "step": torch.zeros((), device=self._device if fused else None),
+                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in _MOMENTS},
+            }
+        return optimiser
 
     def optimiser_state(self) -> OptimiserState:
         """Return a copy of AdamW's memory (float32, CPU); exact."""
         state = self._optimiser.state
-        moments = tuple(
-            state[weight][name].to("cpu", copy=True) if weight in state else torch.zeros(weight.shape)
-            for name in _MOMENTS
-            for weight in self._weights
-        )
+        moments = tuple(state[weight][name].to("cpu", copy=True) for name in _MOMENTS for weight in self._weights)
         return OptimiserState(self._taken, moments)
 
     def load_optimiser_state(self, state: OptimiserState) -> None:
         """Continue from another optimiser's memory; raise ValueError if its shapes are not this stage's."""
         _check_shapes(state.moments, self.shapes * len(_MOMENTS))
         self._taken = state.steps
-        self._optimiser = self._new_optimiser()
-        first, second = state.moments[: len(self._weights)], state.moments[len(self._weights) :]
-        memory = dict(zip(self._weights, zip(first, second, strict=True), strict=True))
-        ordered = [weight for group in self._optimiser.param_groups for weight in group["params"]]
-        entries = {
-            number: {
-                "step": torch.tensor(float(state.steps)),
-                "exp_avg": memory[weight][0].clone(),
-                "exp_avg_sq": memory[weight][1].clone(),
-            }
-            for number, weight in enumerate(ordered)
-        }
-        self._optimiser.load_state_dict({**self._optimiser.state_dict(), "state": entries})
+        moments = iter(state.moments)
+        for name in _MOMENTS:
+            for weight in self._weights:
+                memory = self._optimiser.state[weight]
+                memory["step"].fill_(float(state.steps))
+                memory[name].copy_(next(moments))
 
     # Fast weights, one tensor a parameter, in the order of `names`.
 
@@ -266,6 +330,7 @@ class Stage:
         self._leave_to_waiting()
         for own, given in zip(self._weights, weights, strict=True):
             own.copy_(given)
+        self._set.refresh()
 
     @torch.no_grad()
     def correct(self, delta: Sequence[Tensor]) -> None:
@@ -273,13 +338,17 @@ class Stage:
         _check_shapes(delta, self.shapes)
         self._leave_to_waiting()
         for own, given in zip(self._weights, delta, strict=True):
-            own.add_(given.to(own.device))
+            parts = (torch.split(tensor.reshape(-1), STAGED) for tensor in (own, given))
+            for part, more in zip(*parts, strict=True):
+                part.add_(more if part.device == more.device else self._staging[: len(more)].copy_(more))
+        self._set.refresh()
 
 
-def _hand_gradients(giver: Parameters, taker: Parameters) -> None:
-    """Move gradients, None included, without a copy."""
-    for given, taken in zip(giver, taker, strict=True):
-        taken.grad, given.grad = given.grad, None
+def _matrices(module: nn.Module) -> frozenset[str]:
+    """Return the names of the weights that are multiplied and nothing else: those that autocast always casts."""
+    from transformers.pytorch_utils import Conv1D
+
+    return frozenset(f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Linear | Conv1D))
 
 
 def _check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:
