@@ -124,27 +124,41 @@ def _leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
 class Slice(nn.Module):
     """One stage's part of a decoder, under the parameter names of the whole.
 
-    `known_as`: for each parameter the names under which a checkpoint may keep it, the best first.
+    `known_as`: for each parameter the names under which a checkpoint may keep it, the best first. `head`: the name of
+    the vocabulary head in the whole model.
     """
 
-    def __init__(self, whole: Any, cut: Cut, known_as: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, whole: Any, cut: Cut, known_as: dict[str, tuple[str, ...]], head: str) -> None:
         super().__init__()
         for name, child in whole.named_children():
             self.add_module(name, child)
         # In a tuple, so that the model that we call is not registered as a part of us under a second name.
-        self._called = (whole if cut.head else whole.base_model,)
+        self._whole = (whole,)
         self.cut = cut
         self.known_as = known_as
+        self.head = head
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head."""
-        (called,) = self._called
+    def forward(self, hidden: Tensor, *, logits: bool = True) -> Tensor:
+        """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head.
+
+        Without `logits`: to what the head is given.
+        """
+        (whole,), logits = self._whole, logits and self.cut.head
+        called = whole if logits else whole.base_model
         if self.cut.embeds:
             result = called(input_ids=hidden, use_cache=False)
         else:
             result = called(inputs_embeds=hidden, use_cache=False)
-        output: Tensor = result.logits if self.cut.head else result.last_hidden_state
+        output: Tensor = result.logits if logits else result.last_hidden_state
         return output
+
+
+def multiplied_weights(module: nn.Module) -> frozenset[str]:
+    """Return the names of the weights that are multiplied and nothing else: those that autocast always casts."""
+    from transformers.pytorch_utils import Conv1D
+
+    parts = module.named_modules()
+    return frozenset(f"{name}.weight" for name, part in parts if isinstance(part, nn.Linear | Conv1D))
 
 
 def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut, tied: bool) -> Slice:
@@ -157,7 +171,7 @@ def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut, tied: bool) -> Sl
     for name, _ in whole.named_parameters():
         kept = f"{anatomy.embedding}.weight" if tied and name == f"{anatomy.head}.weight" else name
         known_as[name] = (kept, kept.removeprefix(prefix))
-    return Slice(whole, cut, known_as)
+    return Slice(whole, cut, known_as, anatomy.head)
 
 
 def _materialise(module: nn.Module) -> None:

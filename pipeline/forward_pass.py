@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]
@@ -169,6 +170,33 @@ def input_gradient(leaf: Tensor | None) -> Tensor | None:
         return None
     assert leaf.grad is not None
     return leaf.grad.to("cpu", torch.float32)
+
+
+def check_targets(targets: Tensor, hidden: Tensor, vocabulary: int) -> None:
+    """Raise ValueError unless there is a token of the vocabulary for each position."""
+    if targets.shape != hidden.shape[:2]:
+        raise ValueError(f"targets of {list(targets.shape)} for logits of {list(hidden.shape[:2])}")
+    # On a GPU an id outside the vocabulary would take the whole process down.
+    if targets.min() < 0 or targets.max() >= vocabulary:
+        raise ValueError(f"targets outside the vocabulary of {vocabulary}")
+
+
+def chunked_cross_entropy(
+    states: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor], tokens: int
+) -> Tensor:
+    """Return the mean loss of so many tokens at a time, and run its backward pass.
+
+    The logits of one chunk exist at once, where all of them, their softmax and their gradients take many times the
+    memory of the states.
+    """
+    head = states.detach().requires_grad_()
+    losses = []
+    for part, ids in zip(*(torch.split(each.flatten(0, 1), tokens) for each in (head, targets)), strict=True):
+        loss = functional.cross_entropy(logits_of(part).float(), ids, reduction="sum") / targets.numel()
+        torch.autograd.backward(loss)
+        losses.append(loss.detach())
+    torch.autograd.backward(states, head.grad)
+    return torch.stack(losses).sum()
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -1,24 +1,20 @@
 """One slice of the model at work: forward, loss, backward, and the optimiser between two rounds (AdamW).
 
 The autograd graph of a microbatch lives in the `PendingForward` that its forward pass returns, and dies with it:
-whoever gives a microbatch up drops that object, and nothing else is left of it. Gradients of all microbatches of a
-window add up in the masters; `step` takes their mean, clips it to a norm *of this stage* (no stage knows the others'
-gradients) and steps. With one replica a stage, one window and no dropout this is single-process training of the whole
-model, step for step.
-
-At most `graphs` graphs are kept. Other passes keep their input alone, and backward computes the graph again, on the
-weights of the forward pass: the gradient is the same to the bit, and neither messages nor other peers know of it.
+whoever gives a microbatch up drops that object, and nothing else is left of it. At most `graphs` are kept; other passes
+keep their input alone, and backward computes the graph again, with the same gradient to the bit: neither messages nor
+other peers know of it. Gradients of a window add up in the masters; `step` takes their mean, clips it to a norm *of
+this stage* (no stage knows the others' gradients) and steps. With one replica a stage, one window and no dropout this
+is single-process training of the whole model, step for step.
 
 With two windows in flight an inner step, and a correction after it, come while forward passes of the next window still
-wait for their gradients. So before the weights change we look whether a pass still waits on them. If so, the masters
-move on to a copy, and the old set stays with the passes and dies with them: each backward pass runs on the very weights
-of its forward pass. What it adds, it adds to the gradients of the window under way, as all do;
-`pipeline.window_turns` decides who is in it. If nothing waits, nothing is copied.
+wait for their gradients. So before the weights change we look whether a pass waits on them. If so, the masters move on
+to a copy, and the old set stays with the passes and dies with them: each backward pass runs on the very weights of its
+forward pass. What it adds, it adds to the window under way, as all do; `pipeline.window_turns` decides who is in it.
 
-Where memory runs out, all graphs are let go and none is kept any more. A forward pass is tried again. A backward pass
+Where memory runs out, all graphs are let go, and none is kept any more. A forward pass is tried again. A backward pass
 may have added a part of its gradient: then the window is lost, and its step is skipped like one whose gradient is not
-finite. The microbatch gets MemoryError. Weights and moments are never changed in part: all that a change needs is
-there before it begins.
+finite. The microbatch gets MemoryError. Weights and moments are never changed in part.
 
 Nothing here waits or talks, and nothing is locked: all methods run in the stage's one device thread. What goes in and
 out is on the CPU in float32; weights are float32 always, and `autocast` says in what the matrices are multiplied.
@@ -27,9 +23,10 @@ out is on the CPU in float32; weights are float32 always, and `autocast` says in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -37,11 +34,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from pipeline.decoder_slice import Slice, multiplied_weights
 from pipeline.forward_pass import (
     Graph,
     Origin,
     PendingForward,
     WeightSet,
+    check_targets,
+    chunked_cross_entropy,
     input_gradient,
     or_memory_error,
     random_state,
@@ -49,8 +49,15 @@ from pipeline.forward_pass import (
 )
 from pipeline.messages import Gradient
 
+T = TypeVar("T")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's own names of the first and the second moment."""
+_COUNTED = (
+    *("forwards", "backwards", "recomputed", "stale_backwards", "weight_copies", "shortages"),
+    *("inner_steps", "skipped_steps"),
+)
+LOGITS = 2**24
+"""Of a microbatch with more of them the loss is computed in chunks of so many."""
 STAGED = 2**24
 """Numbers of a correction that lie on a GPU at once."""
 
@@ -87,7 +94,7 @@ class Stage:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Slice,
         inner: Inner,
         *,
         first: bool,
@@ -103,14 +110,15 @@ class Stage:
         self.shapes = tuple(tuple(weight.shape) for weight in masters.values())
         self._weights: list[nn.Parameter] = list(masters.values())
         """The masters: float32, with the gradients, and the optimiser's own."""
-        self._set = WeightSet(masters) if autocast is None else WeightSet(masters, _matrices(self._module), autocast)
+        self._set = WeightSet(masters) if autocast is None else WeightSet(masters, multiplied_weights(module), autocast)
         self._waiting: WeakSet[PendingForward] = WeakSet()
         """Passes that have had no backward pass; whoever gives one up drops it, and then it is not in here either."""
         self._graphs = math.inf if graphs is None else graphs
+        self._plain: bool | None = None
         self._spoiled = False
         """A backward pass of this window has failed half-way."""
-        self._forwards = self._backwards = self._stale = self._copies = self._recomputed = self._shortages = 0
-        self._steps = self._skipped = self._taken = 0
+        self._counts: Counter[str] = Counter()
+        self._taken = 0
         self._optimiser = self._new_optimiser()
         # On a CPU what is given needs no copy. On a GPU the place is taken now: a change must not fail half-way.
         self._staging = torch.empty(0 if device.type == "cpu" else STAGED, device=device)
@@ -122,16 +130,7 @@ class Stage:
         such, times when memory ran out, inner steps, and steps skipped because of a gradient that was not finite or not
         whole.
         """
-        return {
-            "forwards": self._forwards,
-            "backwards": self._backwards,
-            "recomputed": self._recomputed,
-            "stale_backwards": self._stale,
-            "weight_copies": self._copies,
-            "shortages": self._shortages,
-            "inner_steps": self._steps,
-            "skipped_steps": self._skipped,
-        }
+        return {name: self._counts[name] for name in _COUNTED}
 
     # One microbatch.
 
@@ -147,7 +146,7 @@ class Stage:
         if sum(each.has_graph for each in list(self._waiting)) >= self._graphs:
             waiting.drop_graph()
         self._waiting.add(waiting)
-        self._forwards += 1
+        self._counts["forwards"] += 1
         return waiting
 
     def _pass(self, hidden: Tensor) -> PendingForward:
@@ -164,19 +163,43 @@ class Stage:
         """
         if not self._last:
             raise ValueError("only the last stage has a loss")
-        graph = or_memory_error(lambda: self._run(hidden, self._set))
-        self._forwards += 1
-        loss = or_memory_error(lambda: self._cross_entropy(graph.output, targets))
-        self._add_gradients(loss, None)
-        return Gradient(hidden=input_gradient(graph.leaf), loss=loss.item(), tokens=targets.numel())
+        self._counts["forwards"] += 1
+        leaf, loss = self._spoiling(lambda: self._loss(hidden, targets))
+        self._counts["backwards"] += 1
+        return Gradient(hidden=input_gradient(leaf), loss=loss.item(), tokens=targets.numel())
 
-    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if targets.shape != logits.shape[:2]:
-            raise ValueError(f"targets of {list(targets.shape)} for logits of {list(logits.shape)}")
-        # On a GPU an id outside the vocabulary would take the whole process down.
-        if targets.min() < 0 or targets.max() >= logits.shape[-1]:
-            raise ValueError(f"targets outside the vocabulary of {logits.shape[-1]}")
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten().to(self._device))
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Graph:
+        name = self._module.head
+        head, weights = self._module.get_submodule(name), self._set.leaves
+        own = {key.removeprefix(f"{name}."): leaf for key, leaf in weights.items() if key.startswith(f"{name}.")}
+        vocabulary = len(own["weight"])
+        check_targets(targets, hidden, vocabulary)
+        targets = targets.to(self._device)
+
+        def logits_of(states: Tensor) -> Tensor:
+            with self._precision():
+                logits: Tensor = functional_call(head, own, (states,))
+                return logits
+
+        if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, logits_of):
+            graph = self._run(hidden, self._set, logits=False)
+            loss = chunked_cross_entropy(graph.output, targets, logits_of, LOGITS // vocabulary)
+        else:
+            graph = self._run(hidden, self._set)
+            loss = functional.cross_entropy(graph.output.float().flatten(0, 1), targets.flatten())
+            torch.autograd.backward(loss)
+        return Graph(graph.leaf, loss)
+
+    @torch.no_grad()
+    def _has_plain_head(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> bool:
+        """Say whether logits are what the head gives and no more; some families scale or cap them."""
+        if self._plain is None:
+            self._module.eval()
+            few = hidden[:1, :2]
+            states = self._run(few, self._set, logits=False).output
+            self._plain = torch.equal(self._run(few, self._set).output, logits_of(states))
+            self._module.train()
+        return self._plain
 
     @torch.no_grad()
     def infer(self, hidden: Tensor) -> Tensor:
@@ -187,37 +210,39 @@ class Stage:
         finally:
             self._module.train()
 
-    def _run(self, hidden: Tensor, weights: WeightSet) -> Graph:
+    def _run(self, hidden: Tensor, weights: WeightSet, *, logits: bool = True) -> Graph:
         leaf = None if self._first else hidden.to(self._device, torch.float32).detach().requires_grad_()
-        precision: AbstractContextManager[object] = nullcontext()
-        if self._autocast is not None:
-            precision = torch.autocast(self._device.type, self._autocast)
-        with precision:
-            given = hidden.to(self._device) if leaf is None else leaf
-            return Graph(leaf, functional_call(self._module, weights.leaves, (given,)))
+        given = hidden.to(self._device) if leaf is None else leaf
+        with self._precision():
+            return Graph(leaf, functional_call(self._module, weights.leaves, (given,), {"logits": logits}))
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
     def _backward(self, origin: Origin, graph: Graph | None, gradient: Tensor) -> Tensor | None:
         origin.check()
         if graph is None:
             with replayed(self._device, origin.random):
                 graph = or_memory_error(lambda: self._run(origin.hidden, origin.weights))
-            self._recomputed += 1
-        self._add_gradients(graph.output, gradient.to(self._device, graph.output.dtype))
-        self._stale += origin.weights is not self._set
-        return input_gradient(graph.leaf)
+            self._counts["recomputed"] += 1
+        output, leaf = graph.output, graph.leaf
+        self._spoiling(lambda: torch.autograd.backward(output, gradient.to(self._device, output.dtype)))
+        self._counts["backwards"] += 1
+        self._counts["stale_backwards"] += origin.weights is not self._set
+        return input_gradient(leaf)
 
-    def _add_gradients(self, output: Tensor, gradient: Tensor | None) -> None:
+    def _spoiling(self, backward: Callable[[], T]) -> T:
+        """Run a backward pass; where memory runs out a part of it may have been added, and the window is lost."""
         try:
-            or_memory_error(lambda: torch.autograd.backward(output, gradient))
+            return or_memory_error(backward)
         except MemoryError:
             self._spoiled = True
             self._make_room()
             raise
-        self._backwards += 1
 
     def _make_room(self) -> None:
         """Let go of all graphs, and keep none from now on."""
-        self._shortages += 1
+        self._counts["shortages"] += 1
         self._graphs = 0
         for waiting in list(self._waiting):
             waiting.drop_graph()
@@ -240,10 +265,10 @@ class Stage:
                 group["lr"] = learning_rate
             self._optimiser.step()
             self._set.refresh()
-            self._steps += 1
+            self._counts["inner_steps"] += 1
             self._taken += 1
         else:
-            self._skipped += 1
+            self._counts["skipped_steps"] += 1
         self._forget_gradients()
         return StepReport(norm, applied)
 
@@ -273,7 +298,7 @@ class Stage:
             return
         try:
             self._set = or_memory_error(self._set.successor)
-            self._copies += 1
+            self._counts["weight_copies"] += 1
         except MemoryError:
             self._make_room()
             for waiting in list(self._waiting):
@@ -282,12 +307,8 @@ class Stage:
 
     def _new_optimiser(self) -> torch.optim.AdamW:
         inner = self._inner
-        matrices = [weight for weight in self._weights if weight.ndim >= 2]
-        vectors = [weight for weight in self._weights if weight.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": inner.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        matrices, vectors = ([w for w in self._weights if (w.ndim >= 2) == many] for many in (True, False))
+        groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
         fused = self._device.type == "cuda"
@@ -342,13 +363,6 @@ class Stage:
             for part, more in zip(*parts, strict=True):
                 part.add_(more if part.device == more.device else self._staging[: len(more)].copy_(more))
         self._set.refresh()
-
-
-def _matrices(module: nn.Module) -> frozenset[str]:
-    """Return the names of the weights that are multiplied and nothing else: those that autocast always casts."""
-    from transformers.pytorch_utils import Conv1D
-
-    return frozenset(f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Linear | Conv1D))
 
 
 def _check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:

@@ -27,6 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 64},
 }
+SIZES |= {"gemma2": SIZES["llama"], "granite": {**SIZES["llama"], "logits_scaling": 4.0}}
 BF16 = {"autocast": torch.bfloat16}
 
 
@@ -149,6 +150,37 @@ def test_all_graphs_share_one_copy_of_the_matrices_in_bfloat16() -> None:
         passes = [stage.forward(ids(seed)) for seed in range(2)]
     assert kept == halves
     assert all(waiting.has_graph for waiting in passes)
+
+
+# The loss in chunks.
+
+
+@pytest.mark.parametrize("choices", [{}, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "plain"), [("llama", True), ("gpt2", True), ("gemma2", False), ("granite", False)])
+def test_the_loss_in_chunks_is_the_whole_one(
+    family: str, plain: bool, choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To rounding; families that do more to the logits than the head get no chunks."""
+    whole, chunked = (staged(built(family, 1), **choices) for _ in range(2))
+    hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
+    expected = whole.loss(hidden, ids(5))
+    monkeypatch.setattr("pipeline.stage.LOGITS", 61 * 5)
+    shapes: list[Any] = []
+    head = chunked._module.get_submodule(chunked._module.head)
+    head.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))
+    found = chunked.loss(hidden, ids(5))
+    assert ((5, 32) in shapes) == plain
+    assert expected.hidden is not None
+    assert found.hidden is not None
+    tolerance = 1e-5 if not choices else 1e-2
+    assert found.loss == pytest.approx(expected.loss, rel=tolerance)
+    assert torch.dist(found.hidden, expected.hidden) <= tolerance * expected.hidden.norm()
+    for mine, yours in zip(gradients(chunked), gradients(whole), strict=True):
+        assert mine is not None
+        assert yours is not None
+        assert torch.dist(mine, yours) <= tolerance * yours.norm()
+    with pytest.raises(ValueError, match="vocabulary"):
+        chunked.loss(hidden, ids(5) + 60)
 
 
 # Memory that runs out.
