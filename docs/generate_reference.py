@@ -27,7 +27,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit
-from noloco_node.journal.events import Event
+from noloco_node.journal.events import ROUND_EVENTS, NodeEvent
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import run_text
 from noloco_node.run.runfile import decode_run
@@ -98,16 +98,15 @@ def run_file() -> str:
 def journal() -> str:
     """Every event of the journal and its fields."""
     parts = []
-    for kind in get_args(Event):
+    kinds = {kind.__struct_config__.tag: kind for kind in get_args(NodeEvent)} | ROUND_EVENTS
+    for name, kind in kinds.items():
         about, meanings = _described(kind)
-        parts.append(f"### {kind.__struct_config__.tag}\n\n{about}")
-        fields = [field for field in msgspec.structs.fields(kind) if field.name != "at"]
+        parts.append(f"### {name}\n\n{about}")
+        fields = {field: hint for field, hint in get_type_hints(kind).items() if field != "at"}
         for field in fields:
-            if field.name not in meanings and field.name not in SHARED:
-                raise ValueError(f"{kind.__name__}.{field.name} is not described")
-        rows = (
-            (f"`{each.name}`", _type(each.type), meanings.get(each.name, SHARED.get(each.name, ""))) for each in fields
-        )
+            if field not in meanings and field not in SHARED:
+                raise ValueError(f"{kind.__name__}.{field} is not described")
+        rows = ((f"`{field}`", _type(hint), meanings.get(field) or SHARED[field]) for field, hint in fields.items())
         parts.append(_table(("field", "type", "meaning"), rows))
     return "\n\n".join(parts)
 
@@ -251,7 +250,7 @@ def _type(annotation: Any) -> str:
 
 def _described(kind: type) -> tuple[str, dict[str, str]]:
     """Part the docstring of an event into what it says of the event and, after `name`: of its fields."""
-    names = "|".join(field.name for field in msgspec.structs.fields(kind))
+    names = "|".join(get_type_hints(kind))
     text = " ".join((kind.__doc__ or "").split())
     about, *rest = re.split(rf"((?:`(?:{names})`(?: and )?)+): ", text)
     meanings = dict(_docstrings(kind))

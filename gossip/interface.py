@@ -12,10 +12,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from gossip.events import Event
 from gossip.exchange.formats import Format
 from gossip.exchange.swap import Compute, Conversation
-from gossip.rule.delayed_momentum import Delay
-from gossip.rule.outer_step import Outer, OuterState, Tensors
+from gossip.rule.outer_step import UNDELAYED, Delay, Outer, OuterState, Tensors
 
 
 class GossipReplica(Protocol):
@@ -28,7 +28,7 @@ class GossipReplica(Protocol):
         """Add this to the fast weights. Called only in a pause between two inner steps."""
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
-        """Shut the gate, wait until nothing is in flight, and open it again at the end.
+        """Take in no microbatch, wait until none is in flight, and take them in again at the end.
 
         Whoever comes meanwhile is refused, with this hint. Used by the blocking form alone.
         """
@@ -53,7 +53,6 @@ class RoundProgress(NamedTuple):
 
 
 UNKNOWN = RoundProgress()
-UNDELAYED = Delay()
 
 
 class Timing(Protocol):
@@ -128,56 +127,3 @@ class Origin(NamedTuple):
     """The round in which these weights last met anybody's, 0 if in none: a copy of stale weights is as stale."""
     gathered: bool = True
     """Whether the slow weights hold every inner step that the fast ones do."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OuterStepTaken:
-    """An outer step was taken. `partner` and `gap` are None in a solo round.
-
-    `staleness`: inner steps between snapshot and correction. `seconds`: from acceptance to the partner's receipt.
-    `staleness_rounds`: rounds since these weights last met anybody's, 1 where in the one before; `partner_staleness`:
-    since the partner's did. `adopted`: ours were too stale to count, and the partner's were taken over.
-    """
-
-    round: int
-    seconds: float
-    partner: str | None = None
-    gap: float | None = None
-    staleness: int = 0
-    staleness_rounds: int = 0
-    partner_staleness: int = 0
-    adopted: bool = False
-    bytes_sent: int = 0
-    bytes_received: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartnerTooStale:
-    """A partner's weights had met nobody for too many rounds: it took ours, and our round stays open."""
-
-    round: int
-    partner: str
-    partner_staleness: int
-    bytes_sent: int
-    bytes_received: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundDeferred:
-    """No partner before the next round was due: no outer step. `in_a_row`: how often now without one."""
-
-    round: int
-    in_a_row: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeetingLost:
-    """A meeting that had been agreed came to nothing. `implausible`: the partner's weights could not be right."""
-
-    round: int
-    partner: str
-    why: str
-    implausible: bool
-
-
-Event = OuterStepTaken | PartnerTooStale | RoundDeferred | MeetingLost

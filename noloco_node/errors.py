@@ -69,10 +69,10 @@ def causes(error: BaseException) -> list[BaseException]:
 
     Conversations that are lost beside the death of our own daemon follow from it, and are no causes.
     """
-    leaves = _leaves(error)
-    if any(isinstance(each, UserError) and each.code is Exit.DAEMON for each in leaves):
-        return [each for each in leaves if not isinstance(each, ConnectionError)]
-    return leaves
+    found = leaves(error)
+    if any(isinstance(each, UserError) and each.code is Exit.DAEMON for each in found):
+        return [each for each in found if not isinstance(each, ConnectionError)]
+    return found
 
 
 def user_error_of(error: BaseException | None) -> UserError | None:
@@ -82,7 +82,8 @@ def user_error_of(error: BaseException | None) -> UserError | None:
     return troubles[0] if troubles and len(troubles) == len(found) else None
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def leaves(error: BaseException) -> list[BaseException]:
+    """Return what a group of exceptions holds, groups within it included, or else the exception itself."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+        return [leaf for each in error.exceptions for leaf in leaves(each)]
     return [error]

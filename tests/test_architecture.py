@@ -28,7 +28,7 @@ TOP_ORDER = """
     __main__
 """
 INNER_ORDERS = {
-    "gossip": "rule | exchange | interface | rounds transfer",
+    "gossip": "events rule | exchange | interface | rounds transfer",
     "noloco_node.libp2p": "endpoint hivemind_compat | daemon | streams dht | session | relays preflight | network",
     "noloco_node.sim": "clock hardware network | scenario | peer | stall fault_injection | world | explore | report",
 }
@@ -197,6 +197,7 @@ def test_a_bootstrap_peer_and_the_command_line_do_not_load_torch() -> None:
     """In a process of its own: this one has loaded torch long ago."""
     program = (
         "import sys, noloco_node.cli.main, noloco_node.cli.bootstrap, noloco_node.libp2p.network\n"
+        "import noloco_node.journal.reader, noloco_node.journal.writer\n"
         "noloco_node.libp2p.hivemind_compat.load_hivemind()\n"
         "heavy = {'torch', 'transformers', 'scipy', 'pandas', 'matplotlib', 'datasets'} & sys.modules.keys()\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from benchmarks.latency.tree import Carry, Member, carrier, plant
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 
 MU, SIGMA = 1.0, math.sqrt(0.5)
 """Of the logarithm of an inner step's seconds."""

@@ -20,14 +20,15 @@ import torch
 
 from benchmarks.laboratory.methods.virtual_trainee import Device
 from benchmarks.latency.blocking import MU, SIGMA, STILL, step_seconds
+from gossip.events import Event
 from gossip.exchange.messages import Accepted, Declined, Offer, Probe, Received, Weights
-from gossip.interface import Candidate, Event, Origin, RoundContext, RoundSettings
+from gossip.interface import Candidate, Origin, RoundContext, RoundSettings
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 
 TOPIC = "gossip"
 WIDTH = 4

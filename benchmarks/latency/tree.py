@@ -28,8 +28,8 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 
 Carry = Callable[[str, str, Callable[[], None]], None]
 """Delivers one message: (sender, receiver, what its arrival does)."""

@@ -23,8 +23,8 @@ from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -136,7 +136,7 @@ inner_steps_per_round = 1000000
 
 def _node(hub: SimNetwork, recipe: RunFileText, name: str, peer: _Peer, pass_s: float, wrong: list[str]) -> Node:
     device = peer.device
-    device.slow_down(peer.time)
+    device.slowness = peer.time
 
     def build(number: int) -> PricedStage:
         windows = recipe.run.pipeline.windows_in_flight

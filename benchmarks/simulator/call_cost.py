@@ -24,8 +24,8 @@ from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.dht import SimDht
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 
 MESSAGE_BYTES = 10_000
 SPREAD_S = 1e-4

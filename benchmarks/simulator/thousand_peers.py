@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gossip.events import OuterStepTaken, RoundDeferred
+
 HERE = Path(__file__).resolve()
 PARTS = {
     "pipeline": "/pipeline/",
@@ -76,9 +78,9 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
             match event:
                 case events.InnerStep():
                     self.events["inner_steps"] += 1
-                case events.OuterStep(partner=partner):
+                case OuterStepTaken(partner=partner):
                     self.events["met" if partner else "solo"] += 1
-                case events.Deferred():
+                case RoundDeferred():
                     self.events["deferred"] += 1
 
         def struck(self, fault: Fault) -> None:
@@ -99,14 +101,14 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
         return counts
 
     def finish(world: World) -> dict[str, Any]:
-        hub = world.hub.statistics()
+        hub = world.network.statistics()
         calls = sum(int(value) for name, value in hub.items() if name in ("messages.Gradient", "messages.Refused"))
         return {
             "virtual_s": round(world.now_s, 1),
             "calls": calls,
             "messages_lost": hub.get("messages.lost", 0),
             "wrong": sum(len(life.wrong) for peer in world.peers.values() for life in peer.lives),
-            "failures": len(world.hub.failures),
+            "failures": len(world.network.failures),
             "rounds_finished": sorted(
                 {
                     p.life.node.replica.rounds.finished

@@ -254,7 +254,7 @@ def _rounded_up(step: float) -> float:
 
 
 def _check_steps(form: Format, weights: Tensors, steps: Sequence[float]) -> None:
-    if len(steps) != (len(weights) if form is Format.INT4 else 0):
+    if len(steps) != (len(weights) if form.is_modular else 0):
         raise ValueError(f"{len(steps)} steps for {len(weights)} tensors in {form}")
 
 

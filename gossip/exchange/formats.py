@@ -34,6 +34,11 @@ class Format(StrEnum):
     INT8 = "int8"
     INT4 = "int4"
 
+    @property
+    def is_modular(self) -> bool:
+        """Whether values travel modulo 16 of steps that both sides derive from probes, and are found near the own."""
+        return self is Format.INT4
+
 
 def absolute(form: Format) -> Format:
     """Return the form in which weights travel to somebody who is to take them over, and may be anywhere.
@@ -41,7 +46,7 @@ def absolute(form: Format) -> Format:
     int4 says where a value is relative to one nearby: with a step that follows the distance, an adopted weight would
     be noise. The other forms are absolute, and stay.
     """
-    return Format.BFLOAT16 if form is Format.INT4 else form
+    return Format.BFLOAT16 if form.is_modular else form
 
 
 class WireSpec(NamedTuple):

@@ -24,7 +24,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,31 +69,30 @@ async def swap(conversation: Conversation, mine: Message) -> Message:
 
     Raises ConnectionAbortedError where another kind comes, another `ConnectionError` where nothing comes.
     """
-    theirs = await _send_and_receive(conversation, mine)
+    sending = asyncio.create_task(conversation.send(mine))
+    receiving = asyncio.create_task(conversation.receive())
+    await all_or_failure((sending, receiving))
+    theirs = receiving.result()
     if not isinstance(theirs, type(mine)):
         raise ConnectionAbortedError(f"expected {type(mine).__name__}, got {type(theirs).__name__}")
     return theirs
 
 
-async def _send_and_receive(conversation: Conversation, mine: object) -> object:
-    """Do both at the same time; return what came, or raise what failed: a bug rather than a loss.
+async def all_or_failure(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait for all; end all with the first that fails, and raise what failed: a bug first, then a lie, then a loss.
 
     Not a task group: one that fails in the moment in which it is cancelled raises the failure and forgets the
     cancellation (Python 3.11, 3.12), and whoever outlives a loss would live on.
     """
-    sending = asyncio.create_task(conversation.send(mine))
-    receiving = asyncio.create_task(conversation.receive())
-    both = (sending, receiving)
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        for task in both:
+        for task in tasks:
             task.cancel()
-        await asyncio.wait(both)
-        failures = [failure for task in both if not task.cancelled() and (failure := task.exception()) is not None]
-    for failure in sorted(failures, key=lambda failure: isinstance(failure, ConnectionError)):
-        raise failure
-    return receiving.result()
+        await asyncio.wait(tasks)
+        failures = [failure for task in tasks if not task.cancelled() and (failure := task.exception()) is not None]
+    if failures:
+        raise min(failures, key=lambda each: (isinstance(each, ConnectionError), not isinstance(each, Implausible)))
 
 
 async def conclude(conversation: Conversation, commit: Callable[[], Awaitable[None]], *, asked: bool) -> None:
@@ -108,33 +107,20 @@ async def conclude(conversation: Conversation, commit: Callable[[], Awaitable[No
         await conversation.send(Received())
 
 
-def check_like(theirs: Tensors, mine: Tensors, what: str) -> None:
-    """Raise Implausible unless both have the same count, shapes and dtypes."""
-    if len(theirs) != len(mine):
-        raise Implausible(f"{what}: {len(theirs)} tensors where ours has {len(mine)}")
-    for number, (their, own) in enumerate(zip(theirs, mine, strict=True)):
-        if their.shape != own.shape or their.dtype != own.dtype:
-            wrong, right = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (their, own))
-            raise Implausible(f"{what}, tensor {number}: {wrong} where ours is {right}")
-
-
 def check_probe(theirs: Probe, mine: Probe) -> None:
     """Raise Implausible unless the partner's probe is like ours, finite, and counts from zero."""
-    check_like((theirs.slow,), (mine.slow,), "probe")
-    check_like(_there(theirs.fast), _there(mine.fast), "probe of fast weights")
-    check_finite((theirs.slow, *_there(theirs.fast)), "probe")
+    came, right = ([(tensor.dtype, list(tensor.shape)) for tensor in _tensors(probe)] for probe in (theirs, mine))
+    if came != right:
+        raise Implausible(f"probe: {came} where ours is {right}")
+    check_finite(_tensors(theirs), "probe")
     if not 0 <= theirs.last_met <= theirs.round or theirs.version < 0:
         raise Implausible(f"probe: round {theirs.round}, last met {theirs.last_met}, version {theirs.version}")
 
 
 def check_own(mine: Probe) -> None:
     """Raise ConnectionAbortedError unless our probe is finite: nobody else is to blame if it is not."""
-    if not math.isfinite(norm((mine.slow, *_there(mine.fast)))):
+    if not math.isfinite(norm(_tensors(mine))):
         raise ConnectionAbortedError(NOT_FINITE)
-
-
-def _there(tensor: Tensor | None) -> Tensors:
-    return () if tensor is None else (tensor,)
 
 
 def check_norm(theirs: Tensors, mine: Tensors, what: str) -> None:
@@ -169,7 +155,7 @@ def size_bytes(*messages: Probe | Weights) -> int:
 
 def _tensors(message: Probe | Weights) -> Tensors:
     if isinstance(message, Probe):
-        return (message.slow, *_there(message.fast))
+        return (message.slow,) if message.fast is None else (message.slow, message.fast)
     return (*message.fast, *message.slow)
 
 

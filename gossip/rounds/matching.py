@@ -67,32 +67,32 @@ class AnswerState:
     ready_in_s: float
 
 
-def answer(standing: AnswerState, sender: str, offer: Offer) -> Accepted | Declined:
+def answer(state: AnswerState, sender: str, offer: Offer) -> Accepted | Declined:
     """Decide at once whether to meet `sender`."""
-    if standing.leaving:
-        return _declined(standing, DeclineReason.LEAVING, standing.ready_in_s)
-    if standing.engaged:
-        return _declined(standing, DeclineReason.ENGAGED, standing.ready_in_s)
-    if not standing.open:
-        done = offer.round <= standing.round
-        return _declined(standing, DeclineReason.MET if done else DeclineReason.NOT_OPEN, standing.ready_in_s)
-    if standing.had:
+    if state.leaving:
+        return _declined(state, DeclineReason.LEAVING, state.ready_in_s)
+    if state.engaged:
+        return _declined(state, DeclineReason.ENGAGED, state.ready_in_s)
+    if not state.open:
+        done = offer.round <= state.round
+        return _declined(state, DeclineReason.MET if done else DeclineReason.NOT_OPEN, state.ready_in_s)
+    if state.had:
         # Once a round: otherwise somebody could have our weights sent again and again.
-        return _declined(standing, DeclineReason.MET, standing.ready_in_s)
-    if standing.asking == sender:
+        return _declined(state, DeclineReason.MET, state.ready_in_s)
+    if state.asking == sender:
         # We have just offered the same ourselves.
-        if sender < standing.me:
-            return Accepted(round=standing.round)
-        return _declined(standing, DeclineReason.YIELD, SOON_S)
-    if standing.preference_delay_s > 0.0:
-        return _declined(standing, DeclineReason.HOPING, standing.preference_delay_s)
-    if standing.asking is not None:
-        return _declined(standing, DeclineReason.ASKING, SOON_S)
-    return Accepted(round=standing.round)
+        if sender < state.me:
+            return Accepted(round=state.round)
+        return _declined(state, DeclineReason.YIELD, SOON_S)
+    if state.preference_delay_s > 0.0:
+        return _declined(state, DeclineReason.HOPING, state.preference_delay_s)
+    if state.asking is not None:
+        return _declined(state, DeclineReason.ASKING, SOON_S)
+    return Accepted(round=state.round)
 
 
-def _declined(standing: AnswerState, reason: DeclineReason, retry_after_s: float) -> Declined:
-    return Declined(reason=reason, retry_after_s=retry_after_s, round=standing.round)
+def _declined(state: AnswerState, reason: DeclineReason, retry_after_s: float) -> Declined:
+    return Declined(reason=reason, retry_after_s=retry_after_s, round=state.round)
 
 
 def partners_of_round(replicas: Collection[str], seed: int, round: int) -> Mapping[str, str]:

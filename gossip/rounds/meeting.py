@@ -2,7 +2,7 @@
 
 Whatever breaks it is a loss: counted, journalled, and the partner is put off for a while; our round stays open, or
 defers. In the overlapped form the snapshot is the one that was taken when the round opened. In the blocking form the
-gate is shut first, and the step is applied before it opens again.
+replica is quiesced first, and the step is applied before it takes in microbatches again.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from gossip.events import MeetingLost, OuterStepTaken, PartnerTooStale
 from gossip.exchange.messages import Accepted, Implausible
 from gossip.exchange.swap import Conversation, conclude
-from gossip.interface import GossipReplica, MeetingLost, OuterStepTaken, PartnerTooStale, RoundContext
+from gossip.interface import GossipReplica, RoundContext
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
-from gossip.rounds.prefetch_cache import PrefetchCache
+from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import Meeting, PendingStep, RoundState, now
-from gossip.rounds.weight_exchange import ExchangeResult, MeetingStanding, exchange_weights
+from gossip.rounds.weight_exchange import ExchangeResult, exchange_weights
 
 
 class Meetings:
@@ -26,13 +27,13 @@ class Meetings:
         self,
         round_state: RoundState,
         optimiser: OuterOptimiser,
-        shelf: PrefetchCache,
+        prefetcher: SlowWeightPrefetcher,
         replica: GossipReplica,
-        around: RoundContext,
+        context: RoundContext,
         apply: Callable[[PendingStep], Awaitable[None]],
     ) -> None:
-        self._round_state, self._optimiser, self._shelf = round_state, optimiser, shelf
-        self._replica, self._around, self._apply = replica, around, apply
+        self._round_state, self._optimiser, self._prefetcher = round_state, optimiser, prefetcher
+        self._replica, self._context, self._apply = replica, context, apply
         self._blocked_s = 1.0
 
     async def meet(self, conversation: Conversation, meeting: Meeting, accepted: Accepted | None) -> None:
@@ -44,7 +45,7 @@ class Meetings:
                 await conversation.send(accepted)
             if round_state.settings.blocking:
                 started_s = now()
-                async with self._gate_shut(), round_state.pause:
+                async with self._quiesced(), round_state.pause:
                     taken = await self._optimiser.snapshot(round_state.schedule.inner_steps)
                     await self._exchange(conversation, meeting, taken, asked=accepted is not None)
                 self._blocked_s = now() - started_s
@@ -62,15 +63,15 @@ class Meetings:
                 self._lose(meeting, why, implausible)
 
     @asynccontextmanager
-    async def _gate_shut(self) -> AsyncIterator[None]:
-        """Shut the gate for the body. Raises ConnectionAbortedError if what is in flight does not come back."""
-        shut = False
+    async def _quiesced(self) -> AsyncIterator[None]:
+        """Take in no microbatch in the body. Raises ConnectionAbortedError if those in flight do not come back."""
+        drained = False
         try:
             async with self._replica.alone(self._blocked_s):
-                shut = True
+                drained = True
                 yield
         except TimeoutError as silence:
-            if shut:
+            if drained:
                 raise
             raise ConnectionAbortedError("our own gate did not drain: microbatches in flight") from silence
 
@@ -80,14 +81,16 @@ class Meetings:
         round_state.counts["lost"] += 1
         round_state.counts["implausible"] += implausible
         round_state.note_vain_meeting(meeting.partner)
-        self._around.record(
+        self._context.record(
             MeetingLost(round=round_state.schedule.round, partner=meeting.partner, why=why, implausible=implausible)
         )
 
     async def _exchange(self, conversation: Conversation, meeting: Meeting, snapshot: Snapshot, *, asked: bool) -> None:
         round_state = self._round_state
-        claim = MeetingStanding(round_state.met, round_state.settings.staleness_at_most)
-        result = await exchange_weights(conversation, snapshot, self._optimiser, self._shelf, claim)
+        at_most = round_state.settings.staleness_at_most
+        result = await exchange_weights(
+            conversation, snapshot, self._optimiser, self._prefetcher, round_state.met, at_most
+        )
 
         async def commit() -> None:
             if round_state.meeting is not meeting:
@@ -126,7 +129,7 @@ class Meetings:
         round_state.counts["bytes_sent"] += result.bytes_sent
         round_state.counts["bytes_received"] += result.bytes_received
         round_state.note_vain_meeting(partner)
-        self._around.record(
+        self._context.record(
             PartnerTooStale(
                 round=round_state.schedule.round,
                 partner=partner,

@@ -27,8 +27,8 @@ Meet = Callable[[Conversation, Meeting, Accepted | None], Awaitable[None]]
 class Offers:
     """The offers of one replica: `run` as a background task, `answer_one` for each that comes in."""
 
-    def __init__(self, round_state: RoundState, around: RoundContext, meet: Meet) -> None:
-        self._round_state, self._around, self._meet = round_state, around, meet
+    def __init__(self, round_state: RoundState, context: RoundContext, meet: Meet) -> None:
+        self._round_state, self._context, self._meet = round_state, context, meet
 
     async def run(self) -> None:
         """Ask partners while a round is open, until cancelled."""
@@ -46,7 +46,7 @@ class Offers:
         """Answer an offer at once; if it is accepted, move the deadline on to a meeting's, and meet."""
         round_state, peer = self._round_state, conversation.peer
         round_state.counts["offers_received"] += 1
-        reply = answer(round_state.standing(peer), peer, offer)
+        reply = answer(round_state.answer_state(peer), peer, offer)
         if isinstance(reply, Declined):
             await conversation.send(reply)
             return
@@ -61,18 +61,20 @@ class Offers:
         order = round_state.partners.order(round_state.schedule.round)
         places = range(min(len(order), ASKED_AT_MOST))
         # Whoever is preferred less is hoped against for longer: the good enough are the first ones.
-        good_enough = list(takewhile(lambda place: not round_state.preference_delay_s(place, len(order)), places))
+        good_enough = list(
+            takewhile(lambda place: not round_state.schedule.preference_delay_s(place, len(order)), places)
+        )
         return round_state.queue.next(order[: len(good_enough)], now())
 
     async def _ask(self, peer: str) -> None:
         round_state, patience = self._round_state, self._round_state.settings.patience
-        answers, asked_s = self._around.answers, now()
+        answers, asked_s = self._context.answers, now()
         round_state.ask(peer)
         meeting = None
         try:
             async with (
                 asyncio.timeout(answers.deadline_s(peer) if answers else patience.answer_s) as deadline,
-                self._around.converse(peer) as conversation,
+                self._context.converse(peer) as conversation,
             ):
                 await conversation.send(Offer(round=round_state.schedule.round))
                 reply = await conversation.receive()

@@ -1,6 +1,6 @@
 """The outer step of one replica's slow weights: what it says of its weights, and the step that follows from a meeting.
 
-Applies the rule of `delayed_momentum` to a replica that trains on meanwhile. The heavy arithmetic runs where the shell
+Applies the rule of `outer_step` to a replica that trains on meanwhile. The heavy arithmetic runs where the shell
 wants it. A step is first computed from facts that do not change, and may still be thrown away; `correct` then moves the
 fast weights, the slow ones and what the codec owes. Whoever may be cancelled calls it through `to_the_end`: all move,
 or nothing.
@@ -22,8 +22,7 @@ from gossip.exchange.codec import Encoded, Feedback, common_steps, decode, encod
 from gossip.exchange.formats import Format, absolute
 from gossip.exchange.swap import Compute, check_norm, probe_coordinates
 from gossip.interface import GossipReplica, RoundSettings
-from gossip.rule.delayed_momentum import adopt, step_alone, step_pair
-from gossip.rule.outer_step import OuterState, Stepped, Tensors
+from gossip.rule.outer_step import OuterState, Stepped, Tensors, adopt, step_alone, step_pair
 
 Steps = tuple[float, ...]
 """Of int4, one a parameter; empty in other codecs."""
@@ -86,13 +85,13 @@ class OuterOptimiser:
 
     def fast_probe(self, snapshot: Snapshot) -> Tensor | None:
         """Return the snapshot likewise; None where the codec needs no probe of it."""
-        if self._codec is not Format.INT4:
+        if not self._codec.is_modular:
             return None
         return self._owed_fast.probe(snapshot.fast, self._coordinates)
 
     def steps(self, mine: Tensor | None, theirs: Tensor | None) -> Steps:
         """Return the steps of int4 that follow from two probes, the same on both sides."""
-        if self._codec is not Format.INT4 or mine is None or theirs is None:
+        if not self._codec.is_modular or mine is None or theirs is None:
             return ()
         return common_steps(mine, theirs, [len(indices) for indices in self._coordinates])
 
@@ -168,7 +167,7 @@ class OuterOptimiser:
 def _decode(codec: Format, wire: Tensors, own: Tensors, residual: Tensors, steps: Sequence[float]) -> Tensors:
     """Decode and check. What int4 decodes is looked for around what we ourselves mean to send, as the probes are."""
     near = own
-    if codec is Format.INT4 and residual:
+    if codec.is_modular and residual:
         near = tuple(torch.add(tensor, owed) for tensor, owed in zip(own, residual, strict=True))
     decoded = decode(codec, wire, near, steps)
     check_norm(decoded, own, f"weights in {codec}")

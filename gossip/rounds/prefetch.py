@@ -3,7 +3,8 @@
 Where gamma differs from beta, the rule needs the partner's slow weights too. They do not move between two rounds, and
 the next partner is known from the seed: whoever has ended its round swaps slow weights with it in the background. Both
 must have ended theirs; who is first is declined, and the other, once it is done, asks in turn. If another partner comes
-after all, or slow weights have moved since, they travel in the meeting as they would have done anyway.
+after all, or slow weights have moved since, they travel in the meeting as they would have done anyway: there the holder
+says which version it holds, and the owner sends its slow weights unless it is the present one.
 
 It costs the memory of one more copy and, where it was in vain, the traffic; never a wait. Nobody has our slow weights
 sent more than `SWAPS_AT_MOST` times ahead of one round.
@@ -12,36 +13,66 @@ sent more than `SWAPS_AT_MOST` times ahead of one round.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from typing import NamedTuple
 
+from gossip.events import MeetingLost
 from gossip.exchange.messages import NOTHING, Accepted, Declined, DeclineReason, Implausible, Probe, Received, Weights
 from gossip.exchange.messages import PrefetchOffer as Proposal
 from gossip.exchange.swap import Conversation, check_own, check_probe, size_bytes, swap
-from gossip.interface import MeetingLost, RoundContext
+from gossip.interface import RoundContext
 from gossip.rounds.outer_optimiser import OuterOptimiser
 from gossip.rounds.partners import SLACK_S
-from gossip.rounds.prefetch_cache import PrefetchCache, PrefetchReceived, PrefetchSent
 from gossip.rounds.round_state import RoundState, now
+from gossip.rule.outer_step import Tensors
 
 SWAPS_AT_MOST = 2
 """With one peer, of one version of our slow weights: a second one mends the first, if that was broken or outdated."""
 
 
-class SlowWeightPrefetcher:
-    """One replica's swaps ahead of its rounds: `run` as a background task, `answer_one` for each that comes in."""
+class Prefetched(NamedTuple):
+    """Slow weights that a peer and we have swapped ahead of a round: of which versions, and by which steps coded."""
 
-    def __init__(
-        self, round_state: RoundState, optimiser: OuterOptimiser, around: RoundContext, shelf: PrefetchCache
-    ) -> None:
-        self._round_state, self._optimiser, self._around, self._shelf = round_state, optimiser, around, shelf
+    peer: str
+    version: int
+    """Of ours. Another after every outer step, and so is theirs."""
+    their_version: int
+    their_slow: Tensors
+    """As decoded."""
+    steps: tuple[float, ...]
+
+
+class SlowWeightPrefetcher:
+    """One replica's swaps ahead of its rounds: `run` as a background task, `answer_one` for each that comes in.
+
+    `bytes_sent`, `bytes_received`: for swaps since the last outer step. `swapping`: with whom one is under way.
+    """
+
+    def __init__(self, round_state: RoundState, optimiser: OuterOptimiser, context: RoundContext) -> None:
+        self._round_state, self._optimiser, self._context = round_state, optimiser, context
+        self.bytes_sent = self.bytes_received = 0
+        self.swapping: str | None = None
+        self._prefetched: Prefetched | None = None
+        self._begun: Counter[str] = Counter()
+        """Swaps since the last outer step by peer, whatever came of them."""
         self._asking: str | None = None
-        self._swapping: str | None = None
         self._put_off: tuple[str, int, float] | None = None
         """Whom not to ask again, for which version of our slow weights, and until when."""
 
-    @property
-    def swapping(self) -> str | None:
-        """With whom a swap is under way."""
-        return self._swapping
+    def of(self, peer: str) -> Prefetched | None:
+        """Return what was swapped with a peer; at most one peer's copy is held."""
+        return self._prefetched if self._prefetched is not None and self._prefetched.peer == peer else None
+
+    def version_held(self, peer: str) -> int:
+        """Return the version that we hold of a peer's slow weights."""
+        prefetched = self.of(peer)
+        return NOTHING if prefetched is None else prefetched.their_version
+
+    def clear(self) -> None:
+        """Forget all, after an outer step: the versions are others now."""
+        self._prefetched = None
+        self.bytes_sent = self.bytes_received = 0
+        self._begun.clear()
 
     async def run(self) -> None:
         """Propose a swap to each next partner, until cancelled."""
@@ -49,7 +80,7 @@ class SlowWeightPrefetcher:
         while self._optimiser.needs_slow:
             peer = self._next_partner()
             wait_s = round_state.settings.patience.sleep_s
-            if peer is not None and self._swapping is None and self._wants(peer):
+            if peer is not None and self.swapping is None and self._wants(peer):
                 wait_s = self._wait_s(peer)
                 if wait_s <= SLACK_S:
                     await self._propose(peer)
@@ -61,7 +92,9 @@ class SlowWeightPrefetcher:
         round_state = self._round_state
         reason = self._refusal(conversation.peer)
         if reason is not None:
-            refusal = Declined(reason=reason, retry_after_s=round_state.ready_in_s(), round=round_state.schedule.round)
+            refusal = Declined(
+                reason=reason, retry_after_s=round_state.schedule.ready_in_s, round=round_state.schedule.round
+            )
             await conversation.send(refusal)
             return
         deadline.reschedule(now() + round_state.settings.patience.exchange_s)
@@ -81,16 +114,16 @@ class SlowWeightPrefetcher:
         return put_off[2] - now()
 
     def _wants(self, peer: str) -> bool:
-        given = self._shelf.given
-        done = given is not None and (given.peer, given.version) == (peer, self._optimiser.version)
-        return not done and self._shelf.swaps[peer] < SWAPS_AT_MOST
+        prefetched = self.of(peer)
+        done = prefetched is not None and prefetched.version == self._optimiser.version
+        return not done and self._begun[peer] < SWAPS_AT_MOST
 
     def _refusal(self, sender: str) -> DeclineReason | None:
         if self._round_state.leaving:
             return DeclineReason.LEAVING
-        if self._swapping is not None:
+        if self.swapping is not None:
             return DeclineReason.ENGAGED
-        swaps_left = self._optimiser.needs_slow and self._shelf.swaps[sender] < SWAPS_AT_MOST
+        swaps_left = self._optimiser.needs_slow and self._begun[sender] < SWAPS_AT_MOST
         if not swaps_left or self._next_partner() != sender:
             return DeclineReason.NOT_NEXT
         if self._asking is None:
@@ -107,7 +140,7 @@ class SlowWeightPrefetcher:
         try:
             async with (
                 asyncio.timeout(patience.answer_s) as deadline,
-                self._around.converse(peer) as conversation,
+                self._context.converse(peer) as conversation,
             ):
                 await conversation.send(Proposal())
                 reply = await conversation.receive()
@@ -116,7 +149,7 @@ class SlowWeightPrefetcher:
                     again_s = min(max(reply.retry_after_s, 0.0), patience.sleep_s)
                 elif not isinstance(reply, Accepted):
                     raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
-                elif self._swapping is None:
+                elif self.swapping is None:
                     deadline.reschedule(now() + patience.exchange_s)
                     await self._swap(conversation, None)
                     again_s = 0.0
@@ -130,8 +163,8 @@ class SlowWeightPrefetcher:
 
     async def _swap(self, conversation: Conversation, accepted: Accepted | None) -> None:
         """Swap, once agreed. `accepted`: our answer, still to be sent, where we are the asked."""
-        self._swapping = conversation.peer
-        self._shelf.swaps[conversation.peer] += 1
+        self.swapping = conversation.peer
+        self._begun[conversation.peer] += 1
         try:
             if accepted is not None:
                 await conversation.send(accepted)
@@ -140,38 +173,37 @@ class SlowWeightPrefetcher:
             self._note_implausible(conversation.peer, str(lie))
             raise
         finally:
-            self._swapping = None
+            self.swapping = None
             self._round_state.ring()
 
     def _note_implausible(self, peer: str, why: str) -> None:
         round_state = self._round_state
         round_state.counts["implausible"] += 1
-        self._around.record(MeetingLost(round=round_state.next_round, partner=peer, why=why, implausible=True))
+        self._context.record(MeetingLost(round=round_state.next_round, partner=peer, why=why, implausible=True))
 
     async def _swap_once(self, conversation: Conversation, *, asked: bool) -> None:
-        optimiser, shelf, version = self._optimiser, self._shelf, self._optimiser.version
+        optimiser, version = self._optimiser, self._optimiser.version
         round, last_met = self._round_state.met
         mine = Probe(
             round=round, last_met=last_met, version=version, holds=NOTHING, slow=optimiser.slow_probe(), fast=None
         )
         check_own(mine)
-        shelf.bytes_sent += size_bytes(mine)
+        self.bytes_sent += size_bytes(mine)
         theirs = await swap(conversation, mine)
         check_probe(theirs, mine)
-        shelf.bytes_received += size_bytes(theirs)
+        self.bytes_received += size_bytes(theirs)
         steps = optimiser.steps(mine.slow, theirs.slow)
         encoded = await optimiser.encode_slow(steps)
         self._must_be(version)
         # What was held for an earlier prediction goes first: two copies are one too many.
-        shelf.forget()
+        self._prefetched = None
         sent = Weights(fast=(), slow=encoded.wire)
-        shelf.bytes_sent += size_bytes(sent)
+        self.bytes_sent += size_bytes(sent)
         came = await swap(conversation, sent)
-        shelf.bytes_received += size_bytes(came)
+        self.bytes_received += size_bytes(came)
         slow = await optimiser.decode_slow(came.slow, steps)
         self._must_be(version)
-        shelf.held = PrefetchReceived(conversation.peer, theirs.version, slow)
-        shelf.given = PrefetchSent(conversation.peer, version, steps)
+        self._prefetched = Prefetched(conversation.peer, version, theirs.version, slow, steps)
         self._round_state.counts["sent_ahead"] += 1
         # The asker stays until the asked has all: its leaving ends the conversation.
         if asked:

@@ -19,10 +19,15 @@ from gossip.rule.staleness import ROUND_BOUND
 
 
 class RoundSchedule:
-    """One replica's counters. `round`: the one opened last (0 before the first); `finished`: the last one finished."""
+    """One replica's counters. `round`: the one opened last (0 before the first); `finished`: the last one finished.
 
-    def __init__(self, inner_steps_per_round: int, rounds: int, inner_steps: int) -> None:
-        self._steps = self._next_steps = inner_steps_per_round
+    `steps`: inner steps from the last opening to the next. `unknown_s`: what counts for times before the first step has
+    been measured.
+    """
+
+    def __init__(self, inner_steps_per_round: int, rounds: int, inner_steps: int, unknown_s: float) -> None:
+        self.steps = self._next_steps = inner_steps_per_round
+        self._unknown_s = unknown_s
         self._opened = False
         self._opened_at = inner_steps
         self._seconds_per_step: float | None = None
@@ -40,42 +45,42 @@ class RoundSchedule:
         self.inner_steps, self._seconds_per_step = inner_steps, seconds_per_step
         self._next_steps = next_steps or self._next_steps
         if not self._opened:
-            self._steps = self._next_steps
-
-    @property
-    def steps(self) -> int:
-        """Inner steps from the last opening to the next."""
-        return self._steps
+            self.steps = self._next_steps
 
     @property
     def due(self) -> bool:
         """Whether the next round is to be opened."""
-        return self.inner_steps - self._opened_at >= self._steps
+        return self.inner_steps - self._opened_at >= self.steps
 
-    def ready_in_s(self, unknown_s: float) -> float:
-        """Estimate the seconds until the next opening; `unknown_s` before the first step has been measured."""
+    @property
+    def ready_in_s(self) -> float:
+        """Estimate the seconds until the next opening."""
         if self._seconds_per_step is None:
-            return unknown_s
-        return max(1, self._opened_at + self._steps - self.inner_steps) * self._seconds_per_step
+            return self._unknown_s
+        return max(1, self._opened_at + self.steps - self.inner_steps) * self._seconds_per_step
 
-    def preference_delay_s(self, place: int, count: int, unknown_s: float) -> float:
+    def preference_delay_s(self, place: int, count: int) -> float:
         """Return for how long preference number `place` of `count` is not good enough; 0 if it is.
 
         Whoever found nobody last time, or will open no further round, is not picky.
         """
         if self._last or self.deferred_in_a_row:
             return 0.0
-        steps = good_enough_at(place, count) * self._steps - (self.inner_steps - self._opened_at)
-        return max(0.0, steps) * (unknown_s if self._seconds_per_step is None else self._seconds_per_step)
+        steps = good_enough_at(place, count) * self.steps - (self.inner_steps - self._opened_at)
+        return max(0.0, steps) * (self._unknown_s if self._seconds_per_step is None else self._seconds_per_step)
+
+    def next_round(self, listed: Sequence[int]) -> int:
+        """Return the number that the next round has, after those that the roster says are finished."""
+        return max(self.round, 1 + heal(self.finished, (), (self.finished, *listed), ROUND_BOUND))
 
     def open(self, listed: Sequence[int], *, last: bool = False) -> None:
-        """Begin the next round, after those that the roster says are finished."""
+        """Begin the next round."""
         self._last = last
-        following = 1 + heal(self.finished, (), (self.finished, *listed), ROUND_BOUND)
+        following = self.next_round(listed)
         self.healed += following > max(self.round, self.finished + 1)
-        self.round = max(self.round, following)
+        self.round = following
         self._opened_at, self._opened = self.inner_steps, True
-        self._steps = self._next_steps
+        self.steps = self._next_steps
 
     def adopt(self, seen_round: int, listed: Sequence[int]) -> None:
         """Move up to a partner's number, as far as the roster makes it believable."""

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gossip.interface import Origin, OuterStepTaken, RoundContext, RoundSettings
-from gossip.rounds.matching import AnswerState, heal
+from gossip.events import OuterStepTaken
+from gossip.interface import Origin, RoundContext, RoundSettings
+from gossip.rounds.matching import AnswerState
 from gossip.rounds.outer_optimiser import Snapshot, Step
 from gossip.rounds.partners import SLACK_S, PartnerQueue, PartnerView
 from gossip.rounds.round_schedule import RoundSchedule
-from gossip.rule.staleness import ROUND_BOUND, Met, staleness
+from gossip.rule.staleness import Met, staleness
 
 POLL_S = 1.0
 """How often the last round looks whether anybody is left."""
@@ -42,7 +43,7 @@ class Meeting:
 
 
 class PendingStep(NamedTuple):
-    """A step that waits for the next pause; its event still lacks the staleness.
+    """The round has been met, and its step waits for the next pause; its event still lacks the staleness.
 
     `last_met`: the round in which the weights after it last met anybody's.
     """
@@ -73,20 +74,13 @@ class InMeeting:
     meeting: Meeting
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPending:
-    """The round has been met; its step waits for the next pause."""
-
-    pending: PendingStep
-
-
-Phase = Closed | Open | InMeeting | StepPending
+Phase = Closed | Open | InMeeting | PendingStep
 """What a replica's round is at:
 
     Closed    -> Open (open)
     Open      -> Open (open, with another snapshot), InMeeting (engage), Closed (close, leave)
-    InMeeting -> InMeeting (open), Open (end_meeting), StepPending (step), Closed (close, leave)
-    StepPending   -> Closed (take_step)
+    InMeeting -> InMeeting (open), Open (end_meeting), PendingStep (step), Closed (close, leave)
+    PendingStep -> Closed (take_step)
 """
 CLOSED = Closed()
 
@@ -95,22 +89,25 @@ class RoundState:
     """One replica's round: its phase, and what the parts of its gossip know in common.
 
     The phase changes by the methods under "Transitions" alone, which wake whoever waits, unless they say why not. One
-    that the phase does not allow raises RuntimeError. `leaving` lies across the phases: a step that waits is still
-    applied.
+    that the phase does not allow raises RuntimeError. `leaving`: no further round will be met; it lies across the
+    phases, and a step that waits is still applied. `asking`: whose answer we wait for, which may outlast the round in
+    which it was asked. `last_met`: the round in which our weights last met anybody's, 0 if in none.
     """
 
-    def __init__(self, me: str, settings: RoundSettings, origin: Origin, around: RoundContext) -> None:
+    def __init__(self, me: str, settings: RoundSettings, origin: Origin, context: RoundContext) -> None:
         self.me, self.settings = me, settings
-        self.partners = PartnerView(me, settings.seed, around.partners)
-        self.schedule = RoundSchedule(settings.inner_steps_per_round, origin.rounds, origin.inner_steps)
+        self.partners = PartnerView(me, settings.seed, context.partners)
+        self.schedule = RoundSchedule(
+            settings.inner_steps_per_round, origin.rounds, origin.inner_steps, settings.patience.sleep_s
+        )
         self.rng = random.Random(f"{settings.seed}|jitter|{me}")
         self.queue = PartnerQueue(settings.patience, self.rng)
         self.counts: Counter[str] = Counter()
         self.pause = asyncio.Lock()
         self._phase: Phase = CLOSED
-        self._leaving = False
-        self._asking: str | None = None
-        self._last_met = origin.last_met
+        self.leaving = False
+        self.asking: str | None = None
+        self.last_met = origin.last_met
         self._vain_meetings: Counter[str] = Counter()
         """With whom how many meetings of this round have ended without a step of ours."""
         self._late = 0
@@ -143,29 +140,14 @@ class RoundState:
         return self._phase.meeting if isinstance(self._phase, InMeeting) else None
 
     @property
-    def leaving(self) -> bool:
-        """Whether no further round will be met."""
-        return self._leaving
-
-    @property
-    def asking(self) -> str | None:
-        """Whose answer we wait for. It may outlast the round in which it was asked."""
-        return self._asking
-
-    @property
-    def last_met(self) -> int:
-        """The round in which our weights last met anybody's, 0 if in none."""
-        return self._last_met
-
-    @property
     def between_rounds(self) -> bool:
         """Whether the slow weights are those of the next meeting: none is open, and no step waits."""
-        return isinstance(self._phase, Closed) and not self._leaving
+        return isinstance(self._phase, Closed) and not self.leaving
 
     @property
     def met(self) -> Met:
         """What we say of our weights in a meeting."""
-        return Met(self.schedule.round, self._last_met)
+        return Met(self.schedule.round, self.last_met)
 
     @property
     def staleness(self) -> int:
@@ -175,9 +157,7 @@ class RoundState:
     @property
     def next_round(self) -> int:
         """The number that the next round will have, as the roster is now."""
-        finished = self.schedule.finished
-        following = 1 + heal(finished, (), (finished, *self.partners.rounds), ROUND_BOUND)
-        return max(self.schedule.round, following)
+        return self.schedule.next_round(self.partners.rounds)
 
     @property
     def exchange_s(self) -> float:
@@ -191,15 +171,7 @@ class RoundState:
         """Note that a meeting ran out of time, or that it did not."""
         self._late = min(LATE_AT_MOST, self._late + 1) if late else max(0, self._late - 1)
 
-    def preference_delay_s(self, place: int, count: int) -> float:
-        """As in `RoundSchedule`."""
-        return self.schedule.preference_delay_s(place, count, self.settings.patience.sleep_s)
-
-    def ready_in_s(self) -> float:
-        """As in `RoundSchedule`."""
-        return self.schedule.ready_in_s(self.settings.patience.sleep_s)
-
-    def standing(self, sender: str) -> AnswerState:
+    def answer_state(self, sender: str) -> AnswerState:
         """Return what an offer of `sender` is answered by."""
         order = self.partners.order(self.schedule.round) if self.is_open else ()
         place = order.index(sender) if sender in order else len(order)
@@ -208,11 +180,11 @@ class RoundState:
             round=self.schedule.round,
             open=self.is_open,
             engaged=self.meeting is not None,
-            asking=self._asking,
-            leaving=self._leaving,
+            asking=self.asking,
+            leaving=self.leaving,
             had=self._vain_meetings[sender] >= VAIN_AT_MOST,
-            preference_delay_s=self.preference_delay_s(place, max(len(order), place + 1)),
-            ready_in_s=self.ready_in_s(),
+            preference_delay_s=self.schedule.preference_delay_s(place, max(len(order), place + 1)),
+            ready_in_s=self.schedule.ready_in_s,
         )
 
     def hopeful(self) -> bool:
@@ -227,7 +199,7 @@ class RoundState:
             "finished": self.schedule.finished,
             "healed": self.schedule.healed,
             "deferred_in_a_row": self.schedule.deferred_in_a_row,
-            "last_met": self._last_met,
+            "last_met": self.last_met,
             "staleness": self.staleness,
             "open": int(self.is_open),
             "engaged": int(self.meeting is not None),
@@ -237,7 +209,7 @@ class RoundState:
 
     def open(self, snapshot: Snapshot | None) -> None:
         """Let the round be met. One that is open goes on with this snapshot, and so does a meeting in it."""
-        if isinstance(self._phase, StepPending) or self._leaving:
+        if isinstance(self._phase, PendingStep) or self.leaving:
             raise self._illegal("open")
         self._phase = Open(snapshot) if self.meeting is None else InMeeting(snapshot, self.meeting)
         self.ring()
@@ -262,14 +234,14 @@ class RoundState:
         """End the meeting and its round with a step for the next pause."""
         if not isinstance(self._phase, InMeeting):
             raise self._illegal("step")
-        self._phase = StepPending(pending)
+        self._phase = pending
         self.ring()
 
     def take_step(self) -> PendingStep | None:
         """Return the step that waits, to be applied now: `finish` wakes those who wait."""
-        if not isinstance(self._phase, StepPending):
+        if not isinstance(self._phase, PendingStep):
             return None
-        pending, self._phase = self._phase.pending, CLOSED
+        pending, self._phase = self._phase, CLOSED
         return pending
 
     def close(self) -> None:
@@ -277,29 +249,29 @@ class RoundState:
 
         Wakes nobody: in the same pause the caller takes a step, or opens the next round, and that does.
         """
-        if isinstance(self._phase, StepPending):
+        if isinstance(self._phase, PendingStep):
             raise self._illegal("close")
         self._phase = CLOSED
 
     def finish(self, round: int, last_met: int) -> None:
         """Count an outer step, which has moved the weights."""
         self.schedule.finish(round)
-        self._last_met = last_met
+        self.last_met = last_met
         self.ring()
 
     def refuse_offers(self) -> None:
         """Accept nobody any more. Wakes nobody: no wait depends on it."""
-        self._leaving = True
+        self.leaving = True
 
     def leave(self) -> None:
         """End the round, and open none any more; a step that waits still waits."""
-        self._leaving = True
-        if not isinstance(self._phase, StepPending):
+        self.leaving = True
+        if not isinstance(self._phase, PendingStep):
             self._phase = CLOSED
         self.ring()
 
     def _illegal(self, what: str) -> RuntimeError:
-        return RuntimeError(f"{what} of a round that is {type(self._phase).__name__}, leaving: {self._leaving}")
+        return RuntimeError(f"{what} of a round that is {type(self._phase).__name__}, leaving: {self.leaving}")
 
     # Notes that change no phase.
 
@@ -311,12 +283,12 @@ class RoundState:
 
     def ask(self, peer: str) -> None:
         """Note that an offer is on its way."""
-        self._asking = peer
+        self.asking = peer
         self.counts["offers_sent"] += 1
 
     def note_answer(self) -> None:
         """Note that no answer is waited for any more."""
-        self._asking = None
+        self.asking = None
 
     def note_vain_meeting(self, partner: str) -> None:
         """Ask this partner later, if at all, and do not let it have as many meetings in this round as it likes."""

@@ -10,9 +10,9 @@ same facts, and the correction is added at the next pause between inner steps. N
 - No partner by the time the next round is due: **defer**. No outer step is taken and the pseudo-gradient keeps growing;
   solo steps instead would narrow the stable range of gamma and raise the floor of the disagreement. After several
   deferrals in a row comes a **solo round**, the same rule with a mean over one. Alone in the roster: solo at once.
-- The **blocking form** (the paper's) shuts the gate only when a partner has accepted: both drain what is in flight,
-  then take their snapshots, exchange and correct, under one deadline. Shutting it before, while still waiting for a
-  partner, can deadlock across stages: the partner's step may need microbatches that are stuck at the shut gate.
+- The **blocking form** (the paper's) refuses microbatches only when a partner has accepted: both drain what is in
+  flight, then take their snapshots, exchange and correct, under one deadline. To refuse them before, while still
+  waiting for a partner, can deadlock across stages: the partner's step may need the very microbatches that are refused.
 - A replica that has met nobody for more than `staleness_at_most` rounds contributes nothing when it meets somebody
   again: it goes on from the partner's weights, and the partner's round stays open (`staleness`).
 - The last round of a run does not wait for H steps. Who finds no partner steps alone then: work that is in no slow
@@ -21,8 +21,7 @@ same facts, and the correction is added at the next pause between inner steps. N
 Who is asked, and how an offer is answered: `offers`. A meeting from its agreement to its end: `meeting`. What happens
 between rounds where slow weights travel: `prefetch`. What all of them know of each other: `round_state`.
 
-Weights and snapshots change under one lock, `RoundState.pause`; where the gate is involved, it is taken before the
-lock.
+Weights and snapshots change under one lock, `RoundState.pause`; a replica is drained before the lock is taken.
 """
 
 from __future__ import annotations
@@ -31,25 +30,16 @@ import asyncio
 from dataclasses import replace
 from typing import NamedTuple
 
+from gossip.events import OuterStepTaken, RoundDeferred
 from gossip.exchange.messages import Offer
 from gossip.exchange.messages import PrefetchOffer as Proposal
 from gossip.exchange.swap import Conversation
-from gossip.interface import (
-    UNKNOWN,
-    GossipReplica,
-    Origin,
-    OuterStepTaken,
-    RoundContext,
-    RoundDeferred,
-    RoundProgress,
-    RoundSettings,
-)
+from gossip.interface import UNKNOWN, GossipReplica, Origin, RoundContext, RoundProgress, RoundSettings
 from gossip.rounds.local_steps import local_step_count
 from gossip.rounds.meeting import Meetings
 from gossip.rounds.offers import Offers
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, to_the_end
 from gossip.rounds.prefetch import SlowWeightPrefetcher
-from gossip.rounds.prefetch_cache import PrefetchCache
 from gossip.rounds.round_state import PendingStep, RoundState, now
 from gossip.rule.outer_step import OuterState
 
@@ -69,16 +59,15 @@ class Rounds:
     """The gossip of one replica: `between_steps` for the shell, `run` as a background task, `serve` for streams."""
 
     def __init__(
-        self, me: str, settings: RoundSettings, origin: Origin, replica: GossipReplica, surroundings: RoundContext
+        self, me: str, settings: RoundSettings, origin: Origin, replica: GossipReplica, context: RoundContext
     ) -> None:
-        self._settings, self._around = settings, surroundings
-        self._round_state = RoundState(me, settings, origin, surroundings)
+        self._settings, self._context = settings, context
+        self._round_state = RoundState(me, settings, origin, context)
         self._schedule, self._counts = self._round_state.schedule, self._round_state.counts
-        self._optimiser = OuterOptimiser(settings, origin.state, replica, surroundings.compute)
-        self._cache = PrefetchCache()
-        meetings = Meetings(self._round_state, self._optimiser, self._cache, replica, surroundings, self._apply)
-        self._offers = Offers(self._round_state, surroundings, meetings.meet)
-        self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, surroundings, self._cache)
+        self._optimiser = OuterOptimiser(settings, origin.state, replica, context.compute)
+        self._prefetcher = SlowWeightPrefetcher(self._round_state, self._optimiser, context)
+        meetings = Meetings(self._round_state, self._optimiser, self._prefetcher, replica, context, self._apply)
+        self._offers = Offers(self._round_state, context, meetings.meet)
         self._gathered = origin.inner_steps if origin.gathered else NOT_KNOWN
         """The inner steps that the slow weights hold."""
 
@@ -218,7 +207,7 @@ class Rounds:
         self._round_state.close()
         self._schedule.defer()
         self._counts["deferred"] += 1
-        self._around.record(RoundDeferred(round=self._schedule.round, in_a_row=self._schedule.deferred_in_a_row))
+        self._context.record(RoundDeferred(round=self._schedule.round, in_a_row=self._schedule.deferred_in_a_row))
 
     async def _take_snapshot(self) -> Snapshot:
         return await self._optimiser.snapshot(self._schedule.inner_steps)
@@ -259,13 +248,13 @@ class Rounds:
         event = replace(
             event,
             staleness=self._schedule.inner_steps - pending.snapshot_step,
-            bytes_sent=event.bytes_sent + self._cache.bytes_sent,
-            bytes_received=event.bytes_received + self._cache.bytes_received,
+            bytes_sent=event.bytes_sent + self._prefetcher.bytes_sent,
+            bytes_received=event.bytes_received + self._prefetcher.bytes_received,
         )
-        self._cache.clear()
+        self._prefetcher.clear()
         self._counts["solo" if event.partner is None else "met"] += 1
         self._counts["adopted"] += event.adopted
         self._counts["bytes_sent"] += event.bytes_sent
         self._counts["bytes_received"] += event.bytes_received
         self._round_state.finish(event.round, pending.last_met)
-        self._around.record(event)
+        self._context.record(event)

@@ -15,18 +15,11 @@ from typing import NamedTuple
 from gossip.exchange.messages import Implausible, Probe, Weights
 from gossip.exchange.swap import Conversation, check_own, check_probe, gap, size_bytes, swap
 from gossip.rounds.outer_optimiser import OuterOptimiser, Seen, Snapshot, Step
-from gossip.rounds.prefetch_cache import PrefetchCache
+from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rule.outer_step import Tensors
 from gossip.rule.staleness import ContributionWeights, Met, clock, contribution_weights, last_met_after, staleness
 
 NO_WEIGHTS = Weights(fast=(), slow=())
-
-
-class MeetingStanding(NamedTuple):
-    """What we say of our weights: when they met anybody's; and the staleness beyond which a side does not count."""
-
-    met: Met
-    at_most: int
 
 
 class ExchangeResult(NamedTuple):
@@ -70,19 +63,20 @@ async def exchange_weights(
     conversation: Conversation,
     snapshot: Snapshot,
     optimiser: OuterOptimiser,
-    shelf: PrefetchCache,
-    claim: MeetingStanding,
+    prefetcher: SlowWeightPrefetcher,
+    met: Met,
+    staleness_at_most: int,
 ) -> ExchangeResult:
-    """Exchange probes and weights, and compute the step; nothing moves yet.
+    """Exchange probes and weights, and compute the step; nothing moves yet. `met`: what we say of our weights.
 
     Raises Implausible where what comes cannot be right, another `ConnectionError` where it does not come or where our
     own weights are not finite.
     """
     mine = Probe(
-        round=claim.met.round,
-        last_met=claim.met.last_met,
+        round=met.round,
+        last_met=met.last_met,
         version=optimiser.version,
-        holds=shelf.holds(conversation.peer),
+        holds=prefetcher.version_held(conversation.peer),
         slow=optimiser.slow_probe(),
         fast=optimiser.fast_probe(snapshot),
     )
@@ -91,10 +85,10 @@ async def exchange_weights(
     check_probe(theirs, mine)
     meeting = _Meeting(conversation, snapshot, optimiser, mine, theirs)
     partner = Met(theirs.round, theirs.last_met)
-    own_age, their_age = (staleness(side, clock(claim.met, partner)) for side in (claim.met, partner))
-    whose = contribution_weights(own_age, their_age, claim.at_most)
+    own_age, their_age = (staleness(side, clock(met, partner)) for side in (met, partner))
+    whose = contribution_weights(own_age, their_age, staleness_at_most)
     if whose is ContributionWeights.BOTH:
-        swapped = await _average(meeting, shelf)
+        swapped = await _average(meeting, prefetcher)
     elif whose is ContributionWeights.MINE:
         swapped = await _lend(meeting)
     else:
@@ -104,7 +98,7 @@ async def exchange_weights(
         gap=gap(mine.slow, theirs.slow),
         staleness=own_age,
         partner_staleness=their_age,
-        last_met=last_met_after(claim.met, partner, adopted=whose is ContributionWeights.THEIRS),
+        last_met=last_met_after(met, partner, adopted=whose is ContributionWeights.THEIRS),
         bytes_sent=size_bytes(mine, swapped.sent),
         bytes_received=size_bytes(theirs, swapped.came),
         adopted=whose is ContributionWeights.THEIRS,
@@ -112,17 +106,17 @@ async def exchange_weights(
     )
 
 
-async def _average(meeting: _Meeting, shelf: PrefetchCache) -> _Swapped:
+async def _average(meeting: _Meeting, prefetcher: SlowWeightPrefetcher) -> _Swapped:
     """Swap weights in the run's codec, of which both use what both decode."""
     conversation, snapshot, optimiser, mine, theirs = meeting
     fast_steps = optimiser.steps(mine.fast, theirs.fast)
-    # By which steps slow weights are coded that travel now, and those of ours that have travelled ahead.
-    anew = optimiser.steps(mine.slow, theirs.slow) if optimiser.needs_slow else ()
-    given = shelf.given_to(conversation.peer, mine.version, theirs.holds)
-    held = shelf.held_of(conversation.peer)
+    # By which steps slow weights are coded that travel now; those of ours that have travelled ahead have others.
+    slow_steps = optimiser.steps(mine.slow, theirs.slow) if optimiser.needs_slow else ()
+    prefetched = prefetcher.of(conversation.peer)
+    given = prefetched if prefetched is not None and theirs.holds == prefetched.version == mine.version else None
 
     fast = await optimiser.encode_fast(snapshot, fast_steps)
-    slow = await optimiser.encode_slow(anew if given is None else given) if optimiser.needs_slow else None
+    slow = await optimiser.encode_slow(slow_steps if given is None else given.steps) if optimiser.needs_slow else None
     sent = Weights(fast=fast.wire, slow=() if slow is None or given is not None else slow.wire)
     came = await swap(conversation, sent)
 
@@ -131,11 +125,11 @@ async def _average(meeting: _Meeting, shelf: PrefetchCache) -> _Swapped:
     if came.slow and not optimiser.needs_slow:
         raise Implausible("slow weights, which gamma = beta does not need")
     if came.slow:
-        their_slow = await optimiser.decode_slow(came.slow, anew)
+        their_slow = await optimiser.decode_slow(came.slow, slow_steps)
     elif optimiser.needs_slow:
-        if held is None or held.version != theirs.version:
+        if prefetched is None or prefetched.their_version != theirs.version:
             raise Implausible("no slow weights, and we hold none of this version")
-        their_slow = held.slow
+        their_slow = prefetched.their_slow
     said = Seen(fast.decoded, None if slow is None else slow.decoded)
     step = await optimiser.with_partner(snapshot, said, Seen(their_fast, their_slow))
     return _Swapped(step, sent, came, spared=given is not None)

@@ -1,15 +1,16 @@
-"""The outer rule: how a replica's slow weights move when it has met a partner, or nobody.
+"""The outer rule: how a replica's slow weights move when it has met a partner, or nobody; and how weights are adopted.
 
 With fast weights theta, slow weights phi, outer momentum m, and the mean taken over the two replicas of a pair:
 
-    m <- alpha m + beta (mean(phi) - mean(theta)) + gamma (phi - mean(phi));    phi <- phi - m;    theta <- phi
+    u = beta (mean(phi) - mean(theta)) + gamma (phi - mean(phi))
+    m <- alpha m + u;    phi <- phi - m;    theta <- phi
 
-The middle term is the mean pseudo-gradient g = phi - theta, the last one pulls the pair together (NoLoCo, arXiv
+The first term is the mean pseudo-gradient g = phi - theta, the second one pulls the pair together (NoLoCo, arXiv
 2506.10911, equations 1 to 3; the printed equation has the opposite sign on the beta term, a misprint: it would undo the
 inner progress). It is heavy-ball momentum, without the look-ahead of torch's `nesterov=True`, as in the reference.
 
-With gamma = beta the slow weights of the partner cancel: m <- alpha m + beta (phi - mean(theta)). Then only fast
-weights travel, half the bytes.
+With gamma = beta the slow weights of the partner cancel: u = beta (phi - mean(theta)). Then only fast weights travel,
+half the bytes.
 
 Among many replicas that pair at random, their disagreement contracts exactly for 0 < gamma < 2 (1 - alpha^2). The paper
 prints another range, which admits diverging choices (alpha 0.9, gamma 0.7).
@@ -17,16 +18,28 @@ prints another range, which admits diverging choices (alpha 0.9, gamma 0.7).
 The replica trains on while it waits for a partner, so theta <- phi becomes a correction: new slow weights minus the
 snapshot that was exchanged, added to whatever the fast weights are by then.
 
-`delayed_momentum` is the same rule with a momentum that moves once a period; the two share `contributions`, and how a
-step meets a partner or none.
+**Delayed momentum.** The momentum may move once in a period of N outer steps instead. With a spread c in [0, 1/N], and
+Delta, what a period gathers, zero at its start:
 
-All tensors are float32 on the CPU, one per parameter in the stage's order. Nothing here writes into its arguments.
+    every step of the period:         Delta <- Delta + u
+    k-th step of the period, k < N:   phi <- phi - u - c alpha m
+    N-th step:                        phi <- phi - u - (1 - (N - 1) c) alpha m;   m <- alpha m + Delta;   Delta <- 0
+
+Gradient and pull act at once; what is delayed is the momentum, so that contributions that arrive one by one are not
+each amplified by all that came before (Asynchronous Local-SGD, arXiv 2401.09135, algorithm 3, for a server). N counts
+this replica's own outer steps, in pairs and solo; the two of a pair need not be in the same place of their periods.
+The server divides each contribution by N, as N of them are parallel work on one stretch. Here the pair's mean has
+averaged the parallel work, and N steps in a row hold work done in a row: nothing is divided. What a period moves in
+total is its last m, whatever c; with N = 1 it is the rule above to the bit.
+
+All tensors are float32 on the CPU, one per parameter in the stage's order. Nothing here writes into its arguments, but
+a result may hold tensors of an argument (a momentum that did not move, weights that were adopted): tensors of a state
+are never written into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -46,11 +59,23 @@ class Outer(NamedTuple):
     """Pull towards the mean of the pair's slow weights; the stable range is above."""
 
 
+class Delay(NamedTuple):
+    """How the momentum is delayed."""
+
+    period: int = 1
+    """N, outer steps in a period, at least 1."""
+    spread: float = 0.0
+    """c, the share of the momentum that each step but the last of a period applies: in [0, 1/N]."""
+
+
+UNDELAYED = Delay()
+
+
 class OuterState(NamedTuple):
     """Slow weights and outer momentum, alike in shapes. The momentum has the sign of the pseudo-gradient.
 
-    Of the running momentum period of `delayed_momentum`: what its meetings have `gathered` for the momentum (empty
-    before the first of them, so always where the period is 1), and how many `meetings` it has had.
+    Of the running momentum period: what its meetings have `gathered` for the momentum (empty before the first of them,
+    so always where the period is 1), and how many `meetings` it has had.
     """
 
     slow: Tensors
@@ -71,10 +96,6 @@ def init(slow: Tensors) -> OuterState:
     return OuterState(slow, tuple([torch.zeros_like(phi) for phi in slow]))
 
 
-Step = Callable[[OuterState, Tensors, Tensors | None], OuterState]
-"""A rule with its coefficients bound: (state, mean of fast weights, mean of slow ones or None) -> the state after."""
-
-
 def pseudo_gradient(slow: Tensors, fast: Tensors) -> Tensors:
     """Return slow minus fast: what the inner steps did, in the sign of a gradient."""
     return tuple(torch.sub(phi, theta) for phi, theta in zip(slow, fast, strict=True))
@@ -85,12 +106,31 @@ def mean(a: Tensors, b: Tensors) -> Tensors:
     return tuple(torch.add(x, y).mul_(0.5) for x, y in zip(a, b, strict=True))
 
 
-def contributions(slow: Tensors, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer) -> Iterator[Tensor]:
-    """Yield, parameter by parameter, what a meeting adds to the momentum: the mean pseudo-gradient and the pull.
+def outer_step(
+    state: OuterState, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer, delay: Delay = UNDELAYED
+) -> OuterState:
+    """Apply the outer rule once.
 
     `slow_mean` is needed only where gamma differs from beta; None otherwise. Raises ValueError where it is missing.
-    The tensors yielded are new.
     """
+    last = state.meetings + 1 >= delay.period
+    share = outer.alpha * (1.0 - (delay.period - 1) * delay.spread if last else delay.spread)
+    added = _contributions(state.slow, fast_mean, slow_mean, outer)
+    before = state.gathered or (None,) * len(state.slow)
+    slow, momentum, gathered = [], [], []
+    for phi, m, u, earlier in zip(state.slow, state.momentum, added, before, strict=True):
+        slow.append(torch.sub(phi, torch.add(u, m, alpha=share) if share else u))
+        total = u if earlier is None else torch.add(earlier, u)
+        if last:
+            momentum.append(total.add_(m, alpha=outer.alpha))
+        else:
+            momentum.append(m)
+            gathered.append(total)
+    return OuterState(tuple(slow), tuple(momentum), tuple(gathered), 0 if last else state.meetings + 1)
+
+
+def _contributions(slow: Tensors, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer) -> Iterator[Tensor]:
+    """Yield u, parameter by parameter, in new tensors."""
     if slow_mean is None and outer.gamma != outer.beta:
         raise ValueError("gamma differs from beta: the mean of the slow weights is needed")
     for number, (phi, theta) in enumerate(zip(slow, fast_mean, strict=True)):
@@ -101,15 +141,14 @@ def contributions(slow: Tensors, fast_mean: Tensors, slow_mean: Tensors | None, 
             yield moved.add_(torch.sub(phi, slow_mean[number]), alpha=outer.gamma)
 
 
-def outer_step(state: OuterState, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer) -> OuterState:
-    """Apply the outer rule once; `slow_mean` as in `contributions`."""
-    added = contributions(state.slow, fast_mean, slow_mean, outer)
-    momentum = tuple(moved.add_(m, alpha=outer.alpha) for moved, m in zip(added, state.momentum, strict=True))
-    slow = tuple(torch.sub(phi, m) for phi, m in zip(state.slow, momentum, strict=True))
-    return OuterState(slow, momentum)
-
-
-def with_partner(step: Step, state: OuterState, own: Tensors, other: Tensors, other_slow: Tensors | None) -> Stepped:
+def step_pair(
+    state: OuterState,
+    own: Tensors,
+    other: Tensors,
+    other_slow: Tensors | None,
+    outer: Outer,
+    delay: Delay = UNDELAYED,
+) -> Stepped:
     """Step after a meeting: `own` and `other` are the snapshots of fast weights, `other_slow` the partner's slow ones.
 
     Works parameter by parameter, so that the means never exist as a whole.
@@ -120,7 +159,7 @@ def with_partner(step: Step, state: OuterState, own: Tensors, other: Tensors, ot
             (state.slow[number],), (state.momentum[number],), state.gathered[number : number + 1], state.meetings
         )
         slow_mean = None if other_slow is None else mean(part.slow, (other_slow[number],))
-        parts.append(step(part, mean((mine,), (theirs,)), slow_mean))
+        parts.append(outer_step(part, mean((mine,), (theirs,)), slow_mean, outer, delay))
     after = OuterState(
         tuple([part.slow[0] for part in parts]),
         tuple([part.momentum[0] for part in parts]),
@@ -130,17 +169,16 @@ def with_partner(step: Step, state: OuterState, own: Tensors, other: Tensors, ot
     return Stepped(after, pseudo_gradient(after.slow, own))
 
 
-def without_partner(step: Step, state: OuterState, own: Tensors) -> Stepped:
-    """Step without a partner: the means are over one."""
-    after = step(state, own, state.slow)
+def step_alone(state: OuterState, own: Tensors, outer: Outer, delay: Delay = UNDELAYED) -> Stepped:
+    """Step without a partner: the means are over one, which is heavy-ball SGD on one's own pseudo-gradient."""
+    after = outer_step(state, own, state.slow, outer, delay)
     return Stepped(after, pseudo_gradient(after.slow, own))
 
 
-def step_pair(state: OuterState, own: Tensors, other: Tensors, other_slow: Tensors | None, outer: Outer) -> Stepped:
-    """Apply the outer rule after a meeting."""
-    return with_partner(partial(outer_step, outer=outer), state, own, other, other_slow)
+def adopt(state: OuterState, own: Tensors, theirs: Tensors) -> Stepped:
+    """Take the partner's weights for our slow ones (`staleness` says when); `own` is the snapshot.
 
-
-def step_alone(state: OuterState, own: Tensors, outer: Outer) -> Stepped:
-    """Apply the outer rule without a partner, which is heavy-ball SGD on one's own pseudo-gradient."""
-    return without_partner(partial(outer_step, outer=outer), state, own)
+    The momentum starts at zero and its period afresh: both spoke of weights that are left behind.
+    """
+    still = tuple([torch.zeros_like(m) for m in state.momentum])
+    return Stepped(OuterState(theirs, still), pseudo_gradient(theirs, own))

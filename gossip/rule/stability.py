@@ -84,9 +84,9 @@ def _in_step(momentum: Momentum, gamma: float) -> bool:
 def _out_of_step(momentum: Momentum, gamma: float) -> bool:
     """Feed V = 1 into every meeting, and tell whether a mean of less than 1 comes back, from a stable replica."""
     alone = _power(_own(momentum, gamma, last=False), momentum.period - 1)
-    around = _product(_own(momentum, gamma, last=True), alone)
-    trace = around[0][0] + around[1][1]
-    determinant = around[0][0] * around[1][1] - around[0][1] * around[1][0]
+    transition = _product(_own(momentum, gamma, last=True), alone)
+    trace = transition[0][0] + transition[1][1]
+    determinant = transition[0][0] * transition[1][1] - transition[0][1] * transition[1][0]
     if not abs(trace) < 1.0 + determinant < 2.0:
         return False
     period = _period(momentum, gamma, fed=True)

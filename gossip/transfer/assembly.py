@@ -23,7 +23,7 @@ from torch import Tensor
 from gossip.exchange.messages import Implausible, Manifest, ReplicaState, Section
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.chunks import DIGEST_BYTES, cut, digest, gather, present, raw, scatter
-from gossip.transfer.donor_switch import Bill, mixes
+from gossip.transfer.donor_switch import mixes
 
 
 class Key(NamedTuple):
@@ -92,7 +92,7 @@ def silent(news: News) -> None:
     """Tell nobody."""
 
 
-class _Course(NamedTuple):
+class _Source(NamedTuple):
     """What is followed: a manifest, the units that stay from donors before, and when all of it last met anybody's."""
 
     manifest: Manifest | None = None
@@ -100,7 +100,7 @@ class _Course(NamedTuple):
     last_met: int = 0
 
 
-_NOTHING = _Course()
+_NOTHING = _Source()
 
 
 class StateAssembly:
@@ -114,22 +114,19 @@ class StateAssembly:
         self._keep = keep
         self._tensors: dict[Section, Tensors] = {}
         self._right: dict[Key, bytes] = {}
-        self._manifest: Manifest | None = None
-        self._settled: frozenset[int] = frozenset()
-        self._last_met = 0
-        self._before = _NOTHING
+        self._source = self._before = _NOTHING
         self._fresh: set[Key] = set()
         self._loaded = keep is None
 
     @property
     def snapshot(self) -> str:
         """The name of the copy that was followed last."""
-        return self._manifest.snapshot if self._manifest is not None else ""
+        return self._source.manifest.snapshot if self._source.manifest is not None else ""
 
     @property
     def mixed(self) -> bool:
         """Whether units of more than one donor's copy are here."""
-        return bool(self._settled)
+        return bool(self._source.settled)
 
     def load(self) -> None:
         """Take over what an earlier life has kept; nothing where there is none, or it was done before."""
@@ -139,7 +136,7 @@ class StateAssembly:
         manifest, settled = self._keep.last()
         # Of an earlier cut or model: its hashes will not fit either.
         if manifest is not None and all(digests.shape[0] == len(self.spans) for digests in present(manifest).values()):
-            self._manifest, self._settled, self._last_met = manifest, settled, manifest.last_met
+            self._source = _Source(manifest, settled, manifest.last_met)
         for key, expected, data in self._keep.pieces():
             if key.number < len(self.spans) and self._fits(key, data) and digest(data) == expected:
                 self._write(key, expected, data)
@@ -157,12 +154,12 @@ class StateAssembly:
     def follow(self, manifest: Manifest, donor: str) -> tuple[list[Key], DonorSelected]:
         """Turn to a copy whose manifest has been checked; return the pieces to fetch, in order, and what to tell."""
         if self.snapshot != manifest.snapshot:
-            self._before, self._fresh = _Course(self._manifest, self._settled, self._last_met), set()
+            self._before, self._fresh = self._source, set()
         there = present(manifest)
         wanted = [Key(section, number) for number in range(len(self.spans)) for section in there]
         lacking = self._lacking(manifest, wanted)
-        self._turn_to(self._course_to(manifest, lacking))
-        needed = [key for key in lacking if self.spans[key.number].unit not in self._settled]
+        self._turn_to(self._source_of(manifest, lacking))
+        needed = [key for key in lacking if self.spans[key.number].unit not in self._source.settled]
         for section in there:
             self._room(section)
         total_bytes, needed_bytes = self._bytes(wanted), self._bytes(needed)
@@ -183,20 +180,20 @@ class StateAssembly:
 
         return [key for key in wanted if self._right.get(key) != expected(key)]
 
-    def _course_to(self, manifest: Manifest, lacking: list[Key]) -> _Course:
+    def _source_of(self, manifest: Manifest, lacking: list[Key]) -> _Source:
         """Decide whether units of donors before stay beside those of this copy."""
-        if self._manifest is not None and lacking:
-            complete = self._complete(self._manifest)
+        before = self._source.manifest
+        if before is not None and lacking:
+            complete = self._complete(before)
             rest = [key for key in lacking if self.spans[key.number].unit not in complete]
-            if mixes(self._manifest, manifest, Bill(self._bytes(lacking), self._bytes(rest))):
-                return _Course(manifest, complete, min(self._last_met, manifest.last_met))
-        return _Course(manifest, frozenset(), manifest.last_met)
+            if mixes(before, manifest, afresh_bytes=self._bytes(lacking), mixed_bytes=self._bytes(rest)):
+                return _Source(manifest, complete, min(self._source.last_met, manifest.last_met))
+        return _Source(manifest, last_met=manifest.last_met)
 
     def put(self, key: Key, data: Tensor) -> None:
         """Take a piece of the copy that is followed; raise Implausible where it is not what the manifest says."""
-        assert self._manifest is not None
-        at = present(self._manifest)[key.section][key.number]
-        expected = bytes(at.numpy())
+        assert self._source.manifest is not None
+        expected = bytes(present(self._source.manifest)[key.section][key.number].numpy())
         if not self._fits(key, data) or digest(data) != expected:
             raise Implausible(f"piece {key.number} of {key.section} is not what its hash says")
         if data.numel():
@@ -226,14 +223,14 @@ class StateAssembly:
         self._fresh, self._before = set(), _NOTHING
         self._turn_to(_NOTHING)
 
-    def _turn_to(self, course: _Course) -> None:
-        self._manifest, self._settled, self._last_met = course
+    def _turn_to(self, source: _Source) -> None:
+        self._source = source
         if self._keep is not None:
-            self._keep.follow(course.manifest, course.settled)
+            self._keep.follow(source.manifest, source.settled)
 
     def state(self) -> ReplicaState:
         """Return the state, once all pieces are here."""
-        manifest = self._manifest
+        manifest = self._source.manifest
         assert manifest is not None
         there = present(manifest)
         parts = {section: self._tensors[section] if section in there else () for section in Section}
@@ -247,7 +244,7 @@ class StateAssembly:
             optimiser_steps=manifest.optimiser_steps,
             gathered=parts[Section.GATHERED],
             meetings=manifest.meetings if Section.GATHERED in there else 0,
-            last_met=self._last_met,
+            last_met=self._source.last_met,
         )
 
     def _complete(self, manifest: Manifest) -> frozenset[int]:
@@ -261,7 +258,7 @@ class StateAssembly:
                     lost.add(span.unit)  # the disk has not kept it, for one
                 if found != bytes(digests[number].numpy()):
                     lacking.add(span.unit)
-        return frozenset({span.unit for span in self.spans} - lacking) | (self._settled - lost)
+        return frozenset({span.unit for span in self.spans} - lacking) | (self._source.settled - lost)
 
     def _bytes(self, keys: list[Key]) -> int:
         return sum(self.spans[key.number].size_bytes for key in keys)

@@ -5,7 +5,7 @@ and the inner optimiser's tensors are copied once. The hashes are computed in jo
 training goes on. Newcomers of the same round share a copy.
 
 What strangers can cost is bounded: at most `COPIES` copies, each let go `HOLD_S` after a piece of it was last on its
-way and `DonorLimits.deadline_s` after it was made; at most `VISITORS` newcomers at once, each with at most `STREAMS`
+way and `DonorLimits.deadline_s` after it was made; at most `NEWCOMERS` newcomers at once, each with at most `STREAMS`
 streams, and none for good (`gossip.transfer.donor_slots`); and no stream may be idle for longer than
 `DonorLimits.piece_s`. The others are told to come back. A copy outlives its newcomer for a while, so that one that was
 killed finds it again.
@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-
-from torch import Tensor
+from typing import Any
 
 from gossip.exchange.messages import (
     Busy,
@@ -97,7 +96,7 @@ class Donor:
         self._timer: asyncio.TimerHandle | None = None
         self._again_s = 0.0
         self._section_bytes = 4 * sum(map(prod, shapes))
-        self._visits = DonorSlots(terms.deadline_s / TURNS)
+        self._slots = DonorSlots(terms.deadline_s / TURNS)
         self._counts: Counter[str] = Counter()
 
     def knows(self, round: int, norm: float) -> None:
@@ -114,7 +113,7 @@ class Donor:
 
     def statistics(self) -> dict[str, int | float]:
         """Return the copies held and made, pieces and bytes given, and how often somebody was told to come back."""
-        return {**self._counts, **self._visits.statistics(), "held": len(self._copies)}
+        return {**self._counts, **self._slots.statistics(), "held": len(self._copies)}
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer the requests of one stream until the newcomer leaves.
@@ -126,15 +125,15 @@ class Donor:
             # Small, and asked by many: it takes nobody's place.
             await _within(self._terms.piece_s, conversation.send(await self._outline()))
             return
-        visit = self._visits.enter(conversation.peer)
-        if visit is None:
+        slot = self._slots.enter(conversation.peer)
+        if slot is None:
             self._counts["turned_away"] += 1
             await _within(self._terms.piece_s, conversation.send(Busy(retry_after_s=RETRY_S)))
             return
-        async with self._visits.turn(conversation.peer, visit):
+        async with self._slots.turn(conversation.peer, slot):
             while request is not None:
                 with self._giving(request):
-                    await self._answer(conversation, request, visit)
+                    await self._answer(conversation, request, slot)
                     request = await self._next(conversation)
 
     async def _next(self, conversation: Conversation) -> object | None:
@@ -144,19 +143,19 @@ class Donor:
         except ConnectionResetError:
             return None
 
-    async def _answer(self, conversation: Conversation, request: object, visit: DonorSlot) -> None:
+    async def _answer(self, conversation: Conversation, request: object, slot: DonorSlot) -> None:
         if isinstance(request, StateRequest):
             manifest = await self._manifest(request)
             # How long it took us to freeze a copy is not the newcomer's fault.
             listed_sections = len(present(manifest)) if isinstance(manifest, Manifest) else 0
-            visit.begin(listed_sections * self._section_bytes)
+            slot.begin(listed_sections * self._section_bytes)
             await _within(self._terms.deadline_s, conversation.send(manifest))
         elif isinstance(request, PieceRequest):
             piece = self._piece(request)
-            visit.begin(self._section_bytes)
+            slot.begin(self._section_bytes)
             # Nor is how long our own budget of upload lets a piece wait.
             await _within(self._terms.deadline_s, conversation.send(piece))
-            visit.given_bytes += piece.data.nbytes if isinstance(piece, Piece) else 0
+            slot.given_bytes += piece.data.nbytes if isinstance(piece, Piece) else 0
         else:
             raise ConnectionAbortedError(f"expected a request, got {type(request).__name__}")
 
@@ -296,29 +295,11 @@ async def _within(limit_s: float, work: Awaitable[object]) -> object:
 
 
 def _manifest(state: ReplicaState, norm: float, digests: dict[Section, tuple[bytes, ...]]) -> Manifest:
-    counters = (
-        *(state.round, state.inner_steps, state.progress, state.optimiser_steps, state.meetings, state.last_met),
-        norm,
-    )
-
-    def hashes(section: Section) -> Tensor | None:
-        return listed(digests[section]) if section in digests else None
-
-    return Manifest(
-        snapshot=name_of(counters, [each for section in digests.values() for each in section]),
-        round=state.round,
-        inner_steps=state.inner_steps,
-        progress=state.progress,
-        optimiser_steps=state.optimiser_steps,
-        meetings=state.meetings,
-        last_met=state.last_met,
-        norm=norm,
-        slow=hashes(Section.SLOW),
-        momentum=hashes(Section.MOMENTUM),
-        gathered=hashes(Section.GATHERED),
-        first=hashes(Section.FIRST),
-        second=hashes(Section.SECOND),
-    )
+    names = ("round", "inner_steps", "progress", "optimiser_steps", "meetings", "last_met")
+    counters: dict[str, Any] = {name: getattr(state, name) for name in names} | {"norm": norm}
+    name = name_of(tuple(counters.values()), [each for section in digests.values() for each in section])
+    hashes: dict[str, Any] = {section.value: listed(found) for section, found in digests.items()}
+    return Manifest(snapshot=name, **counters, **hashes)
 
 
 def _digests(tensors: Tensors, spans: Sequence[Span]) -> list[bytes]:

@@ -7,47 +7,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
-
-from gossip.exchange.messages import ReplicaState
 
 LONGEST_WAIT_S = 20.0
 """Longest sleep before the donors are asked again, whatever they say."""
 
 
-@dataclass(frozen=True, slots=True)
-class Complete:
-    """A donor's attempt gave what was missing."""
+class DonorBusy(ConnectionRefusedError):
+    """A donor that lives does not give just now, or no donor does. `retry_after_s`: when asking again makes sense."""
 
-    state: ReplicaState
-
-
-@dataclass(frozen=True, slots=True)
-class TryLater:
-    """The donor lives, and may give after so many seconds."""
-
-    why: str
-    retry_after_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """The donor does not answer, or not in time."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refuted:
-    """What the donor said or sent cannot be right."""
-
-    why: str
-
-
-Failure = TryLater | Dead | Refuted
-Outcome = Complete | Failure
-"""What came of one attempt to copy from one donor."""
+    def __init__(self, why: str, retry_after_s: float) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
 
 
 class Turn(NamedTuple):
@@ -58,42 +29,36 @@ class Turn(NamedTuple):
 
 
 class DonorQueue:
-    """The donors of one download, in the order in which to ask them. Only those that say `TryLater` are asked again."""
+    """The donors of one download, in the order in which to ask them. Only those that were busy are asked again."""
 
     def __init__(self, order: Sequence[str], passes: int) -> None:
         self._pass = deque(order)
         self._passes_left = passes - 1
-        self._failures: dict[str, Failure] = {}
+        self._causes: dict[str, str] = {}
+        self._waits: dict[str, float] = {}
+        """For how long each of the busy ones is left alone."""
 
     def next(self) -> Turn | None:
         """Return the next turn; None where nobody is left to ask."""
         if self._pass:
             return Turn(self._pass.popleft())
-        waits = self._waits()
-        if not waits or not self._passes_left:
+        if not self._waits or not self._passes_left:
             return None
         self._passes_left -= 1
-        self._pass.extend(waits)
-        return Turn(self._pass.popleft(), min(waits.values()))
+        self._pass.extend(self._waits)
+        return Turn(self._pass.popleft(), min(self._waits.values()))
 
-    def note(self, donor: str, failure: Failure) -> None:
-        """Learn what came of a turn."""
-        self._failures[donor] = failure
+    def note(self, donor: str, failure: ConnectionError) -> str:
+        """Learn what came of a turn; return it in words."""
+        self._causes[donor] = str(failure) or type(failure).__name__
+        self._waits.pop(donor, None)
+        if isinstance(failure, DonorBusy):
+            wait_s = failure.retry_after_s
+            self._waits[donor] = wait_s if 0.0 < wait_s < LONGEST_WAIT_S else LONGEST_WAIT_S
+        return self._causes[donor]
 
-    @property
-    def retry_after_s(self) -> float | None:
-        """When asking again makes sense; None where it does not."""
-        return min(self._waits().values(), default=None)
-
-    @property
-    def why(self) -> str:
-        """Each donor's last cause."""
-        causes = "; ".join(f"{donor}: {failure.why}" for donor, failure in self._failures.items())
-        return f"no replica gave its state ({causes or 'there is none to ask'})"
-
-    def _waits(self) -> dict[str, float]:
-        return {
-            donor: failure.retry_after_s if 0.0 < failure.retry_after_s < LONGEST_WAIT_S else LONGEST_WAIT_S
-            for donor, failure in self._failures.items()
-            if isinstance(failure, TryLater)
-        }
+    def failure(self) -> ConnectionRefusedError:
+        """Return what to raise where nobody is left to ask: with each donor's last cause."""
+        causes = "; ".join(f"{donor}: {cause}" for donor, cause in self._causes.items())
+        why = f"no replica gave its state ({causes or 'there is none to ask'})"
+        return DonorBusy(why, min(self._waits.values())) if self._waits else ConnectionRefusedError(why)

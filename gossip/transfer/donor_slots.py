@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-VISITORS = 2
+NEWCOMERS = 2
 """Newcomers that are served at once."""
 STREAMS = 4
 """Of one newcomer."""
 SETTLING_S = 60.0
 """For which a newcomer's pace is not looked at."""
 LEAST_PACE = 0.125
-"""Of one copy in a turn: visitors and training share our line, and a newcomer's disk takes its time."""
+"""Of one copy in a turn: newcomers and training share our line, and a newcomer's disk takes its time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,16 +48,16 @@ class DonorSlot:
         return self.given_bytes / max(1, self.total_bytes) / (now_s - self.since_s)
 
 
-def overdue(visits: Collection[DonorSlot], turn_s: float, now_s: float) -> DonorSlot | None:
-    """Return the visit whose place is another's now, None where all may stay. `turn_s`: for one whole copy."""
+def overdue(slots: Collection[DonorSlot], turn_s: float, now_s: float) -> DonorSlot | None:
+    """Return the slot that is another's now, None where all may stay. `turn_s`: for one whole copy."""
 
-    def is_overdue(visit: DonorSlot) -> bool:
-        if visit.since_s is None:
+    def is_overdue(slot: DonorSlot) -> bool:
+        if slot.since_s is None:
             return False
-        slow = now_s - visit.since_s > SETTLING_S and visit.pace(now_s) * turn_s < LEAST_PACE
-        return slow or now_s - visit.since_s > turn_s
+        slow = now_s - slot.since_s > SETTLING_S and slot.pace(now_s) * turn_s < LEAST_PACE
+        return slow or now_s - slot.since_s > turn_s
 
-    return min(filter(is_overdue, visits), key=lambda visit: visit.pace(now_s), default=None)
+    return min(filter(is_overdue, slots), key=lambda slot: slot.pace(now_s), default=None)
 
 
 class DonorSlots:
@@ -65,11 +65,11 @@ class DonorSlots:
 
     def __init__(self, turn_s: float) -> None:
         self._turn_s = turn_s
-        self._places: dict[str, DonorSlot] = {}
+        self._by_peer: dict[str, DonorSlot] = {}
         self._displaced = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._by_peer)
 
     def statistics(self) -> dict[str, int | float]:
         """Return the newcomers that are served, and how many had to give their place to another."""
@@ -77,26 +77,26 @@ class DonorSlots:
 
     def enter(self, peer: str) -> DonorSlot | None:
         """Return the place of a newcomer for one more stream, or None; then `turn` is to be entered at once."""
-        visit = self._places.get(peer)
-        if visit is not None:
-            return visit if len(visit.turns) < STREAMS else None
-        if len(self._places) >= VISITORS:
+        slot = self._by_peer.get(peer)
+        if slot is not None:
+            return slot if len(slot.turns) < STREAMS else None
+        if len(self._by_peer) >= NEWCOMERS:
             now_s = asyncio.get_running_loop().time()
-            late = overdue(self._places.values(), self._turn_s, now_s)
+            late = overdue(self._by_peer.values(), self._turn_s, now_s)
             if late is None:
                 return None
             self._displaced += 1
-            self._places = {name: each for name, each in self._places.items() if each is not late}
+            self._by_peer = {name: each for name, each in self._by_peer.items() if each is not late}
             for turn in late.turns:
                 turn.reschedule(now_s)
-        visit = self._places[peer] = DonorSlot()
-        return visit
+        slot = self._by_peer[peer] = DonorSlot()
+        return slot
 
     @asynccontextmanager
-    async def turn(self, peer: str, visit: DonorSlot) -> AsyncIterator[None]:
+    async def turn(self, peer: str, slot: DonorSlot) -> AsyncIterator[None]:
         """Hold a newcomer's place for one stream; ConnectionAbortedError where it becomes another's."""
         turn = asyncio.timeout(None)
-        visit.turns.append(turn)
+        slot.turns.append(turn)
         try:
             async with turn:
                 yield
@@ -105,6 +105,6 @@ class DonorSlots:
                 raise
             raise ConnectionAbortedError("others wait, and this newcomer has had its turn") from None
         finally:
-            visit.turns.remove(turn)
-            if not visit.turns and self._places.get(peer) is visit:
-                del self._places[peer]
+            slot.turns.remove(turn)
+            if not slot.turns and self._by_peer.get(peer) is slot:
+                del self._by_peer[peer]

@@ -31,25 +31,17 @@ OUTLYING_ROUNDS = 16
 OUTLYING_PROGRESS = 0.25
 
 
-class Bill(NamedTuple):
-    """Bytes that are still to be fetched on each of the two ways."""
+def mixes(before: Manifest, after: Manifest, *, afresh_bytes: int, mixed_bytes: int) -> bool:
+    """Say whether the complete units of the copy before stay, rather than beginning afresh with the copy after.
 
-    afresh: int
-    mixed: int
-
-
-def belong_together(before: Manifest, after: Manifest) -> bool:
-    """Say whether units of two copies may stand in one state."""
+    The bytes are those that are still to be fetched on either way.
+    """
     return (
         present(before).keys() == present(after).keys()
         and before.meetings == after.meetings
         and abs(before.round - after.round) <= ROUNDS_APART
+        and mixed_bytes <= (1.0 - LEAST_SAVING) * afresh_bytes
     )
-
-
-def mixes(before: Manifest, after: Manifest, bill: Bill) -> bool:
-    """Say whether the complete units of the copy before stay, rather than beginning afresh with the copy after."""
-    return belong_together(before, after) and bill.mixed <= (1.0 - LEAST_SAVING) * bill.afresh
 
 
 class NormVotes(NamedTuple):

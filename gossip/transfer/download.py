@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from gossip.exchange.messages import (
     Busy,
@@ -38,11 +37,11 @@ from gossip.exchange.messages import (
     Section,
     StateRequest,
 )
-from gossip.exchange.swap import NORM_RATIO, Compute, Conversation, check_finite, check_like, norm
+from gossip.exchange.swap import NORM_RATIO, Compute, Conversation, all_or_failure, check_finite, norm
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
 from gossip.transfer.chunks import DIGEST_BYTES, present, sections
-from gossip.transfer.donor_queue import Complete, Dead, DonorQueue, Outcome, Refuted, TryLater
+from gossip.transfer.donor_queue import DonorBusy, DonorQueue
 from gossip.transfer.donor_slots import STREAMS
 
 DIAL_AGAIN_S = 0.5
@@ -53,7 +52,6 @@ LEAST_PIECE_S = 30.0
 SLOWER_TIMES = 4
 """A donor may take so many times its deadline, as long as pieces come: without its copy they are worth less."""
 
-T = TypeVar("T")
 Talk = AbstractAsyncContextManager[Conversation]
 Converse = Callable[[str], Talk]
 
@@ -77,25 +75,6 @@ class StateWanted:
     objection: Callable[[str, Manifest], Awaitable[str | None]] = field(default=_no_objection)
 
 
-class DonorBusy(ConnectionRefusedError):
-    """Nobody gave, and somebody would have: the donors that are left serve others just now.
-
-    `retry_after_s`: when asking again makes sense.
-    """
-
-    def __init__(self, why: str, retry_after_s: float) -> None:
-        super().__init__(why)
-        self.retry_after_s = retry_after_s
-
-
-class _BreakOff(Exception):
-    """The donor can give no more just now. Raised, for only leaving by an error breaks off what is open to it."""
-
-    def __init__(self, outcome: TryLater) -> None:
-        super().__init__(outcome.why)
-        self.outcome = outcome
-
-
 class _Silence(ConnectionAbortedError):
     """Nothing came in time."""
 
@@ -116,7 +95,7 @@ async def download_state(
     converse: Converse,
     wanted: StateWanted,
     compute: Compute,
-    holding: StateAssembly | None = None,
+    assembly: StateAssembly | None = None,
     *,
     passes: int = 5,
 ) -> ReplicaState:
@@ -125,26 +104,23 @@ async def download_state(
     `assembly` keeps what has come, also for another call. Raises ConnectionRefusedError, naming each donor's cause,
     where the donors do not give all of it; DonorBusy where one of them may give it later.
     """
-    holding = holding or StateAssembly(wanted.like)
+    assembly = assembly or StateAssembly(wanted.like)
     queue = DonorQueue(order, passes)
-    await compute(holding.load)
+    await compute(assembly.load)
     while (turn := queue.next()) is not None:
         if turn.wait_s:
             await asyncio.sleep(turn.wait_s)
-        attempt = _Attempt(turn.donor, converse, wanted, compute, holding)
-        outcome = await attempt.run()
-        if isinstance(outcome, Complete):
-            return outcome.state
-        queue.note(turn.donor, outcome)
-        refuted = isinstance(outcome, Refuted)
-        if refuted and attempt.selected:
+        attempt = _Attempt(turn.donor, converse, wanted, compute, assembly)
+        try:
+            return await attempt.run()
+        except ConnectionError as failure:
+            why, refused = queue.note(turn.donor, failure), isinstance(failure, Implausible)
+        if refused and attempt.selected:
             # Of several who gave, all hashes right, nobody can say who has lied.
-            await compute(holding.clear if attempt.fetched and holding.mixed else holding.forget)
-        if refuted or attempt.selected:
-            holding.tell(DonorLost(donor=turn.donor, why=outcome.why, refused=refuted))
-    if queue.retry_after_s is not None:
-        raise DonorBusy(queue.why, queue.retry_after_s)
-    raise ConnectionRefusedError(queue.why)
+            await compute(assembly.clear if attempt.fetched and assembly.mixed else assembly.forget)
+        if refused or attempt.selected:
+            assembly.tell(DonorLost(donor=turn.donor, why=why, refused=refused))
+    raise queue.failure()
 
 
 async def manifest_of(conversation: Conversation, request: StateRequest, pieces: int) -> Manifest | Busy:
@@ -181,59 +157,56 @@ class _Attempt:
     """Fetching what is missing from one donor. `selected`: it has begun to give; `fetched`: it gave everything."""
 
     def __init__(
-        self, donor: str, converse: Converse, wanted: StateWanted, compute: Compute, holding: StateAssembly
+        self, donor: str, converse: Converse, wanted: StateWanted, compute: Compute, assembly: StateAssembly
     ) -> None:
         self.selected = self.fetched = False
         self._donor, self._converse, self._wanted = donor, converse, wanted
-        self._compute, self._holding = compute, holding
+        self._compute, self._assembly = compute, assembly
         self._missing: deque[Key] = deque()
         self._snapshot = ""
         self._streams = self._arrived = 0
-        self._piece_s = piece_s(wanted.deadline_s, len(holding.spans))
+        self._piece_s = piece_s(wanted.deadline_s, len(assembly.spans))
 
-    async def run(self) -> Outcome:
-        """Copy, and return what came of it; what has come and is right stays."""
+    async def run(self) -> ReplicaState:
+        """Copy; what has come and is right stays.
+
+        Raises DonorBusy where the donor can give no more just now, Implausible where what it said or sent cannot be
+        right, another `ConnectionError` where it does not answer, or not in time.
+        """
         limit_s = SLOWER_TIMES * self._wanted.deadline_s
         try:
             async with asyncio.timeout(limit_s):
-                return Complete(await self._copy())
-        except TimeoutError:
-            return Dead(f"not done within {limit_s:g} s")
-        except _BreakOff as off:
-            return off.outcome
-        except Implausible as lie:
-            return Refuted(str(lie))
-        except ConnectionError as loss:
-            return Dead(str(loss) or type(loss).__name__)
+                return await self._copy()
+        except TimeoutError as silence:
+            raise ConnectionAbortedError(f"not done within {limit_s:g} s") from silence
 
     async def _copy(self) -> ReplicaState:
         async with AsyncExitStack() as line:
             first = await line.enter_async_context(self._converse(self._donor))
             manifest = await self._agree(first)
-            needed, selected = await self._compute(self._holding.follow, manifest, self._donor)
+            needed, selected = await self._compute(self._assembly.follow, manifest, self._donor)
             self.selected = True
-            self._holding.tell(selected)
+            self._assembly.tell(selected)
             self._missing, self._snapshot = deque(needed), manifest.snapshot
-            self._piece_s = piece_s(self._wanted.deadline_s, len(present(manifest)) * len(self._holding.spans))
+            self._piece_s = piece_s(self._wanted.deadline_s, len(present(manifest)) * len(self._assembly.spans))
             await self._fetch(first, line)
         self.fetched = True
-        state = self._holding.state()
-        await self._compute(_check_norm, state, manifest)
-        await self._compute(check_state, state, self._wanted)
+        state = self._assembly.state()
+        await self._compute(check_values, state, manifest.norm)
         return state
 
     async def _agree(self, conversation: Conversation) -> Manifest:
-        request = StateRequest(parts=self._wanted.parts, snapshot=self._holding.snapshot)
+        request = StateRequest(parts=self._wanted.parts, snapshot=self._assembly.snapshot)
         # To freeze and hash a copy may take as long as to send a good part of it.
         share = 1.0 if self._wanted.parts is Parts.ALL else 1.0 / len(Section)
         agree_s = LEAST_PIECE_S + share * self._wanted.deadline_s / 4
         try:
             async with asyncio.timeout(agree_s):
-                reply = await manifest_of(conversation, request, len(self._holding.spans))
+                reply = await manifest_of(conversation, request, len(self._assembly.spans))
         except TimeoutError as silence:
             raise ConnectionAbortedError(f"no manifest within {agree_s:g} s") from silence
         if isinstance(reply, Busy):
-            raise _BreakOff(TryLater("busy", reply.retry_after_s))
+            raise DonorBusy("busy", reply.retry_after_s)
         refusal = await self._wanted.objection(self._donor, reply)
         if refusal is not None:
             raise Implausible(refusal)
@@ -244,16 +217,7 @@ class _Attempt:
         self._streams = max(1, min(STREAMS, len(self._missing)))
         places = range(self._streams)
         tasks = [asyncio.create_task(self._stream(*((first, line) if place == 0 else ()))) for place in places]
-        failures: list[BaseException] = []
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            failures = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
-        for failure in sorted(failures, key=lambda failure: not isinstance(failure, Implausible)):
-            raise failure
+        await all_or_failure(tasks)
 
     async def _stream(self, conversation: Conversation | None = None, line: AsyncExitStack | None = None) -> None:
         """Fetch pieces until none is missing, over one conversation after the other as they break.
@@ -269,7 +233,7 @@ class _Attempt:
                 else:
                     async with self._converse(self._donor) as another:
                         await self._drain(another, 2**silences)
-            except Implausible:
+            except (Implausible, DonorBusy):
                 raise
             except ConnectionError as loss:
                 if line is not None:
@@ -307,39 +271,28 @@ class _Attempt:
         await conversation.send(PieceRequest(snapshot=self._snapshot, section=key.section, number=key.number))
         reply = await conversation.receive()
         if isinstance(reply, Gone):
-            raise _BreakOff(TryLater("it holds the copy no more", 0.1))
+            raise DonorBusy("it holds the copy no more", 0.1)
         if isinstance(reply, Busy):
             raise ConnectionResetError("busy")
         if not isinstance(reply, Piece):
             raise ConnectionAbortedError(f"expected a piece, got {type(reply).__name__}")
-        await self._compute(self._holding.put, key, reply.data)
+        await self._compute(self._assembly.put, key, reply.data)
         self._arrived += 1
-        self._holding.tell(ChunkArrived(size_bytes=reply.data.nbytes))
+        self._assembly.tell(ChunkArrived(size_bytes=reply.data.nbytes))
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _check_norm(state: ReplicaState, manifest: Manifest) -> None:
-    """Raise Implausible where the weights are far from the norm that was announced, and compared with the others'."""
+def check_values(state: ReplicaState, announced_norm: float) -> None:
+    """Raise Implausible unless all values are finite, and the weights of about the norm that others were compared with.
+
+    Shapes and counters are those of the manifest, which was checked before.
+    """
     found = norm(state.slow)
-    if not manifest.norm / NORM_RATIO <= found <= manifest.norm * NORM_RATIO:
-        raise Implausible(f"slow weights of the norm {found:.3g} came where {manifest.norm:.3g} was announced")
-
-
-def check_state(state: ReplicaState, wanted: StateWanted) -> None:
-    """Raise Implausible unless counts, shapes and dtypes are as wanted, all values finite and the counters possible."""
-    whole = wanted.parts is Parts.ALL
-    check_like(state.slow, wanted.like, "slow weights")
-    check_like(state.momentum, wanted.like if whole else (), "outer momentum")
-    check_like(state.gathered, wanted.like if whole and state.meetings else (), "gathered momentum")
-    if state.optimiser or not whole:
-        check_like(state.optimiser, wanted.like + wanted.like if whole else (), "optimiser")
-    check_finite(state.slow, "slow weights")
+    if not announced_norm / NORM_RATIO <= found <= announced_norm * NORM_RATIO:
+        raise Implausible(f"slow weights of the norm {found:.3g} came where {announced_norm:.3g} was announced")
     check_finite(state.momentum, "outer momentum")
     check_finite(state.gathered, "gathered momentum")
     check_finite(state.optimiser, "optimiser")
-    counters = (state.round, state.inner_steps, state.optimiser_steps, state.meetings, state.last_met)
-    if min(counters) < 0 or state.last_met > state.round or not 0.0 <= state.progress <= 1.0:
-        raise Implausible(f"counters: rounds, steps, meetings, last met {counters}, progress {state.progress}")

@@ -18,8 +18,8 @@ from noloco_node.data.text_source import TextSource
 from noloco_node.machine import clocks, memory
 from noloco_node.machine.device import Device
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
-from noloco_node.planning.memory_needs import in_flight_bytes, needs_bytes
 from noloco_node.planning.model_layout import ModelLayout, make_stage
+from noloco_node.planning.plan import in_flight_bytes, needs_bytes
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore
 from noloco_node.storage.home import Home

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
+from gossip.events import OuterStepTaken, RoundDeferred
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
 
@@ -97,13 +98,13 @@ class PeerHistory:
         match event:
             case events.InnerStep():
                 self._take_inner_step(event)
-            case events.OuterStep():
+            case OuterStepTaken():
                 self._take_outer_step(event)
             case events.Started():
                 self.peer, self.stage, self.underway = event.peer, event.stage, False
             case events.StateChanged():
                 self.state, self.waiting, self.since = event.state, event.waiting, event.at
-            case events.Deferred():
+            case RoundDeferred():
                 self.deferred += 1
             case events.Hops():
                 self.hops = event.counts
@@ -133,7 +134,7 @@ class PeerHistory:
             self.losses.add(event.at, event.loss)
             self.loss = event.loss if self.loss is None else 0.8 * self.loss + 0.2 * event.loss
 
-    def _take_outer_step(self, event: events.OuterStep) -> None:
+    def _take_outer_step(self, event: OuterStepTaken) -> None:
         self.round, self.partner = event.round, event.partner
         self.met += event.partner is not None
         self.solo += event.partner is None

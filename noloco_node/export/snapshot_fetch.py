@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Mapping
 from random import Random
 
-from gossip.transfer.download import DonorBusy
+from gossip.transfer.donor_queue import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.replica_fetch import FetchedReplica, Look, fetch_of
 from noloco_node.network.interface import PeerNetwork

@@ -11,8 +11,11 @@ which are counted, and never the training: a journal is worth less than the run 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
 from noloco_node.run.peer_state import PeerState
 
 MAX_BYTES = 64 * 2**20
@@ -84,48 +87,6 @@ class InnerStep(_Event, frozen=True, tag="inner_step"):
     learning_rate: float
     device_s: float = 0.0
     stale: int = 0
-
-
-class OuterStep(_Event, frozen=True, tag="outer_step"):
-    """One outer step.
-
-    `partner`: id of the replica met, None in a solo round. `staleness`: inner steps between snapshot and correction.
-    `gap`: norm of own minus mean slow weights over the norm of the mean; None where there was nobody to compare with.
-    `staleness_rounds`: rounds since these weights last met anybody's, 1 where in the one before; `partner_staleness`:
-    rounds since the partner's did. `adopted`: ours were too stale to count, and the partner's were taken over.
-    `seconds`: from the acceptance of the offer to the partner's receipt.
-    """
-
-    round: int
-    partner: str | None
-    gap: float | None
-    staleness: int
-    bytes_sent: int
-    bytes_received: int
-    seconds: float
-    staleness_rounds: int = 0
-    partner_staleness: int = 0
-    adopted: bool = False
-
-
-class TooStale(_Event, frozen=True, tag="too_stale"):
-    """A partner had met nobody for too many rounds to count: it took our weights, and our round stays open.
-
-    `partner_staleness`: for how many rounds.
-    """
-
-    round: int
-    partner: str
-    partner_staleness: int
-    bytes_sent: int
-    bytes_received: int
-
-
-class Deferred(_Event, frozen=True, tag="deferred"):
-    """No partner before the next round was due. `in_a_row`: deferrals since the last outer step, this one included."""
-
-    round: int
-    in_a_row: int
 
 
 class Hops(_Event, frozen=True, tag="hops"):
@@ -214,15 +175,12 @@ class Finished(_Event, frozen=True, tag="finished"):
     discarded: int = 0
 
 
-Event = (
+NodeEvent = (
     Started
     | StateChanged
     | Placed
     | Moved
     | InnerStep
-    | OuterStep
-    | TooStale
-    | Deferred
     | Hops
     | Traffic
     | Budget
@@ -233,6 +191,37 @@ Event = (
     | CatchUp
     | Finished
 )
+RoundEvent = OuterStepTaken | PartnerTooStale | RoundDeferred
+Event = NodeEvent | RoundEvent
 
-_ENCODER = msgspec.json.Encoder()
-_DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+ROUND_EVENTS: Mapping[str, type[RoundEvent]] = {
+    "outer_step": OuterStepTaken,
+    "too_stale": PartnerTooStale,
+    "deferred": RoundDeferred,
+}
+"""What gossip declares, by the name under which it is written: gossip knows no journal."""
+_NAMES = {kind: name for name, kind in ROUND_EVENTS.items()}
+
+
+class _Named(msgspec.Struct):
+    event: str
+
+
+_NAME: msgspec.json.Decoder[_Named] = msgspec.json.Decoder(_Named)
+_NODE_EVENT: msgspec.json.Decoder[NodeEvent] = msgspec.json.Decoder(NodeEvent)
+_ROUND_EVENT = {name: msgspec.json.Decoder(kind) for name, kind in ROUND_EVENTS.items()}
+
+
+def fields_of(event: Event) -> dict[str, object]:
+    """Return what is written of an event, in order, its name first."""
+    fields = msgspec.to_builtins(event)
+    return fields if isinstance(event, msgspec.Struct) else {"event": _NAMES[type(event)], **fields}
+
+
+def decode(line: bytes) -> Event | None:
+    """Return the event of a line; None where it is none that we know."""
+    try:
+        kind = _ROUND_EVENT.get(_NAME.decode(line).event)
+        return _NODE_EVENT.decode(line) if kind is None else kind.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

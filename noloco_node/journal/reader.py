@@ -6,9 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
-from noloco_node.journal.events import _DECODER, Event
+from noloco_node.journal.events import Event, decode
 from noloco_node.journal.writer import rotated
 
 
@@ -21,7 +19,7 @@ def read(path: Path) -> Iterator[Event]:
         try:
             with half.open("rb") as lines:
                 for line in lines:
-                    event = _decode(line)
+                    event = decode(line)
                     if event is not None:
                         yield event
         except FileNotFoundError:
@@ -52,7 +50,7 @@ class Tail:
             chunk = os.read(self._file, self.CHUNK_BYTES)
         *lines, rest = (self._rest + chunk).split(b"\n")
         self._rest = rest[-self.CHUNK_BYTES :]  # no event is that long: what is cut here would not decode anyway
-        return [event for line in lines if line and (event := _decode(line)) is not None]
+        return [event for line in lines if line and (event := decode(line)) is not None]
 
     def close(self) -> None:
         """Close the file; a later `poll` begins anew."""
@@ -74,10 +72,3 @@ class Tail:
             return os.stat(self._path).st_ino != self._inode
         except FileNotFoundError:
             return False
-
-
-def _decode(line: bytes) -> Event | None:
-    try:
-        return _DECODER.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None

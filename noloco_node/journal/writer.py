@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.journal.events import _ENCODER, MAX_BYTES, Event
+from noloco_node.journal.events import MAX_BYTES, Event, fields_of
 
 
 class Journal:
@@ -38,7 +38,7 @@ class Journal:
         if self._closed:
             self.dropped += 1
             return
-        line = _ENCODER.encode(msgspec.structs.replace(event, at=self._now())) + b"\n"
+        line = msgspec.json.encode({**fields_of(event), "at": self._now()}) + b"\n"
         if self._torn:
             line = b"\n" + line
         try:

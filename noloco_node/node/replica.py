@@ -10,21 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict
 from random import Random
 from statistics import fmean
 
+from gossip.events import Event, MeetingLost, OuterStepTaken
 from gossip.exchange.messages import Parts, ReplicaState
-from gossip.interface import (
-    Candidate,
-    Event,
-    MeetingLost,
-    OuterStepTaken,
-    PartnerTooStale,
-    RoundContext,
-    RoundDeferred,
-    RoundProgress,
-)
+from gossip.interface import Candidate, RoundContext, RoundProgress
 from gossip.rounds.outer_optimiser import to_the_end
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Tensors
@@ -216,17 +207,14 @@ class Replica:
 
     def _journal(self, event: Event) -> None:
         match event:
-            case OuterStepTaken():
-                self._gap, self._partner = event.gap, event.partner
-                self._context.record(events.OuterStep(**asdict(event)))
-            case PartnerTooStale():
-                self._context.record(events.TooStale(**asdict(event)))
-            case RoundDeferred():
-                self._context.record(events.Deferred(**asdict(event)))
             case MeetingLost(implausible=True):
                 self._context.record(events.PeerViolation(peer=event.partner, topic=GOSSIP, why=event.why))
             case MeetingLost():
                 self._context.record(events.Lost(peer=event.partner, what="exchange", why=event.why))
+            case _:
+                if isinstance(event, OuterStepTaken):
+                    self._gap, self._partner = event.gap, event.partner
+                self._context.record(event)
 
     @property
     def _microbatch_s(self) -> float:

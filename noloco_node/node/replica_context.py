@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from gossip.exchange.formats import Format
 from gossip.interface import RoundSettings, RoundTimeouts
-from gossip.rule.delayed_momentum import Delay
-from gossip.rule.outer_step import Outer
+from gossip.rule.outer_step import Delay, Outer
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.schema import Schema

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from noloco_node.limits.budget import OwnerLimits
-from noloco_node.planning.message_sizes import round_bytes
+from noloco_node.planning.message_sizes import hop_bytes, round_bytes
 from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
     from noloco_node.machine.interface import Dimensions
 
+SLOWEST_BYTES_PER_S = 2**20
+"""Of a line that is still good enough, if nobody says otherwise."""
 ROUND_S = 60.0
 """That partners wait for an exchange, whatever its size, before its bytes are counted."""
 NARROW_S = 2.0
@@ -38,9 +41,8 @@ class MicrobatchBytes(NamedTuple):
 def microbatch_bytes(run: RunConfig, plan: Dimensions, stage: int) -> MicrobatchBytes:
     """Return what a microbatch moves at a stage."""
     pipeline = run.pipeline
-    tokens = pipeline.microbatch_size * pipeline.sequence_length
-    back = tokens * plan.width * (2 if pipeline.wire_dtype == "bfloat16" else 4)
-    forth = back + 8 * tokens
+    back, targets = hop_bytes(pipeline, plan.width)
+    forth = back + targets
     sends, takes = stage < pipeline.stages - 1, stage > 0
     weights = round_bytes(run.outer, tuple(plan.shapes[stage].values())) if pipeline.replicas > 1 else 0
     rounds = weights / (run.outer.inner_steps_per_round * pipeline.microbatches_per_step)
@@ -85,8 +87,6 @@ def bandwidth_table(run: RunConfig, stages: Sequence[MicrobatchBytes], allowance
 
 def _warnings(run: RunConfig, moved: MicrobatchBytes, allowance: OwnerLimits) -> Iterator[str]:
     """Yield what is wrong with a budget at one stage."""
-    pass
-
     each_s, travel_s = bandwidth_seconds(moved, allowance), run.pipeline.budget_s
     window = run.pipeline.microbatches_per_step * run.pipeline.windows_in_flight
     if each_s * window > travel_s:
@@ -121,14 +121,9 @@ def _hours(moved: MicrobatchBytes, each_s: float, allowance: OwnerLimits) -> str
 def report(path: Path, allowance: OwnerLimits) -> list[str]:
     """Return what a budget makes of the run file at `path`; `UserError` where that is wrong."""
     from noloco_node.planning.model_layout import model_layout
-    from noloco_node.run.runfile import load_run
 
     run = load_run(path)
     plan = model_layout(run)
     return bandwidth_table(
         run, [microbatch_bytes(run, plan, number) for number in range(run.pipeline.stages)], allowance
     )
-
-
-SLOWEST_BYTES_PER_S = 2**20
-"""Of a line that is still good enough, if nobody says otherwise."""

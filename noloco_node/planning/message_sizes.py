@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from gossip.exchange.formats import Format, wire_bytes
-from noloco_node.run.config import OuterConfig
+from noloco_node.run.config import OuterConfig, PipelineConfig
 
 PROBE_BYTES = 4 * 4096
 """A sample of weights that goes with an exchange (`gossip.exchange.swap.PROBE`), at most."""
@@ -48,13 +48,13 @@ def coded_bytes(outer: OuterConfig, shapes: Shapes) -> int:
 
 def round_bytes(outer: OuterConfig, shapes: Shapes) -> int:
     """Return the bytes that a peer sends its partner in a round, probes included."""
-    probes = 1 + (Format(outer.codec) is Format.INT4) + (sets(outer) == 2)
-    return coded_bytes(outer, shapes) + probes * min(PROBE_BYTES, _float32_bytes(shapes))
+    probes = 1 + Format(outer.codec).is_modular + (sets(outer) == 2)
+    return coded_bytes(outer, shapes) + probes * min(PROBE_BYTES, float32_bytes(shapes))
 
 
 def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
     """Return what gossip needs besides slow weights, momentum and snapshot."""
-    once, lossy = _float32_bytes(shapes), Format(outer.codec) is not Format.FLOAT32
+    once, lossy = float32_bytes(shapes), Format(outer.codec) is not Format.FLOAT32
     # In float32 what travels is there, and what comes is used. Otherwise theirs and ours exist coded and decoded. (The
     # copy that int4 decodes around has gone before the step needs its place.)
     exchange = 2 * sets(outer) * once + 2 * coded_bytes(outer, shapes) if lossy else sets(outer) * once
@@ -68,5 +68,12 @@ def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
     )
 
 
-def _float32_bytes(shapes: Shapes) -> int:
+def hop_bytes(pipeline: PipelineConfig, width: int) -> tuple[int, int]:
+    """Return the bytes of a microbatch's activations, or of their gradients, and of its targets."""
+    tokens = pipeline.microbatch_size * pipeline.sequence_length
+    return tokens * width * (2 if pipeline.wire_dtype == "bfloat16" else 4), 8 * tokens
+
+
+def float32_bytes(shapes: Shapes) -> int:
+    """Return the bytes of one set of weights."""
     return 4 * sum(map(prod, shapes))

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from pipeline.partition import Prepared, cut, family_config, forward_flops, parameter_shapes, prepare, verify_family
 
@@ -54,11 +54,10 @@ def model_layout(run: RunConfig) -> ModelLayout:
         shapes = tuple(parameter_shapes(prepared.config, part) for part in cuts)
         work = forward_flops(prepared.config, cuts, run.pipeline.sequence_length)
     except ValueError as error:
-        raise UserError(
+        raise config_error(
             "The run file describes a model that cannot be built.",
-            why=str(error),
-            hint="correct [model] or [pipeline] in the run file; noloco-node check says what they mean",
-            code=Exit.CONFIG,
+            str(error),
+            "correct [model] or [pipeline] in the run file; noloco-node check says what they mean",
         ) from error
     return ModelLayout(prepared, cuts, shapes, work)
 
@@ -74,11 +73,10 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
             try:
                 load(part, _reader(directory, files))
             except (ValueError, OSError) as error:
-                raise UserError(
+                raise config_error(
                     f"The model in {directory} cannot be loaded.",
-                    why=str(error),
-                    hint="give a Hugging Face directory with safetensors files of the same architecture",
-                    code=Exit.CONFIG,
+                    str(error),
+                    "give a Hugging Face directory with safetensors files of the same architecture",
                 ) from error
     return part
 

@@ -5,7 +5,7 @@ matrices and of attention. The memory of activations is an estimate: what autogr
 models was measured at 10 to 12 numbers a token for each unit of the model's width and 4 for each of the
 feed-forward's; as many microbatches as a window holds, or two, may wait for their gradients at once, except at the last
 stage. With two windows in flight the weights before the step stay as long as a microbatch waits on them.
-The efficiency, and what would raise it, is `outlook`'s.
+The efficiency, and what would raise it, is `advice`'s.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from noloco_node.data.encoding import check_vocabulary
 from noloco_node.planning.advice import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
-from noloco_node.planning.message_sizes import Shapes, gossip_memory, round_bytes
+from noloco_node.planning.message_sizes import Shapes, float32_bytes, gossip_memory, hop_bytes, round_bytes
 from noloco_node.run.config import OuterConfig, RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
 
 if TYPE_CHECKING:
+    import torch
+
     from noloco_node.planning.model_layout import ModelLayout
 
 _LAYER_FLOATS_PER_WIDTH = 11
@@ -52,7 +55,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     gathered: int
     """What a period of the outer momentum has gathered."""
     stale_weights: int
-    """Those before the last inner step, with two windows in flight."""
+    """Those before the last inner step, with two windows in flight; the last stage has one always."""
     activations: int
 
     @property
@@ -101,7 +104,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     """That a replica opens, when as many peers come as planned."""
     efficiency: tuple[float, ...]
-    """Share of its time for which the slowest stage works, for each of `outlook.MESSAGES`."""
+    """Share of its time for which the slowest stage works, for each of `advice.MESSAGES`."""
     remedies: tuple[WindowSuggestion, ...]
     """Other windows that would make it busier."""
     warnings: tuple[str, ...]
@@ -109,7 +112,6 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan(run: RunConfig) -> RunPlan:
     """Work out what a run means; raise `UserError` (Exit.CONFIG) where model, cut or tokenizer do not fit together."""
-    from noloco_node.data.encoding import check_vocabulary
     from noloco_node.planning.model_layout import model_layout
 
     drawn = model_layout(run)
@@ -126,7 +128,7 @@ def plan(run: RunConfig) -> RunPlan:
         )
         for cut, flops, shapes, memory in zip(drawn.cuts, drawn.work, stage_shapes, memories(run, drawn), strict=True)
     )
-    hop, targets = _hop_bytes(run, drawn.width)
+    hop, targets = hop_bytes(run.pipeline, drawn.width)
     shares = tuple(stage.work for stage in stages)
     efficiency = predict_efficiency(run.pipeline, shares)
     return RunPlan(
@@ -150,9 +152,20 @@ def memories(run: RunConfig, drawn: ModelLayout) -> tuple[Memory, ...]:
     """Return what a peer of each stage needs."""
     config = drawn.prepared.config
     return tuple(
-        _memory(run, tuple(shapes.values()), _activations(run, config, cut), stale=_two_windows(run, cut))
+        _memory(run, tuple(shapes.values()), _activations(run, config, cut), head=cut.head)
         for cut, shapes in zip(drawn.cuts, drawn.shapes, strict=True)
     )
+
+
+def needs_bytes(run: RunConfig, drawn: ModelLayout, device: torch.device) -> tuple[int, ...]:
+    """Return what each stage needs on a device, about."""
+    gpu = device.type == "cuda"
+    return tuple(memory.computing if gpu else memory.total for memory in memories(run, drawn))
+
+
+def in_flight_bytes(run: RunConfig, drawn: ModelLayout) -> tuple[int, ...]:
+    """Return what of it the microbatches in flight keep at each stage, about: a newcomer measures it at its own."""
+    return tuple(memory.activations for memory in memories(run, drawn))
 
 
 def mean_steps_per_round(outer: OuterConfig) -> float:
@@ -169,13 +182,8 @@ def _rounds(run: RunConfig) -> int:
     return int(run.inner.steps / mean_steps_per_round(run.outer))
 
 
-def _two_windows(run: RunConfig, cut: Any) -> bool:
-    """Say whether a stage has two windows in flight; the last has one always."""
-    return run.pipeline.windows_in_flight == 2 and not cut.head
-
-
-def _memory(run: RunConfig, shapes: Shapes, activations: int, *, stale: bool) -> Memory:
-    once, gossip = 4 * sum(map(prod, shapes)), gossip_memory(run.outer, shapes)
+def _memory(run: RunConfig, shapes: Shapes, activations: int, *, head: bool) -> Memory:
+    once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)
     return Memory(
         weights=once,
         gradients=once,
@@ -183,12 +191,8 @@ def _memory(run: RunConfig, shapes: Shapes, activations: int, *, stale: bool) ->
         slow_weights=once,
         outer_momentum=once,
         snapshot=once,
-        exchange=gossip.exchange,
-        step=gossip.step,
-        owed=gossip.owed,
-        ahead=gossip.ahead,
-        gathered=gossip.gathered,
-        stale_weights=once if stale else 0,
+        **gossip._asdict(),
+        stale_weights=once if run.pipeline.windows_in_flight == 2 and not head else 0,
         activations=activations,
     )
 
@@ -204,12 +208,6 @@ def _activations(run: RunConfig, config: Any, cut: Any) -> int:
     floats = (cut.end_layer - cut.first_layer) * layer + (_LOGIT_COPIES * config.vocab_size if cut.head else 0)
     in_flight = 1 if cut.head else run.pipeline.microbatches_per_step * run.pipeline.windows_in_flight
     return int(4 * floats * run.pipeline.sequence_length * run.pipeline.microbatch_size * in_flight)
-
-
-def _hop_bytes(run: RunConfig, width: int) -> tuple[int, int]:
-    """Return the bytes of a microbatch's activations, and of its targets."""
-    tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
-    return tokens * width * (2 if run.pipeline.wire_dtype == "bfloat16" else 4), tokens * 8
 
 
 def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) -> list[str]:

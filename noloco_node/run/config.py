@@ -100,7 +100,7 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     beta: float = 1.0
     gamma: float = 1.0
     momentum_period: int = 1
-    """Outer steps after which the momentum moves once; 1 is the paper's rule (`gossip.rule.delayed_momentum`)."""
+    """Outer steps after which the momentum moves once; 1 is the paper's rule (`gossip.rule.outer_step`)."""
     momentum_spread: float = 0.0
     """Share of the momentum that each outer step of a period but the last one applies."""
     codec: Literal["float32", "bfloat16", "int8", "int4"] = "int4"

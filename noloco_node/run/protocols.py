@@ -68,7 +68,7 @@ def gossip_schema(run: RunConfig, shapes: Shapes) -> Schema:
     coded = tuple(tuple(TensorSpec(spec.shape, spec.dtype) for spec in wire_specs(form, shapes)) for form in forms)
     probe = TensorSpec((min(PROBE, sum(map(prod, shapes))),), "float32")
     # Ahead of a round no snapshot is there to be probed.
-    fast_probe = OneOf((probe, None)) if codec is Format.INT4 else None
+    fast_probe = OneOf((probe, None)) if codec.is_modular else None
     messages = {
         Offer: MessageSpec("Offer"),
         Accepted: MessageSpec("Accepted"),

@@ -17,7 +17,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
@@ -42,6 +42,11 @@ def waits_at(task: asyncio.Task[Any]) -> str:
             place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
         inner = getattr(inner, "cr_await", None) or getattr(inner, "gi_yieldfrom", None)
     return place
+
+
+def waiting(tasks: Iterable[asyncio.Task[Any] | None]) -> list[str]:
+    """Say of each task where it waits, in order of their names."""
+    return sorted(f"{task.get_name()}: {waits_at(task)}" for task in tasks if task is not None)
 
 
 class _NumberedTask(asyncio.Task[Any]):
@@ -169,8 +174,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._idle_timers -= 1
         if not ready and not self._stopping:
             if not timers or timers[0][0] == math.inf:
-                waiting = sorted(f"{task.get_name()}: {waits_at(task)}" for task in asyncio.all_tasks(self))
-                raise Deadlock("no timer is set and these tasks wait:\n  " + "\n  ".join(waiting))
+                places = "\n  ".join(waiting(asyncio.all_tasks(self)))
+                raise Deadlock(f"no timer is set and these tasks wait:\n  {places}")
             self._now_s = max(self._now_s, timers[0][0])
         while timers and timers[0][0] <= self._now_s:
             entry = heapq.heappop(timers)[2]

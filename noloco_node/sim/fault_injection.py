@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec import structs
 
 from noloco_node.sim.hardware.device import Stutter
 from noloco_node.sim.network.corruption import Corruption
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
@@ -24,8 +25,8 @@ from noloco_node.sim.scenario.faults import Fault
 class FaultInjector:
     """The faults of one world. `conditions`: of its network when no storm lasts."""
 
-    def __init__(self, hub: SimNetwork, peers: Mapping[str, SimulatedPeer], conditions: NetworkConditions) -> None:
-        self._hub, self._peers, self._conditions = hub, peers, conditions
+    def __init__(self, network: SimNetwork, peers: Mapping[str, SimulatedPeer], conditions: NetworkConditions) -> None:
+        self._network, self._peers, self._conditions = network, peers, conditions
         self._lasting: list[Fault] = []
 
     def begin(self, fault: Fault) -> bool:
@@ -39,16 +40,16 @@ class FaultInjector:
             case faults.LinkFault() if peer is not None:
                 peer.access = _access(fault)
                 if peer.running:
-                    self._hub.set_access(peer.name, peer.access)
+                    self._network.set_access(peer.name, peer.access)
             case faults.Tamper() if peer is not None and peer.running:
-                self._hub.corrupt(peer.name, Corruption(fault.how), fault.count)
+                self._network.corrupt(peer.name, Corruption(fault.how), fault.count)
             case faults.Silence():
-                self._hub.silence(fault.peer)
+                self._network.silence(fault.peer)
             case faults.Partition():
                 self._lasting = [other for other in self._lasting if not isinstance(other, faults.Partition)]
-                self._hub.partition(fault.groups)
+                self._network.partition(fault.groups)
             case faults.Storm():
-                self._hub.conditions = self._stormy((*self._storms(), fault))
+                self._network.conditions = self._stormy((*self._storms(), fault))
             case faults.Disk() if peer is not None:
                 peer.disk_refuses = True
             case _:
@@ -64,11 +65,11 @@ class FaultInjector:
         self._lasting.remove(fault)
         match fault:
             case faults.Silence() if not self._lasts(faults.Silence, fault.peer):
-                self._hub.resume(fault.peer)
+                self._network.resume(fault.peer)
             case faults.Partition():
-                self._hub.heal()
+                self._network.heal()
             case faults.Storm():
-                self._hub.conditions = self._stormy(self._storms())
+                self._network.conditions = self._stormy(self._storms())
             case faults.Disk() if fault.peer in self._peers and not self._lasts(faults.Disk, fault.peer):
                 self._peers[fault.peer].disk_refuses = False
             case _:
@@ -82,13 +83,9 @@ class FaultInjector:
 
     def _stormy(self, storms: tuple[faults.Storm, ...]) -> NetworkConditions:
         """Return the conditions with all these storms: of each share the worst."""
-        usual = self._conditions
-        return replace(
-            usual,
-            loss=max(usual.loss, *(storm.loss for storm in storms), 0.0),
-            late=max(usual.late, *(storm.late for storm in storms), 0.0),
-            duplicate=max(usual.duplicate, *(storm.duplicate for storm in storms), 0.0),
-        )
+        shares = ("loss", "late", "duplicate")
+        worst = {name: max(getattr(each, name) for each in (self._conditions, *storms)) for name in shares}
+        return structs.replace(self._conditions, **worst)
 
 
 def _access(fault: faults.LinkFault) -> Access:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -17,13 +16,14 @@ from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, Text
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
+from noloco_node.node.replica import Replica
 from noloco_node.sim.hardware.device import Stutter, VirtualDevice
 from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.hardware.quadratic_model import VOCABULARY, RandomBatches
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.storage.checkpoint import Checkpoint
 
@@ -31,18 +31,11 @@ KEPT_LINES = 50
 """Of what a node said, in a life."""
 
 
-class Observer(Protocol):
-    """Hears everything that peers do, in order."""
-
-    def __call__(self, peer: SimulatedPeer, event: events.Event) -> None:
-        """Take note of an event of a peer's journal."""
-
-
 class PeerLife:
     """One run of a peer's process. `wrong`: promises that its stage saw broken. `crashed`: it was not asked."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.crashed = number, False
+    def __init__(self, number: int, device: VirtualDevice) -> None:
+        self.number, self.device, self.crashed = number, device, False
         self.leave = asyncio.Event()
         self.wrong: list[str] = []
         self.said: list[str] = []
@@ -55,6 +48,16 @@ class PeerLife:
         """Whether the process is there."""
         return self.task is not None and not self.task.done() and not self.crashed
 
+    @property
+    def replica(self) -> Replica | None:
+        """What trains in this life; None before it has joined, and where it is forgotten."""
+        return None if self.node is None else self.node.replica
+
+    def say(self, line: str) -> None:
+        """Keep the first of what the node says."""
+        if len(self.said) < KEPT_LINES:
+            self.said.append(line)
+
     def forget(self) -> None:
         """Let go of all that an earlier life held but its words, once nobody asks for its weights and counters."""
         self.node = self.stage = self.task = None
@@ -64,18 +67,23 @@ class SimulatedPeer:
     """A peer of a world. `asked_stage`: the one that its owner wants; None lets it choose."""
 
     def __init__(
-        self, name: str, asked_stage: int | None, setting: SimSetup, hub: SimNetwork, observe: Observer
+        self,
+        name: str,
+        asked_stage: int | None,
+        setting: SimSetup,
+        network: SimNetwork,
+        observe: Callable[[SimulatedPeer, events.Event], None],
     ) -> None:
+        """`observe`: takes note of each event of the peer's journal, in order."""
         self.name, self.asked_stage = name, asked_stage
         self.access: Access = setting.access()
         self.first_slowness = self.slowness = 1.0
         self.stutter = Stutter()
         self.disk: Checkpoint | None = None
-        self.shelf = MemoryStore(lambda: self.disk)
+        self.archive = MemoryStore(lambda: self.disk)
         self.disk_refuses = False
         self.lives: list[PeerLife] = []
-        self.devices: list[VirtualDevice] = []
-        self._setting, self._hub, self._observe = setting, hub, observe
+        self._setting, self._network, self._observe = setting, network, observe
 
     @property
     def life(self) -> PeerLife:
@@ -93,16 +101,20 @@ class SimulatedPeer:
         return self.running and self.life.leave.is_set()
 
     @property
+    def replica(self) -> Replica | None:
+        """What the peer trains in its present life, or trained in its last."""
+        return self.life.replica if self.lives else None
+
+    @property
     def device(self) -> VirtualDevice:
         """The device of the last life."""
-        return self.devices[-1]
+        return self.life.device
 
     @property
     def stage(self) -> int | None:
         """The stage that the peer serves, or served last; None before it has one."""
-        node = self.life.node if self.lives else None
-        if node is not None and node.replica is not None:
-            return node.replica.config.stage
+        if self.replica is not None:
+            return self.replica.config.stage
         return self.disk.counters.stage if self.disk is not None else self.asked_stage
 
     def start(self) -> None:
@@ -110,17 +122,16 @@ class SimulatedPeer:
         if self.running:
             raise RuntimeError(f"{self.name} is running already")
         setting, swarm = self._setting, self._setting.scenario.swarm
-        life = PeerLife(len(self.lives))
-        device = VirtualDevice(seed=f"{setting.run.seed}|{self.name}|{life.number}")
-        device.slow_down(self.slowness)
-        device.stutter(self.stutter)
+        number = len(self.lives)
+        device = VirtualDevice(seed=f"{setting.run.seed}|{self.name}|{number}")
+        device.slowness, device.stutter = self.slowness, self.stutter
+        life = PeerLife(number, device)
         self.lives.append(life)
-        self.devices.append(device)
         node = life.node = Node(
             setting.recipe,
             setting.dimensions,
-            self._hub.network(self.name, self.access),
-            self._host(life, device),
+            self._network.network(self.name, self.access),
+            self._host(life),
             NodeOptions(
                 stage=self.asked_stage,
                 linger_s=3 * swarm.refresh_s,
@@ -130,7 +141,7 @@ class SimulatedPeer:
                 deadlines=swarm.impatient,
                 slowest_bytes_per_s=setting.slowest_bytes_per_s,
             ),
-            Reporter(record=self._recorder(life), say=self._speaker(life)),
+            Reporter(record=self._recorder(life), say=life.say),
         )
         life.task = asyncio.create_task(node.live(life.leave), name=f"{self.name} life {life.number}")
         life.task.add_done_callback(lambda _: self._over(life))
@@ -139,7 +150,7 @@ class SimulatedPeer:
         """Let the process die, with nobody asked and nothing saved."""
         life = self.life
         life.crashed = True
-        self._hub.kill(self.name)
+        self._network.kill(self.name)
         if life.task is not None:
             life.task.cancel()
 
@@ -149,31 +160,29 @@ class SimulatedPeer:
 
     def slow_down(self, factor: float) -> None:
         """Let the device take `factor` times as long as at first, in later lives too."""
-        self.slowness = self.first_slowness * factor
-        self.device.slow_down(self.slowness)
+        self.slowness = self.device.slowness = self.first_slowness * factor
 
     def begin_stutter(self, stutter: Stutter) -> None:
         """Let the device stutter, in later lives too."""
-        self.stutter = stutter
-        self.device.stutter(stutter)
+        self.stutter = self.device.stutter = stutter
 
     def weights_digest(self) -> bytes:
         """Return the SHA-256 of slow weights, momentum, fast weights and counters of the last life."""
         total = hashlib.sha256(self.name.encode())
-        node, stage = self.life.node, self.life.stage
-        if node is not None and node.replica is not None and stage is not None:
-            state = node.replica.rounds.state
+        replica, stage = self.replica, self.life.stage
+        if replica is not None and stage is not None:
+            state = replica.rounds.state
             for tensor in (*state.slow, *state.momentum, *stage.weights()):
                 total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-            total.update(f"{node.replica.rounds.finished} {node.replica.inner_steps}".encode())
+            total.update(f"{replica.rounds.finished} {replica.inner_steps}".encode())
         return total.digest()
 
-    def _host(self, life: PeerLife, device: VirtualDevice) -> MemoryHost:
+    def _host(self, life: PeerLife) -> MemoryHost:
         def build(number: int) -> PricedStage:
             setting = self._setting
             windows = setting.run.pipeline.windows_in_flight
             life.stage = PricedStage(
-                setting.build(number), setting.prices[number], device.charge, life.wrong.append, windows
+                setting.build(number), setting.prices[number], life.device.charge, life.wrong.append, windows
             )
             return life.stage
 
@@ -183,7 +192,7 @@ class SimulatedPeer:
             self.disk = checkpoint
             return "the simulated disk"
 
-        return MemoryHost(device, self.shelf, build=build, open_text=self._open_text, save=save)
+        return MemoryHost(life.device, self.archive, build=build, open_text=self._open_text, save=save)
 
     async def _open_text(self) -> Text:
         run = self._setting.run
@@ -202,14 +211,7 @@ class SimulatedPeer:
 
         return record
 
-    def _speaker(self, life: PeerLife) -> Callable[[str], None]:
-        def say(line: str) -> None:
-            if len(life.said) < KEPT_LINES:
-                life.said.append(line)
-
-        return say
-
     def _over(self, life: PeerLife) -> None:
         """Take a process that ended by itself out of the network."""
         if not life.crashed:
-            self._hub.kill(self.name)
+            self._network.kill(self.name)

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gossip.exchange.messages import ReplicaState
-from noloco_node.run.protocols import MICROBATCH, STATE
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.setup import SimSetup
-from pipeline.messages import Gradient, Microbatch
 
 LEAST_S = 1800.0
 REFRESHES = 20
@@ -44,23 +41,18 @@ def patience_s(setting: SimSetup) -> float:
                 bytes_per_s = min([bytes_per_s, *rates])
     job_s = max(prices.forward_s for prices in setting.prices) * slowness * slowest
     pass_s = 3 * job_s + 2 * max(pause_s, slowest_pause_s)
-    there_and_back = setting.size_bytes(Microbatch.__new__(Microbatch), f"{MICROBATCH}/1") + setting.size_bytes(
-        Gradient(hidden=None, loss=0.0, tokens=1), f"{MICROBATCH}/1"
-    )
+    there_and_back = setting.sizes.microbatch_bytes + setting.sizes.gradient_bytes
     # All replicas of a stage may send to the same one.
     way_s = there_and_back * pipeline.replicas / bytes_per_s + TRIPS * scenario.network.latency.mean_s
     window_s = pipeline.microbatches_per_step * pipeline.stages * (pass_s + way_s)
-    state = ReplicaState.__new__(ReplicaState)
-    copy_s = max(setting.size_bytes(state, f"{STATE}/{stage}") for stage in range(pipeline.stages)) / bytes_per_s
+    copy_s = setting.sizes.largest_state_bytes / bytes_per_s
     return max(LEAST_S, REFRESHES * scenario.swarm.refresh_s, TIMES * (window_s + copy_s))
 
 
 def sentence(peers: Mapping[str, SimulatedPeer], stages: int, since_s: float) -> str:
     """Say who waits for ever, and for what; `since_s` is the virtual time of the last inner step."""
     waiting = [peer.name for peer in peers.values() if peer.running]
-    served = dict.fromkeys(
-        peer.stage for peer in peers.values() if peer.running and peer.life.node and peer.life.node.replica
-    )
+    served = {peer.stage for peer in peers.values() if peer.running and peer.replica}
     bare = [str(stage) for stage in range(stages) if stage not in served]
     text = f"Nobody took an inner step after {since_s:,.0f} s, and no fault was left that could have changed it"
     if bare:

@@ -16,19 +16,21 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from gossip.events import OuterStepTaken
 from noloco_node.errors import user_error_of
 from noloco_node.journal import events
 from noloco_node.sim import clock, stall
 from noloco_node.sim.fault_injection import FaultInjector
 from noloco_node.sim.hardware.device import Stutter
-from noloco_node.sim.network.hub import SimNetwork
-from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
+from noloco_node.sim.scenario.scenario import unreachable
 from noloco_node.sim.scenario.setup import SimSetup
 
 T = TypeVar("T")
@@ -41,8 +43,8 @@ class Stuck(AssertionError):
     """Peers that should have ended wait for ever."""
 
 
-class Watcher(Protocol):
-    """Sees what happens, and may raise."""
+class Watcher:
+    """Sees what happens, and may raise; one that inherits it overrides what it cares for."""
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Take note of an event of a peer's journal."""
@@ -59,7 +61,9 @@ class World:
 
     def __init__(self, setting: SimSetup) -> None:
         self.setting = setting
-        self.hub = SimNetwork(setting.conditions, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
+        self.network = SimNetwork(
+            setting.scenario.network, seed=setting.scenario.seed, size_bytes=setting.sizes.size_bytes
+        )
         self.peers: dict[str, SimulatedPeer] = {}
         self.watchers: list[Watcher] = []
         self.ended_s = 0.0
@@ -71,15 +75,15 @@ class World:
         self._sent_home = False
         self._ended: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._fault_injector = FaultInjector(self.hub, self.peers, setting.conditions)
-        slowness = setting.scenario.devices.slowness
+        self._fault_injector = FaultInjector(self.network, self.peers, setting.scenario.network)
         devices = setting.scenario.devices
         for number, name in enumerate(setting.peers):
             stage, replica = divmod(number, setting.run.pipeline.replicas)
             peer = self._add(name, stage)
-            peer.first_slowness = peer.slowness = slowness[replica % len(slowness)]
+            peer.first_slowness = peer.slowness = devices.slowness[replica % len(devices.slowness)]
             peer.stutter = Stutter(devices.stutter_share, devices.stutter_pause_s)
-        self._make_unreachable(setting.scenario.network.dials_only)
+        for name in unreachable(setting.peers, setting.scenario.network.dials_only):
+            self.peers[name].access = replace(self.peers[name].access, dials_only=True)
 
     @property
     def now_s(self) -> float:
@@ -89,7 +93,7 @@ class World:
     @property
     def progress(self) -> float:
         """How far the run is, 0 to 1, as the replica that is furthest knows."""
-        replicas = [peer.life.node.replica for peer in self.peers.values() if peer.lives and peer.life.node]
+        replicas = (peer.replica for peer in self.peers.values())
         return max((replica.progress.value for replica in replicas if replica is not None), default=0.0)
 
     def digest(self) -> str:
@@ -173,11 +177,7 @@ class World:
 
     def waits(self) -> list[str]:
         """Say of every task where it waits."""
-        return sorted(
-            f"{task.get_name()}: {clock.waits_at(task)}"
-            for task in asyncio.all_tasks()
-            if task is not asyncio.current_task()
-        )
+        return clock.waiting(asyncio.all_tasks() - {asyncio.current_task()})
 
     async def _look(self) -> None:
         rng = Random(f"{self.setting.scenario.seed}|looks")
@@ -188,25 +188,14 @@ class World:
                 watcher.look()
 
     def _hear(self, peer: SimulatedPeer, event: events.Event) -> None:
-        if isinstance(event, events.InnerStep | events.OuterStep):
+        if isinstance(event, events.InnerStep | OuterStepTaken):
             self.ended_s = self.now_s
         for watcher in self.watchers:
             watcher.hear(peer, event)
 
     def _add(self, name: str, stage: int | None) -> SimulatedPeer:
-        peer = self.peers[name] = SimulatedPeer(name, stage, self.setting, self.hub, self._hear)
+        peer = self.peers[name] = SimulatedPeer(name, stage, self.setting, self.network, self._hear)
         return peer
-
-    def _make_unreachable(self, share: float) -> None:
-        """Let every so-manieth peer dial only: spread over the stages, the same ones each time."""
-        names = list(self.peers)
-        for number in range(int(share * len(names) + 0.5)):
-            peer = self.peers[names[int(number / share) % len(names)]]
-            peer.access = Access(
-                up_bytes_per_s=peer.access.up_bytes_per_s,
-                down_bytes_per_s=peer.access.down_bytes_per_s,
-                dials_only=True,
-            )
 
     # What happens.
 

@@ -16,8 +16,7 @@ from benchmarks.laboratory.methods.server_rules import (
     nesterov,
     synchronous,
 )
-from gossip.rule.delayed_momentum import Delay
-from gossip.rule.outer_step import Tensors
+from gossip.rule.outer_step import Delay, Tensors
 
 SHAPES = ((3, 2), (5,), ())
 servers = st.builds(Server, st.floats(0.01, 1.5), st.floats(0.0, 0.99))

@@ -23,6 +23,7 @@ from limits import LAST_RESORT_S
 from rich.console import Console
 from typer.testing import CliRunner
 
+from gossip.events import OuterStepTaken, RoundDeferred
 from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.braille_chart import Series, chart, smoothed
@@ -68,8 +69,8 @@ def inner(step: int, at: float, loss: float | None = 3.0, device_s: float = 0.0)
     )
 
 
-def outer(number: int, partner: str | None, gap: float | None) -> events.OuterStep:
-    return events.OuterStep(
+def outer(number: int, partner: str | None, gap: float | None) -> OuterStepTaken:
+    return OuterStepTaken(
         at=1.0,
         round=number,
         partner=partner,
@@ -102,7 +103,7 @@ def swarm() -> list[PeerHistory]:
             [
                 *steps,
                 outer(1, "Qm0b", 0.1),
-                events.Deferred(at=1.0, round=2, in_a_row=1),
+                RoundDeferred(at=1.0, round=2, in_a_row=1),
                 outer(2, None, None),
                 outer(3, "Qm0b", 0.02),
                 events.Hops(counts={"Qm1a": 5, "Qm1b": 5}),

@@ -27,9 +27,9 @@ from noloco_node.limits.rate_limit import RateLimitedNetwork, weigh
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.peer_network import SimPeerNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
 from noloco_node.swarm.run_distribution import TOPIC as RUN_TOPIC

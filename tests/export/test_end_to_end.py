@@ -27,6 +27,7 @@ from torch import Tensor
 from toy_gossip import at_once
 from typer.testing import CliRunner
 
+from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Busy, Parts, ReplicaState
 from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.cli.continue_run import continuing_text
@@ -39,7 +40,6 @@ from noloco_node.export.provenance import read_provenance
 from noloco_node.export.replica_files import MergedReplicas, in_home, newest
 from noloco_node.inference.evaluation import evaluate
 from noloco_node.inference.generation import Sampling, generate
-from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.run.peer_state import PeerState
@@ -47,8 +47,8 @@ from noloco_node.run.presets import PRESETS, demo_run_text, run_text
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.replica_mean import FACTOR, ReplicaSummary, drop_outliers
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -234,7 +234,7 @@ def test_an_interrupted_export_fetches_only_what_it_has_not(tmp_path: Path, monk
     async def main() -> None:
         hub, what = SimNetwork(), recipe(replicas=2, steps=4000, per_round=3)
         peers = [Peer(hub, what, f"peer-{stage}{number}", stage) for stage in (0, 1) for number in (0, 1)]
-        await until(lambda: all(len(peer.of(events.OuterStep)) >= 2 for peer in peers))
+        await until(lambda: all(len(peer.of(OuterStepTaken)) >= 2 for peer in peers))
         roster, plan = peers[0].node.roster, peers[0].plan
         directory = parts_of(tmp_path / "model", what, plan)
         parts = directory.path

@@ -25,7 +25,7 @@ from toy_gossip import at_once
 from gossip.exchange.messages import Busy, Parts, ReplicaState
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor import Donor, DonorLimits
-from gossip.transfer.download import DonorBusy
+from gossip.transfer.donor_queue import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch, snapshot_fetch
 from noloco_node.export.exporter import SwarmExport, export, merge_files, parts_of
@@ -38,7 +38,7 @@ from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.state_sync.snapshot_choice import AGAIN_S, ATTEMPTS

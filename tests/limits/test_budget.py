@@ -51,8 +51,8 @@ from noloco_node.planning.bandwidth import (
 )
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 RATE = 1e6

@@ -27,8 +27,8 @@ from noloco_node.network.timeouts import (
     observed,
 )
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 
 TIMES = st.floats(0.0, 1e4)
 BOUNDS = TimeoutBounds(least_s=2.0, most_s=60.0, unknown_s=10.0)

@@ -16,8 +16,8 @@ from noloco_node.machine.interface import Reporter
 from noloco_node.node.health import REMIND_S, Condition, HealthMonitor, Said, warnings_due
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import VirtualLoop, run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.peer_network import SimPeerNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.units import format_duration

@@ -17,14 +17,15 @@ from process_swarm import host, join, look, run_file, steps
 from process_swarm import peer as peer_id
 from processes import Command, Commands
 
+from gossip.events import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.machine.signals import departure
 from noloco_node.node.training import DRAIN_S
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
 from pipeline.messages import Microbatch, Reason, Refused
 
@@ -60,7 +61,7 @@ def swarm(seed: int = 0, stages: int = 2, windows: int = 1) -> Cast:
 
 async def train(cast: Cast) -> None:
     """Wait until everybody has had two rounds."""
-    await until(lambda: all(len(cast.since(name, events.OuterStep)) >= 2 for name in cast.peers))
+    await until(lambda: all(len(cast.since(name, OuterStepTaken)) >= 2 for name in cast.peers))
 
 
 async def leave(cast: Cast, name: str, within_s: float) -> float:

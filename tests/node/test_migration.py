@@ -25,7 +25,7 @@ from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.memory_store import MemoryStore
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
@@ -58,7 +58,7 @@ class Cast:
 
     def __init__(self) -> None:
         self.setting = build_setup(decode_scenario(SCENARIO, "the test's scenario"))
-        self.hub = SimNetwork(self.setting.conditions, size_bytes=self.setting.size_bytes)
+        self.hub = SimNetwork(self.setting.scenario.network, size_bytes=self.setting.sizes.size_bytes)
         self.events: dict[str, list[events.Event]] = {}
         self.peers: list[SimulatedPeer] = []
 
@@ -193,7 +193,7 @@ def test_a_move_reads_no_checkpoint_of_the_stage_that_was_left() -> None:
 
         for peer in [SimulatedPeer(name, int(name[-1]), cast.setting, cast.hub, cast._hear) for name in "0001"]:
             peer.name = f"{len(cast.peers)}{peer.name}"
-            peer.shelf = Noted(peer)
+            peer.archive = Noted(peer)
             cast.events[peer.name] = []
             cast.peers.append(peer)
             peer.start()

@@ -9,6 +9,7 @@ import torch
 from memory_swarms import Peer, Text, recipe, until
 from torch import Tensor
 
+from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Weights
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
@@ -17,9 +18,9 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.corruption import Corruption
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.peer_network import SimPeerNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_distribution import RunFileText
@@ -39,7 +40,7 @@ def test_two_by_two_trains_gossips_and_ends() -> None:
         (finished,) = peer.of(events.Finished)
         assert finished.why == "the run is over"
         assert 17 <= finished.step <= 24
-        met = [event for event in peer.of(events.OuterStep) if event.partner]
+        met = [event for event in peer.of(OuterStepTaken) if event.partner]
         assert len(met) >= 3
         assert peer.saved is not None
     # Every microbatch whose gradient came back was asked of one of the two replicas of stage 1, evenly.
@@ -114,7 +115,7 @@ def test_a_newcomer_copies_a_living_replica() -> None:
     async def main() -> tuple[Peer, Peer]:
         hub, what = SimNetwork(), recipe(replicas=2, steps=60, per_round=3)
         peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in (0, 1)]
-        await until(lambda: len(peers[1].of(events.OuterStep)) >= 2)
+        await until(lambda: len(peers[1].of(OuterStepTaken)) >= 2)
         late = Peer(hub, what, "peer-late", 1)
         async with asyncio.timeout(600):
             await asyncio.gather(late.task, *[peer.task for peer in peers])
@@ -125,7 +126,7 @@ def test_a_newcomer_copies_a_living_replica() -> None:
     first = late.of(events.InnerStep)[0]
     assert first.step > old.of(events.InnerStep)[0].step
     assert first.progress > 0.0
-    assert any(event.partner == "peer-1" for event in late.of(events.OuterStep))
+    assert any(event.partner == "peer-1" for event in late.of(OuterStepTaken))
 
 
 def test_a_killed_replica_does_not_stop_the_others() -> None:
@@ -256,11 +257,11 @@ def test_a_polite_leaver_leaves_no_round_half_done() -> None:
     async def main() -> list[Peer]:
         hub, what = SimNetwork(), recipe(stages=1, replicas=2, steps=400, per_round=3)
         peers = [Peer(hub, what, name, 0) for name in ("peer-a", "peer-b")]
-        await until(lambda: len(peers[1].of(events.OuterStep)) >= 3)
+        await until(lambda: len(peers[1].of(OuterStepTaken)) >= 3)
         peers[1].leave.set()
         await peers[1].task
-        met = [event.round for event in peers[0].of(events.OuterStep) if event.partner == "peer-b"]
-        mine = [event.round for event in peers[1].of(events.OuterStep) if event.partner == "peer-a"]
+        met = [event.round for event in peers[0].of(OuterStepTaken) if event.partner == "peer-b"]
+        mine = [event.round for event in peers[1].of(OuterStepTaken) if event.partner == "peer-a"]
         peers[0].leave.set()
         await peers[0].task
         assert met == mine
@@ -332,7 +333,7 @@ def test_the_last_step_of_a_run_is_in_its_last_round_however_long_it_lasts() -> 
     peer = run(main())
     assert_counted(peer)
     assert len(peer.of(events.InnerStep)) == 3
-    assert len(peer.of(events.OuterStep)) == 2
+    assert len(peer.of(OuterStepTaken)) == 2
     assert peer.saved is not None
     assert all(map(torch.equal, peer.saved.tensors["slow"], peer.saved.tensors["fast"]))
 
@@ -396,4 +397,4 @@ def test_weights_that_violate_the_protocol_are_journalled_by_whoever_gets_them()
     assert len(violations) + len([e for e in other.of(events.Lost) if e.what == "exchange"]) >= 4
     assert not one.of(events.PeerViolation)
     # The first to finish leaves the other one alone, perhaps with a round open.
-    assert other.of(events.OuterStep)[0].partner == "peer-a"
+    assert other.of(OuterStepTaken)[0].partner == "peer-a"

@@ -19,7 +19,7 @@ from noloco_node.machine.interface import Reporter
 from noloco_node.node.training import StageWork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S

@@ -36,7 +36,7 @@ from noloco_node.node.shift_loop import (
 )
 from noloco_node.node.shifts import Shifts
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import connection
 
 HOUR_S = 3600.0

@@ -13,6 +13,7 @@ from memory_swarms import Peer, Text, recipe, until
 from msgspec import structs
 from torch import Tensor
 
+from gossip.events import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.planning.plan import plan
 from noloco_node.planning.plan_text import describe
@@ -21,8 +22,8 @@ from noloco_node.run.validation import problems
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.run_distribution import RunFileText
 
 FAR = NetworkConditions(latency=Latency(shape="constant", mean_s=0.1))
@@ -65,7 +66,7 @@ def test_three_by_two_trains_gossips_and_ends(blocking: bool) -> None:
         steps = peer.of(events.InnerStep)
         assert {event.tokens for event in steps} == {4 * 2 * 8}, "every batch is exact"
         assert [b.step - a.step for a, b in pairwise(steps)] == [1] * (len(steps) - 1)
-        assert len([event for event in peer.of(events.OuterStep) if event.partner]) >= 2
+        assert len([event for event in peer.of(OuterStepTaken) if event.partner]) >= 2
         assert_free(peer)
         stale = [event.stale for event in steps]
         assert sum(stale) <= peer.stages[-1].statistics()["stale_backwards"] <= sum(stale) + finished.discarded

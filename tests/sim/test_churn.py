@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from repository import ROOT
 
+from gossip.events import OuterStepTaken
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.sim.peer import SimulatedPeer
@@ -107,7 +108,7 @@ class Seen:
                 self.longest_s = max(self.longest_s, self.world.now_s - self.last_step_s.get(life, self.world.now_s))
                 self.last_step_s[life] = self.world.now_s
                 self.losses += [] if event.loss is None else [event.loss]
-            case events.OuterStep(gap=gap) if gap is not None:
+            case OuterStepTaken(gap=gap) if gap is not None:
                 self.gaps.append(gap)
             case events.Finished():
                 self.ended[peer.name, peer.life.number] = event.why
@@ -144,7 +145,7 @@ def test_an_hour_of_comings_and_goings_stops_nobody() -> None:
     assert world.standstill is None
     assert 3000.0 < world.ended_s < 4500.0
     assert sum(found.gone.values()) >= 20
-    assert world.hub.failures == []
+    assert world.network.failures == []
     for name, peer in world.peers.items():
         assert [life.wrong for life in peer.lives if life.wrong] == []
         assert len(peer.lives) == 1 + found.gone[name]

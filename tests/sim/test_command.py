@@ -6,7 +6,6 @@ import json
 import signal
 import struct
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +25,7 @@ from noloco_node.sim.report.text import heading, lines
 from noloco_node.sim.report.timeline import MOMENTS
 from noloco_node.sim.scenario.scenario import Scenario, decode_scenario, load_scenario
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.sim.world import World, simulate
+from noloco_node.sim.world import Watcher, World, simulate
 
 SCENARIOS = ROOT / "docs" / "scenarios"
 SMALL = "[swarm]\nstages = 2\nreplicas = 2\nrounds = 3\nrefresh_s = 2.0\n"
@@ -257,12 +256,10 @@ def test_progress_is_said_in_a_line() -> None:
 def test_the_share_done_never_goes_back() -> None:
     shares: list[float] = []
 
-    class Looks:
+    class Looks(Watcher):
         def __init__(self, world: World) -> None:
             self.world = world
 
-        def hear(self, *_: Any) -> None: ...
-        def struck(self, *_: Any) -> None: ...
         def look(self) -> None:
             shares.append(done_share(self.world))
 

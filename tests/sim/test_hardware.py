@@ -119,7 +119,7 @@ def test_sets_of_tasks_have_the_same_order_in_every_process() -> None:
 def test_jobs_run_in_turn_at_the_prices_that_they_name(prices: list[float], slowness: float) -> None:
     async def main() -> None:
         device = VirtualDevice()
-        device.slow_down(slowness)
+        device.slowness = slowness
         spans: list[tuple[float, float]] = []
 
         def job(price: float) -> float:
@@ -189,7 +189,7 @@ def test_what_a_job_raises_reaches_its_caller_after_its_time() -> None:
 def test_what_is_computed_beside_waits_for_no_job() -> None:
     async def main() -> None:
         device = VirtualDevice(job_s=10.0)
-        device.slow_down(2.0)
+        device.slowness = 2.0
         jobs = [asyncio.create_task(device.run(lambda: None)) for _ in range(3)]
         await asyncio.sleep(1.0)
         assert await device.beside(sum, [1, 2]) == 3
@@ -203,7 +203,7 @@ def test_what_is_computed_beside_waits_for_no_job() -> None:
 def test_a_stuttering_device_stops_as_often_as_it_was_told() -> None:
     async def main() -> None:
         device = VirtualDevice(job_s=0.01, seed="x")
-        device.stutter(Stutter(share=0.2, pause_s=1.0))
+        device.stutter = Stutter(share=0.2, pause_s=1.0)
         for _ in range(1000):
             await device.run(lambda: None)
         assert now() == pytest.approx(10.0 + 200.0, rel=0.2)

@@ -177,10 +177,10 @@ def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
     assert len(setting.peers) == 5 * run.pipeline.stages
     # A microbatch weighs what it would: activations of width 768 in bfloat16.
     hidden = 100 + setting.microbatch_tokens * 768 * 2
-    assert setting.size_bytes(Gradient(hidden=None, loss=0.0, tokens=1), "microbatch/1") == hidden
+    assert setting.sizes.size_bytes(Gradient(hidden=None, loss=0.0, tokens=1), "microbatch/1") == hidden
     weights = Weights(fast=(torch.zeros(1),), slow=())
     # Two weights a byte in a round.
-    parameters = sum(setting.size_bytes(weights, f"gossip/{stage}") for stage in range(run.pipeline.stages)) * 2
+    parameters = sum(setting.sizes.size_bytes(weights, f"gossip/{stage}") for stage in range(run.pipeline.stages)) * 2
     assert 110e6 < parameters < 140e6
     # And costs what its operations take: two a parameter and attention's, at 50 * 10**12 a second.
     operations = sum(prices.forward_s for prices in setting.prices) * 50e12 / setting.microbatch_tokens
@@ -200,8 +200,8 @@ def test_without_a_run_file_the_scenario_says_what_things_cost() -> None:
     assert setting.access().up_bytes_per_s == 1e6
     assert setting.access().down_bytes_per_s == math.inf
     microbatch = Microbatch.__new__(Microbatch)
-    assert setting.size_bytes(microbatch, "microbatch/1") == 1100
-    assert setting.size_bytes(Offer(round=1), "gossip/0") == 100
+    assert setting.sizes.size_bytes(microbatch, "microbatch/1") == 1100
+    assert setting.sizes.size_bytes(Offer(round=1), "gossip/0") == 100
 
 
 @given(

@@ -19,7 +19,7 @@ from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.stage_time import StageTime, StageTimes
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.sim.world import World, simulate
+from noloco_node.sim.world import Watcher, World, simulate
 
 HOURLY = """
 seed = 3
@@ -42,7 +42,7 @@ polite = 0.5
 """
 
 
-class Lives:
+class Lives(Watcher):
     """Remembers the nodes of all lives without keeping them."""
 
     def __init__(self) -> None:
@@ -51,12 +51,6 @@ class Lives:
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         if isinstance(event, events.Started):
             self.nodes[peer.name, peer.life.number] = weakref.ref(peer.life.node)
-
-    def struck(self, fault: object) -> None:
-        """Faults are the scenario's."""
-
-    def look(self) -> None:
-        """Nothing to see."""
 
 
 class Seen:
@@ -145,9 +139,10 @@ def test_garbage_is_collected_once_in_many_lives(monkeypatch: pytest.MonkeyPatch
     collected: list[float] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(times.seconds(0.0)[0][0]))
     peer = SimulatedPeer.__new__(SimulatedPeer)
-    peer.lives, device = [PeerLife(0)], VirtualDevice()
+    device = VirtualDevice()
+    peer.lives = [PeerLife(0, device)]
     for _ in range(count):
-        over = StageTime(peer=peer, life=PeerLife(1), device=device, stage=0, begun_s=0.0, ended_s=2.0, busy_s=1.0)
+        over = StageTime(peer=peer, life=PeerLife(1, device), stage=0, begun_s=0.0, ended_s=2.0, busy_s=1.0)
         times.open[over] = None
         times.settle(2.0 + stage_time.SETTLED_S / 2)
         assert over in times.open

@@ -17,7 +17,7 @@ from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.stall import LEAST_S, patience_s
-from noloco_node.sim.world import World, simulate
+from noloco_node.sim.world import Watcher, World, simulate
 
 SWARM = """
 [swarm]
@@ -45,8 +45,8 @@ class Record:
         self.faults.append((self.world.now_s, fault))
 
     def look(self) -> None:
-        counts = Counter(self.world.hub.counts)
-        counts["held"] = len(self.world.hub.holding)
+        counts = Counter(self.world.network.counts)
+        counts["held"] = len(self.world.network.held_outboxes)
         self.counts.append((self.world.now_s, counts))
 
     def of(self, peer: str, kind: type[events.Event]) -> list[tuple[float, events.Event]]:
@@ -66,7 +66,7 @@ def seen(text: str, rounds: int = 8, refresh_s: float = 2.0) -> tuple[Record, st
     )
     digest = simulate(setting, watch, lambda world: world.digest())
     assert all(life.wrong == [] for peer in records[0].world.peers.values() for life in peer.lives)
-    assert records[0].world.hub.failures == []
+    assert records[0].world.network.failures == []
     return records[0], digest
 
 
@@ -159,7 +159,7 @@ def stormed(record: Record) -> None:
 def refused(record: Record) -> None:
     assert grew(record, "conversations.refused", 0.0, 20.0) == 0
     assert grew(record, "conversations.refused", 20.0, 1e9) > 0
-    line = record.world.hub.line("s0r0")
+    line = record.world.network.line("s0r0")
     assert (line.up.rate, line.down.rate) == (1e6, math.inf)
 
 
@@ -200,15 +200,13 @@ def test_every_fault_is_felt_and_survived(text: str, felt: Callable[[Record], No
     assert [event.why for event in finished(record)] == ["the run is over"] * 4
 
 
-class Moments:
+class Moments(Watcher):
     """What a question about the world was answered at each look."""
 
     def __init__(self, world: World, ask: Callable[[World], object]) -> None:
         self.world, self.ask = world, ask
         self.answers: list[tuple[float, object]] = []
 
-    def hear(self, peer: SimulatedPeer, event: events.Event) -> None: ...
-    def struck(self, fault: Fault) -> None: ...
     def look(self) -> None:
         self.answers.append((self.world.now_s, self.ask(self.world)))
 
@@ -219,9 +217,9 @@ class Moments:
 @pytest.mark.parametrize(
     ("kind", "fields", "ask"),
     [
-        ("silence", "peer = 's1r0'\n", lambda world: world.hub.is_cut("s1r0", "s1r1")),
+        ("silence", "peer = 's1r0'\n", lambda world: world.network.is_cut("s1r0", "s1r1")),
         ("disk", "peer = 's1r0'\n", lambda world: world.peers["s1r0"].disk_refuses),
-        ("storm", "late = 0.1\n", lambda world: world.hub.conditions.late == 0.1),
+        ("storm", "late = 0.1\n", lambda world: world.network.conditions.late == 0.1),
     ],
 )
 def test_of_faults_that_overlap_the_last_to_end_ends_them(
@@ -249,7 +247,7 @@ def test_storms_add_up_and_a_second_partition_takes_the_place_of_the_first() -> 
     moments: list[Moments] = []
 
     def ask(world: World) -> object:
-        hub = world.hub
+        hub = world.network
         return hub.conditions.loss, hub.conditions.late, hub.is_cut("s0r0", "s0r1"), hub.is_cut("s1r0", "s1r1")
 
     def watch(world: World) -> list[Moments]:

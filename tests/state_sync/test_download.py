@@ -18,6 +18,7 @@ from state_copies import LIKE, SHAPES, of_parts, same, state
 from toy_gossip import at_once
 
 from benchmarks.robustness.kill_download import kill_many
+from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Parts, ReplicaState
 from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.journal import events as journal_events
@@ -26,8 +27,8 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import (
     COPY_AGAIN_S,
     LONGEST_PAUSE_S,
@@ -116,7 +117,7 @@ def test_a_newcomer_killed_at_a_random_instant_resumes_from_its_disk(tmp_path: P
         task = asyncio.create_task(world.newcomer().attempt(("donor",), listed("donor")))
         while lives < 4:
             await asyncio.sleep(rng.uniform(2.0, 9.0))
-            world.hub.kill("new")
+            world.network.kill("new")
             task.cancel()
             await asyncio.wait({task})
             await asyncio.sleep(rng.uniform(0.0, 30.0))
@@ -150,7 +151,7 @@ def test_a_donor_that_crashes_at_a_random_instant_is_replaced(seed: int) -> None
         copying = world.newcomer()
         task = asyncio.create_task(copying.attempt(("first", "second"), listed("first", "second")))
         await asyncio.sleep(rng.uniform(0.5, 19.0))
-        world.hub.kill("first")
+        world.network.kill("first")
         found = await task
         assert isinstance(found, ReplicaState)
         return world, asyncio.get_running_loop().time()
@@ -289,7 +290,7 @@ async def swarm(hub: SimNetwork, replicas: int) -> list[Peer]:
     what = recipe(replicas=3, steps=4000, per_round=4)
     peers = [Peer(hub, what, "peer-source", 0, JOB_S)]
     peers += [Peer(hub, what, f"peer-old{number}", 1, JOB_S) for number in range(replicas)]
-    await until(lambda: all(len(peer.of(journal_events.OuterStep)) >= 2 for peer in peers[1:]))
+    await until(lambda: all(len(peer.of(OuterStepTaken)) >= 2 for peer in peers[1:]))
     return peers
 
 
@@ -334,9 +335,9 @@ def test_a_node_killed_while_it_catches_up_comes_back_and_is_met_only_then(tmp_p
         late = Peer(hub, what, "peer-late", 1, JOB_S, keep=keep)
         await until(lambda: caught_up(late))
         # Nobody met it before, and nobody stood still for it.
-        assert not [event for event in peers[1].of(journal_events.OuterStep) if event.partner == "peer-late"]
+        assert not [event for event in peers[1].of(OuterStepTaken) if event.partner == "peer-late"]
         assert len(peers[1].of(journal_events.InnerStep)) > steps
-        await until(lambda: any(event.partner == "peer-late" for event in peers[1].of(journal_events.OuterStep)))
+        await until(lambda: any(event.partner == "peer-late" for event in peers[1].of(OuterStepTaken)))
         assert late.of(journal_events.CatchUp)[0].what == "resumed"
         await end(late, *peers)
 
@@ -403,7 +404,7 @@ def test_a_node_that_was_away_for_long_fetches_what_differs() -> None:
         hub.kill(gone.name)
         assert gone.saved is not None
         rounds = gone.saved.counters.round
-        await until(lambda: peers[1].of(journal_events.OuterStep)[-1].round > rounds + 6)
+        await until(lambda: peers[1].of(OuterStepTaken)[-1].round > rounds + 6)
         back = Peer(hub, what, gone.name, 1, JOB_S, saved=gone.saved)
         await until(lambda: bool(back.of(journal_events.InnerStep)))
         events = back.of(journal_events.CatchUp)

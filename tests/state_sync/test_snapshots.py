@@ -29,7 +29,7 @@ from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE, state_schema, topic
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.state_sync import snapshot_keeper

@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import Toy, World
 
+from gossip.events import OuterStepTaken, PartnerTooStale
 from gossip.exchange.formats import Format
-from gossip.exchange.messages import Implausible, Manifest, Parts, Piece, ReplicaState
+from gossip.exchange.messages import Manifest, Piece, ReplicaState
 from gossip.interface import Origin, RoundSettings
-from gossip.rule.delayed_momentum import Delay
-from gossip.rule.outer_step import Outer, OuterState
+from gossip.rule.outer_step import Delay, Outer, OuterState
 from gossip.transfer.chunks import cut, listed
-from gossip.transfer.download import StateWanted, check_state
 from noloco_node.errors import UserError
-from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
 from noloco_node.node.replica_context import ReplicaConfig, round_settings
@@ -197,35 +195,6 @@ def test_a_newcomer_starts_where_its_stage_is_and_never_met_anybody_later(round:
     assert beginning.origin.rounds >= sorted(rounds)[(len(rounds) - 1) // 2]
 
 
-WRONG = {
-    "gathered without a meeting": {"meetings": 0},
-    "meetings that gathered nothing": {"gathered": ()},
-    "another shape": {"gathered": (torch.zeros(SIZE + 1),)},
-    "not finite": {"gathered": (torch.full((SIZE,), torch.nan),)},
-    "less than no meetings": {"meetings": -1},
-    "met before the first round": {"last_met": -1},
-    "met in a round to come": {"last_met": 5},
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_a_donors_momentum_period_is_checked(what: str) -> None:
-    like = (torch.empty(SIZE, device="meta"),)
-    wanted = StateWanted(parts=Parts.ALL, like=like, deadline_s=1.0)
-    check_state(state_of_donor(), wanted)
-    check_state(state_of_donor(gathered=(), meetings=0), wanted)
-    with pytest.raises(Implausible):
-        check_state(state_of_donor(**WRONG[what]), wanted)
-
-
-def test_an_export_gets_no_momentum() -> None:
-    like = (torch.empty(SIZE, device="meta"),)
-    wanted = StateWanted(parts=Parts.SLOW, like=like, deadline_s=1.0)
-    check_state(state_of_donor(momentum=(), optimiser=(), gathered=(), meetings=0), wanted)
-    with pytest.raises(Implausible):
-        check_state(state_of_donor(momentum=(), optimiser=()), wanted)
-
-
 @pytest.mark.parametrize("shapes", [((SIZE,),), ((700, 300), (3,), (), (50, 11))])
 def test_manifests_and_pieces_pass_the_wire_and_others_do_not(shapes: tuple[tuple[int, ...], ...]) -> None:
     schema = state_schema(shapes)
@@ -250,7 +219,7 @@ def test_manifests_and_pieces_pass_the_wire_and_others_do_not(shapes: tuple[tupl
 
 
 def test_staleness_is_in_the_journal(tmp_path: Path) -> None:
-    step = events.OuterStep(
+    step = OuterStepTaken(
         round=3,
         partner="b",
         gap=0.1,
@@ -262,12 +231,12 @@ def test_staleness_is_in_the_journal(tmp_path: Path) -> None:
         partner_staleness=1,
         adopted=True,
     )
-    stale = events.TooStale(round=3, partner="a", partner_staleness=20, bytes_sent=20, bytes_received=10)
+    stale = PartnerTooStale(round=3, partner="a", partner_staleness=20, bytes_sent=20, bytes_received=10)
     with Journal(tmp_path / "journal.jsonl", now=lambda: 1.0) as written:
         written.write(step)
         written.write(stale)
     first, second = read(tmp_path / "journal.jsonl")
-    assert isinstance(first, events.OuterStep)
+    assert isinstance(first, OuterStepTaken)
     assert (first.staleness_rounds, first.partner_staleness, first.adopted) == (20, 1, True)
-    assert isinstance(second, events.TooStale)
+    assert isinstance(second, PartnerTooStale)
     assert second.partner_staleness == 20

@@ -23,7 +23,7 @@ from gossip.transfer.donor_slots import STREAMS
 from noloco_node.machine.interface import Reporter, StageModel
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.device import VirtualDevice
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.download import DownloadLink, StateDownload
 from noloco_node.storage.atomic_file import SPARE_BYTES
 from noloco_node.storage.partial_download import PartialDownloadFile

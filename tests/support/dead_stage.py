@@ -7,7 +7,7 @@ import asyncio
 from memory_swarms import Peer
 
 from noloco_node.export import replica_fetch
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.roster import Roster
 

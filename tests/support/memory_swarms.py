@@ -20,7 +20,7 @@ from noloco_node.planning.model_layout import ModelLayout, make_stage, model_lay
 from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.swarm.run_distribution import RunFileText
 from pipeline.stage import Stage

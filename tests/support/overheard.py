@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
@@ -80,7 +80,7 @@ class Cast:
 
     def __init__(self, text: str) -> None:
         setting = build_setup(decode_scenario(text, "the test's scenario"))
-        self.hub = SimNetwork(setting.conditions, seed=setting.scenario.seed, size_bytes=setting.size_bytes)
+        self.hub = SimNetwork(setting.scenario.network, seed=setting.scenario.seed, size_bytes=setting.sizes.size_bytes)
         self._events: defaultdict[tuple[str, type[events.Event]], list[tuple[float, events.Event]]] = defaultdict(list)
         self.listen: Tell | None = None
         replicas = setting.run.pipeline.replicas

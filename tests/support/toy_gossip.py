@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from gossip.interface import Candidate, Event, MeetingLost, Origin, OuterStepTaken, RoundContext, RoundSettings
+from gossip.events import Event, MeetingLost, OuterStepTaken
+from gossip.interface import Candidate, Origin, RoundContext, RoundSettings
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 

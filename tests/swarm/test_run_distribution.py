@@ -11,7 +11,7 @@ from memory_swarms import recipe
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.run_distribution import (
     CLOCK_ERROR_S,
     SCHEMA,

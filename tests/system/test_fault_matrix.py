@@ -25,6 +25,7 @@ import torch
 from memory_swarms import until
 from overheard import Cast, Heard, nothing_is_held
 
+from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Offer, Received, Weights
 from noloco_node.journal import events
 from noloco_node.sim.clock import run
@@ -184,7 +185,7 @@ async def suffer(strikes: list[Strike], stages: int, replicas: int, blocking: bo
     for peer in cast.peers.values():
         peer.start()
     everybody = list(cast.peers)
-    await until(lambda: all(len(cast.since(name, events.OuterStep)) >= 2 for name in everybody), WITHIN_S)
+    await until(lambda: all(len(cast.since(name, OuterStepTaken)) >= 2 for name in everybody), WITHIN_S)
     blows.prepare(strikes)
     await until(lambda: len(blows.struck) == len(strikes), WITHIN_S)
     gone = {strike.victim for strike in strikes if strike.fate not in LIVES_ON}
@@ -195,7 +196,7 @@ async def suffer(strikes: list[Strike], stages: int, replicas: int, blocking: bo
     def goes_on(names: list[str], since_s: float) -> bool:
         """Say whether each has had two rounds with another of its stage, where there is one, and the steps between."""
         return all(
-            len([e for e in cast.since(name, events.OuterStep, since_s) if good(e.partner, name, names)]) >= 2
+            len([e for e in cast.since(name, OuterStepTaken, since_s) if good(e.partner, name, names)]) >= 2
             and len(cast.since(name, events.InnerStep, since_s)) >= 6
             for name in names
         )
@@ -286,7 +287,7 @@ def test_a_replica_that_hangs_for_good_is_left_alone_though_it_beats(victim: str
         cast = Cast(SWARM.format(stages=3, replicas=3, blocking="false").replace("budget_s = 100.0", ""))
         for peer in cast.peers.values():
             peer.start()
-        await until(lambda: all(len(cast.since(name, events.OuterStep)) >= 2 for name in cast.peers), WITHIN_S)
+        await until(lambda: all(len(cast.since(name, OuterStepTaken)) >= 2 for name in cast.peers), WITHIN_S)
 
         async def steps() -> int:
             begun_s = asyncio.get_running_loop().time()

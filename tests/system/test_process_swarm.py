@@ -21,8 +21,9 @@ import pytest
 from process_swarm import LOCAL, host, is_finished, join, look, peer, run_file, steps
 from processes import Command, Commands
 
+from gossip.events import OuterStepTaken
 from noloco_node.errors import Exit
-from noloco_node.journal.events import Finished, Hops, InnerStep, Lost, OuterStep, Started, Traffic
+from noloco_node.journal.events import Finished, Hops, InnerStep, Lost, Started, Traffic
 from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.swarm import invite as invites
 
@@ -212,7 +213,7 @@ def check_journal(replica: Command, replicas: list[Command]) -> None:
     # So short a run ends before everybody has heard how far it is: rosters are read every second.
     assert 0.0 < finished.progress <= 1.0
     stage = {peer(other) for other in replicas if other.events(Started)[0].stage == replica.events(Started)[0].stage}
-    met = [event for event in replica.events(OuterStep) if event.partner is not None]
+    met = [event for event in replica.events(OuterStepTaken) if event.partner is not None]
     assert {event.partner for event in met} == stage - {peer(replica)}
     assert all(event.bytes_sent > 0 and event.bytes_received > 0 for event in met)
     losses = [event.loss for event in replica.events(InnerStep) if event.loss is not None]

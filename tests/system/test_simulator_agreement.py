@@ -29,15 +29,14 @@ from msgspec import structs
 from process_swarm import LOCAL, TINY_MODEL, host, is_finished
 from processes import Command, Commands
 
+from gossip.events import OuterStepTaken, RoundDeferred
 from noloco_node.errors import Exit
 from noloco_node.journal.events import (
     CatchUp,
-    Deferred,
     Event,
     Finished,
     Hops,
     InnerStep,
-    OuterStep,
     RefusedMicrobatch,
     Started,
     StateChanged,
@@ -46,8 +45,8 @@ from noloco_node.journal.events import (
 from noloco_node.journal.reader import read
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim import clock
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Latency
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig, Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
@@ -88,8 +87,8 @@ class Trace(NamedTuple):
         return finished
 
     @property
-    def met(self) -> list[OuterStep]:
-        return meetings(self.of(OuterStep))
+    def met(self) -> list[OuterStepTaken]:
+        return meetings(self.of(OuterStepTaken))
 
     @property
     def hops(self) -> dict[str, int]:
@@ -123,7 +122,7 @@ class Pair(NamedTuple):
     simulated: Swarm
 
 
-def meetings(outer: list[OuterStep]) -> list[OuterStep]:
+def meetings(outer: list[OuterStepTaken]) -> list[OuterStepTaken]:
     """Return the outer steps in which there was a partner."""
     return [event for event in outer if event.partner is not None]
 
@@ -160,7 +159,7 @@ def train_really(commands: Commands, run: Path, replicas: int) -> Swarm:
     nodes = [node for stage in reversed(range(STAGES)) for node in _join(commands, invite, stage, replicas)]
 
     def done(node: Command) -> bool:
-        return is_finished(node) or len(meetings(node.events(OuterStep))) >= MEETINGS
+        return is_finished(node) or len(meetings(node.events(OuterStepTaken))) >= MEETINGS
 
     commands.until(lambda: all(map(done, nodes)), "the run ends, or all have met", alive=[bootstrap, *nodes])
     # The sources first: their microbatches need somebody to come back from.
@@ -205,11 +204,11 @@ def train_simulated(run: Path, real: Swarm) -> Swarm:
         journals[peer.name].append(event)
 
     def done(peer: SimulatedPeer) -> bool:
-        outer = [event for event in journals[peer.name] if isinstance(event, OuterStep)]
+        outer = [event for event in journals[peer.name] if isinstance(event, OuterStepTaken)]
         return not peer.running or len(meetings(outer)) >= MEETINGS
 
     async def main() -> dict[str, Trace]:
-        hub = SimNetwork(setting.conditions, seed=SEED, size_bytes=setting.size_bytes)
+        hub = SimNetwork(setting.scenario.network, seed=SEED, size_bytes=setting.sizes.size_bytes)
         peers = [SimulatedPeer(name, trace.started.stage, setting, hub, observe) for name, trace in real.peers.items()]
         for peer in peers:
             peer.start()
@@ -290,8 +289,8 @@ def test_with_one_replica_a_stage_weights_and_momenta_are_equal(one_by_one: Pair
 
 def test_with_one_replica_a_stage_rounds_and_counters_are_equal(one_by_one: Pair) -> None:
     for real, simulated in each(one_by_one):
-        rounds = [(event.round, event.partner, event.staleness) for event in real.of(OuterStep)]
-        assert rounds == [(event.round, event.partner, event.staleness) for event in simulated.of(OuterStep)]
+        rounds = [(event.round, event.partner, event.staleness) for event in real.of(OuterStepTaken)]
+        assert rounds == [(event.round, event.partner, event.staleness) for event in simulated.of(OuterStepTaken)]
         assert rounds == [(number, None, 0) for number in range(1, ONE_STEPS // PER_ROUND + 2)]
         assert real.finished.discarded == simulated.finished.discarded == WINDOW - 1
         assert _counters(real.saved) == _counters(simulated.saved)
@@ -307,8 +306,8 @@ def _counters(saved: Checkpoint) -> dict[str, Any]:
 
 # Two by two: the same laws.
 
-ALWAYS = {Started, StateChanged, InnerStep, OuterStep, Traffic, Finished}
-SOMETIMES = {CatchUp, Deferred, RefusedMicrobatch}
+ALWAYS = {Started, StateChanged, InnerStep, OuterStepTaken, Traffic, Finished}
+SOMETIMES = {CatchUp, RoundDeferred, RefusedMicrobatch}
 """A replica that is late for a round defers, one that comes when the others have had a round copies them, and a full
 queue refuses: a matter of timing, and of no concern."""
 

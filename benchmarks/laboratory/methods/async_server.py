@@ -27,8 +27,7 @@ from benchmarks.laboratory.methods.server_rules import (
     heavy_ball,
     nesterov,
 )
-from gossip.rule.delayed_momentum import Delay
-from gossip.rule.outer_step import Tensors, pseudo_gradient
+from gossip.rule.outer_step import Delay, Tensors, pseudo_gradient
 
 Apply = Callable[[ServerState, Tensors], ServerState]
 

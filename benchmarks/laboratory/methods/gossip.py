@@ -21,14 +21,15 @@ from benchmarks.laboratory.methods.lagging_roster import Crowd
 from benchmarks.laboratory.methods.replicas import Replica, Swarm
 from benchmarks.laboratory.methods.virtual_trainee import Device
 from benchmarks.laboratory.methods.weighted_meetings import Luggage, Weighed, check
-from gossip.interface import Candidate, Event, Origin, OuterStepTaken, RoundContext, RoundProgress
+from gossip.events import Event, OuterStepTaken
+from gossip.interface import Candidate, Origin, RoundContext, RoundProgress
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import OuterState, Tensors
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.node.replica_context import ReplicaConfig, round_settings
 from noloco_node.run.protocols import GOSSIP, gossip_schema
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 
 LAST_ROUND_S = 60.0
 

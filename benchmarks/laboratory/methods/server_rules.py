@@ -39,8 +39,7 @@ from typing import NamedTuple
 
 import torch
 
-from gossip.rule.delayed_momentum import Delay
-from gossip.rule.outer_step import Tensors
+from gossip.rule.outer_step import Delay, Tensors
 
 
 class Server(NamedTuple):

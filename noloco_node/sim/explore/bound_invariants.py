@@ -17,7 +17,7 @@ from noloco_node.sim.clock import MANY_TIMERS, VirtualLoop
 from noloco_node.sim.explore.introspection import sizes, slots
 from noloco_node.sim.explore.life_records import LifeRecord
 from noloco_node.sim.explore.observation import CheckerContext
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 
 SPARE_CALLS = 8
 VERSIONS = 4
@@ -41,7 +41,7 @@ class BoundInvariants:
         for record, replica in self.context.training():
             self._check_gate(record, replica)
             self._check(
-                f"{record.name}: open conversations", self.context.world.hub.open_calls(record.name), most_calls
+                f"{record.name}: open conversations", self.context.world.network.open_calls(record.name), most_calls
             )
             for what, stage, size in sizes(replica):
                 # One entry at most for each that ever trained there.
@@ -59,7 +59,7 @@ class BoundInvariants:
         if gate.queued > gate.queue_limit or gate.in_flight + gate.succeeded > gate.windows * gate.window:
             self.context.complain("bound", f"{record.name} has let in too many: {slots(gate)}")
         if record.stage > 0:
-            handled = _answered_count(self.context.world.hub, record.name, record.stage)
+            handled = _answered_count(self.context.world.network, record.name, record.stage)
             self.context.checked["slot"] += 1
             if gate.in_flight + gate.queued > handled:
                 sentence = f"{record.name} handles {handled} microbatches, and more slots and places are taken"
@@ -73,20 +73,20 @@ class BoundInvariants:
         return (replicas + 1) * window + 2 * replicas + SPARE_CALLS
 
     def _check_network(self, most_streams: int) -> None:
-        hub, setting = self.context.world.hub, self.context.world.setting
+        network, setting = self.context.world.network, self.context.world.setting
         peers, scenario = len(self.context.world.peers), setting.scenario
         # A stream is there while it is open; one that was left in a cut is dropped when patience ends.
-        self._check("messages and streams held back", len(hub.holding), most_streams)
+        self._check("messages and streams held back", len(network.held_outboxes), most_streams)
         # Under the key of each stage that a peer has served, and as a source.
         places = peers * (setting.run.pipeline.stages + 1)
         versions = VERSIONS + math.ceil(2 * scenario.network.roster_lag_s / scenario.swarm.refresh_s)
-        kept = int(hub.dht.statistics()["records.kept"])
+        kept = int(network.dht.statistics()["records.kept"])
         self._check("versions of records kept in the network", kept, places * versions)
 
     def _check_timers(self) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        calls = sum(self.context.world.hub.open_calls(name) for name in self.context.running)
+        calls = sum(self.context.world.network.open_calls(name) for name in self.context.running)
         live = TIMERS_A_CALL * calls + TIMERS_A_PEER * len(self.context.world.peers)
         # Cancelled ones are thrown away when they are more than half, and many.
         self._check("timers of the loop", loop.timer_count, 2 * live + MANY_TIMERS)

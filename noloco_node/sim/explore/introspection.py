@@ -11,16 +11,6 @@ from noloco_node.node.replica import Replica
 from pipeline.admission import AdmissionWindow
 
 
-def meets(replica: Replica) -> str | None:
-    """Return the partner of the meeting that was agreed and has not ended."""
-    return replica.rounds.view.meeting_partner
-
-
-def swaps(replica: Replica) -> str | None:
-    """Return with whom a swap ahead of the next round is under way."""
-    return replica.rounds.view.prefetch_partner
-
-
 def is_closed(replica: Replica) -> bool:
     """Say whether the replica lets nobody in any more, for it goes or the run is over."""
     return replica.admission._closed is not None

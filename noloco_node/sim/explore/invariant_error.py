@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import traceback
 
+from noloco_node.errors import leaves
+
 
 class InvariantBroken(AssertionError):
     """An invariant does not hold. `kind`: which; `at_s`: virtual seconds."""
@@ -19,9 +21,7 @@ class InvariantBroken(AssertionError):
 
 def told(error: BaseException) -> str:
     """Return what failed and where, in one line; of a group, the first of it."""
-    inner = error
-    while isinstance(inner, BaseExceptionGroup):
-        inner = inner.exceptions[0]
+    inner = leaves(error)[0]
     frames = traceback.extract_tb(inner.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return f"{type(inner).__name__}: {inner}{where}"

@@ -26,10 +26,10 @@ from collections import Counter
 
 import torch
 
+from gossip.events import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim import clock
 from noloco_node.sim.explore.bound_invariants import BoundInvariants
 from noloco_node.sim.explore.introspection import is_closed, slots
 from noloco_node.sim.explore.invariant_error import told
@@ -41,7 +41,7 @@ from noloco_node.sim.explore.round_invariants import RoundInvariants
 from noloco_node.sim.peer import PeerLife, SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.world import LOOK_S, World
+from noloco_node.sim.world import LOOK_S, Watcher, World
 
 SETTLED_S = 60.0
 """After the end, before what is left counts as left for ever."""
@@ -49,19 +49,15 @@ KEPT_PAUSES = 64
 """Pauses whose weights are remembered: a snapshot is older only where an exchange takes that many inner steps."""
 
 
-class InvariantChecker:
-    """Watches a world; a `world.Watcher`. `end` is to be awaited after the run."""
+class InvariantChecker(Watcher):
+    """Watches a world. `end` is to be awaited after the run."""
 
     def __init__(self, world: World) -> None:
         run = world.setting.run
         self._world, self._window = world, run.pipeline.microbatches_per_step
         context = self._context = CheckerContext(world, delays_of(world))
-        meetings = self._meetings = MeetingChecker(
-            run.outer, context.lives, context.is_spoilt, context.complain, context.checked
-        )
-        self._rounds = RoundInvariants(
-            run.outer, context.delays, context.present, meetings, context.complain, context.checked
-        )
+        self._meetings = MeetingChecker(context)
+        self._rounds = RoundInvariants(context, self._meetings)
         self._liveness, self._bounds = LivenessInvariants(context), BoundInvariants(context)
         self._kept_steps = run.outer.inner_steps_per_round + run.outer.overlap_steps + 2
         self._looked_s = 0.0
@@ -99,8 +95,8 @@ class InvariantChecker:
                 record.note_step(now_s, fast_of(peer))
                 record.forget_pauses(KEPT_PAUSES)
                 self._liveness.note_step(record)
-            case events.OuterStep() if record is not None:
-                self._rounds.hear(record, event, now_s, self._context.quiet_s)
+            case OuterStepTaken() if record is not None:
+                self._rounds.hear(record, event)
                 self._check_finite(record)
                 if event.partner is not None:
                     self._liveness.note_meeting(record.stage)
@@ -159,7 +155,7 @@ class InvariantChecker:
         self._raise()
 
     def _check_lives(self) -> None:
-        for name, error in self._world.hub.failures:
+        for name, error in self._world.network.failures:
             self._context.complain("failure", f"{name} failed to answer: {told(error)}")
         for peer in self._world.peers.values():
             for life in peer.lives:
@@ -225,30 +221,30 @@ class InvariantChecker:
                 self._check_finite(record)
                 self._check_samples(record)
         self._meetings.end()
-        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        left = self._world.waits()
         if left:
-            places = "\n  ".join(sorted(f"{task.get_name()}: {clock.waits_at(task)}" for task in left))
+            places = "\n  ".join(left)
             self._context.complain("slot", f"all lives are over, and these tasks are left:\n  {places}")
         self._raise()
 
     def _check_rest(self, peer: SimulatedPeer, life: PeerLife) -> None:
-        replica = life.node.replica if life.node is not None else None
+        replica = life.replica
         self._context.checked["rest"] += 1
         if replica is not None and (replica.admission.in_flight or replica.admission.queued):
             sentence = (
                 f"life {life.number} of {peer.name} is over, and not all slots are free: {slots(replica.admission)}"
             )
             self._context.complain("slot", sentence)
-        if self._world.hub.open_calls(peer.name):
-            calls = self._world.hub.open_calls(peer.name)
+        if self._world.network.open_calls(peer.name):
+            calls = self._world.network.open_calls(peer.name)
             self._context.complain("slot", f"{peer.name} is gone, and has {calls} calls open")
 
     def _check_samples(self, record: LifeRecord) -> None:
         """Each microbatch that succeeded is in an inner step, or in the partial window that the last life left."""
         life = record.peer.lives[record.life]
-        if life.crashed or life.node is None or life.node.replica is None:
+        replica = life.replica
+        if life.crashed or replica is None:
             return
-        replica = life.node.replica
         succeeded = int(replica.worker.statistics()["succeeded"])
         used = record.steps * self._window + replica.admission.succeeded
         self._context.checked["batch"] += 1

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
 from gossip.rule.outer_step import OuterState
-from noloco_node.node.replica import Replica
 from noloco_node.sim.peer import SimulatedPeer
-
-
-class Complain(Protocol):
-    """Takes a broken invariant: its kind, and a sentence."""
-
-    def __call__(self, kind: str, sentence: str) -> None:
-        """Take note of it."""
 
 
 class Asked(NamedTuple):
@@ -120,15 +111,12 @@ class Delays(NamedTuple):
 
 Lives = dict[tuple[str, int], LifeRecord]
 """All lives that ever trained, by peer and number."""
-Spoilt = Callable[[str, float], bool]
-"""Whether messages of a peer may have arrived other than it sent them, at a time or since."""
 
 
 def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> LifeRecord:
     """Return the record of a life that begins to train now. `kept_steps`: times of inner steps to remember."""
-    replica = replica_of(peer)
+    replica, fast = peer.replica, fast_of(peer)
     assert replica is not None
-    fast = fast_of(peer)
     return LifeRecord(
         peer=peer,
         life=peer.life.number,
@@ -142,17 +130,10 @@ def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> LifeReco
     )
 
 
-def replica_of(peer: SimulatedPeer) -> Replica | None:
-    """Return what a peer trains in its present life, or trained in its last."""
-    node = peer.life.node
-    return None if node is None else node.replica
-
-
 def state_of(peer: SimulatedPeer) -> OuterState:
     """Return the slow weights and momentum of a peer."""
-    replica = replica_of(peer)
-    assert replica is not None
-    return replica.rounds.state
+    assert peer.replica is not None
+    return peer.replica.rounds.state
 
 
 def fast_of(peer: SimulatedPeer) -> Tensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from noloco_node.node.training import LONGEST_DRAIN_S
 from noloco_node.run.protocols import GOSSIP
-from noloco_node.sim.explore.introspection import is_closed, meets, slots, swaps
-from noloco_node.sim.explore.life_records import Asked, LifeRecord, replica_of
+from noloco_node.sim.explore.introspection import is_closed, slots
+from noloco_node.sim.explore.life_records import Asked, LifeRecord
 from noloco_node.sim.explore.observation import CheckerContext
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig
@@ -70,7 +70,7 @@ class LivenessInvariants:
             return
         now_s = self.context.world.now_s
         self._asked.setdefault((peer.name, peer.life.number), now_s)
-        record, replica = self.context.lives.get((peer.name, peer.life.number)), replica_of(peer)
+        record, replica = self.context.lives.get((peer.name, peer.life.number)), peer.replica
         if record is not None and record.asked is None and replica is not None:
             record.asked = Asked(now_s, record.steps, record.training and not is_closed(replica))
 
@@ -106,9 +106,10 @@ class LivenessInvariants:
         context, now_s = self.context, self.context.world.now_s
         known, self._talks = self._talks, {}
         limit_s = ANSWER_S + context.delays.trip_s
-        partners = {record.name: (meets(replica), swaps(replica)) for record, replica in context.training()}
+        views = {record.name: replica.rounds.view for record, replica in context.training()}
+        partners = {name: (view.meeting_partner, view.prefetch_partner) for name, view in views.items()}
         for name in partners:
-            network = context.world.hub.peer(name)
+            network = context.world.network.peer(name)
             for end in network.ends if network is not None else ():
                 engaged = end.peer in partners[name] or name in partners.get(end.peer, ())
                 if not end.topic.startswith(GOSSIP) or engaged:
@@ -129,7 +130,7 @@ class LivenessInvariants:
         """Complain of a stage, or of one replica, that meets nobody although somebody else opens rounds too."""
         if self.context.idle_s <= self.context.delays.news_s or self.finished or self.context.sent_home:
             return
-        hub, per_round = self.context.world.hub, self.context.world.setting.run.outer.inner_steps_per_round
+        network, per_round = self.context.world.network, self.context.world.setting.run.outer.inner_steps_per_round
         base_s = self.context.quiet_s + self.context.delays.news_s
         records = [record for record, _ in self.context.training()]
         of_stage = _openings(self.context.world.setting.scenario.network)
@@ -139,7 +140,7 @@ class LivenessInvariants:
                 for other in records
                 if other.stage == record.stage
                 and other is not record
-                and not (hub.dials_only(other.name) and hub.dials_only(record.name))
+                and not (network.dials_only(other.name) and network.dials_only(record.name))
             ]
             for openings, met_s in (
                 (of_stage, self._met_s.get(record.stage, 0.0)),
@@ -195,7 +196,7 @@ class LivenessInvariants:
         world, found = self.context.world, dict[int, None]()
         training = {record.name for record, _ in self.context.training()}
         peers = [world.peers[name] for name in self.context.running]
-        hidden = {peer.name for peer in peers if world.hub.dials_only(peer.name)}
+        hidden = {peer.name for peer in peers if world.network.dials_only(peer.name)}
         unreachable = {peer.stage for peer in peers if peer.name in training & hidden}
         for peer in peers:
             if peer.stage == 0 or (

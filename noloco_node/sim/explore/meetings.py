@@ -15,18 +15,16 @@ Where a message was tampered with in the meantime, it was believed as far as it 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
+from gossip.events import OuterStepTaken
 from gossip.exchange.formats import Format
 from gossip.rule.staleness import ROUND_BOUND
-from noloco_node.journal import events
-from noloco_node.run.config import OuterConfig
-from noloco_node.sim.explore.life_records import Complain, LifeRecord, Lives, Spoilt
+from noloco_node.sim.explore.life_records import LifeRecord
+from noloco_node.sim.explore.observation import CheckerContext
 
 TOLERANCE = 1e-3
 """As in `round_invariants`."""
@@ -44,62 +42,37 @@ FEW_STEPS = 3
 """Inner steps within which a step that is agreed has been applied."""
 
 
-class MeetingFacts(NamedTuple):
-    """What a step tells: the mean that it applied, slow weights and snapshot before it, and its largest number."""
-
-    mean: Tensor
-    slow: Tensor
-    snapshot: Tensor
-    scale: float
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
 class MeetingSide:
     """One side of a meeting: who with whom, in which round, the gap that it saw, the mean that it applied.
 
-    `slow`: its slow weights before the step. `begun_s`: no later than the exchange began. `stepped_s`: when the step
-    was applied.
+    `slow` and `snapshot`: weights before the step. `scale`: its largest number. `begun_s`: no later than the exchange
+    began. `stepped_s`: when the step was applied.
     """
 
-    name: str
-    partner: str
-    round: int
-    gap: float
-    mean: Tensor
-    slow: Tensor
-    snapshot: Tensor
-    scale: float
-    begun_s: float
-    stepped_s: float
-
-    @classmethod
-    def of(cls, record: LifeRecord, event: events.OuterStep, facts: MeetingFacts, now_s: float) -> MeetingSide:
-        """Return the side that a replica has just applied; it was agreed after the last pause but one."""
+    def __init__(
+        self,
+        record: LifeRecord,
+        event: OuterStepTaken,
+        mean: Tensor,
+        *,
+        slow: Tensor,
+        snapshot: Tensor,
+        scale: float,
+        at_s: float,
+    ) -> None:
         assert event.partner is not None
+        self.name, self.partner, self.round, self.gap = record.name, event.partner, event.round, event.gap or 0.0
+        self.mean, self.slow, self.snapshot, self.scale, self.stepped_s = mean, slow, snapshot, scale, at_s
+        # It was agreed after the last pause but one.
         agreed_s = record.stepped_s[-2] if len(record.stepped_s) > 1 else record.began_s
-        return cls(
-            name=record.name,
-            partner=event.partner,
-            round=event.round,
-            gap=event.gap or 0.0,
-            mean=facts.mean,
-            slow=facts.slow,
-            snapshot=facts.snapshot,
-            scale=facts.scale,
-            begun_s=agreed_s - event.seconds,
-            stepped_s=now_s,
-        )
+        self.begun_s = agreed_s - event.seconds
 
 
 @dataclass(slots=True, repr=False)
 class MeetingChecker:
     """Finds the other side of each, and checks both."""
 
-    outer: OuterConfig
-    lives: Lives
-    spoilt: Spoilt
-    complain: Complain
-    checked: Counter[str]
+    context: CheckerContext
     compared: int = 0
     unmatched: int = 0
     _open: dict[tuple[str, str], list[MeetingSide]] = field(default_factory=dict)
@@ -109,9 +82,9 @@ class MeetingChecker:
         """Return meetings whose two sides were compared, and sides that had no other in the end."""
         return {"compared": self.compared, "unmatched": self.unmatched}
 
-    def hear(self, record: LifeRecord, event: events.OuterStep, side: MeetingSide) -> None:
+    def hear(self, side: MeetingSide) -> None:
         """Compare a side that has just been applied with its other side, if that is there already."""
-        first, second = sorted((record.name, side.partner))
+        first, second = sorted((side.name, side.partner))
         waiting = self._open.setdefault((first, second), [])
         found = [other for other in waiting if _of_one_meeting(other, side) and self._tells(side, other)]
         if not found:
@@ -122,24 +95,25 @@ class MeetingChecker:
         if self._is_spoilt(side) or self._is_spoilt(other):
             return
         self.compared += 1
-        self.checked["pair"] += 1
-        codec, scale, pull = Format(self.outer.codec), max(side.scale, other.scale), self._pull(side, other)
+        self.context.checked["pair"] += 1
+        scale, pull = max(side.scale, other.scale), self._pull(side, other)
         away, bound = self._apart(side, other)
         if not away <= bound:
-            sentence = f"{side.name} and {other.name} met in round {event.round} and applied means that differ"
-            self.complain("pair", f"{sentence} by {away:.3g}")
+            sentence = f"{side.name} and {other.name} met in round {side.round} and applied means that differ"
+            self.context.complain("pair", f"{sentence} by {away:.3g}")
         away = float((side.mean - pull - (side.snapshot + other.snapshot) / 2).abs().max())
-        if not away <= ROUNDING[codec] * scale:
-            sentence = f"{side.name} and {other.name} met in round {event.round} and applied a mean of other weights"
-            self.complain("pair", f"{sentence} than their snapshots: {away:.3g} off")
+        if not away <= ROUNDING[Format(self.context.outer.codec)] * scale:
+            sentence = f"{side.name} and {other.name} met in round {side.round} and applied a mean of other weights"
+            self.context.complain("pair", f"{sentence} than their snapshots: {away:.3g} off")
 
     def _pull(self, side: MeetingSide, other: MeetingSide) -> Tensor:
         # Where gamma differs from beta, what each applied is the mean of the fast weights and a pull of its own.
-        return (1.0 - self.outer.gamma / self.outer.beta) / 2 * (side.slow - other.slow)
+        return (1.0 - self.context.outer.gamma / self.context.outer.beta) / 2 * (side.slow - other.slow)
 
     def _apart(self, side: MeetingSide, other: MeetingSide) -> tuple[float, float]:
         """Return by how much two sides' means differ, and by how much they may."""
-        exact = TOLERANCE if self.outer.gamma == self.outer.beta else ROUNDING[Format(self.outer.codec)]
+        outer = self.context.outer
+        exact = TOLERANCE if outer.gamma == outer.beta else ROUNDING[Format(outer.codec)]
         away = float((side.mean - other.mean - 2 * self._pull(side, other)).abs().max())
         return away, exact * max(side.scale, other.scale)
 
@@ -150,7 +124,7 @@ class MeetingChecker:
         return max(side.gap, other.gap) > NO_GAP or away <= bound
 
     def _is_spoilt(self, side: MeetingSide) -> bool:
-        return self.spoilt(side.name, side.begun_s) or self.spoilt(side.partner, side.begun_s)
+        return any(self.context.is_spoilt(peer, side.begun_s) for peer in (side.name, side.partner))
 
     def end(self) -> None:
         """Look into the sides that have found no other, once the run is over."""
@@ -160,10 +134,12 @@ class MeetingChecker:
                 if self._is_spoilt(side):
                     continue
                 self.unmatched += 1
-                self.checked["unmatched"] += 1
+                self.context.checked["unmatched"] += 1
                 if not self._gave_up(side, used) and not self._ended(side):
                     sentence = f"{side.name} met {side.partner} in round {side.round} at {side.stepped_s:.2f} s"
-                    self.complain("pair", f"{sentence}, and the other neither stepped nor lost the exchange nor ended")
+                    self.context.complain(
+                        "pair", f"{sentence}, and the other neither stepped nor lost the exchange nor ended"
+                    )
 
     def _gave_up(self, side: MeetingSide, used: set[int]) -> bool:
         """Say whether the partner gave up an exchange with us then; each that it gave up explains one side."""
@@ -185,7 +161,7 @@ class MeetingChecker:
         return False
 
     def _lives_of(self, peer: str) -> Iterator[LifeRecord]:
-        return (record for (name, _), record in self.lives.items() if name == peer)
+        return (record for (name, _), record in self.context.lives.items() if name == peer)
 
 
 def _of_one_meeting(one: MeetingSide, other: MeetingSide) -> bool:

@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from noloco_node.node.replica import Replica
+from noloco_node.run.config import OuterConfig
 from noloco_node.sim.explore.invariant_error import InvariantBroken
-from noloco_node.sim.explore.life_records import Delays, LifeRecord, Lives, replica_of
+from noloco_node.sim.explore.life_records import Delays, LifeRecord, Lives
 from noloco_node.sim.world import World
 
 LIFETIME_S = 30.0
@@ -37,6 +38,11 @@ class CheckerContext:
         return {f"checked.{kind}": count for kind, count in sorted(self.checked.items())}
 
     @property
+    def outer(self) -> OuterConfig:
+        """The rule of the outer steps."""
+        return self.world.setting.run.outer
+
+    @property
     def idle_s(self) -> float:
         """For how long nothing has happened to the world; negative while something lasts."""
         return self.world.now_s - self.quiet_s
@@ -61,9 +67,8 @@ class CheckerContext:
         found: list[tuple[LifeRecord, Replica]] = []
         for record in self.present.values():
             if record.training and self.running.get(record.name) == record.life:
-                replica = replica_of(record.peer)
-                assert replica is not None
-                found.append((record, replica))
+                assert record.peer.replica is not None
+                found.append((record, record.peer.replica))
         return found
 
     def look(self) -> None:
@@ -77,13 +82,13 @@ class CheckerContext:
             if record.ended_s is None and running.get(name) != life:
                 record.end(now_s)
         for name, until_s in self._spoilt_s.items():
-            if until_s == float("inf") and not self.world.hub.is_corrupting(name):
+            if until_s == float("inf") and not self.world.network.is_corrupting(name):
                 # The last of them was sent since the last look.
                 self._spoilt_s[name] = now_s
 
     def spoil(self, peer: str) -> None:
         """Note that messages of a peer will arrive wrong: what is plausible in them is believed."""
-        if self.world.hub.is_corrupting(peer):
+        if self.world.network.is_corrupting(peer):
             self._spoilt_s[peer] = float("inf")
 
     def is_spoilt(self, peer: str, since_s: float) -> bool:

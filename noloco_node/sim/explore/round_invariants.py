@@ -1,7 +1,7 @@
 """What must hold of the rounds, as far as journals and the state of both sides show it.
 
 With gamma = beta a step adds u = beta (phi - mean theta) to the momentum, at once or at the end of its period
-(`gossip.rule.delayed_momentum`). So u, and with it the mean that a side applied, mean theta = phi - u / beta, follows
+(`gossip.rule.outer_step`). So u, and with it the mean that a side applied, mean theta = phi - u / beta, follows
 from its own state before and after the step, and needs no look at the exchange. With another gamma there is a pull in
 it besides, (1 - gamma / beta) / 2 times the distance to the partner's slow weights, with opposite signs on the two
 sides. The snapshot is known too: an outer step says how many inner steps ago it was taken, and the fast weights at the
@@ -29,19 +29,18 @@ that it takes, unless the median itself is behind: then it is within k / (ROUND_
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from statistics import median_low
 
 import torch
 from torch import Tensor
 
+from gossip.events import OuterStepTaken
 from gossip.rule.outer_step import OuterState
 from gossip.rule.staleness import ROUND_BOUND
-from noloco_node.journal import events
-from noloco_node.run.config import OuterConfig
-from noloco_node.sim.explore.life_records import Complain, Delays, LifeRecord, fast_of, state_of
-from noloco_node.sim.explore.meetings import MeetingChecker, MeetingFacts, MeetingSide
+from noloco_node.sim.explore.life_records import LifeRecord, fast_of, state_of
+from noloco_node.sim.explore.meetings import MeetingChecker, MeetingSide
+from noloco_node.sim.explore.observation import CheckerContext
 
 TOLERANCE = 1e-3
 """Of a recovered mean, relative to the largest number that it was recovered from: float32, divided by beta."""
@@ -53,13 +52,8 @@ ROUNDING = 1e-5
 class RoundInvariants:
     """Checks every outer step."""
 
-    outer: OuterConfig
-    delays: Delays
-    lives: dict[str, LifeRecord]
-    """The present life of each peer that has ever trained."""
+    context: CheckerContext
     meetings: MeetingChecker
-    complain: Complain
-    checked: Counter[str]
     met: int = 0
     solo: int = 0
     adopted: int = 0
@@ -68,78 +62,77 @@ class RoundInvariants:
         """Return outer steps seen with, without and to the weights of a partner, and what the meetings count."""
         return {"met": self.met, "solo": self.solo, "adopted": self.adopted, **self.meetings.statistics()}
 
-    def hear(self, record: LifeRecord, event: events.OuterStep, now_s: float, quiet_s: float) -> None:
-        """Check a step that has just been applied. `quiet_s`: since when nothing has happened to the world."""
+    def hear(self, record: LifeRecord, event: OuterStepTaken) -> None:
+        """Check a step that has just been applied."""
+        context, now_s = self.context, self.context.world.now_s
         after, fast = state_of(record.peer), fast_of(record.peer)
         before, before_fast = record.state, record.fast
         snapshot = before_fast if event.staleness == 0 else record.pauses.get(record.steps - event.staleness)
         record.state = after
         record.note_fast(fast)
-        self._check_number(record, event, now_s, quiet_s)
+        self._check_number(record, event)
         record.finished.append((now_s, event.round))
         (phi,), (m,), (phi_next,), (m_next,) = before.slow, before.momentum, after.slow, after.momentum
         scale = max(1.0, *(float(part.abs().max()) for part in (phi, m, m_next, fast)))
         added = self._added(before, after)
         if snapshot is None:
             sentence = f"{record.name} stepped on a snapshot {event.staleness} inner steps old"
-            self.complain("rule", f"{sentence}, of which nothing is known")
+            context.complain("rule", f"{sentence}, of which nothing is known")
             return
         self._check_correction(record, fast - before_fast, phi_next - snapshot, scale)
         if event.adopted:
             self.adopted += 1
             record.met_s = now_s
-            self.checked["adopted"] += 1
+            context.checked["adopted"] += 1
             if bool(m_next.any()) or after.meetings:
-                self.complain("rule", f"{record.name} took its partner's weights, and kept its momentum")
+                context.complain("rule", f"{record.name} took its partner's weights, and kept its momentum")
             return
         if not torch.allclose(phi_next, phi - added - self._share(before) * m, atol=TOLERANCE * scale):
-            self.complain("rule", f"{record.name} moved its slow weights by other than its momentum")
-        mean = phi - added / self.outer.beta
+            context.complain("rule", f"{record.name} moved its slow weights by other than its momentum")
+        mean = phi - added / context.outer.beta
         if event.partner is not None:
             self.met += 1
             record.met_s = now_s
-            self.meetings.hear(
-                record, event, MeetingSide.of(record, event, MeetingFacts(mean, phi, snapshot, scale), now_s)
-            )
+            self.meetings.hear(MeetingSide(record, event, mean, slow=phi, snapshot=snapshot, scale=scale, at_s=now_s))
             return
         self.solo += 1
         away = float((mean - snapshot).abs().max())
         if away > TOLERANCE * scale:
             sentence = f"{record.name} took a solo step for round {event.round} that its own weights do not explain"
-            self.complain("rule", f"{sentence}: the mean that it applied is {away:.3g} off")
+            context.complain("rule", f"{sentence}: the mean that it applied is {away:.3g} off")
 
     def _share(self, before: OuterState) -> float:
         """Return how much of the momentum a step from this state moves the slow weights by, alpha included."""
-        period, spread = self.outer.momentum_period, self.outer.momentum_spread
+        period, spread = self.context.outer.momentum_period, self.context.outer.momentum_spread
         last = before.meetings + 1 >= period
-        return self.outer.alpha * (1.0 - (period - 1) * spread if last else spread)
+        return self.context.outer.alpha * (1.0 - (period - 1) * spread if last else spread)
 
     def _added(self, before: OuterState, after: OuterState) -> Tensor:
         """Return what a step has added to the momentum, or to what its period has gathered for it."""
-        self.checked["rule"] += 1
+        self.context.checked["rule"] += 1
         earlier = before.gathered[0] if before.gathered else torch.zeros_like(before.slow[0])
         if after.gathered:
             return after.gathered[0] - earlier
-        return after.momentum[0] - self.outer.alpha * before.momentum[0] - earlier
+        return after.momentum[0] - self.context.outer.alpha * before.momentum[0] - earlier
 
     def _check_correction(self, record: LifeRecord, moved: Tensor, due: Tensor, scale: float) -> None:
-        self.checked["correction"] += 1
+        self.context.checked["correction"] += 1
         away = float((moved - due).abs().max())
         if not away <= ROUNDING * scale:
             sentence = f"{record.name} moved its fast weights by other than new slow weights less snapshot"
-            self.complain("rule", f"{sentence}: {away:.3g} off, of {float(due.abs().max()):.3g}")
+            self.context.complain("rule", f"{sentence}: {away:.3g} off, of {float(due.abs().max()):.3g}")
 
-    def _check_number(self, record: LifeRecord, event: events.OuterStep, now_s: float, quiet_s: float) -> None:
-        last = record.finished[-1][1]
+    def _check_number(self, record: LifeRecord, event: OuterStepTaken) -> None:
+        context, last = self.context, record.finished[-1][1]
         if event.round <= last:
-            self.complain("round", f"{record.name} finished round {event.round} after round {last}")
+            context.complain("round", f"{record.name} finished round {event.round} after round {last}")
         opened_s = record.stepped_s[0] if len(record.stepped_s) == record.stepped_s.maxlen else record.began_s
-        then_s = opened_s - self.delays.news_s
-        if then_s < quiet_s + self.delays.roster_s:
+        then_s = opened_s - context.delays.news_s
+        if then_s < context.quiet_s + context.delays.roster_s:
             return
-        others = [o.finished_at(then_s) for o in self.lives.values() if o.training and o.stage == record.stage]
+        others = [o.finished_at(then_s) for o in context.present.values() if o.training and o.stage == record.stage]
         least = 1 + min(max(others), median_low(others) + ROUND_BOUND)
-        self.checked["round"] += 1
+        context.checked["round"] += 1
         if event.round < least:
             sentence = f"{record.name} finished round {event.round}, which was behind already when it opened"
-            self.complain("round", f"{sentence}: its stage was at {sorted(others)} at {then_s:.1f} s")
+            context.complain("round", f"{sentence}: its stage was at {sorted(others)} at {then_s:.1f} s")

@@ -22,7 +22,15 @@ from msgspec import structs
 from noloco_node.sim.network.link_model import Latency
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.scenario.scenario import DevicesConfig, NetworkConfig, Scenario, SwarmConfig, peer_name, planned
+from noloco_node.sim.scenario.scenario import (
+    DevicesConfig,
+    NetworkConfig,
+    Scenario,
+    SwarmConfig,
+    peer_name,
+    planned,
+    unreachable,
+)
 
 STAGES = REPLICAS = 3
 SAMPLES = 48
@@ -112,7 +120,7 @@ def _network(rng: Random) -> NetworkConfig:
 def _anchors(rng: Random, dials_only: float) -> tuple[str, ...]:
     """Choose a replica of each stage that the world lets others dial."""
     names = planned(STAGES, REPLICAS)
-    hidden = [names[int(number / dials_only) % len(names)] for number in range(int(dials_only * len(names) + 0.5))]
+    hidden = unreachable(names, dials_only)
     reachable = [[n for n in names if n.startswith(f"s{stage}") and n not in hidden] for stage in range(STAGES)]
     return tuple(rng.choice(found) for found in reachable)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from noloco_node.errors import leaves
 from noloco_node.journal import events
 from noloco_node.sim import clock
 from noloco_node.sim.explore.invariant_error import InvariantBroken
@@ -24,7 +25,7 @@ from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
-from noloco_node.sim.world import Stuck, World
+from noloco_node.sim.world import Stuck, Watcher, World
 
 LINE_EVERY_S = 10.0
 Say = Callable[[str], None]
@@ -39,8 +40,8 @@ class ExploreResult(NamedTuple):
     digest: str
 
 
-class ScheduleTrace:
-    """Says every journal event and fault, with the virtual time; a `world.Watcher`."""
+class ScheduleTrace(Watcher):
+    """Says every journal event and fault, with the virtual time."""
 
     def __init__(self, world: World, say: Say) -> None:
         self._world, self._say = world, say
@@ -53,9 +54,6 @@ class ScheduleTrace:
     def struck(self, fault: Fault) -> None:
         """Say a fault."""
         self._line("*", {name: value for name, value in msgspec.to_builtins(fault).items() if name != "at_s"})
-
-    def look(self) -> None:
-        """Nothing is to be seen from outside."""
 
     def _line(self, who: str, told: dict[str, object]) -> None:
         what = told.pop("event", None) or told.pop("kind")
@@ -91,10 +89,8 @@ def examine(scenario: Scenario, say: Say | None = None) -> ExploreResult:
 
 
 def _as_broken(error: BaseException, checker: InvariantChecker) -> InvariantBroken:
-    inner = error
-    while isinstance(inner, BaseExceptionGroup):
-        known = inner.subgroup(InvariantBroken) or inner
-        inner = known.exceptions[0]
+    found = leaves(error)
+    inner = next((each for each in found if isinstance(each, InvariantBroken)), found[0])
     if isinstance(inner, InvariantBroken):
         return inner
     looked_s = float(checker.statistics()["virtual_s"])
@@ -141,11 +137,11 @@ def _breaks(scenario: Scenario, kind: str) -> bool:
     return broken is not None and broken.kind == kind
 
 
-def replay(seed: int, trace: bool, say: Say) -> int:
-    """Run the schedule of one seed again; return 0 if all invariants held, 1 otherwise. `trace`: say every event."""
+def replay(seed: int, say: Say) -> int:
+    """Run the schedule of one seed again and say every event; return 0 if all invariants held, 1 otherwise."""
     scenario = draw(seed)
     say(scenario_text(scenario))
-    result = examine(scenario, say if trace else None)
+    result = examine(scenario, say)
     told = ", ".join(f"{name} {value:g}" for name, value in result.counts.items())
     say(f"{told}\ndigest {result.digest}")
     say("all invariants held" if result.broken is None else str(result.broken))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from noloco_node.data.blocks import open_blocks
 from noloco_node.data.encoding import check_vocabulary
 from noloco_node.data.shuffled_blocks import shuffled
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from noloco_node.run.config import RunConfig
+from noloco_node.run.config import RunConfig
 
 
 class BlockText:

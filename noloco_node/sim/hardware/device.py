@@ -2,7 +2,7 @@
 
 A job is computed at once, in the event loop; its result is handed over when its price has passed. What a job costs is
 said from within, by `charge`: `stage.PricedStage` does so for a forward and a backward pass, a step and a copy of the
-weights. Seconds are those of a device of speed 1; `slow_down` makes it a slower one, and one that stutters stops every
+weights. Seconds are those of a device of speed 1; `slowness` makes it a slower one, and one that stutters stops every
 now and then for a moment.
 """
 
@@ -41,8 +41,8 @@ class VirtualDevice:
         """`job_s`: what every job costs, whatever it says itself."""
         self.busy_s = 0.0
         self.jobs = 0
-        self._job_s, self._slowness = job_s, 1.0
-        self._stutter, self._rng = Stutter(), Random(f"{seed}|stutter")
+        self.slowness, self.stutter = 1.0, Stutter()
+        self._job_s, self._rng = job_s, Random(f"{seed}|stutter")
         self._queue: deque[_Job] = deque()
         self._busy = False
         self._charged_s = 0.0
@@ -52,17 +52,9 @@ class VirtualDevice:
         """Whether a job is under way."""
         return self._busy
 
-    def slow_down(self, factor: float) -> None:
-        """Let every job take `factor` times what it would on a device of speed 1, from now on."""
-        self._slowness = factor
-
-    def stutter(self, stutter: Stutter) -> None:
-        """Let some jobs take longer, from now on."""
-        self._stutter = stutter
-
     def charge(self, seconds: float) -> None:
         """Say from within a job what it costs."""
-        self._charged_s += seconds * self._slowness
+        self._charged_s += seconds * self.slowness
 
     def clock(self) -> float:
         """Return the virtual time as the job in hand sees it."""
@@ -88,7 +80,7 @@ class VirtualDevice:
     async def beside(self, job: Callable[..., T], *args: object) -> T:
         """Run `job(*args)` beside what the device does; it costs what every job costs."""
         result = job(*args)
-        await asyncio.sleep(self._job_s * self._slowness)
+        await asyncio.sleep(self._job_s * self.slowness)
         return result
 
     async def _see_through(self, entry: _Job) -> None:
@@ -105,15 +97,15 @@ class VirtualDevice:
     def _begin(self) -> None:
         entry = self._queue.popleft()
         self._busy = entry.begun = True
-        self._charged_s = self._job_s * self._slowness
+        self._charged_s = self._job_s * self.slowness
         failure, result = None, None
         try:
             result = entry.function(*entry.args)
         except Exception as error:  # handed to whoever waits for the job
             failure = error
         cost_s, self._charged_s = self._charged_s, 0.0
-        if self._stutter.share and self._rng.random() < self._stutter.share:
-            cost_s += self._stutter.pause_s
+        if self.stutter.share and self._rng.random() < self.stutter.share:
+            cost_s += self.stutter.pause_s
         self.busy_s += cost_s
         self.jobs += 1
         asyncio.get_running_loop().call_later(cost_s, self._end, entry, result, failure)

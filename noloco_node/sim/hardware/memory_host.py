@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gossip.transfer.assembly import ChunkStore
-    from noloco_node.machine.interface import Runner, SnapshotStore, StageModel, Text
-    from noloco_node.sim.hardware.memory_store import MemoryStore
-    from noloco_node.storage.checkpoint import Checkpoint
+from gossip.transfer.assembly import ChunkStore
+from noloco_node.machine.interface import Runner, SnapshotStore, StageModel, Text
+from noloco_node.sim.hardware.memory_store import MemoryStore
+from noloco_node.storage.checkpoint import Checkpoint
 
 
 class MemoryHost:

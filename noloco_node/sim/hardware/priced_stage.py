@@ -9,15 +9,14 @@ what follows it in the same pause.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
-    from noloco_node.machine.interface import StageModel
-    from pipeline.messages import Gradient
-    from pipeline.stage import OptimiserState, StepReport
-    from pipeline.worker import WorkerForward
+from noloco_node.machine.interface import StageModel
+from pipeline.messages import Gradient
+from pipeline.stage import OptimiserState, StepReport
+from pipeline.worker import WorkerForward
 
 
 class Prices(NamedTuple):

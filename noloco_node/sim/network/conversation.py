@@ -19,11 +19,14 @@ wrong messages) is `Outbox`'s, which is made when first needed.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+import inspect
+from collections import Counter
+from typing import Any
 
 from noloco_node.network.interface import VIOLATION_GRACE_S
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.sim.network.bandwidth import AccessLine
+from noloco_node.sim.network.link_model import SILENCE_S
 from noloco_node.sim.network.medium import Medium
 from noloco_node.sim.network.outbox import EndOfStream, Outbox
 
@@ -41,32 +44,36 @@ class StreamByteCounts:
         self.sent_name, self.received_name = f"bytes.sent.{topic}", f"bytes.received.{topic}"
 
 
-class StreamHost(Protocol):
-    """The peer at one end, as that end sees it."""
+class StreamHost:
+    """The ends of conversations at one peer, and what is counted of them."""
 
-    line: AccessLine
-
-    @property
-    def peer_id(self) -> str:
-        """The peer's id."""
+    def __init__(self, peer_id: str, line: AccessLine) -> None:
+        self.peer_id, self.line = peer_id, line
+        self.ends: dict[StreamEnd, None] = {}
+        """The conversations that are open."""
+        self.lingering: dict[StreamEnd, None] = {}
+        """Conversations that were left while something of theirs waited for the line."""
+        self.answering: dict[StreamEnd, asyncio.Task[None]] = {}
+        self.violations: Counter[str] = Counter()
+        """Messages that no peer may send, by who sent them."""
+        self._byte_counts: dict[str, StreamByteCounts] = {}
 
     def byte_counts(self, topic: str) -> StreamByteCounts:
         """Return the counts of bytes about one topic."""
-
-    def note_closed(self, end: StreamEnd) -> None:
-        """Note that an end is open no more."""
-
-    def note_lingering(self, end: StreamEnd) -> None:
-        """Note that an end was left while something of its own waits for the line."""
-
-    def note_all_sent(self, end: StreamEnd) -> None:
-        """Note that an end has nothing left that waits."""
+        counts = self._byte_counts.get(topic)
+        if counts is None:
+            counts = self._byte_counts[topic] = StreamByteCounts(topic)
+        return counts
 
     def stop_handler(self, end: StreamEnd) -> None:
         """Cancel the handler that answers at an end, if one does."""
-
-    def count_violation(self, peer: str) -> None:
-        """Count a message that no peer may send against its sender."""
+        task = self.answering.get(end)
+        if task is not None:
+            task.cancel()
+            coroutine = task.get_coro()
+            if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                # A task that is cancelled before its first step never runs a line: it cannot sign itself off.
+                del self.answering[end]
 
 
 class StreamEnd:
@@ -202,7 +209,7 @@ class StreamEnd:
 
     def _close(self) -> None:
         """End what only an open end needs."""
-        self._host.note_closed(self)
+        self._host.ends.pop(self, None)
         self.note_cut(False)
         self._wake()
 
@@ -219,9 +226,7 @@ class StreamEnd:
     def note_cut(self, cut: bool) -> None:
         """Count the silence from now on, if nothing passes any more; stop counting if it does."""
         if cut and self._silence is None:
-            loop = asyncio.get_running_loop()
-            silence_s = self._medium.conditions.silence_s
-            self._silence = loop.call_later(silence_s, self._give_up, silence_s)
+            self._silence = asyncio.get_running_loop().call_later(SILENCE_S, self._give_up)
         elif not cut and self._silence is not None:
             self._silence.cancel()
             self._silence = None
@@ -240,11 +245,11 @@ class StreamEnd:
 
     def note_all_sent(self) -> None:
         """Note that all that was posted is in flight."""
-        self._host.note_all_sent(self)
+        self._host.lingering.pop(self, None)
 
-    def _give_up(self, silence_s: float) -> None:
+    def _give_up(self) -> None:
         self._silence = None
-        self.note_broken(ConnectionAbortedError, f"{self._peer} was silent for {silence_s:g} s")
+        self.note_broken(ConnectionAbortedError, f"{self._peer} was silent for {SILENCE_S:g} s")
 
     def _open_outbox(self) -> Outbox:
         if self._outbox is None:
@@ -268,7 +273,7 @@ class StreamEnd:
             outbox.post(ending)
             outbox.note_left()
             if not outbox.is_idle:
-                self._host.note_lingering(self)
+                self._host.lingering[self] = None
         elif ending.kind is None and self._has_just_sent():
             # END travels with the message that set out at this very moment, as the last bytes of a packet would.
             self._in_flight[-1] = EndOfStream(None, "", self._in_flight[-1])
@@ -303,7 +308,7 @@ class StreamEnd:
                 # Both are done: undo the ring of references, or every conversation is work for the garbage collector.
                 self._arrive = _ignore
         elif ending.kind is Violation and not self.is_over and not self._peer_ended:
-            self._host.count_violation(self._peer)
+            self._host.violations[self._peer] += 1
             self.note_broken(Violation, ending.text)
             self._post(EndOfStream(ConnectionResetError, f"{self.me} ended with an error: {ending.text}"))
         else:

@@ -8,16 +8,17 @@ a `Violation`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
 from noloco_node.network.wire import FrameDecoder, beat, encode
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Corruption(StrEnum):
@@ -60,9 +61,12 @@ def spoil(message: Any, how: Corruption, said: Schema, heard: Schema, rng: Rando
     if how is Corruption.FLIP or (how is not Corruption.SHAPE and not floats):
         return _decode(_flip(_frame(message, said), len(encode(message, said)[0]), rng), heard)
     if how is Corruption.SHAPE:
-        wrong = _mapped(message, _grown)
-        return _decode(_frame(wrong, _schema_of(wrong, said.names[message.__class__])), heard)
-    spoilt = _mapped(message, _with_nan if how is Corruption.NOT_FINITE else _garbled)
+        wrong = dataclasses.replace(message, **_mapped(message, _grown))
+        # By this schema, of this name, it is as it should be.
+        spec = MessageSpec(said.names[message.__class__], _mapped(wrong, _spec))
+        return _decode(_frame(wrong, Schema({message.__class__: spec})), heard)
+    change = _with_nan if how is Corruption.NOT_FINITE else _garbled
+    spoilt = dataclasses.replace(message, **_mapped(message, change))
     return _decode(_frame(spoilt, said), heard)
 
 
@@ -98,21 +102,17 @@ def _decode(frame: bytearray, schema: Schema) -> Any:
             return found.content
 
 
-def _mapped(message: Any, change: Any) -> Any:
-    """Return a copy of a message with every tensor changed."""
-    changed: dict[str, Any] = {}
+def _mapped(message: Any, change: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Return what `change` makes of every tensor of a message, by field."""
+    found: dict[str, Any] = {}
     for name in tensor_fields(message.__class__):
         value = getattr(message, name)
-        if isinstance(value, tuple):
-            changed[name] = tuple(change(tensor) for tensor in value)
-        elif value is not None:
-            changed[name] = change(value)
-    return dataclasses.replace(message, **changed)
+        several = isinstance(value, tuple)
+        found[name] = tuple(map(change, value)) if several else None if value is None else change(value)
+    return found
 
 
 def _grown(tensor: Tensor) -> Tensor:
-    import torch
-
     return torch.cat([tensor, tensor[..., :1]], dim=-1) if tensor.dim() else tensor.reshape(1).repeat(2)
 
 
@@ -125,17 +125,6 @@ def _with_nan(tensor: Tensor) -> Tensor:
 
 def _garbled(tensor: Tensor) -> Tensor:
     return tensor.detach() * GARBLING if tensor.is_floating_point() else tensor
-
-
-def _schema_of(message: Any, message_name: str) -> Schema:
-    """Return a schema by which this message, of this name, is as it should be."""
-    layouts: dict[str, Any] = {}
-    for name in tensor_fields(message.__class__):
-        value = getattr(message, name)
-        layouts[name] = (
-            tuple(map(_spec, value)) if isinstance(value, tuple) else value if value is None else _spec(value)
-        )
-    return Schema({message.__class__: MessageSpec(message_name, layouts)})
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

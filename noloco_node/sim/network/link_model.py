@@ -13,6 +13,11 @@ from typing import Literal
 
 import msgspec
 
+SILENCE_S = 6.0
+"""After which a peer that says nothing is given up."""
+OPEN_S = 20.0
+"""How long a dial into the dark takes to fail."""
+
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long a message is on its way, its size aside: a mean, a standard deviation, and the shape of the draw."""
@@ -42,27 +47,20 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return lambda: exp(gauss(mu, sigma))
 
 
-_STEADY = Latency()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NetworkConditions:
+class NetworkConditions(msgspec.Struct, frozen=True, kw_only=True):
     """What all lines have in common.
 
     `loss`: share of messages that are lost, each with its stream: both ends see it break. `late`: share of messages
     that take `late_s` longer; what follows in the same conversation waits behind them. `duplicate`: share of messages
-    that arrive twice. `roster_lag_s`: the records that a reading of the DHT finds are up to so old. `silence_s`: after
-    which a peer that says nothing is given up. `open_s`: how long a dial into the dark takes to fail.
+    that arrive twice. `roster_lag_s`: the records that a reading of the DHT finds are up to so old.
     """
 
-    latency: Latency = _STEADY
+    latency: Latency = Latency()
     loss: float = 0.0
     late: float = 0.0
     late_s: float = 2.0
     duplicate: float = 0.0
     roster_lag_s: float = 0.0
-    silence_s: float = 6.0
-    open_s: float = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

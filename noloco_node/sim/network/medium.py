@@ -1,4 +1,4 @@
-"""What all conversations of a simulation go through: lines, latencies, losses, wrong messages, and who is cut off.
+"""What all peers of a simulation share: lines, latencies, losses, wrong messages, who is cut off, and the DHT.
 
 `SimNetwork` adds the peers. Every draw comes from a generator of its purpose, in the order of events.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol
 
 from noloco_node.sim.network.bandwidth import AccessLine, Link, LinkUse
 from noloco_node.sim.network.corruption import Corruption, tensors_of
+from noloco_node.sim.network.dht import SimDht
 from noloco_node.sim.network.link_model import Access, NetworkConditions
 
-CALM = NetworkConditions()
 HEAD_BYTES = 100
 """About what a message takes on the line beside its tensors."""
 _UNNAMED_SIDE = -1
@@ -53,19 +53,15 @@ class Medium:
 
     state: MediumState
 
-    def __init__(
-        self,
-        conditions: NetworkConditions = CALM,
-        *,
-        seed: int = 0,
-        size_bytes: Callable[[Any, str], int] = message_bytes,
-    ) -> None:
-        self.size_bytes = size_bytes
+    def __init__(self, conditions: NetworkConditions, seed: int, size_bytes: Callable[[Any, str], int]) -> None:
+        self.size_bytes, self.dht = size_bytes, SimDht()
+        self.failures: list[tuple[str, Exception]] = []
+        """What handlers raised beside a `ConnectionError`, with the peer whose handler it was: bugs, as a rule."""
         self.counts: Counter[str] = Counter()
         self.message_counts: Counter[str] = Counter()
         self.fate_rng, self.corruption_rng = Random(f"{seed}|network|fate"), Random(f"{seed}|network|tamper")
         self.lag_rng, self._latency_rng = Random(f"{seed}|network|lag"), Random(f"{seed}|network|latency")
-        self.holding: dict[Releasable, None] = {}
+        self.held_outboxes: dict[Releasable, None] = {}
         """What holds messages back just now."""
         self._lines: dict[str, AccessLine] = {}
         self._accesses: dict[str, Access] = {}
@@ -139,29 +135,6 @@ class Medium:
     def side(self, peer: str) -> int | None:
         """Return on which side of the partition a peer is; None when there is no partition."""
         return None if self._sides is None else self._sides.get(peer, _UNNAMED_SIDE)
-
-    def set_silent(self, peer: str, silent: bool) -> None:
-        """Let nothing leave or reach a peer, or everything again."""
-        if silent:
-            self._silent.add(peer)
-        else:
-            self._silent.discard(peer)
-        self._update_state()
-
-    def set_groups(self, groups: Sequence[Collection[str]] | None) -> None:
-        """Let nothing pass between peers of different groups, those of no group being one more; None: no partition."""
-        sides: dict[str, int] = {}
-        for number, group in enumerate(groups or ()):
-            for peer in group:
-                if sides.setdefault(peer, number) != number:
-                    raise ValueError(f"{peer} is in two groups")
-        self._sides = None if groups is None else sides
-        self._update_state()
-
-    def release(self) -> None:
-        """Let go of what was held back between peers that reach each other again."""
-        for held in list(self.holding):
-            held.release()
 
     # Wrong messages, and those that broke.
 

@@ -4,7 +4,7 @@ Each message meets its fate when it is sent: lost, late, doubled, corrupted, or 
 one flow, so its messages are transferred one after the other, each sharing the links of both peers with other streams.
 
 While nothing passes between the two peers, what is due to leave is held back. It leaves when they are heard again, and
-is dropped when its stream breaks, or after `silence_s` if the stream has been left: nothing grows behind a peer that
+is dropped when its stream breaks, or after `SILENCE_S` if the stream has been left: nothing grows behind a peer that
 stays silent for ever. What is in flight arrives.
 """
 
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.sim.network.bandwidth import Link, Transfer
 from noloco_node.sim.network.corruption import spoil
+from noloco_node.sim.network.link_model import SILENCE_S
 from noloco_node.sim.network.medium import Medium
 
 
@@ -71,7 +72,7 @@ class Outbox:
         self._held: list[_Item] = []
         self._moving: _Item | None = None
         self._transfer: Transfer | None = None
-        self._patience: asyncio.TimerHandle | None = None
+        self._drop_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -198,22 +199,22 @@ class Outbox:
 
     def _hold(self, item: _Item) -> None:
         if not self._held:
-            self._medium.holding[self] = None
-            if self._end.is_over:
-                self._patience = asyncio.get_running_loop().call_later(self._medium.conditions.silence_s, self.drop)
+            self._medium.held_outboxes[self] = None
         self._held.append(item)
+        if self._end.is_over:
+            self.note_left()
         _note_sent(item)
 
     def note_left(self) -> None:
-        """Note that nobody uses this end any more: what is held back for it is dropped when patience ends."""
-        if self._held and self._patience is None:
-            self._patience = asyncio.get_running_loop().call_later(self._medium.conditions.silence_s, self.drop)
+        """Note that nobody uses this end any more: what is held back for it is dropped after `SILENCE_S`."""
+        if self._held and self._drop_timer is None:
+            self._drop_timer = asyncio.get_running_loop().call_later(SILENCE_S, self.drop)
 
     def _stop_holding(self) -> None:
-        self._medium.holding.pop(self, None)
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        self._medium.held_outboxes.pop(self, None)
+        if self._drop_timer is not None:
+            self._drop_timer.cancel()
+            self._drop_timer = None
 
     def _settle(self) -> None:
         if self.is_idle:

@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from noloco_node.network.interface import Handler
 from noloco_node.network.schema import Schema
-from noloco_node.sim.network.conversation import StreamByteCounts, StreamEnd
-from noloco_node.sim.network.dht import SimDht
+from noloco_node.sim.network.conversation import StreamEnd, StreamHost
+from noloco_node.sim.network.link_model import OPEN_S
 from noloco_node.sim.network.medium import Medium
 
 
-class SimPeerNetwork:
+class SimPeerNetwork(StreamHost):
     """One peer's view of a `SimNetwork`; implements `interface.PeerNetwork`."""
 
-    def __init__(
-        self,
-        peer: str,
-        *,
-        medium: Medium,
-        dht: SimDht,
-        peers: Mapping[str, SimPeerNetwork],
-        failures: list[tuple[str, Exception]],
-    ) -> None:
-        self._peer, self._medium, self._dht, self._peers, self._failures = peer, medium, dht, peers, failures
+    def __init__(self, peer: str, medium: Medium, peers: Mapping[str, SimPeerNetwork]) -> None:
+        super().__init__(peer, medium.line(peer))
+        self._medium, self._peers = medium, peers
         self._alive = True
-        self.line = medium.line(peer)
-        self.ends: dict[StreamEnd, None] = {}
-        """The conversations that are open."""
-        self.lingering: dict[StreamEnd, None] = {}
-        """Conversations that were left while something of theirs waited for the line."""
-        self.answering: dict[StreamEnd, asyncio.Task[None]] = {}
         self._served: dict[str, tuple[Schema, Handler]] = {}
-        self._byte_counts: dict[str, StreamByteCounts] = {}
-        self._violations: Counter[str] = Counter()
-
-    @property
-    def peer_id(self) -> str:
-        return self._peer
 
     @property
     def dialable(self) -> bool:
         """Whether this peer's line lets others in."""
-        return not self._medium.dials_only(self._peer)
+        return not self._medium.dials_only(self.peer_id)
 
     async def addresses(self) -> tuple[str, ...]:
         """Return no address: whoever knows a peer's id can reach it here."""
@@ -67,15 +46,15 @@ class SimPeerNetwork:
         medium, loop = self._medium, asyncio.get_running_loop()
         expires_s = loop.time() + lifetime_s
         await asyncio.sleep(medium.round_trip_s())
-        if not self._alive or medium.is_cut(self._peer, self._peer):
+        if not self._alive or medium.is_cut(self.peer_id, self.peer_id):
             return False
         now_s = loop.time()
         place = (key, subkey)
-        side = medium.side(self._peer)
+        side = medium.side(self.peer_id)
         # It expires by the moment of its publication, so that one that was long on its way replaces no later one.
-        if not self._dht.publish(place, (value, expires_s - now_s), now_s, side=side, author=self._peer):
+        if not medium.dht.publish(place, (value, expires_s - now_s), now_s, side=side, author=self.peer_id):
             return False
-        self._dht.forget(place, now_s - medium.conditions.roster_lag_s, now_s)
+        medium.dht.forget(place, now_s - medium.conditions.roster_lag_s, now_s)
         return True
 
     async def read_all(self, keys: Sequence[str]) -> list[Mapping[str, bytes] | None]:
@@ -85,11 +64,12 @@ class SimPeerNetwork:
         """
         medium = self._medium
         await asyncio.sleep(max([medium.round_trip_s() for _ in keys], default=0.0))
-        if not self._alive or medium.is_cut(self._peer, self._peer):
+        if not self._alive or medium.is_cut(self.peer_id, self.peer_id):
             return [{}] * len(keys)
-        now_s, side, lag_s = asyncio.get_running_loop().time(), medium.side(self._peer), medium.conditions.roster_lag_s
+        now_s, side = asyncio.get_running_loop().time(), medium.side(self.peer_id)
+        lag_s = medium.conditions.roster_lag_s
         lags = [lag_s * medium.lag_rng.random() if lag_s else 0.0 for _ in keys]
-        return [self._dht.read(key, now_s, lag_s=lag, side=side) for key, lag in zip(keys, lags, strict=True)]
+        return [medium.dht.read(key, now_s, lag_s=lag, side=side) for key, lag in zip(keys, lags, strict=True)]
 
     def statistics(self) -> dict[str, int | float]:
         """Return the bytes sent and received by topic, open conversations, and violations by who sent them."""
@@ -97,7 +77,7 @@ class SimPeerNetwork:
         for counts in self._byte_counts.values():
             found[counts.sent_name] = counts.sent_bytes
             found[counts.received_name] = counts.received_bytes
-        return found | {f"violations.{peer}": count for peer, count in self._violations.items()}
+        return found | {f"violations.{peer}": count for peer, count in self.violations.items()}
 
     # What `SimNetwork` needs.
 
@@ -113,41 +93,6 @@ class SimPeerNetwork:
         for task in list(self.answering.values()):
             task.cancel()
 
-    # What the ends of conversations tell; see `StreamHost`.
-
-    def byte_counts(self, topic: str) -> StreamByteCounts:
-        """Return the counts of bytes about one topic."""
-        counts = self._byte_counts.get(topic)
-        if counts is None:
-            counts = self._byte_counts[topic] = StreamByteCounts(topic)
-        return counts
-
-    def note_closed(self, end: StreamEnd) -> None:
-        """Note that an end is open no more."""
-        self.ends.pop(end, None)
-
-    def note_lingering(self, end: StreamEnd) -> None:
-        """Note that an end was left while something of its own waits for the line."""
-        self.lingering[end] = None
-
-    def note_all_sent(self, end: StreamEnd) -> None:
-        """Note that an end has nothing left that waits."""
-        self.lingering.pop(end, None)
-
-    def stop_handler(self, end: StreamEnd) -> None:
-        """Cancel the handler that answers at an end, if one does."""
-        task = self.answering.get(end)
-        if task is not None:
-            task.cancel()
-            coroutine = task.get_coro()
-            if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                # A task that is cancelled before its first step never runs a line: it cannot sign itself off.
-                del self.answering[end]
-
-    def count_violation(self, peer: str) -> None:
-        """Count a message that no peer may send against its sender."""
-        self._violations[peer] += 1
-
     # How a conversation begins, and what answers it.
 
     async def dial(self, peer: str, topic: str, schema: Schema) -> StreamEnd:
@@ -155,12 +100,11 @@ class SimPeerNetwork:
         medium, loop = self._medium, asyncio.get_running_loop()
         begun_s = loop.time()
         try:
-            if not (medium.state.has_cuts and self._alive and medium.is_cut(self._peer, peer)):
+            if not (medium.state.has_cuts and self._alive and medium.is_cut(self.peer_id, peer)):
                 await asyncio.sleep(medium.round_trip_s())
-            if medium.state.has_cuts and self._alive and medium.is_cut(self._peer, peer):
-                open_s = medium.conditions.open_s
-                await asyncio.sleep(max(0.0, begun_s + open_s - loop.time()))
-                raise ConnectionRefusedError(f"{peer} did not answer within {open_s} s")
+            if medium.state.has_cuts and self._alive and medium.is_cut(self.peer_id, peer):
+                await asyncio.sleep(max(0.0, begun_s + OPEN_S - loop.time()))
+                raise ConnectionRefusedError(f"{peer} did not answer within {OPEN_S} s")
             other, (their_schema, handler) = self._accepts(peer, topic)
         except ConnectionRefusedError:
             medium.counts["conversations.refused"] += 1
@@ -191,7 +135,7 @@ class SimPeerNetwork:
         caller.join(end)
         end.join(caller)
         self.ends[end] = None
-        name = f"{self._peer} answers {end.peer} about {end.topic}"
+        name = f"{self.peer_id} answers {end.peer} about {end.topic}"
         self.answering[end] = asyncio.get_running_loop().create_task(self._handle(end, handler), name=name)
 
     async def _handle(self, end: StreamEnd, handler: Handler) -> None:
@@ -203,7 +147,7 @@ class SimPeerNetwork:
             end.abort("the handler was cancelled")
             raise
         except Exception as error:  # the border: a bug of a handler must not end the simulation unseen
-            self._failures.append((self._peer, error))
+            self._medium.failures.append((self.peer_id, error))
             end.fail(f"{type(error).__name__}: {error}")
         else:
             end.end()

@@ -18,19 +18,21 @@ then on one is written, and the waiting looked at, half as often.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
 
+import msgspec
+
+from gossip.events import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.report.stage_time import StageTime, StageTimes
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.world import World
+from noloco_node.sim.world import Watcher, World
 
 RECENT_S = 30.0
 SEEN_AT_ONCE = 1024
@@ -60,11 +62,21 @@ class Cause(StrEnum):
     """The window has room, and the stage before sends nothing."""
 
 
-class Struck(NamedTuple):
-    """A fault as it happened."""
+class Happened(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault that happened."""
 
     at_s: float
     fault: Fault
+
+
+class Migrated(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that went on to another stage."""
+
+    at_s: float
+    peer: str
+    origin: int
+    target: int
+    why: str
 
 
 class Row(NamedTuple):
@@ -80,14 +92,6 @@ class Row(NamedTuple):
     losses: int
 
 
-class Migration(NamedTuple):
-    """A replica that went on to another stage."""
-
-    at_s: float
-    peer: str
-    event: events.Moved
-
-
 @dataclass(kw_only=True, slots=True)
 class _Sums:
     """Sums by stage that only events tell."""
@@ -100,15 +104,15 @@ class _Sums:
     discarded: int = 0
 
 
-class EventCollector:
-    """Watches one world (`world.Watcher`)."""
+class EventCollector(Watcher):
+    """Watches one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._stages = world.setting.run.pipeline.stages
         self.stage_times = StageTimes(self._stages)
-        self.struck_faults: list[Struck] = []
-        self.migrations: list[Migration] = []
+        self.happened: list[Happened] = []
+        self.moved: list[Migrated] = []
         self.causes: tuple[Counter[Cause], ...] = tuple(Counter() for _ in range(self._stages))
         self.true_suspects = self.false_suspects = 0
         self.sums = _Sums(gap=[0.0] * self._stages, gaps=[0] * self._stages)
@@ -131,7 +135,7 @@ class EventCollector:
                 self.stage_times.of(peer).stage = event.stage
             case events.InnerStep():
                 self._note_step(self.stage_times.of(peer).stage or 0, event)
-            case events.OuterStep() if event.gap is not None:
+            case OuterStepTaken() if event.gap is not None:
                 stage = self.stage_times.of(peer).stage or 0
                 self.sums.gap[stage] += event.gap
                 self.sums.gaps[stage] += 1
@@ -149,7 +153,9 @@ class EventCollector:
         # Traffic is counted for a life: that at its last stage tells all of it.
         stage_time.left, stage_time.traffic = stage_time.replica, None
         self._end(stage_time)
-        self.migrations.append(Migration(self._world.now_s, peer.name, event))
+        self.moved.append(
+            Migrated(at_s=self._world.now_s, peer=peer.name, origin=event.origin, target=event.target, why=event.why)
+        )
         self.sums.discarded += event.discarded
 
     def _note_step(self, stage: int, event: events.InnerStep) -> None:
@@ -161,7 +167,7 @@ class EventCollector:
     def struck(self, fault: Fault) -> None:
         """Note a fault, and whom it puts under a suspicion that is true."""
         now_s = self._world.now_s
-        self.struck_faults.append(Struck(now_s, fault))
+        self.happened.append(Happened(at_s=now_s, fault=fault))
         match fault:
             case faults.Crash() | faults.Leave() | faults.Restart() | faults.Tamper():
                 self._suspect(fault.peer, now_s + RECENT_S)
@@ -188,7 +194,7 @@ class EventCollector:
                     self._end(stage_time)
         if self._looks % self._stride == 0:
             self.stage_times.settle(self._world.now_s)
-            done = self.microbatches()
+            done = self.stage_times.microbatches()
             self._see(done >= self.budget)
             self.rows.append(self._row(done))
             if len(self.rows) > MOST_ROWS:
@@ -199,7 +205,7 @@ class EventCollector:
         """Count what those wait for that have nothing to do; one look counts for those that are left out."""
         step = len(self.stage_times.open) // SEEN_AT_ONCE + 1
         for stage_time in islice(self.stage_times.open, len(self.rows) % step, None, step):
-            if stage_time.ended_s is None and stage_time.stage is not None and not stage_time.device.busy:
+            if stage_time.ended_s is None and stage_time.stage is not None and not stage_time.life.device.busy:
                 self.causes[stage_time.stage][waits_for(stage_time, over)] += self._stride
 
     def _note_suspects(self, stage_time: StageTime) -> None:
@@ -220,11 +226,7 @@ class EventCollector:
         """Write the last row; end what has not ended."""
         for stage_time in self.stage_times.open:
             self._end(stage_time)
-        self.rows.append(self._row(self.microbatches()))
-
-    def microbatches(self) -> int:
-        """Return the microbatches whose gradient came back where they were drawn."""
-        return self.stage_times.microbatches()
+        self.rows.append(self._row(self.stage_times.microbatches()))
 
     def _row(self, microbatches: int) -> Row:
         """Return the totals of this moment."""
@@ -241,24 +243,20 @@ class EventCollector:
             losses=sums.losses,
         )
 
-    def placed(self) -> Iterator[StageTime]:
-        """Yield the lives that had a stage."""
-        return (stage_time for stage_time in self.stage_times.all if stage_time.stage is not None)
-
     def _end(self, stage_time: StageTime) -> None:
         if stage_time.ended_s is None:
             stage_time.ended_s = self._world.now_s
             stage_time.busy_s = min(
-                stage_time.device.busy_s - stage_time.before_s, stage_time.ended_s - stage_time.begun_s
+                stage_time.life.device.busy_s - stage_time.before_s, stage_time.ended_s - stage_time.begun_s
             )
-            stage_time.lines = self._world.hub.link_use(stage_time.peer.name)
+            stage_time.lines = self._world.network.link_use(stage_time.peer.name)
 
     def _is_bad(self, me: str, name: str) -> bool:
         """Say whether a suspicion of `me` against a peer is true."""
         peer, now_s = self._world.peers[name], self._world.now_s
-        if not peer.running or peer.life.node is None or peer.life.node.replica is None or peer.access.dials_only:
+        if not peer.running or peer.replica is None or peer.access.dials_only:
             return True
-        if now_s < self._bad_until_s.get(name, 0.0) or self._world.hub.is_cut(me, name):
+        if now_s < self._bad_until_s.get(name, 0.0) or self._world.network.is_cut(me, name):
             return True
         return now_s < self._cut_until_s and self._sides.get(me) != self._sides.get(name)
 

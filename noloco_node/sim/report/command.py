@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,17 +18,20 @@ import msgspec
 import torch
 from msgspec import structs
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, config_error, leaves
 from noloco_node.run.runfile import load_run
 from noloco_node.sim.clock import Deadlock
+from noloco_node.sim.explore.search import explore, replay
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.progress_bar import ProgressBar
 from noloco_node.sim.report.text import lines
-from noloco_node.sim.report.trace import EventTrace
+from noloco_node.sim.report.trace import EventTrace, trace_file
 from noloco_node.sim.scenario.scenario import Scenario, line_of, load_scenario, problems
 from noloco_node.sim.scenario.setup import SimSetup, base, build_setup
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
+from noloco_node.storage.atomic_file import write_whole
+from noloco_node.terminal import Bar
 
 DEFAULT_OUT = Path("noloco-simulation")
 Say = Callable[[str], None]
@@ -86,21 +89,17 @@ def simulate_scenario(path: Path | None, flags: SimulationFlags, wanted: Simulat
 def search(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest, count: int, say: Say) -> int:
     """Run `count` random fault schedules from the seed on; return the exit code."""
     if wanted != SimulationRequest():
-        raise UserError(
+        raise _misuse(
             "--explore does not go with --json, --out or --trace.",
-            why="it says which seeds break an invariant and leaves no files",
-            hint=f"noloco-node simulate --explore {count}; then --seed S --trace shows one of its seeds",
-            code=Exit.USAGE,
+            "it says which seeds break an invariant and leaves no files",
+            f"noloco-node simulate --explore {count}; then --seed S --trace shows one of its seeds",
         )
     if path is not None or flags.of_the_swarm:
-        raise UserError(
+        raise _misuse(
             "--explore makes its own swarms.",
-            why="it draws a small swarm and its faults from each seed",
-            hint=f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
-            code=Exit.USAGE,
+            "it draws a small swarm and its faults from each seed",
+            f"leave the scenario and its flags away: noloco-node simulate --explore {count} --seed 0",
         )
-    from noloco_node.sim.explore.search import explore
-
     torch.set_num_threads(1)
     return explore(count, flags.seed or 0, say)
 
@@ -108,16 +107,13 @@ def search(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest,
 def repeat(seed: int, wanted: SimulationRequest, say: Say) -> int:
     """Replay the random fault schedule of a seed with all its events; return the exit code."""
     if wanted != SimulationRequest(trace=True):
-        raise UserError(
+        raise _misuse(
             "--seed and --trace alone replay a schedule of --explore, without --json or --out.",
-            why="a replay says its events and leaves no files",
-            hint=f"leave --json and --out away; or trace a swarm of flags: --peers 4 --seed {seed} --trace",
-            code=Exit.USAGE,
+            "a replay says its events and leaves no files",
+            f"leave --json and --out away; or trace a swarm of flags: --peers 4 --seed {seed} --trace",
         )
-    from noloco_node.sim.explore.search import replay
-
     torch.set_num_threads(1)
-    return replay(seed, True, say)
+    return replay(seed, say)
 
 
 # The scenario.
@@ -128,11 +124,10 @@ def put_together(path: Path | None, flags: SimulationFlags) -> Scenario:
     scenario = Scenario() if path is None else load_scenario(path)
     swarm = scenario.swarm
     if swarm.run is not None and not Path(swarm.run).is_file():
-        raise UserError(
+        raise config_error(
             f"{path}: swarm.run names a run file that is not there.",
-            why=f"there is no file {swarm.run}",
-            hint="correct the path, which is relative to the scenario; `noloco-node init` writes a run file",
-            code=Exit.CONFIG,
+            f"there is no file {swarm.run}",
+            "correct the path, which is relative to the scenario; `noloco-node init` writes a run file",
         )
     if flags.seed is not None:
         scenario = structs.replace(scenario, seed=flags.seed)
@@ -152,12 +147,15 @@ def _replicas(peers: int, stages: int) -> int:
     if peers % stages == 0:
         return peers // stages
     near = [count for count in (peers - peers % stages, peers - peers % stages + stages) if count]
-    raise UserError(
+    raise _misuse(
         f"{peers} peers cannot be shared out over {stages} stages.",
-        why="all stages of a simulated swarm have equally many replicas",
-        hint=" or ".join(f"--peers {count}" for count in near),
-        code=Exit.USAGE,
+        "all stages of a simulated swarm have equally many replicas",
+        " or ".join(f"--peers {count}" for count in near),
     )
+
+
+def _misuse(what: str, why: str, hint: str) -> UserError:
+    return UserError(what, why=why, hint=hint, code=Exit.USAGE)
 
 
 def complete(scenario: Scenario, path: Path | None) -> SimSetup:
@@ -173,12 +171,7 @@ def complete(scenario: Scenario, path: Path | None) -> SimSetup:
     )
     for problem in problems(structs.replace(scenario, swarm=swarm)):
         where = "the flags" if path is None else f"{path}{line_of(path.read_text('utf-8-sig'), problem.field)}"
-        raise UserError(
-            f"{where}: {problem.field} is refused.",
-            why=problem.why,
-            hint=problem.hint,
-            code=Exit.CONFIG,
-        )
+        raise config_error(f"{where}: {problem.field} is refused.", problem.why, problem.hint)
     return setting
 
 
@@ -189,17 +182,16 @@ def _simulate(setting: SimSetup, trace: Path | None) -> Report:
     torch.set_num_threads(1)  # threads would cost more than they give, and the sums would depend on their number
     begun_s = time.perf_counter()
     with ExitStack() as stack:
-        progress = stack.enter_context(ProgressBar())
+        bar, file = stack.enter_context(closing(Bar())), None
         collectors: list[EventCollector] = []
-        traces: list[EventTrace] = []
         if trace is not None:
             stack.callback(_unmake, trace)
             _make(trace)
-            traces.append(stack.enter_context(EventTrace(trace / "events.jsonl")))
+            file = stack.enter_context(trace_file(trace / "events.jsonl"))
 
         def watch(world: World) -> list[Watcher]:
             collectors.append(EventCollector(world))
-            return [*collectors, progress.watch(world), *(each.watch(world) for each in traces)]
+            return [*collectors, ProgressBar(world, bar), *([] if file is None else [EventTrace(world, file)])]
 
         try:
             report = simulate(setting, watch, lambda world: make_report(world, collectors[0]))
@@ -210,7 +202,7 @@ def _simulate(setting: SimSetup, trace: Path | None) -> Report:
 
 def _plainly(error: BaseException, setting: SimSetup) -> BaseException:
     """Return what ended a simulation in words, where there are any."""
-    for each in _leaves(error):
+    for each in leaves(error):
         if isinstance(each, UserError):
             return each
         if isinstance(each, Stuck | Deadlock):
@@ -221,14 +213,6 @@ def _plainly(error: BaseException, setting: SimSetup) -> BaseException:
                 code=Exit.BUG,
             )
     return error
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for each in error.exceptions:
-            yield from _leaves(each)
-    else:
-        yield error
 
 
 # The files.
@@ -246,7 +230,6 @@ def _look_at(directory: Path) -> None:
 
 def _write(directory: Path, report: Report) -> None:
     from noloco_node.sim.report.plot import picture
-    from noloco_node.storage.atomic_file import write_whole
 
     files = {
         "swarm.png": picture(report),

@@ -13,14 +13,12 @@ from collections.abc import Sequence
 import msgspec
 
 from noloco_node import __version__
-from noloco_node.sim.report.collector import Cause, EventCollector
+from noloco_node.sim.report.collector import Cause, EventCollector, Happened, Migrated
 from noloco_node.sim.report.stage_time import StageTime
 from noloco_node.sim.report.timeline import TimelinePoint, timeline_of, training_s
-from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import SimSetup
 from noloco_node.sim.world import World
-from pipeline.messages import Gradient, Microbatch
 
 COMPUTING, UNSEEN = "computing", "unseen"
 ENDS = 0.1
@@ -67,23 +65,6 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     def work(self) -> float:
         """Share of the training time at work."""
         return min(1.0, self.time[COMPUTING] / self.training) if self.training > 0.0 else 0.0
-
-
-class Happened(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault that happened."""
-
-    at_s: float
-    fault: Fault
-
-
-class Migrated(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that went on to another stage."""
-
-    at_s: float
-    peer: str
-    origin: int
-    target: int
-    why: str
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,13 +115,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def make_report(world: World, collector: EventCollector) -> Report:
     """Sum up a world that has come to its end; to be called within its loop."""
     collector.close()
-    setting, run, hub = world.setting, world.setting.run, world.hub.statistics()
+    setting, run, counts = world.setting, world.setting.run, world.network.statistics()
     # What comes after the last step is no part of the course; its last row says what became of all.
     rows = [row for row in collector.rows if row.at_s < world.ended_s]
     rows.append(collector.rows[-1]._replace(at_s=world.ended_s or collector.rows[-1].at_s))
     course, lasted_s = timeline_of(rows, setting), training_s(rows, world.ended_s)
     totals = _totals(collector)
-    microbatches = collector.microbatches()
+    microbatches = collector.stage_times.microbatches()
     tokens = microbatches * setting.microbatch_tokens
     losses = [moment.loss for moment in course if moment.loss is not None]
     several = max(1, round(ENDS * len(losses)))
@@ -169,15 +150,12 @@ def make_report(world: World, collector: EventCollector) -> Report:
         true_suspects=collector.true_suspects,
         false_suspects=collector.false_suspects,
         exchanges_lost=totals["rounds.lost"],
-        sent_bytes=_purposes(hub),
-        microbatch_bytes=_directions(setting, hub),
-        network=_network(hub),
-        happened=tuple(Happened(at_s=struck.at_s, fault=struck.fault) for struck in collector.struck_faults),
+        sent_bytes=_purposes(counts),
+        microbatch_bytes=_directions(setting, counts),
+        network=_network(counts),
+        happened=tuple(collector.happened),
         course=course,
-        moved=tuple(
-            Migrated(at_s=at_s, peer=peer, origin=event.origin, target=event.target, why=event.why)
-            for at_s, peer, event in collector.migrations
-        ),
+        moved=tuple(collector.moved),
         standstill=world.standstill,
     )
 
@@ -185,7 +163,9 @@ def make_report(world: World, collector: EventCollector) -> Report:
 def _totals(collector: EventCollector) -> Counter[str]:
     """Return the replicas' counters, summed over all lives."""
     totals: Counter[str] = Counter()
-    for stage_time in collector.placed():
+    for stage_time in collector.stage_times.all:
+        if stage_time.stage is None:
+            continue
         found = stage_time.counters()
         totals.update({name: int(value) for name, value in found.items() if isinstance(value, int)})
         if found and stage_time.stage == 0:
@@ -206,7 +186,7 @@ def _nonzero(totals: Counter[str], *prefixes: str) -> dict[str, int]:
 
 
 def _stage(number: int, world: World, collector: EventCollector, course: Sequence[TimelinePoint]) -> StageReport:
-    stage_times = [stage_time for stage_time in collector.placed() if stage_time.stage == number]
+    stage_times = [stage_time for stage_time in collector.stage_times.all if stage_time.stage == number]
     devices = _devices(stage_times)
     counts = [counters for stage_time in stage_times if (counters := stage_time.counters())]
     gaps = [moment.gap[number] for moment in course if moment.gap[number] is not None]
@@ -267,26 +247,25 @@ def _spread(shares: Sequence[float]) -> PeerSpread | None:
     return PeerSpread(mean=sum(shares) / len(shares), least=min(shares), most=max(shares)) if shares else None
 
 
-def _purposes(hub: dict[str, int | float]) -> dict[str, int]:
+def _purposes(counts: dict[str, int | float]) -> dict[str, int]:
     found: Counter[str] = Counter()
-    for name, value in hub.items():
+    for name, value in counts.items():
         if name.startswith("bytes."):
             found[name.removeprefix("bytes.").partition("/")[0]] += int(value)
     return dict(sorted(found.items()))
 
 
-def _directions(setting: SimSetup, hub: dict[str, int | float]) -> dict[str, int]:
-    forward, backward = Microbatch.__new__(Microbatch), Gradient(hidden=None, loss=0.0, tokens=1)
+def _directions(setting: SimSetup, counts: dict[str, int | float]) -> dict[str, int]:
     return {
-        "forward": int(hub.get("messages.Microbatch", 0)) * setting.size_bytes(forward, "microbatch/1"),
-        "backward": int(hub.get("messages.Gradient", 0)) * setting.size_bytes(backward, "microbatch/1"),
+        "forward": int(counts.get("messages.Microbatch", 0)) * setting.sizes.microbatch_bytes,
+        "backward": int(counts.get("messages.Gradient", 0)) * setting.sizes.gradient_bytes,
     }
 
 
-def _network(hub: dict[str, int | float]) -> dict[str, int]:
+def _network(counts: dict[str, int | float]) -> dict[str, int]:
     """Return the network's other counts."""
     words = ("conversations.", "dials.", "records.", "messages.")
-    return {name: int(hub[name]) for name in sorted(hub) if name.startswith(words)}
+    return {name: int(counts[name]) for name in sorted(counts) if name.startswith(words)}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -7,51 +7,25 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import Self
 
-from noloco_node.journal import events
-from noloco_node.sim.peer import SimulatedPeer
-from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.world import World
+from noloco_node.sim.world import Watcher, World
 from noloco_node.terminal import DRAW_EVERY_S, Bar, Forecast
 from noloco_node.units import format_clock
 
 PLAIN_EVERY_S = 10.0
 
 
-class ProgressBar:
-    """Watches worlds (`world.Watcher`), one after the other; a context, so that the terminal is always given back."""
+class ProgressBar(Watcher):
+    """Looks how far a world is; the bar is to be closed by whoever opened it."""
 
-    def __init__(self) -> None:
-        self._bar, self._forecast = Bar(), Forecast()
-        self._world: World | None = None
+    def __init__(self, world: World, bar: Bar) -> None:
+        self._world, self._bar, self._forecast = world, bar, Forecast()
         self._begun_s = self._looked_s = self._printed_s = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.close()
-
-    def watch(self, world: World) -> Self:
-        """Look at this world from now on."""
-        self._world = world
-        self._begun_s = self._looked_s = self._printed_s = time.monotonic()
-        return self
-
-    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
-        """Events come too often to be shown."""
-
-    def struck(self, fault: Fault) -> None:
-        """Faults are in the report."""
 
     def look(self) -> None:
         """Say how far it is, if it is time to."""
         now_s = time.monotonic()
-        if self._world is None or now_s - self._looked_s < DRAW_EVERY_S:
+        if now_s - self._looked_s < DRAW_EVERY_S:
             return
         self._looked_s = now_s
         done = done_share(self._world)

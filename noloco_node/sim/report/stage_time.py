@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from noloco_node.journal import events
 from noloco_node.node.replica import Replica
-from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.network.bandwidth import LinkUse
 from noloco_node.sim.peer import PeerLife, SimulatedPeer
 
@@ -34,7 +33,6 @@ class StageTime:
 
     peer: SimulatedPeer
     life: PeerLife
-    device: VirtualDevice
     stage: int | None
     begun_s: float
     ended_s: float | None = None
@@ -48,7 +46,7 @@ class StageTime:
 
     def worked_s(self) -> float:
         """Return the seconds that the device was at work so far."""
-        return self.device.busy_s - self.before_s if self.ended_s is None else self.busy_s
+        return self.life.device.busy_s - self.before_s if self.ended_s is None else self.busy_s
 
     def alive_s(self, now_s: float) -> float:
         """Return how long the peer has been there."""
@@ -57,9 +55,7 @@ class StageTime:
     @property
     def replica(self) -> Replica | None:
         """What trains in this life, at this stage."""
-        if self.left is not None:
-            return self.left
-        return self.life.node.replica if self.life.node is not None else None
+        return self.life.replica if self.left is None else self.left
 
     @property
     def succeeded(self) -> int:
@@ -77,7 +73,7 @@ class StageTime:
     @property
     def past(self) -> bool:
         """Whether its peer is at another stage by now, or lives another life."""
-        return self.left is not None or (self.life is not self.peer.life and not self.device.busy)
+        return self.left is not None or (self.life is not self.peer.life and not self.life.device.busy)
 
     def settle(self) -> bool:
         """Keep the counters, and let go of what trained; say whether a whole life is over."""
@@ -101,10 +97,7 @@ class StageTimes:
 
     def begin(self, peer: SimulatedPeer, now_s: float) -> None:
         """Note that a peer has come, or gone on to another stage."""
-        device = peer.device
-        stage_time = StageTime(
-            peer=peer, life=peer.life, device=device, stage=peer.stage, begun_s=now_s, before_s=device.busy_s
-        )
+        stage_time = StageTime(peer=peer, life=peer.life, stage=peer.stage, begun_s=now_s, before_s=peer.device.busy_s)
         self.all.append(stage_time)
         self.open[stage_time] = None
         self._now[peer.name] = stage_time

@@ -25,7 +25,7 @@ COLUMNS = {
     str(Cause.JOINING): "joining",
     str(Cause.ENDING): "ending",
 }
-MOST_FAULTS = 20
+MOST_LISTED = 20
 WIDTH = 100
 """Columns of the sentence; the tables are about as wide."""
 
@@ -161,21 +161,25 @@ def _faults(report: Report) -> list[str]:
     if not asked_for:
         return []
     text = ["", f"{'faults':<12}{len(report.happened):,} of {asked_for:,} happened before the end"]
-    text += [f"  {each.at_s:>8.1f} s   {fault_words(each.fault)}" for each in report.happened[:MOST_FAULTS]]
-    more = len(report.happened) - MOST_FAULTS
-    return [*text, *([f"  and {more:,} more"] if more > 0 else [])]
+    return text + _first([(each.at_s, fault_words(each.fault)) for each in report.happened])
 
 
 def _moves(report: Report) -> list[str]:
     if not report.moved:
         return []
     text = ["", f"{'moves':<12}{len(report.moved):,}, each of a replica to another stage"]
-    text += [
-        f"  {each.at_s:>8.1f} s   {each.peer} from stage {each.origin} to stage {each.target}: {each.why}"
-        for each in report.moved[:MOST_FAULTS]
-    ]
-    more = len(report.moved) - MOST_FAULTS
-    return [*text, *([f"  and {more:,} more"] if more > 0 else [])]
+    return text + _first(
+        [
+            (each.at_s, f"{each.peer} from stage {each.origin} to stage {each.target}: {each.why}")
+            for each in report.moved
+        ]
+    )
+
+
+def _first(happened: Sequence[tuple[float, str]]) -> list[str]:
+    """Return a line for each of the first, and one that counts the rest."""
+    text = [f"  {at_s:>8.1f} s   {what}" for at_s, what in happened[:MOST_LISTED]]
+    return text + ([f"  and {len(happened) - MOST_LISTED:,} more"] if len(happened) > MOST_LISTED else [])
 
 
 def fault_words(fault: Fault) -> str:

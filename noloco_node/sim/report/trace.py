@@ -7,9 +7,10 @@ aside and renamed at the end, so that a simulation that was interrupted leaves n
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -17,64 +18,41 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
-from noloco_node.sim.world import World
+from noloco_node.sim.world import Watcher, World
 
 
-class EventTrace:
-    """Watches a world (`world.Watcher`) and writes what it hears; a context, which the file does not outlive half."""
+@contextmanager
+def trace_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to write, which is at `path` once the block has ended well; raise `UserError` where it cannot be."""
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        with aside.open("wb") as file:
+            yield file
+        os.replace(aside, path)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}",
+            why=error.strerror or str(error),
+            hint="free some space, or give another directory with --out",
+            code=Exit.STORAGE,
+        ) from error
+    finally:
+        aside.unlink(missing_ok=True)
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._aside = path, path.with_name(f".{path.name}.part")
-        self._encoder = msgspec.json.Encoder()
-        self._world: World | None = None
-        try:
-            self._file = self._aside.open("wb")
-        except OSError as error:
-            raise _refused(path, error) from error
 
-    def __enter__(self) -> Self:
-        return self
+class EventTrace(Watcher):
+    """Writes what happens in a world."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._file.close()
-            if kind is None:
-                os.replace(self._aside, self._path)
-        except OSError as refusal:
-            raise _refused(self._path, refusal) from refusal
-        finally:
-            self._aside.unlink(missing_ok=True)
-
-    def watch(self, world: World) -> Self:
-        """Write what happens in this world."""
-        self._world = world
-        return self
+    def __init__(self, world: World, file: BinaryIO) -> None:
+        self._world, self._file, self._encoder = world, file, msgspec.json.Encoder()
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Write an event."""
-        self._write({"node": peer.name, **msgspec.to_builtins(event)})
+        self._write({"node": peer.name, **events.fields_of(event)})
 
     def struck(self, fault: Fault) -> None:
         """Write a fault."""
         self._write({"event": "fault", **msgspec.to_builtins(fault)})
 
-    def look(self) -> None:
-        """Nothing is written for a look."""
-
     def _write(self, fields: dict[str, Any]) -> None:
-        assert self._world is not None, "watch() comes first"
-        try:
-            self._file.write(self._encoder.encode({**fields, "at": self._world.now_s}) + b"\n")
-        except OSError as error:
-            raise _refused(self._path, error) from error
-
-
-def _refused(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"cannot write {path}",
-        why=error.strerror or str(error),
-        hint="free some space, or give another directory with --out",
-        code=Exit.STORAGE,
-    )
+        self._file.write(self._encoder.encode({**fields, "at": self._world.now_s}) + b"\n")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ import msgspec
 
 from noloco_node.errors import config_error
 from noloco_node.run.decode_errors import misfit, short
-from noloco_node.sim.network.link_model import Latency
+from noloco_node.sim.network.link_model import NetworkConditions
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault, Join
 
@@ -70,15 +70,9 @@ class SwarmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """False: no deadline on any exchange or microbatch, so that no timeout hides a wait that would never end."""
 
 
-class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NetworkConfig(NetworkConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The lines. Shares are of messages; rates hold for every peer, None is without limit."""
 
-    latency: Latency = Latency()
-    loss: float = 0.0
-    late: float = 0.0
-    late_s: float = 2.0
-    duplicate: float = 0.0
-    roster_lag_s: float = 0.0
     up_mbit_per_s: float | None = None
     down_mbit_per_s: float | None = None
     dials_only: float = 0.0
@@ -270,6 +264,11 @@ def _faults(scenario: Scenario) -> Iterator[_Problem]:
 def planned(stages: int, replicas: int) -> list[str]:
     """Return the names of the planned peers, stage by stage."""
     return [peer_name(stage, replica) for stage in range(stages) for replica in range(replicas)]
+
+
+def unreachable(names: Sequence[str], share: float) -> list[str]:
+    """Return the share of peers that others cannot dial: spread over the stages, the same ones each time."""
+    return [names[int(number / share) % len(names)] for number in range(int(share * len(names) + 0.5))]
 
 
 def _unknown(complaint: str) -> str | None:

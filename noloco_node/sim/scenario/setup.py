@@ -7,43 +7,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from msgspec import structs
 
-from gossip.exchange.formats import Format, wire_bytes
-from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import config_error
+from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
-from noloco_node.planning.message_sizes import PROBE_BYTES
 from noloco_node.planning.plan import mean_steps_per_round
 from noloco_node.run.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
-from noloco_node.run.protocols import GOSSIP, STATE
 from noloco_node.run.runfile import load_run, validate
 from noloco_node.sim.hardware.priced_stage import Prices
-from noloco_node.sim.hardware.quadratic_model import SIZE, QuadraticModel, quadratic_layout
-from noloco_node.sim.network.link_model import Access, NetworkConditions
+from noloco_node.sim.hardware.quadratic_model import QuadraticModel, quadratic_layout
+from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.scenario import faults
+from noloco_node.sim.scenario.faults import Fault
+from noloco_node.sim.scenario.message_sizes import BOWL_BYTES, MessageSizes
 from noloco_node.sim.scenario.scenario import MOST_PEERS, Scenario, SwarmConfig, planned
 from noloco_node.swarm.run_distribution import RunFileText
-from pipeline.messages import Gradient, Microbatch
 
 if TYPE_CHECKING:
-    from noloco_node.machine.interface import Dimensions, StageModel
     from noloco_node.planning.model_layout import ModelLayout
-    from noloco_node.sim.scenario.faults import Fault
 
 FOREVER_S = 1e9
 """A deadline that no simulation reaches."""
-FRAME_BYTES = 100
-"""Of a message without tensors."""
 MBIT_BYTES = 1e6 / 8
-WEIGHT_SETS = 4
-"""Sets of weights in a whole state: slow weights, momentum, two moments."""
 
 
 class SimSetup(NamedTuple):
     """A scenario worked out.
 
-    `prices`: by stage. `build`: makes a stage's arithmetic. `size_bytes`: of a message, by its topic. `faults`: the
+    `prices`: by stage. `build`: makes a stage's arithmetic. `faults`: the
     scenario's, each churn as the departures and returns that it stands for.
     `microbatch_tokens`: that a microbatch stands for, also where a bowl computes.
     """
@@ -53,8 +46,7 @@ class SimSetup(NamedTuple):
     dimensions: Dimensions
     prices: tuple[Prices, ...]
     build: Callable[[int], StageModel]
-    size_bytes: Callable[[object, str], int]
-    conditions: NetworkConditions
+    sizes: MessageSizes
     faults: tuple[Fault, ...]
     microbatch_tokens: int
     parameters: int = 0
@@ -112,19 +104,20 @@ def build_setup(scenario: Scenario) -> SimSetup:
     run = _run(start, swarm, scenario.seed)
     validate(run, f"the scenario {scenario.name}")
     if run.pipeline.stages * run.pipeline.replicas > MOST_PEERS:
-        raise UserError(
-            f"The scenario {scenario.name} has {run.pipeline.stages * run.pipeline.replicas} peers.",
-            why=f"{MOST_PEERS} are simulated at most",
-            hint="fewer stages or replicas",
-            code=Exit.CONFIG,
-        )
-    plan = _layout(run) if transformer or swarm.run is not None else None
+        what = f"The scenario {scenario.name} has {run.pipeline.stages * run.pipeline.replicas} peers."
+        raise config_error(what, f"{MOST_PEERS} are simulated at most", "fewer stages or replicas")
+    plan = None
+    if transformer or swarm.run is not None:
+        from noloco_node.planning.model_layout import model_layout
+
+        plan = model_layout(run)
     if not transformer:
         run = _with_shapes_of_bowls(run)
     if not swarm.impatient:
         run = structs.replace(run, pipeline=structs.replace(run.pipeline, budget_s=FOREVER_S))
     prices = _prices(scenario, run, start, plan)
     bowls = quadratic_layout(run.pipeline.stages, [price.forward_s for price in prices])
+    sizes = MessageSizes(scenario, start.pipeline, run.outer, plan)
     dimensions: Dimensions = plan if plan is not None and transformer else bowls
     return SimSetup(
         scenario=scenario,
@@ -132,12 +125,11 @@ def build_setup(scenario: Scenario) -> SimSetup:
         dimensions=dimensions,
         prices=prices,
         build=_transformers(run, plan) if plan is not None and transformer else QuadraticModel,
-        size_bytes=_sizes(scenario, start, run.outer, plan),
-        conditions=_conditions(scenario),
+        sizes=sizes,
         faults=faults.unfold(scenario.fault, planned(run.pipeline.stages, run.pipeline.replicas), scenario.seed),
         microbatch_tokens=start.pipeline.microbatch_size * start.pipeline.sequence_length,
-        parameters=0 if plan is None else sum(math.prod(shape) for part in plan.shapes for shape in part.values()),
-        slowest_bytes_per_s=SLOWEST_BYTES_PER_S * (1.0 if transformer else 4 * SIZE / _weights_bytes(scenario, plan)),
+        parameters=0 if plan is None else sum(sizes.stage_bytes) // 4,
+        slowest_bytes_per_s=SLOWEST_BYTES_PER_S * (1.0 if transformer else BOWL_BYTES / max(sizes.stage_bytes)),
     )
 
 
@@ -192,16 +184,8 @@ def _with_shapes_of_bowls(run: RunConfig) -> RunConfig:
     return structs.replace(run, pipeline=pipeline)
 
 
-def _layout(run: RunConfig) -> ModelLayout:
-    from noloco_node.planning.model_layout import model_layout
-
-    return model_layout(run)
-
-
 def _transformers(run: RunConfig, plan: ModelLayout) -> Callable[[int], StageModel]:
     def build(number: int) -> StageModel:
-        import torch
-
         from noloco_node.planning.model_layout import make_stage
 
         return make_stage(run, plan, number, torch.device("cpu"))
@@ -216,64 +200,4 @@ def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: ModelLay
     tokens = start.pipeline.microbatch_size * start.pipeline.sequence_length
     return tuple(
         Prices(forward_s=tokens * flops / (devices.tflops * 1e12), step_s=devices.step_s) for flops in plan.work
-    )
-
-
-def _sizes(
-    scenario: Scenario, start: RunConfig, outer: OuterConfig, plan: ModelLayout | None
-) -> Callable[[object, str], int]:
-    """Return what messages weigh, by kind and topic: as the run file's would, or as the scenario says."""
-    network = scenario.network
-    codec = Format(outer.codec)
-    # Of each topic: the sets of weights that a message brings, each as the codec has it; a probe; a whole state.
-    unknown = round(network.weights_bytes * wire_bytes(codec, [(2**20,)]) / 2**22)
-    weights: dict[str, int] = {}
-    probes: dict[str, int] = {}
-    states: dict[str, int] = {}
-    microbatch, targets = network.microbatch_bytes, 0
-    if plan is not None:
-        tokens = start.pipeline.microbatch_size * start.pipeline.sequence_length
-        microbatch, targets = tokens * plan.width * (2 if start.pipeline.wire_dtype == "bfloat16" else 4), 8 * tokens
-        for number, shapes in enumerate(plan.shapes):
-            total = 4 * sum(math.prod(shape) for shape in shapes.values())
-            weights[f"{GOSSIP}/{number}"] = wire_bytes(codec, tuple(shapes.values()))
-            probes[f"{GOSSIP}/{number}"] = min(PROBE_BYTES, total)
-            states[f"{STATE}/{number}"] = WEIGHT_SETS * total
-
-    def size_bytes(message: object, topic: str) -> int:
-        if isinstance(message, Microbatch | Gradient):
-            return FRAME_BYTES + microbatch + (targets if isinstance(message, Microbatch) else 0)
-        if isinstance(message, Weights):
-            brought = bool(message.fast) + bool(message.slow)
-            return FRAME_BYTES + brought * weights.get(topic, unknown)
-        if isinstance(message, Probe):
-            return FRAME_BYTES + (1 + (message.fast is not None)) * probes.get(topic, 0)
-        if isinstance(message, ReplicaState):
-            return FRAME_BYTES + states.get(topic, WEIGHT_SETS * network.weights_bytes)
-        if isinstance(message, Piece):
-            # A share of a section, which is as large as the weights, or as those that a bowl stands for.
-            whole = states.get(topic, WEIGHT_SETS * network.weights_bytes) // WEIGHT_SETS
-            here = whole if scenario.swarm.model == "transformer" else 4 * SIZE
-            return FRAME_BYTES + message.data.nbytes * whole // here
-        return FRAME_BYTES
-
-    return size_bytes
-
-
-def _weights_bytes(scenario: Scenario, plan: ModelLayout | None) -> int:
-    """Return what the weights of the largest stage stand for."""
-    if plan is None:
-        return scenario.network.weights_bytes
-    return max(4 * sum(math.prod(shape) for shape in shapes.values()) for shapes in plan.shapes)
-
-
-def _conditions(scenario: Scenario) -> NetworkConditions:
-    network = scenario.network
-    return NetworkConditions(
-        latency=network.latency,
-        loss=network.loss,
-        late=network.late,
-        late_s=network.late_s,
-        duplicate=network.duplicate,
-        roster_lag_s=network.roster_lag_s,
     )

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_gossip import Toy, World
 
-from gossip.interface import UNKNOWN, Candidate, RoundDeferred, RoundProgress, RoundSettings
+from gossip.events import OuterStepTaken, RoundDeferred
+from gossip.interface import UNKNOWN, Candidate, RoundProgress, RoundSettings
 from gossip.rounds.local_steps import (
     LARGEST_MULTIPLE,
     TOLERANCE,
@@ -165,7 +166,7 @@ def test_the_settings_say_what_is_followed(
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=12), st.integers(0, 100))
 def test_each_round_lasts_as_long_as_was_settled_when_it_was_opened(lasting: list[int], begun: int) -> None:
     """The k-th opening settles `lasting[k]`; what is said in between does not move an opening that is settled."""
-    round_schedule = RoundSchedule(50, rounds=0, inner_steps=begun)
+    round_schedule = RoundSchedule(50, rounds=0, inner_steps=begun, unknown_s=99.0)
     opened_at, step = [begun], begun
     while len(opened_at) < len(lasting):
         step += 1
@@ -177,18 +178,18 @@ def test_each_round_lasts_as_long_as_was_settled_when_it_was_opened(lasting: lis
         )
         assert round_schedule.steps == lasting[opened]
         assert round_schedule.due == (step >= due_at)
-        assert round_schedule.ready_in_s(99.0) == 0.5 * max(1, due_at - step)
+        assert round_schedule.ready_in_s == 0.5 * max(1, due_at - step)
         if round_schedule.due:
             round_schedule.tick(step, 0.5, lasting[opened + 1])
             round_schedule.open([])
             opened_at.append(step)
             assert not round_schedule.due
-            assert round_schedule.preference_delay_s(1, 2, 99.0) == 0.5 * 0.5 * lasting[opened + 1]
+            assert round_schedule.preference_delay_s(1, 2) == 0.5 * 0.5 * lasting[opened + 1]
     assert [after - before for before, after in pairwise(opened_at)] == lasting[: len(opened_at) - 1]
 
 
 def test_a_tick_that_says_nothing_of_it_leaves_the_length_as_it_is() -> None:
-    round_schedule = RoundSchedule(10, rounds=0, inner_steps=0)
+    round_schedule = RoundSchedule(10, rounds=0, inner_steps=0, unknown_s=99.0)
     round_schedule.tick(10, 1.0)
     assert round_schedule.due
     round_schedule.open([])
@@ -350,9 +351,9 @@ class _Watcher:
                 if event.step > 10:  # the speeds are known by then
                     self.device_s[peer.name] = self.device_s.get(peer.name, 0.0) + event.device_s
                     self.worked_s[peer.name] = self.worked_s.get(peer.name, 0.0) + event.seconds
-            case events.OuterStep(partner=str()):
+            case OuterStepTaken(partner=str()):
                 self.met[peer.name] = self.met.get(peer.name, 0) + 1
-            case events.OuterStep() | events.Deferred():
+            case OuterStepTaken() | RoundDeferred():
                 self.missed[peer.name] = self.missed.get(peer.name, 0) + 1
 
     def busy(self, name: str) -> float:

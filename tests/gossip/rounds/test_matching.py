@@ -207,11 +207,11 @@ def test_healing_never_goes_back_nor_beyond_the_bound(own: int, seen: list[int],
 
 
 def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
-    round_schedule = RoundSchedule(10, rounds=3, inner_steps=100)
-    assert round_schedule.ready_in_s(20.0) == 20.0
+    round_schedule = RoundSchedule(10, rounds=3, inner_steps=100, unknown_s=20.0)
+    assert round_schedule.ready_in_s == 20.0
     round_schedule.tick(109, 0.5)
     assert not round_schedule.due
-    assert round_schedule.ready_in_s(20.0) == 0.5
+    assert round_schedule.ready_in_s == 0.5
     round_schedule.tick(110, 0.5)
     assert round_schedule.due
     round_schedule.open([3, 3])
@@ -235,29 +235,29 @@ def test_cadence_opens_every_h_steps_and_follows_the_roster() -> None:
 def test_a_round_becomes_less_picky_as_it_ages() -> None:
     assert [good_enough_at(place, 5) for place in range(5)] == [PICKY_SHARE * place / 4 for place in range(5)]
     assert good_enough_at(0, 1) == 0.0
-    round_schedule = RoundSchedule(20, rounds=0, inner_steps=0)
+    round_schedule = RoundSchedule(20, rounds=0, inner_steps=0, unknown_s=99.0)
     round_schedule.tick(20, 2.0)
     round_schedule.open([0, 0, 0])
     # Places 0, 1, 2 become good enough 0, 5 and 10 steps after the opening, 2 s each.
-    assert [round_schedule.preference_delay_s(place, 3, 99.0) for place in range(3)] == [0.0, 10.0, 20.0]
+    assert [round_schedule.preference_delay_s(place, 3) for place in range(3)] == [0.0, 10.0, 20.0]
     round_schedule.tick(26, 2.0)
-    assert [round_schedule.preference_delay_s(place, 3, 99.0) for place in range(3)] == [0.0, 0.0, 8.0]
+    assert [round_schedule.preference_delay_s(place, 3) for place in range(3)] == [0.0, 0.0, 8.0]
     round_schedule.tick(30, 2.0)
-    assert round_schedule.preference_delay_s(2, 3, 99.0) == 0.0
+    assert round_schedule.preference_delay_s(2, 3) == 0.0
 
 
 def test_whoever_found_nobody_or_is_about_to_end_takes_anybody() -> None:
     for last in (False, True):
-        round_schedule = RoundSchedule(20, rounds=0, inner_steps=0)
+        round_schedule = RoundSchedule(20, rounds=0, inner_steps=0, unknown_s=99.0)
         round_schedule.tick(20, 1.0)
         if not last:
             round_schedule.defer()
         round_schedule.open([0], last=last)
-        assert round_schedule.preference_delay_s(9, 10, 99.0) == 0.0
+        assert round_schedule.preference_delay_s(9, 10) == 0.0
         round_schedule.finish(1)
         round_schedule.tick(40, 1.0)
         round_schedule.open([1])
-        assert round_schedule.preference_delay_s(9, 10, 99.0) == PICKY_SHARE * 20
+        assert round_schedule.preference_delay_s(9, 10) == PICKY_SHARE * 20
 
 
 # Whom to ask next.

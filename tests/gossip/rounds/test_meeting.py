@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import CUT, SWALLOW, Line, Toy, World, honest, live
 
+from gossip.events import PartnerTooStale, RoundDeferred
 from gossip.exchange.formats import Format, absolute, wire_bytes
 from gossip.exchange.messages import (
     NOTHING,
@@ -28,12 +29,11 @@ from gossip.exchange.messages import (
     Received,
     Weights,
 )
-from gossip.interface import Candidate, Origin, PartnerTooStale, RoundDeferred, RoundSettings, RoundTimeouts
+from gossip.interface import Candidate, Origin, RoundSettings, RoundTimeouts
 from gossip.rounds.outer_optimiser import Seen
-from gossip.rounds.prefetch_cache import PrefetchCache, PrefetchReceived, PrefetchSent
+from gossip.rounds.prefetch import SWAPS_AT_MOST, Prefetched
 from gossip.rounds.round_state import VAIN_AT_MOST
-from gossip.rule.delayed_momentum import Delay, outer_step
-from gossip.rule.outer_step import Outer, OuterState, Tensors
+from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, outer_step
 from noloco_node.sim.clock import run
 
 REFERENCE = Outer(alpha=0.5, beta=0.7, gamma=0.7)
@@ -574,18 +574,28 @@ def test_a_swap_is_declined_while_it_makes_no_sense() -> None:
     assert all(isinstance(answer, Declined) for answer in run(main()))
 
 
-def test_a_shelf_gives_only_what_is_still_true() -> None:
-    shelf = PrefetchCache()
-    assert shelf.holds("b") == NOTHING
-    assert shelf.given_to("b", 3, 3) is None
-    shelf.held, shelf.given = PrefetchReceived("b", 7, (torch.zeros(1),)), PrefetchSent("b", 3, (0.5,))
-    assert (shelf.holds("b"), shelf.holds("c")) == (7, NOTHING)
-    assert shelf.given_to("b", 3, 3) == (0.5,)
-    # Another version of ours, another one in their hands, somebody else.
-    assert shelf.given_to("b", 4, 3) is shelf.given_to("b", 3, NOTHING) is shelf.given_to("c", 3, 3) is None
-    assert shelf.given_to("b", 4, 4) is None
-    shelf.clear()
-    assert shelf.held_of("b") is None
+@pytest.mark.parametrize("version", [0, 3])
+@pytest.mark.parametrize("held", [NOTHING, 0, 7])
+@pytest.mark.parametrize("peer", ["b", "c"])
+def test_slow_weights_are_spared_only_where_the_partner_holds_the_present_ones(
+    peer: str, held: int, version: int
+) -> None:
+    """Another version of ours, another one in their hands, somebody else: then they travel in the meeting."""
+
+    async def main() -> None:
+        toys = pair(replace(SETTINGS, outer=APART), World(), apart=0.1)
+        for toy, other in zip(toys, reversed(toys), strict=True):
+            prefetcher = toy.rounds._prefetcher
+            if held != NOTHING:
+                met = other.name if peer == "b" else "c"
+                prefetcher._prefetched = Prefetched(met, version, held, other.rounds.state.slow, ())
+            prefetcher._begun[other.name] = SWAPS_AT_MOST
+        await live(list(toys), 35)
+        for toy in toys:
+            spared = toy.rounds.statistics()["spared"]
+            assert spared == (peer == "b" and held == version == 0)
+
+    run(main())
 
 
 def test_an_offer_is_answered_while_a_swap_lasts() -> None:
@@ -813,7 +823,7 @@ def test_an_answer_is_awaited_for_as_long_as_the_shell_says() -> None:
         timings = []
         for toy in toys:
             timings.append(Watched(3.0))
-            toy.rounds._offers._around = replace(toy.rounds._offers._around, answers=timings[-1])
+            toy.rounds._offers._context = replace(toy.rounds._offers._context, answers=timings[-1])
         await live(list(toys), 200)
         assert all(toy.met for toy in toys)
         return timings

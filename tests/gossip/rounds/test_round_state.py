@@ -10,9 +10,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from toy_gossip import at_once
 
-from gossip.interface import Candidate, Origin, OuterStepTaken, RoundContext, RoundSettings
+from gossip.events import OuterStepTaken
+from gossip.interface import Candidate, Origin, RoundContext, RoundSettings
 from gossip.rounds.outer_optimiser import Snapshot, Step
-from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState, StepPending
+from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState
 from gossip.rule.outer_step import Outer, OuterState, Stepped
 from noloco_node.sim.clock import run
 
@@ -58,7 +59,7 @@ PHASES: dict[type[Phase], Callable[[], RoundState]] = {
     Closed: closed,
     Open: opened,
     InMeeting: in_meeting,
-    StepPending: stepped,
+    PendingStep: stepped,
 }
 TRANSITIONS: dict[str, Callable[[RoundState], object]] = {
     "open": lambda state: state.open(SNAPSHOT),
@@ -73,10 +74,10 @@ LEADS: dict[str, dict[type[Phase], type[Phase]]] = {
     "open": {Closed: Open, Open: Open, InMeeting: InMeeting},
     "engage": {Open: InMeeting},
     "end_meeting": {InMeeting: Open},
-    "step": {InMeeting: StepPending},
-    "take_step": {Closed: Closed, Open: Open, InMeeting: InMeeting, StepPending: Closed},
+    "step": {InMeeting: PendingStep},
+    "take_step": {Closed: Closed, Open: Open, InMeeting: InMeeting, PendingStep: Closed},
     "close": {Closed: Closed, Open: Closed, InMeeting: Closed},
-    "leave": {Closed: Closed, Open: Closed, InMeeting: Closed, StepPending: StepPending},
+    "leave": {Closed: Closed, Open: Closed, InMeeting: Closed, PendingStep: PendingStep},
 }
 WAKES = ("open", "end_meeting", "step", "leave")
 
@@ -170,8 +171,8 @@ def test_no_sequence_of_events_breaks_the_invariants(events: list[str]) -> None:
             assert state.leaving or not left, "nobody comes back"
             if left:
                 assert state.is_open <= isinstance(before, Open | InMeeting), "who leaves opens nothing"
-            assert not (state.between_rounds and (state.is_open or isinstance(phase, StepPending)))
-            answer_state = state.standing("b")
+            assert not (state.between_rounds and (state.is_open or isinstance(phase, PendingStep)))
+            answer_state = state.answer_state("b")
             assert (answer_state.open, answer_state.engaged) == (state.is_open, state.meeting is not None)
 
     run(main())

@@ -12,8 +12,9 @@ import pytest
 import torch
 from toy_gossip import CUT, SWALLOW, Toy, World, at_once, live
 
+from gossip.events import RoundDeferred
 from gossip.exchange.messages import Accepted, Declined, DeclineReason, Offer, Received, Weights
-from gossip.interface import Candidate, Origin, RoundContext, RoundDeferred, RoundSettings, RoundTimeouts
+from gossip.interface import Candidate, Origin, RoundContext, RoundSettings, RoundTimeouts
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from noloco_node.sim.clock import run

@@ -10,11 +10,12 @@ import torch
 from memory_swarms import Peer, recipe, until
 from torch import Tensor
 
+from gossip.events import OuterStepTaken
 from noloco_node.journal import events
 from noloco_node.planning.message_sizes import round_bytes
 from noloco_node.planning.model_layout import make_stage
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 
 PER_ROUND, STEPS = 5, 30
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def test_a_codec_leads_to_about_the_same_model_for_less(codec: str, near: float,
     assert moved > 0.0
     assert away < near * moved
     for peer in coded:
-        met = [step for step in peer.of(events.OuterStep) if step.partner is not None]
+        met = [step for step in peer.of(OuterStepTaken) if step.partner is not None]
         shapes = [tuple(tensor.shape) for tensor in peer.saved.tensors["slow"]] if peer.saved else []
         # What a plan says: exactly with gamma = beta, and about where slow weights may travel ahead in vain.
         assert len(met) >= 5
@@ -73,14 +74,14 @@ def test_a_newcomer_in_the_middle_of_a_period_becomes_a_replica(gamma: float) ->
             stages=1, replicas=2, steps=60, per_round=3, extra=f"gamma = {gamma}\nmomentum_period = 3\nalpha = 0.4"
         )
         peers = [Peer(hub, what, f"peer-{letter}", 0, job_s=0.05) for letter in "ab"]
-        await until(lambda: len(peers[0].of(events.OuterStep)) == 4)
+        await until(lambda: len(peers[0].of(OuterStepTaken)) == 4)
         peers.append(Peer(hub, what, "newcomer", 0, job_s=0.05))
         await asyncio.gather(*[peer.task for peer in peers])
         assert not hub.failures
         return peers
 
     *_, newcomer = peers = run(main())
-    assert [step.partner for step in newcomer.of(events.OuterStep) if step.partner is not None]
+    assert [step.partner for step in newcomer.of(OuterStepTaken) if step.partner is not None]
     for peer in peers:
         assert peer.saved is not None
         in_period = 0 < peer.saved.counters.meetings < 3

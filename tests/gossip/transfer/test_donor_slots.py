@@ -14,7 +14,7 @@ from toy_gossip import Line, World
 from gossip.exchange.messages import Busy, Manifest, Parts, Piece, PieceRequest, Section, StateRequest
 from gossip.transfer.chunks import cut
 from gossip.transfer.donor import TURNS, DonorLimits
-from gossip.transfer.donor_slots import LEAST_PACE, SETTLING_S, VISITORS, DonorSlot, DonorSlots, overdue
+from gossip.transfer.donor_slots import LEAST_PACE, NEWCOMERS, SETTLING_S, DonorSlot, DonorSlots, overdue
 from noloco_node.sim.clock import run
 
 SPANS = cut([4 * math.prod(shape) for shape in SHAPES])
@@ -63,11 +63,11 @@ def test_a_place_is_given_back_once_and_by_its_own_visit() -> None:
                 ended.append(displaced)
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(stay(f"slow{number}")) for number in range(VISITORS)]
+            tasks = [group.create_task(stay(f"slow{number}")) for number in range(NEWCOMERS)]
             await asyncio.sleep(11.0)
             third = group.create_task(stay("third"))
             await asyncio.sleep(0.1)
-            assert places.statistics() == {"visitors": VISITORS, "displaced": 1}
+            assert places.statistics() == {"visitors": NEWCOMERS, "displaced": 1}
             assert len(ended) == 1
             assert places.enter("slow0") is not None, "the other one has had its turn as well"
             await asyncio.sleep(0.1)
@@ -101,9 +101,9 @@ def test_newcomers_that_hold_all_places_and_take_next_to_nothing_keep_nobody(eve
         world = World()
         giving = Giving(world, "donor", WHOLE, TERMS)
         pieces: list[int] = []
-        slow = [asyncio.create_task(_drip(world, f"slow{n}", every_s, pieces)) for n in range(VISITORS)]
+        slow = [asyncio.create_task(_drip(world, f"slow{n}", every_s, pieces)) for n in range(NEWCOMERS)]
         await asyncio.sleep(2 * SETTLING_S)
-        assert giving.donor.statistics()["visitors"] == VISITORS
+        assert giving.donor.statistics()["visitors"] == NEWCOMERS
         begun_s = asyncio.get_running_loop().time()
         assert same(await copy_from(world, ["donor"], None, "honest"), WHOLE)
         took_s = asyncio.get_running_loop().time() - begun_s
@@ -137,7 +137,7 @@ def test_a_slow_line_keeps_its_place_for_its_turn_and_for_as_long_as_nobody_wait
 
         world.answerers["donor"] = answer
         begun_s = asyncio.get_running_loop().time()
-        copies = [asyncio.create_task(copy_from(world, ["donor"], None, f"slow{n}")) for n in range(VISITORS)]
+        copies = [asyncio.create_task(copy_from(world, ["donor"], None, f"slow{n}")) for n in range(NEWCOMERS)]
         await asyncio.sleep(300.0)
         async with world.conversing("early")("donor") as line:
             await line.send(StateRequest(parts=Parts.ALL))

@@ -15,7 +15,6 @@ from gossip.transfer.donor_switch import (
     OUTLYING_PROGRESS,
     OUTLYING_ROUNDS,
     ROUNDS_APART,
-    Bill,
     NormVotes,
     mixes,
     objection,
@@ -43,18 +42,19 @@ norms = st.floats(1e-3, 1e3)
 def test_units_stay_where_that_saves_something_and_the_copies_belong_together(
     round: int, afresh: int, settled: int
 ) -> None:
-    bill = Bill(afresh=max(afresh, settled), mixed=max(afresh, settled) - settled)
+    afresh, mixed = max(afresh, settled), max(afresh, settled) - settled
     after = replace(MANIFEST, round=round)
     near = abs(round - MANIFEST.round) <= ROUNDS_APART
-    assert mixes(MANIFEST, after, bill) == (near and bill.mixed <= (1 - LEAST_SAVING) * bill.afresh)
+    found = mixes(MANIFEST, after, afresh_bytes=afresh, mixed_bytes=mixed)
+    assert found == (near and mixed <= (1 - LEAST_SAVING) * afresh)
 
 
 def test_copies_of_other_sections_or_another_place_in_the_period_do_not_mix() -> None:
-    bill = Bill(afresh=100, mixed=1)
-    assert mixes(MANIFEST, MANIFEST, bill)
-    assert not mixes(MANIFEST, replace(MANIFEST, meetings=1, gathered=ROW), bill)
-    assert not mixes(replace(MANIFEST, meetings=1), replace(MANIFEST, meetings=2), bill)
-    assert not mixes(MANIFEST, replace(MANIFEST, first=ROW, second=ROW), bill)
+    saving = {"afresh_bytes": 100, "mixed_bytes": 1}
+    assert mixes(MANIFEST, MANIFEST, **saving)
+    assert not mixes(MANIFEST, replace(MANIFEST, meetings=1, gathered=ROW), **saving)
+    assert not mixes(replace(MANIFEST, meetings=1), replace(MANIFEST, meetings=2), **saving)
+    assert not mixes(MANIFEST, replace(MANIFEST, first=ROW, second=ROW), **saving)
 
 
 @settings(deadline=None)

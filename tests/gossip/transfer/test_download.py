@@ -45,16 +45,16 @@ from gossip.exchange.messages import (
     Section,
     StateRequest,
 )
+from gossip.exchange.swap import norm
 from gossip.transfer import donor as donors_side
 from gossip.transfer.assembly import ChunkArrived, DonorLost, DonorSelected, News
 from gossip.transfer.chunks import cut, tensors_of
 from gossip.transfer.donor import ABANDONED_S, HOLD_S, RETRY_S, DonorLimits
-from gossip.transfer.donor_queue import LONGEST_WAIT_S
-from gossip.transfer.donor_slots import STREAMS, VISITORS
+from gossip.transfer.donor_queue import LONGEST_WAIT_S, DonorBusy
+from gossip.transfer.donor_slots import NEWCOMERS, STREAMS
 from gossip.transfer.download import (
-    DonorBusy,
     check_manifest,
-    check_state,
+    check_values,
     donors,
     download_state,
     manifest_of,
@@ -381,26 +381,22 @@ def test_an_objection_keeps_a_donor_from_being_fetched() -> None:
     run(main())
 
 
+NOT_FINITE = (torch.full((40, 256), math.nan), *WHOLE.slow[1:])
 WRONG = {
-    "a missing tensor": {"slow": WHOLE.slow[:-1]},
-    "a wrong shape": {"slow": (WHOLE.slow[0].T, *WHOLE.slow[1:])},
-    "a wrong dtype": {"slow": (WHOLE.slow[0].double(), *WHOLE.slow[1:])},
-    "NaN in the slow weights": {"slow": (torch.full((40, 256), math.nan), *WHOLE.slow[1:])},
-    "no momentum": {"momentum": ()},
-    "half of the optimiser": {"optimiser": WHOLE.optimiser[:6]},
-    "a negative round": {"round": -1},
-    "met in a round to come": {"last_met": 7},
-    "progress beyond the end": {"progress": 1.5},
-    "progress that is no number": {"progress": math.nan},
-    "negative steps": {"optimiser_steps": -7},
+    "NaN in the slow weights": {"slow": NOT_FINITE},
+    "NaN in the momentum": {"momentum": NOT_FINITE},
+    "NaN in what was gathered": {"gathered": NOT_FINITE, "meetings": 1},
+    "NaN in the optimiser": {"optimiser": (*NOT_FINITE, *NOT_FINITE)},
+    "slow weights of another norm": {"slow": tuple(tensor * 11 for tensor in WHOLE.slow)},
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_state_that_cannot_be_right_is_implausible(what: str) -> None:
-    check_state(WHOLE, wanted())
+    announced = norm(WHOLE.slow)
+    check_values(WHOLE, announced)
     with pytest.raises(Implausible):
-        check_state(replace(WHOLE, **WRONG[what]), wanted())
+        check_values(replace(WHOLE, **WRONG[what]), announced)
 
 
 def manifest(parts: Parts = Parts.ALL) -> Manifest:
@@ -421,10 +417,15 @@ WRONG_MANIFESTS = {
     "gathered without a meeting": {"gathered": torch.zeros(len(SPANS), 32, dtype=torch.uint8)},
     "meetings that gathered nothing": {"meetings": 2},
     "a hash too many": {"slow": torch.zeros(len(SPANS) + 1, 32, dtype=torch.uint8)},
-    "a negative counter": {"inner_steps": -1},
+    "a negative round": {"round": -1},
+    "less than no meetings": {"meetings": -1},
+    "met before the first round": {"last_met": -1},
+    "negative steps": {"inner_steps": -1},
+    "negative steps of the optimiser": {"optimiser_steps": -7},
     "met in a round to come": {"last_met": 7},
     "a norm that is none": {"norm": math.inf},
     "progress beyond the end": {"progress": 1.01},
+    "progress that is no number": {"progress": math.nan},
 }
 
 
@@ -599,7 +600,7 @@ def test_newcomers_share_a_copy_and_are_served_a_few_at_a_time() -> None:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(copy_from(world, ["donor"], None, f"new{n}")) for n in range(6)]
         assert all(same(task.result(), WHOLE) for task in tasks)
-        assert most == VISITORS
+        assert most == NEWCOMERS
         assert giving.made == 1
         assert giving.donor.statistics()["turned_away"] > 0
         assert giving.donor.statistics()["visitors"] == 0

@@ -27,8 +27,8 @@ from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.stage_benchmark import TIMES, StageBenchmark, measure
 from noloco_node.node.joining.stage_claim import CLAIMS, LOOKS, ClaimedStage, claim_stage, claims_of
 from noloco_node.node.replica import Replica
-from noloco_node.planning.memory_needs import in_flight_bytes, needs_bytes
 from noloco_node.planning.model_layout import make_stage, model_layout
+from noloco_node.planning.plan import in_flight_bytes, needs_bytes
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.explore.search import ExploreResult, examine
@@ -37,8 +37,8 @@ from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.sim.hardware.priced_stage import PricedStage, Prices
 from noloco_node.sim.hardware.quadratic_model import QuadraticModel, RandomBatches, quadratic_layout
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access
+from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.scenario.scenario import decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import World, simulate

@@ -16,7 +16,7 @@ from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.corruption import GARBLING, Corruption, spoil, tensors_of
-from noloco_node.sim.network.hub import SimNetwork
+from noloco_node.sim.network.sim_network import SimNetwork
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

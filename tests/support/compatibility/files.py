@@ -134,7 +134,7 @@ def events() -> list[Any]:
             stale=2,
         ),
         journal.InnerStep(step=2, progress=0.02, loss=None, tokens=128, seconds=0.5, learning_rate=5e-3),
-        journal.OuterStep(
+        product.OuterStepTaken(
             round=1,
             partner=DONOR,
             gap=0.0625,
@@ -146,9 +146,9 @@ def events() -> list[Any]:
             partner_staleness=2,
             adopted=True,
         ),
-        journal.OuterStep(round=2, partner=None, gap=None, staleness=0, bytes_sent=0, bytes_received=0, seconds=0.0),
-        journal.TooStale(round=3, partner=DONOR, partner_staleness=17, bytes_sent=900, bytes_received=100),
-        journal.Deferred(round=4, in_a_row=2),
+        product.OuterStepTaken(round=2, seconds=0.0),
+        product.PartnerTooStale(round=3, partner=DONOR, partner_staleness=17, bytes_sent=900, bytes_received=100),
+        product.RoundDeferred(round=4, in_a_row=2),
         journal.Hops(counts={DONOR: 40, KEPT_OF: 2}),
         journal.Traffic(sent={"gossip": 2468, "microbatch": 9}, received={"state": 70_000}),
         journal.Budget(bytes={"upload.allowed": 250_000.0, "upload.used": 1234.5}),

@@ -6,6 +6,7 @@ The names here are these tests' own. What is renamed in the product is imported 
 
 from __future__ import annotations
 
+from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
 from gossip.exchange import codec
 from gossip.exchange.formats import Format
 from gossip.exchange.messages import (
@@ -67,6 +68,7 @@ from noloco_node.sim.report.command import SimulationFlags as Flags
 from noloco_node.sim.report.command import complete, put_together
 from noloco_node.sim.report.figures import Report, make_report
 from noloco_node.sim.report.trace import EventTrace as Trace
+from noloco_node.sim.report.trace import trace_file
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.state_sync.manifests import SNAPSHOT

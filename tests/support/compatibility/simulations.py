@@ -84,12 +84,12 @@ def simulated(name: str) -> Simulated:
     keys: set[str] = set()
     with TemporaryDirectory() as directory:
         events = Path(directory, "events.jsonl")
-        with product.Trace(events) as trace:
+        with product.trace_file(events) as file:
 
             def watch(world: product.World) -> list[product.Watcher]:
                 _surround(world, BUDGETS.get(name, {}), topics, keys)
                 tallies.append(product.Tally(world))
-                return [tallies[0], trace.watch(world)]
+                return [tallies[0], product.Trace(world, file)]
 
             def finish(world: product.World) -> tuple[product.Report, dict[str, list[float]]]:
                 return product.make_report(world, tallies[0]), _weights(world)
@@ -102,7 +102,7 @@ def simulated(name: str) -> Simulated:
 
 def _surround(world: product.World, budgets: dict[str, product.Allowance], topics: set[str], keys: set[str]) -> None:
     """Have every network that the world hands out be overheard, and some of them keep to a budget."""
-    network = world.hub.network
+    network = world.network.network
     spending: list[asyncio.Task[None]] = []
 
     def surrounded(peer: str, *access: Any) -> Any:
@@ -114,7 +114,7 @@ def _surround(world: product.World, budgets: dict[str, product.Allowance], topic
         spending.extend(asyncio.create_task(valve.admit(SAVED_UP_BYTES)) for valve in (metered.up, metered.down))
         return metered
 
-    world.hub.network = surrounded  # type: ignore[method-assign]
+    world.network.network = surrounded  # type: ignore[method-assign]
 
 
 def _weights(world: product.World) -> dict[str, list[float]]:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -16,13 +16,14 @@ import pytest
 from handlers import Work, echo, now
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from repository import ROOT
 
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.sim.clock import run
-from noloco_node.sim.network.hub import SimNetwork
 from noloco_node.sim.network.link_model import Access, Latency, NetworkConditions
+from noloco_node.sim.network.sim_network import SimNetwork
 
 LATENCY_S = 0.05
 CONDITIONS = NetworkConditions(latency=Latency(mean_s=LATENCY_S))
@@ -712,7 +713,7 @@ def test_whatever_happens_everybody_learns_and_nothing_stays(seed: int) -> None:
 
 def test_a_seed_gives_the_same_turmoil_to_the_bit_in_any_process() -> None:
     script = (
-        "from test_hub import turmoil\n"
+        "from test_sim_network import turmoil\n"
         "from noloco_node.sim.clock import run\n"
         "print(*[run(turmoil(seed))[0] for seed in range(3)])"
     )

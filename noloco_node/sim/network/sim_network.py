@@ -8,7 +8,7 @@ within a conversation. How long that takes and what can go wrong is in `conditio
 - `kill(peer)`: its streams break at the others one latency later, new ones are refused, its records expire by
   themselves. Afterwards `network(peer)` makes a new one, as after a restart;
 - `silence(peer)`: nothing leaves or reaches it, as with a host that lost its power or a process that is stopped.
-  Whoever talks with it gives it up after `silence_s`; `resume(peer)` delivers what was held back to those that did not;
+  Whoever talks with it gives it up after `SILENCE_S`; `resume(peer)` delivers what was held back to those that did not;
 - `partition(groups)`: the same between peers of different groups, and each group has a DHT of its own; `heal()`;
 - `corrupt(peer, how)`: its next messages arrive wrong (see `corruption`).
 
@@ -27,10 +27,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from noloco_node.sim.network.dht import SimDht
 from noloco_node.sim.network.link_model import Access, NetworkConditions
-from noloco_node.sim.network.medium import CALM, Medium, message_bytes
+from noloco_node.sim.network.medium import Medium, message_bytes
 from noloco_node.sim.network.peer_network import SimPeerNetwork
+
+_DEFAULTS = NetworkConditions()
 
 
 class SimNetwork(Medium):
@@ -38,15 +39,12 @@ class SimNetwork(Medium):
 
     def __init__(
         self,
-        conditions: NetworkConditions = CALM,
+        conditions: NetworkConditions = _DEFAULTS,
         *,
         seed: int = 0,
         size_bytes: Callable[[Any, str], int] = message_bytes,
     ) -> None:
-        super().__init__(conditions, seed=seed, size_bytes=size_bytes)
-        self.failures: list[tuple[str, Exception]] = []
-        """What handlers raised beside a `ConnectionError`, with the peer whose handler it was: bugs, as a rule."""
-        self.dht = SimDht()
+        super().__init__(conditions, seed, size_bytes)
         self._peers: dict[str, SimPeerNetwork] = {}
         self._bytes_of_killed: Counter[str] = Counter()
 
@@ -56,7 +54,7 @@ class SimNetwork(Medium):
         for network in self._peers.values():
             counts.update(network.sent_bytes())
         counts.update({f"messages.{name}": count for name, count in self.message_counts.items()})
-        sizes = {"held": len(self.holding), "failures": len(self.failures)}
+        sizes = {"held": len(self.held_outboxes), "failures": len(self.failures)}
         return {**self.counts, **counts, **self.dht.statistics(), **sizes}
 
     def network(self, peer: str, access: Access | None = None) -> SimPeerNetwork:
@@ -66,9 +64,7 @@ class SimNetwork(Medium):
         """
         if peer in self._peers:
             raise ValueError(f"there is a peer {peer} already")
-        network = self._peers[peer] = SimPeerNetwork(
-            peer, medium=self, dht=self.dht, peers=self._peers, failures=self.failures
-        )
+        network = self._peers[peer] = SimPeerNetwork(peer, self, self._peers)
         if access is not None:
             self.set_access(peer, access)
         return network
@@ -90,12 +86,12 @@ class SimNetwork(Medium):
 
     def silence(self, peer: str) -> None:
         """Cut a peer off so that others notice only by its silence, and it theirs."""
-        self.set_silent(peer, True)
+        self._silent.add(peer)
         self._apply_cuts()
 
     def resume(self, peer: str) -> None:
         """Reconnect a silenced peer: what was held back arrives now."""
-        self.set_silent(peer, False)
+        self._silent.discard(peer)
         self._apply_cuts()
 
     def partition(self, groups: Sequence[Collection[str]]) -> None:
@@ -104,19 +100,27 @@ class SimNetwork(Medium):
         Each group's readers of the DHT find what was published before and what is published in their own group. Takes
         the place of a partition that lasts: what was published in it is known to all from now on.
         """
-        self.set_groups(groups)
-        self.dht.unite()
-        self._apply_cuts()
+        sides: dict[str, int] = {}
+        for number, group in enumerate(groups):
+            for peer in group:
+                if sides.setdefault(peer, number) != number:
+                    raise ValueError(f"{peer} is in two groups")
+        self._divide(sides)
 
     def heal(self) -> None:
         """End the partition: what was held back arrives now, and all records are known to all."""
-        self.set_groups(None)
+        self._divide(None)
+
+    def _divide(self, sides: dict[str, int] | None) -> None:
+        self._sides = sides
         self.dht.unite()
         self._apply_cuts()
 
     def _apply_cuts(self) -> None:
         """Tell all conversations whether they are cut now, and deliver what no longer is."""
+        self._update_state()
         for network in self._peers.values():
             for end in network.ends:
                 end.note_cut(self.is_cut(end.me, end.peer))
-        self.release()
+        for outbox in list(self.held_outboxes):
+            outbox.release()
