@@ -16,8 +16,9 @@ rule under a generator of its own. They are drawn on the CPU whatever the device
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +55,9 @@ class _PassThrough(nn.Module):
 class _Nothing(nn.Module):
     """Stands where foreign position embeddings were, and adds nothing."""
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        return torch.zeros(())
+    def forward(self, *given: Any, **_: Any) -> Tensor:
+        # Where the others are: to take it there would stop a GPU in each pass.
+        return torch.zeros((), device=next((each.device for each in given if isinstance(each, Tensor)), None))
 
 
 def _shallowest_list(whole: nn.Module, depth: int) -> str:
@@ -137,6 +139,12 @@ class Slice(nn.Module):
         self.cut = cut
         self.known_as = known_as
         self.head = head
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # The whole model is not a part of us; what it holds itself must come along when we are moved.
+        (whole,) = self._whole
+        whole._buffers |= {name: fn(buffer) for name, buffer in whole._buffers.items() if buffer is not None}
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def forward(self, hidden: Tensor, *, logits: bool = True) -> Tensor:
         """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head.

@@ -170,7 +170,8 @@ def _needs(run_file: RunFileText) -> tuple[list[machine_checks.Need], list[Micro
         machine_checks.Need(
             number,
             stage.memory.total,
-            stage.memory.computing,
+            stage.gpu.computing,
+            stage.gpu.total - stage.gpu.computing,
             machine_checks.CHECKPOINT_SETS * stage.memory.weights * machine_checks.CHECKPOINTS,
         )
         for number, stage in enumerate(plan(run).stages)

@@ -30,11 +30,12 @@ ROOM = 1.2
 
 
 class Need(NamedTuple):
-    """Bytes that one stage asks for: in all, of them on the device, and for its checkpoints on the disk."""
+    """Bytes that one stage asks for: on a CPU; on a GPU and in main memory beside it; on the disk, for checkpoints."""
 
     stage: int
     memory: int
     computing: int
+    beside: int
     disk: int
 
 
@@ -65,7 +66,7 @@ def judge_memory(supply: Supply, needs: Sequence[Need]) -> Finding:
     if not needs:
         return ok(about, f"{format_bytes(free)} free")
     # With a GPU, main memory keeps the copies that gossip works with.
-    wanted = {need.stage: ROOM * (need.memory - (need.computing if supply.gpu is not None else 0)) for need in needs}
+    wanted = {need.stage: ROOM * (need.memory if supply.gpu is None else need.beside) for need in needs}
     return _against(about, free, wanted, "close other programs, or ask for a run with more stages")
 
 

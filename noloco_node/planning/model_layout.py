@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from noloco_node.errors import config_error
 from noloco_node.run.config import ModelConfig, RunConfig
-from pipeline.partition import Prepared, cut, family_config, forward_flops, parameter_shapes, prepare, verify_family
+from pipeline.partition import (
+    Prepared,
+    cut,
+    family_config,
+    forward_flops,
+    multiplied_parameters,
+    parameter_shapes,
+    prepare,
+    verify_family,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +50,10 @@ class ModelLayout(NamedTuple):
     def vocabulary(self) -> int:
         """Tokens that the model knows."""
         return int(self.prepared.config.vocab_size)
+
+    def multiplied(self, number: int) -> int:
+        """Return how many parameters of a stage autocast casts."""
+        return multiplied_parameters(self.prepared.config, self.cuts[number])
 
 
 def model_layout(run: RunConfig) -> ModelLayout:
@@ -81,8 +94,13 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
     return part
 
 
-def make_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.device) -> Stage:
-    """Return stage `number` with its inner optimiser; raise `UserError` as `build_stage` does."""
+def make_stage(
+    run: RunConfig, plan: ModelLayout, number: int, device: torch.device, graphs: int | None = None
+) -> Stage:
+    """Return stage `number` with its inner optimiser; raise `UserError` as `build_stage` does.
+
+    `graphs`: how many microbatches that wait for their gradient keep their graph; None for all.
+    """
     from noloco_node.machine.device import autocast_dtype
     from pipeline.stage import Inner, Stage
 
@@ -94,6 +112,7 @@ def make_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.dev
         last=number == run.pipeline.stages - 1,
         device=device,
         autocast=autocast_dtype(device, run.precision),
+        graphs=graphs,
     )
 
 

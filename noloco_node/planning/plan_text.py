@@ -20,7 +20,8 @@ def describe(plan: RunPlan) -> list[str]:
         "",
         *_stage_table(plan),
         "",
-        "Memory of a peer, all numbers float32; activations are estimated, for whole windows in flight:",
+        "Memory of a peer on a CPU, all numbers float32; graphs are estimated. Of the microbatches that wait for their",
+        "gradient, graphs are kept while there is room and computed again else: these are not counted in the sum.",
         *_memory_table(plan),
         "",
         f"Tokens: {format_count(plan.tokens)} in all, {format_count(plan.tokens_per_step)} an inner step of a replica; "
@@ -42,13 +43,14 @@ def _stage_table(plan: RunPlan) -> list[str]:
             format_count(stage.parameters),
             f"{stage.work:.1%}",
             format_bytes(stage.memory.total),
-            format_bytes(stage.memory.computing),
+            format_bytes(stage.gpu.computing),
+            format_bytes(stage.gpu.total - stage.gpu.computing),
             format_bytes(stage.round_bytes),
         ]
         for number, stage in enumerate(plan.stages)
     ]
     return _table(
-        ["stage", "layers", "parameters", "work", "memory a peer", "of it on a GPU", "a round, each way"], rows
+        ["stage", "layers", "parameters", "work", "on a CPU", "on a GPU", "beside it", "a round, each way"], rows
     )
 
 
