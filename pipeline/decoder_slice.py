@@ -163,10 +163,12 @@ class Slice(nn.Module):
 
 def multiplied_weights(module: nn.Module) -> frozenset[str]:
     """Return the names of the weights that are multiplied and nothing else: those that autocast always casts."""
-    from transformers.pytorch_utils import Conv1D
-
-    parts = module.named_modules()
-    return frozenset(f"{name}.weight" for name, part in parts if isinstance(part, nn.Linear | Conv1D))
+    # GPT-2's linear layers are of a class of their own, which only whoever builds models may import.
+    return frozenset(
+        f"{name}.weight"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
+    )
 
 
 def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut, tied: bool) -> Slice:

@@ -96,7 +96,7 @@ class Graph(NamedTuple):
     output: Tensor
 
 
-class Origin(NamedTuple):
+class PassInput(NamedTuple):
     """What a pass was computed from: enough to compute it again.
 
     `hidden`: as it came. `version`: of the weights. `random`: the state of the random numbers before it, None where it
@@ -117,15 +117,15 @@ class Origin(NamedTuple):
 class Backward(Protocol):
     """Runs autograd on a graph, or first computes it again where it is None; returns the input's gradient."""
 
-    def __call__(self, origin: Origin, graph: Graph | None, gradient: Tensor, /) -> Tensor | None: ...
+    def __call__(self, origin: PassInput, graph: Graph | None, gradient: Tensor, /) -> Tensor | None: ...
 
 
 class PendingForward:
     """A forward pass that waits for its gradient. `output`: activations [b, s, width], float32, CPU."""
 
-    def __init__(self, origin: Origin, graph: Graph, run: Backward) -> None:
+    def __init__(self, origin: PassInput, graph: Graph, run: Backward) -> None:
         self.output = graph.output.detach().to("cpu", torch.float32)
-        self._origin: Origin | None = origin
+        self._origin: PassInput | None = origin
         self._graph: Graph | None = graph
         self._run, self._short = run, False
 

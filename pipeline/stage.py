@@ -37,7 +37,7 @@ from torch.nn import functional
 from pipeline.decoder_slice import Slice, multiplied_weights
 from pipeline.forward_pass import (
     Graph,
-    Origin,
+    PassInput,
     PendingForward,
     WeightSet,
     check_targets,
@@ -153,7 +153,7 @@ class Stage:
         before, weights = random_state(self._device), self._set
         graph = self._run(hidden, weights)
         drew = not torch.equal(before, random_state(self._device))
-        origin = Origin(hidden, weights, weights.version, before if drew else None)
+        origin = PassInput(hidden, weights, weights.version, before if drew else None)
         return PendingForward(origin, graph, self._backward)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
@@ -219,7 +219,7 @@ class Stage:
     def _precision(self) -> AbstractContextManager[object]:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
 
-    def _backward(self, origin: Origin, graph: Graph | None, gradient: Tensor) -> Tensor | None:
+    def _backward(self, origin: PassInput, graph: Graph | None, gradient: Tensor) -> Tensor | None:
         origin.check()
         if graph is None:
             with replayed(self._device, origin.random):

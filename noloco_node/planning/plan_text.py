@@ -20,9 +20,11 @@ def describe(plan: RunPlan) -> list[str]:
         "",
         *_stage_table(plan),
         "",
-        "Memory of a peer on a CPU, all numbers float32; graphs are estimated. Of the microbatches that wait for their",
-        "gradient, graphs are kept while there is room and computed again else: these are not counted in the sum.",
+        "Memory of a peer on a CPU, all numbers float32, with the graph of one microbatch (estimated):",
         *_memory_table(plan),
+        f"The graphs of all others in flight take up to {format_bytes(max(s.memory.other_graphs for s in plan.stages))} "
+        f"more, or {format_bytes(max(s.gpu.other_graphs for s in plan.stages))} on a GPU: what does not fit is computed "
+        "again.",
         "",
         f"Tokens: {format_count(plan.tokens)} in all, {format_count(plan.tokens_per_step)} an inner step of a replica; "
         f"{plan.rounds} rounds a replica.",
@@ -57,6 +59,7 @@ def _stage_table(plan: RunPlan) -> list[str]:
 def _memory_table(plan: RunPlan) -> list[str]:
     # A column of nothing but zeros is not worth its place.
     names = [name for name in Memory.__struct_fields__ if any(getattr(stage.memory, name) for stage in plan.stages)]
+    names = [name for name in names if name != "other_graphs"]
     rows = [
         [str(number), *(format_bytes(getattr(stage.memory, name)) for name in names)]
         for number, stage in enumerate(plan.stages)
