@@ -172,7 +172,7 @@ def _needs(run_file: RunFileText) -> tuple[list[machine_checks.Need], list[Micro
             stage.memory.total,
             stage.gpu.computing,
             stage.gpu.total - stage.gpu.computing,
-            machine_checks.CHECKPOINT_SETS * stage.memory.weights * machine_checks.CHECKPOINTS,
+            machine_checks.disk_bytes(stage.memory.weights),
         )
         for number, stage in enumerate(plan(run).stages)
     ]
