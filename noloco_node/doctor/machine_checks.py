@@ -101,7 +101,7 @@ def disk_bytes(weights: int, kept: int = CHECKPOINTS - 1) -> int:
 
 def require_disk(home: Path, weights: Mapping[int, int], kept: int) -> None:
     """Raise `UserError` where the disk has no room for the checkpoints of any of these stages, given their weights."""
-    needs = [Need(stage, 0, 0, disk_bytes(size, kept)) for stage, size in weights.items()]
+    needs = [Need(stage, 0, 0, 0, disk_bytes(size, kept)) for stage, size in weights.items()]
     finding = judge_disk(Supply(None, None, _free_disk(home)), needs, home)
     if finding.grade is Grade.BAD:
         raise UserError(

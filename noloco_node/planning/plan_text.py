@@ -22,9 +22,7 @@ def describe(plan: RunPlan) -> list[str]:
         "",
         "Memory of a peer on a CPU, all numbers float32, with the graph of one microbatch (estimated):",
         *_memory_table(plan),
-        f"The graphs of all others in flight take up to {format_bytes(max(s.memory.other_graphs for s in plan.stages))} "
-        f"more, or {format_bytes(max(s.gpu.other_graphs for s in plan.stages))} on a GPU: what does not fit is computed "
-        "again.",
+        _more_graphs(plan),
         "",
         f"Tokens: {format_count(plan.tokens)} in all, {format_count(plan.tokens_per_step)} an inner step of a replica; "
         f"{plan.rounds} rounds a replica.",
@@ -71,6 +69,14 @@ def report(path: Path, *, as_json: bool = False) -> str:
     """Return what the run file at `path` means, as text or as one JSON object; raise `UserError` where it is wrong."""
     found = plan(load_run(path))
     return msgspec.json.encode(found).decode() if as_json else "\n".join(describe(found))
+
+
+def _more_graphs(plan: RunPlan) -> str:
+    cpu = format_bytes(max(stage.memory.other_graphs for stage in plan.stages))
+    gpu = format_bytes(max(stage.gpu.other_graphs for stage in plan.stages))
+    return (
+        f"Graphs of all others in flight take {cpu} more, or {gpu} on a GPU; those that do not fit are computed again."
+    )
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
