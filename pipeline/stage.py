@@ -1,20 +1,19 @@
 """One slice of the model at work: forward, loss, backward, and the optimiser between two rounds (AdamW).
 
-The autograd graph of a microbatch lives in the `PendingForward` that its forward pass returns, and dies with it:
-whoever gives a microbatch up drops that object, and nothing else is left of it. At most `graphs` are kept; other passes
-keep their input alone, and backward computes the graph again, with the same gradient to the bit: neither messages nor
-other peers know of it. Gradients of a window add up in the masters; `step` takes their mean, clips it to a norm *of
-this stage* (no stage knows the others' gradients) and steps. With one replica a stage, one window and no dropout this
-is single-process training of the whole model, step for step.
+The autograd graph of a microbatch lives in the `PendingForward` that its forward pass returns, and dies with it. Of
+them `graphs` are kept; other passes keep their input, and backward computes the graph again, with the same gradient to
+the bit. Gradients of a window add up in the masters; `step` takes their mean, clips it to a norm *of this stage* (no
+stage knows the others' gradients) and steps. With one replica a stage, one window and no dropout this is single-process
+training of the whole model, step for step.
 
-With two windows in flight an inner step, and a correction after it, come while forward passes of the next window still
-wait for their gradients. So before the weights change we look whether a pass waits on them. If so, the masters move on
-to a copy, and the old set stays with the passes and dies with them: each backward pass runs on the very weights of its
-forward pass. What it adds, it adds to the window under way, as all do; `pipeline.window_turns` decides who is in it.
+With two windows in flight an inner step, and a correction after it, come while passes of the next window wait for their
+gradients. Then the masters move on to a copy, and the old set of weights stays with the passes and dies with them: each
+backward runs on the very weights of its forward. What it adds, it adds to the window under way, as all do
+(`pipeline.window_turns` decides who is in it). If nothing waits, nothing is copied.
 
 Where memory runs out, all graphs are let go, and none is kept any more. A forward pass is tried again. A backward pass
-may have added a part of its gradient: then the window is lost, and its step is skipped like one whose gradient is not
-finite. The microbatch gets MemoryError. Weights and moments are never changed in part.
+may have added a part of its gradient: then the step of its window is skipped, like one whose gradient is not finite.
+The microbatch gets MemoryError. Weights and moments are never changed in part.
 
 Nothing here waits or talks, and nothing is locked: all methods run in the stage's one device thread. What goes in and
 out is on the CPU in float32; weights are float32 always, and `autocast` says in what the matrices are multiplied.
@@ -124,12 +123,7 @@ class Stage:
         self._staging = torch.empty(0 if device.type == "cpu" else STAGED, device=device)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start.
-
-        Passes, those computed again, those whose weights had changed before their backward, copies made for the sake of
-        such, times when memory ran out, inner steps, and steps skipped because of a gradient that was not finite or not
-        whole.
-        """
+        """Return counts since the start; skipped are steps whose gradient was not finite, or not whole."""
         return {name: self._counts[name] for name in _COUNTED}
 
     # One microbatch.
@@ -138,11 +132,7 @@ class Stage:
         """Run ids [b, s] (int64, the first stage) or activations [b, s, width] through every stage but the last."""
         if self._last:
             raise ValueError("the last stage has no forward pass without a loss")
-        try:
-            waiting = or_memory_error(lambda: self._pass(hidden))
-        except MemoryError:
-            self._make_room()
-            waiting = or_memory_error(lambda: self._pass(hidden))
+        waiting = self._with_room(lambda: self._pass(hidden))
         if sum(each.has_graph for each in list(self._waiting)) >= self._graphs:
             waiting.drop_graph()
         self._waiting.add(waiting)
@@ -195,10 +185,11 @@ class Stage:
         """Say whether logits are what the head gives and no more; some families scale or cap them."""
         if self._plain is None:
             self._module.eval()
-            few = hidden[:1, :2]
-            states = self._run(few, self._set, logits=False).output
-            self._plain = torch.equal(self._run(few, self._set).output, logits_of(states))
-            self._module.train()
+            try:
+                whole, states = (self._run(hidden[:1, :2], self._set, logits=each).output for each in (True, False))
+            finally:
+                self._module.train()
+            self._plain = torch.equal(whole, logits_of(states))
         return self._plain
 
     @torch.no_grad()
@@ -222,14 +213,24 @@ class Stage:
     def _backward(self, origin: PassInput, graph: Graph | None, gradient: Tensor) -> Tensor | None:
         origin.check()
         if graph is None:
-            with replayed(self._device, origin.random):
-                graph = or_memory_error(lambda: self._run(origin.hidden, origin.weights))
+            graph = self._with_room(lambda: self._again(origin))
             self._counts["recomputed"] += 1
         output, leaf = graph.output, graph.leaf
         self._spoiling(lambda: torch.autograd.backward(output, gradient.to(self._device, output.dtype)))
         self._counts["backwards"] += 1
         self._counts["stale_backwards"] += origin.weights is not self._set
         return input_gradient(leaf)
+
+    def _again(self, origin: PassInput) -> Graph:
+        with replayed(self._device, origin.random):
+            return self._run(origin.hidden, origin.weights)
+
+    def _with_room(self, forward: Callable[[], T]) -> T:
+        try:
+            return or_memory_error(forward)
+        except MemoryError:
+            self._make_room()
+        return or_memory_error(forward)
 
     def _spoiling(self, backward: Callable[[], T]) -> T:
         """Run a backward pass; where memory runs out a part of it may have been added, and the window is lost."""
@@ -366,11 +367,8 @@ class Stage:
 
 
 def _check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:
-    shapes = [tuple(tensor.shape) for tensor in given]
-    if shapes != list(expected):
-        wrong = next((pair for pair in zip(shapes, expected, strict=False) if pair[0] != pair[1]), None)
-        raise ValueError(
-            f"{len(shapes)} tensors for {len(expected)} parameters"
-            if wrong is None
-            else f"{wrong[0]} is not {wrong[1]}"
-        )
+    for tensor, shape in zip(given, expected, strict=False):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{tuple(tensor.shape)} is not {shape}")
+    if len(given) != len(expected):
+        raise ValueError(f"{len(given)} tensors for {len(expected)} parameters")
