@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.codec import decode, encode, seed_of
+from pipeline.codec_formats import ActivationCodec
+
 T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]
 
@@ -90,10 +93,11 @@ def _leaf(values: Tensor, master: nn.Parameter) -> Tensor:
 
 
 class Graph(NamedTuple):
-    """What autograd has of a pass. `leaf`: its input as the graph has it, None for ids."""
+    """What autograd has of a pass. `leaf`: its input as the graph has it, None for ids; `seed`: of its gradient."""
 
     leaf: Tensor | None
     output: Tensor
+    seed: int = 0
 
 
 class PassInput(NamedTuple):
@@ -121,10 +125,14 @@ class Backward(Protocol):
 
 
 class PendingForward:
-    """A forward pass that waits for its gradient. `output`: activations [b, s, width], float32, CPU."""
+    """A forward pass that waits for its gradient. `output`: activations [b, s, width] as they travel, on the CPU.
 
-    def __init__(self, origin: PassInput, graph: Graph, run: Backward) -> None:
-        self.output = graph.output.detach().to("cpu", torch.float32)
+    They are coded before they are copied to the CPU. Backward computes as if the codec were not there.
+    """
+
+    def __init__(self, codec: ActivationCodec, origin: PassInput, graph: Graph, run: Backward) -> None:
+        self.output = encode(codec.down, graph.output.detach()).cpu()
+        self._codec, self._shape, self._device = codec, graph.output.shape, graph.output.device
         self._origin: PassInput | None = origin
         self._graph: Graph | None = graph
         self._run, self._short = run, False
@@ -148,28 +156,35 @@ class PendingForward:
         self._short = short
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Add to the parameters' gradients; return that of the input (float32, CPU), or None if the input was ids.
+        """Add to the parameters' gradients; return that of the input, or None if the input was ids.
 
-        Raises ValueError if `gradient` has not the output's shape, RuntimeError the second time or once given up, and
-        MemoryError where memory is short.
+        Both gradients are as they travel, on the CPU. Raises ValueError if `gradient` has not the output's shape,
+        RuntimeError the second time or once given up, and MemoryError where memory is short.
         """
-        origin, graph = self._origin, self._graph
+        origin, graph, code = self._origin, self._graph, self._codec.back
         if origin is None:
             if self._short:
                 raise MemoryError("this forward pass was given up for want of memory")
             raise RuntimeError("this forward pass has had its backward pass, or was given up")
-        if gradient.shape != self.output.shape:
-            raise ValueError(f"a gradient of {list(gradient.shape)} for activations of {list(self.output.shape)}")
+        expected = [*self._shape[:-1], code.row(self._shape[-1])]
+        if list(gradient.shape) != expected:
+            raise ValueError(f"a gradient of {list(gradient.shape)} where {expected} is expected")
         self.give_up()
-        return self._run(origin, graph, gradient)
+        seed = gradient_seed(self._codec, self.output)
+        return self._run(origin, graph, or_memory_error(lambda: decode(code, gradient.to(self._device), seed)))
 
 
-def input_gradient(leaf: Tensor | None) -> Tensor | None:
-    """Return the gradient that backward left at a pass's input (float32, CPU), None where the input was ids."""
-    if leaf is None:
+def gradient_seed(codec: ActivationCodec, activations: Tensor) -> int:
+    """Return the seed of the gradient of activations that travelled; 0 where it needs none."""
+    return seed_of(activations) if codec.back.dithered else 0
+
+
+def input_gradient(codec: ActivationCodec, graph: Graph) -> Tensor | None:
+    """Return the gradient that backward left at a pass's input, as it travels, None where the input was ids."""
+    if graph.leaf is None:
         return None
-    assert leaf.grad is not None
-    return leaf.grad.to("cpu", torch.float32)
+    assert graph.leaf.grad is not None
+    return encode(codec.back, graph.leaf.grad, graph.seed).cpu()
 
 
 def check_targets(targets: Tensor, hidden: Tensor, vocabulary: int) -> None:

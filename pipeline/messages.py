@@ -37,7 +37,7 @@ class Reason(StrEnum):
 class Microbatch:
     """A call to a stage.
 
-    `hidden`: activations [batch, sequence, width]; at stage 0 the token ids [batch, sequence], int64.
+    `hidden`: activations [batch, sequence, row] in the run's codec; at stage 0 the token ids [batch, sequence], int64.
     `targets`: token ids to predict [batch, sequence], int64.
     `progress`: share of the run's token budget whose gradient had come back when it was drawn, 0 to 1.
     `budget_s`: seconds left until nobody wants the reply any more.
@@ -51,7 +51,7 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
-    """The reply to a microbatch: the gradient of its mean loss with respect to `hidden` (None at stage 0).
+    """The reply to a microbatch: the gradient of its mean loss with respect to `hidden`, coded (None at stage 0).
 
     `loss`: mean cross-entropy in nats a token. `tokens`: how many tokens it is a mean over.
     """

@@ -71,7 +71,8 @@ async def within(deadline_s: float, work: Awaitable[T]) -> T:
 class NextStageClient:
     """Who serves the next stage now, and how to call one of them.
 
-    `call` raises a `ConnectionError` for a loss, as `pipeline.messages` says.
+    `call` raises a `ConnectionError` for a loss, as `pipeline.messages` says, and for a gradient that is not as the
+    run's codec has it.
     """
 
     hops: Callable[[], Sequence[Hop]]
@@ -306,7 +307,8 @@ class NextStage:
 
 def _check(reply: Gradient, microbatch: Microbatch) -> None:
     """Raise ConnectionAbortedError for a gradient that no replica may return."""
-    if reply.hidden is None or reply.hidden.shape != microbatch.hidden.shape:
+    # A gradient's rows may be of another length: its codec may be another one.
+    if reply.hidden is None or reply.hidden.shape[:-1] != microbatch.hidden.shape[:-1]:
         shape = None if reply.hidden is None else tuple(reply.hidden.shape)
         raise ConnectionAbortedError(f"gradient of shape {shape} for {tuple(microbatch.hidden.shape)} activations")
     # Neither is believed further than arithmetic with it is safe: the sum of a window's losses must not overflow.

@@ -16,7 +16,8 @@ may have added a part of its gradient: then the step of its window is skipped, l
 The microbatch gets MemoryError. Weights and moments are never changed in part.
 
 Nothing here waits or talks, and nothing is locked: all methods run in the stage's one device thread. What goes in and
-out is on the CPU in float32; weights are float32 always, and `autocast` says in what the matrices are multiplied.
+out is on the CPU, activations and gradients as `codec` has them; weights are float32 always, and `autocast` says in
+what the matrices are multiplied.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from pipeline.codec import decode
+from pipeline.codec_formats import ACTIVATION_CODECS
 from pipeline.decoder_slice import Slice, multiplied_weights
 from pipeline.forward_pass import (
     Graph,
@@ -41,6 +44,7 @@ from pipeline.forward_pass import (
     WeightSet,
     check_targets,
     chunked_cross_entropy,
+    gradient_seed,
     input_gradient,
     or_memory_error,
     random_state,
@@ -100,10 +104,12 @@ class Stage:
         last: bool,
         device: torch.device,
         autocast: torch.dtype | None = None,
+        codec: str = "float32",
         graphs: int | None = None,
     ) -> None:
         self._module = module.to(device).train()
         self._inner, self._first, self._last, self._device, self._autocast = inner, first, last, device, autocast
+        self._codec = ACTIVATION_CODECS[codec]
         masters = dict(self._module.named_parameters())
         self.names = tuple(masters)
         self.shapes = tuple(tuple(weight.shape) for weight in masters.values())
@@ -129,7 +135,7 @@ class Stage:
     # One microbatch.
 
     def forward(self, hidden: Tensor) -> PendingForward:
-        """Run ids [b, s] (int64, the first stage) or activations [b, s, width] through every stage but the last."""
+        """Run ids [b, s] (int64, the first stage) or activations, as they came, through every stage but the last."""
         if self._last:
             raise ValueError("the last stage has no forward pass without a loss")
         waiting = self._with_room(lambda: self._pass(hidden))
@@ -141,10 +147,10 @@ class Stage:
 
     def _pass(self, hidden: Tensor) -> PendingForward:
         before, weights = random_state(self._device), self._set
-        graph = self._run(hidden, weights)
+        graph = self._graph(hidden, weights)
         drew = not torch.equal(before, random_state(self._device))
         origin = PassInput(hidden, weights, weights.version, before if drew else None)
-        return PendingForward(origin, graph, self._backward)
+        return PendingForward(self._codec, origin, graph, self._backward)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
         """Run the last stage forward and backward: mean cross-entropy against `targets` [b, s], int64.
@@ -154,9 +160,10 @@ class Stage:
         if not self._last:
             raise ValueError("only the last stage has a loss")
         self._counts["forwards"] += 1
-        leaf, loss = self._spoiling(lambda: self._loss(hidden, targets))
+        graph = self._spoiling(lambda: self._loss(hidden, targets))
         self._counts["backwards"] += 1
-        return Gradient(hidden=input_gradient(leaf), loss=loss.item(), tokens=targets.numel())
+        gradient = input_gradient(self._codec, graph)
+        return Gradient(hidden=gradient, loss=graph.output.item(), tokens=targets.numel())
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Graph:
         name = self._module.head
@@ -172,13 +179,13 @@ class Stage:
                 return logits
 
         if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, logits_of):
-            graph = self._run(hidden, self._set, logits=False)
+            graph = self._graph(hidden, self._set, logits=False)
             loss = chunked_cross_entropy(graph.output, targets, logits_of, LOGITS // vocabulary)
         else:
-            graph = self._run(hidden, self._set)
+            graph = self._graph(hidden, self._set)
             loss = functional.cross_entropy(graph.output.float().flatten(0, 1), targets.flatten())
             torch.autograd.backward(loss)
-        return Graph(graph.leaf, loss)
+        return graph._replace(output=loss)
 
     @torch.no_grad()
     def _has_plain_head(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> bool:
@@ -186,7 +193,7 @@ class Stage:
         if self._plain is None:
             self._module.eval()
             try:
-                whole, states = (self._run(hidden[:1, :2], self._set, logits=each).output for each in (True, False))
+                whole, states = (self._graph(hidden[:1, :2], self._set, logits=each).output for each in (True, False))
             finally:
                 self._module.train()
             self._plain = torch.equal(whole, logits_of(states))
@@ -194,18 +201,24 @@ class Stage:
 
     @torch.no_grad()
     def infer(self, hidden: Tensor) -> Tensor:
-        """Return activations, or logits at the last stage, without dropout and without a graph (float32, CPU)."""
+        """Return activations, or logits at the last stage, without dropout, graph and codec (float32, CPU)."""
         self._module.eval()
         try:
-            return self._run(hidden, self._set).output.to("cpu", torch.float32)
+            return self._run(hidden.to(self._device), self._set).to("cpu", torch.float32)
         finally:
             self._module.train()
 
-    def _run(self, hidden: Tensor, weights: WeightSet, *, logits: bool = True) -> Graph:
-        leaf = None if self._first else hidden.to(self._device, torch.float32).detach().requires_grad_()
-        given = hidden.to(self._device) if leaf is None else leaf
+    def _graph(self, hidden: Tensor, weights: WeightSet, *, logits: bool = True) -> Graph:
+        given = hidden.to(self._device)
+        if self._first:
+            return Graph(None, self._run(given, weights, logits=logits))
+        leaf = decode(self._codec.down, given).detach().requires_grad_()
+        return Graph(leaf, self._run(leaf, weights, logits=logits), gradient_seed(self._codec, hidden))
+
+    def _run(self, given: Tensor, weights: WeightSet, *, logits: bool = True) -> Tensor:
         with self._precision():
-            return Graph(leaf, functional_call(self._module, weights.leaves, (given,), {"logits": logits}))
+            output: Tensor = functional_call(self._module, weights.leaves, (given,), {"logits": logits})
+            return output
 
     def _precision(self) -> AbstractContextManager[object]:
         return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
@@ -215,15 +228,15 @@ class Stage:
         if graph is None:
             graph = self._with_room(lambda: self._again(origin))
             self._counts["recomputed"] += 1
-        output, leaf = graph.output, graph.leaf
-        self._spoiling(lambda: torch.autograd.backward(output, gradient.to(self._device, output.dtype)))
+        output = graph.output
+        self._spoiling(lambda: torch.autograd.backward(output, gradient.to(output.dtype)))
         self._counts["backwards"] += 1
         self._counts["stale_backwards"] += origin.weights is not self._set
-        return input_gradient(leaf)
+        return input_gradient(self._codec, graph)
 
     def _again(self, origin: PassInput) -> Graph:
         with replayed(self._device, origin.random):
-            return self._run(origin.hidden, origin.weights)
+            return self._graph(origin.hidden, origin.weights)
 
     def _with_room(self, forward: Callable[[], T]) -> T:
         try:

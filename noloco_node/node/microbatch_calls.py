@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import TYPE_CHECKING
 
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
@@ -14,9 +15,13 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
+from pipeline.codec_formats import ACTIVATION_CODECS, ActivationCode
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 from pipeline.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REPLIES = TimeoutBounds(least_s=10.0, most_s=math.inf, unknown_s=math.inf)
 """Of a reply to a microbatch, where one stage is below us."""
@@ -73,6 +78,8 @@ class MicrobatchClient:
         except TimeoutError:
             raise ConnectionAbortedError(f"{peer} has not answered for {most_s:.0f} s, though it is there") from None
         if isinstance(reply, Gradient):
+            if reply.hidden is not None:
+                _check(ACTIVATION_CODECS[config.run.pipeline.codec].back, reply.hidden)
             self._timeout.took(peer, loop_s() - begun_s)
         return reply
 
@@ -95,6 +102,7 @@ class MicrobatchServer:
         least, greatest = microbatch.targets.aminmax()
         if int(least) < 0 or int(greatest) >= self._context.vocabulary:
             raise Violation(f"targets outside the vocabulary of {self._context.vocabulary}")
+        _check(ACTIVATION_CODECS[self._config.run.pipeline.codec].down, microbatch.hidden)
         reply = await self._worker.process(microbatch, conversation.peer)
         try:
             await conversation.send(reply)
@@ -104,3 +112,13 @@ class MicrobatchServer:
             raise
         if isinstance(reply, Refused):
             self._context.record(events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True))
+
+
+def _check(code: ActivationCode, wire: Tensor) -> None:
+    """Raise Violation for numbers that no stage sends."""
+    from pipeline.codec import check
+
+    try:
+        check(code, wire)
+    except ValueError as error:
+        raise Violation(str(error)) from None

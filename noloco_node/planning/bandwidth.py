@@ -41,12 +41,11 @@ class MicrobatchBytes(NamedTuple):
 def microbatch_bytes(run: RunConfig, plan: Dimensions, stage: int) -> MicrobatchBytes:
     """Return what a microbatch moves at a stage."""
     pipeline = run.pipeline
-    back, targets = hop_bytes(pipeline, plan.width)
-    forth = back + targets
+    down, back = hop_bytes(pipeline, plan.width)
     sends, takes = stage < pipeline.stages - 1, stage > 0
     weights = round_bytes(run.outer, tuple(plan.shapes[stage].values())) if pipeline.replicas > 1 else 0
     rounds = weights / (run.outer.inner_steps_per_round * pipeline.microbatches_per_step)
-    return MicrobatchBytes(sends * forth + takes * back + rounds, takes * forth + sends * back + rounds, weights)
+    return MicrobatchBytes(sends * down + takes * back + rounds, takes * down + sends * back + rounds, weights)
 
 
 def bandwidth_seconds(moved: MicrobatchBytes, allowance: OwnerLimits) -> float:

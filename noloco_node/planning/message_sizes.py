@@ -1,4 +1,4 @@
-"""What a round's messages weigh, and the memory that they take: by the run's codec and the shapes of a stage.
+"""What messages weigh, by the run's codecs: those between stages, and a round's, with the memory that they take.
 
 A round's exchange is one set of weights as the codec has it, two where gamma differs from beta, and the probes. Slow
 weights that travel ahead of time travel instead of, not beside, those of the meeting; only their probe is one more.
@@ -15,11 +15,26 @@ from typing import NamedTuple
 
 from gossip.exchange.formats import Format, wire_bytes
 from noloco_node.run.config import OuterConfig, PipelineConfig
+from pipeline.codec_formats import ACTIVATION_CODECS
 
 PROBE_BYTES = 4 * 4096
 """A sample of weights that goes with an exchange (`gossip.exchange.swap.PROBE`), at most."""
 
 Shapes = Sequence[tuple[int, ...]]
+
+
+class HopBytes(NamedTuple):
+    """Bytes of a microbatch between two stages: activations and targets on the way down, gradients on the way back."""
+
+    down: int
+    back: int
+
+
+def hop_bytes(pipeline: PipelineConfig, width: int) -> HopBytes:
+    """Return what a microbatch weighs in a model of this width."""
+    tokens = pipeline.microbatch_size * pipeline.sequence_length
+    down, back = (code.size_bytes(tokens, width) for code in ACTIVATION_CODECS[pipeline.codec])
+    return HopBytes(down + 8 * tokens, back)
 
 
 class GossipMemory(NamedTuple):
@@ -66,12 +81,6 @@ def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
         ahead=once if sets(outer) == 2 else 0,
         gathered=once if outer.momentum_period > 1 else 0,
     )
-
-
-def hop_bytes(pipeline: PipelineConfig, width: int) -> tuple[int, int]:
-    """Return the bytes of a microbatch's activations, or of their gradients, and of its targets."""
-    tokens = pipeline.microbatch_size * pipeline.sequence_length
-    return tokens * width * (2 if pipeline.wire_dtype == "bfloat16" else 4), 8 * tokens
 
 
 def float32_bytes(shapes: Shapes) -> int:

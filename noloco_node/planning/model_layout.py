@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from noloco_node.errors import config_error
 from noloco_node.run.config import ModelConfig, RunConfig
+from pipeline.codec_formats import check_width
 from pipeline.partition import (
     Prepared,
     cut,
@@ -61,6 +62,7 @@ def model_layout(run: RunConfig) -> ModelLayout:
     try:
         prepared = prepare(_config(run.model), run.model.dropout)
         verify_family(prepared.config)
+        check_width(run.pipeline.codec, int(prepared.config.hidden_size))
         cuts = cut(
             prepared.config, run.pipeline.stages, run.pipeline.boundaries, sequence_length=run.pipeline.sequence_length
         )
@@ -112,6 +114,7 @@ def make_stage(
         last=number == run.pipeline.stages - 1,
         device=device,
         autocast=autocast_dtype(device, run.precision),
+        codec=run.pipeline.codec,
         graphs=graphs,
     )
 

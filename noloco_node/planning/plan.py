@@ -151,7 +151,7 @@ def plan(run: RunConfig) -> RunPlan:
             strict=True,
         )
     )
-    hop, targets = hop_bytes(run.pipeline, drawn.width)
+    hop = hop_bytes(run.pipeline, drawn.width)
     shares = tuple(stage.work for stage in stages)
     efficiency = predict_efficiency(run.pipeline, shares)
     return RunPlan(
@@ -160,8 +160,8 @@ def plan(run: RunConfig) -> RunPlan:
         parameters=sum(stage.parameters for stage in stages),
         stages=stages,
         replicas=run.pipeline.replicas,
-        hop_down_bytes=hop + targets if len(stages) > 1 else 0,
-        hop_up_bytes=hop if len(stages) > 1 else 0,
+        hop_down_bytes=hop.down if len(stages) > 1 else 0,
+        hop_up_bytes=hop.back if len(stages) > 1 else 0,
         tokens=run.budget_samples * run.pipeline.sequence_length,
         tokens_per_step=run.samples_per_step * run.pipeline.sequence_length,
         rounds=_rounds(run),

@@ -48,8 +48,8 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     windows_in_flight: Literal[1, 2] = 1
     """2: forward passes of the next window begin before the step, and their gradients are one step stale. For deep
     pipelines and long lines; not at the last stage, which never waits."""
-    wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of activations and their gradients between stages."""
+    codec: Literal["float32", "bfloat16", "int8", "int6-int4", "int5-int3"] = "bfloat16"
+    """Number format of activations and their gradients between stages; of two names the second is the gradients'."""
     budget_s: float = 300.0
     """Longest time that a microbatch may travel."""
 

@@ -33,7 +33,7 @@ class PresetNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sequence_length: int
     microbatch_size: int
     microbatches: int
-    wire_dtype: str
+    codec: str
     steps: int
     learning_rate: str
     warmup: int

@@ -29,6 +29,7 @@ from gossip.exchange.swap import PROBE
 from gossip.transfer.chunks import DIGEST_BYTES, cut
 from noloco_node.network.schema import MessageSpec, OneOf, Schema, TensorSpec
 from noloco_node.run.config import RunConfig
+from pipeline.codec_formats import ACTIVATION_CODECS
 from pipeline.messages import Gradient, Microbatch, Refused
 
 MICROBATCH = "microbatch"
@@ -50,11 +51,12 @@ def topic(kind: str, stage: int) -> str:
 def microbatch_schema(run: RunConfig, width: int) -> Schema:
     """Return what a stage and the one before it say to each other."""
     cells = (run.pipeline.microbatch_size, run.pipeline.sequence_length)
-    hidden = TensorSpec((*cells, width), run.pipeline.wire_dtype)
+    codec = ACTIVATION_CODECS[run.pipeline.codec]
+    down, back = (TensorSpec((*cells, code.row(width)), code.dtype) for code in codec)
     return Schema(
         {
-            Microbatch: MessageSpec("Microbatch", {"hidden": hidden, "targets": TensorSpec(cells, "int64")}),
-            Gradient: MessageSpec("Gradient", {"hidden": hidden}),
+            Microbatch: MessageSpec("Microbatch", {"hidden": down, "targets": TensorSpec(cells, "int64")}),
+            Gradient: MessageSpec("Gradient", {"hidden": back}),
             Refused: MessageSpec("Refused"),
         }
     )

@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 
 from gossip.rule.stability import stability_bound
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
+from pipeline.codec_formats import check_width
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 _LONGEST_PERIOD = 1000
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+"""What families call the width of their activations."""
 _LARGEST_SIZE = {
     "hidden_size": 65_536,
     "n_embd": 65_536,
@@ -53,6 +56,7 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     yield from _within("seed", run.seed, 0, 2**63 - 1)
     yield from _model(run.model)
     yield from _pipeline(run.pipeline, layers_of(run.model))
+    yield from _width(run.pipeline, run.model)
     yield from _data(run.data)
     yield from _inner(run.inner)
     yield from _outer(run.outer)
@@ -158,6 +162,16 @@ def _pipeline(pipeline: PipelineConfig, layers: int | None) -> Iterator[Problem]
             f"a product with sequence_length of at most {2**22}; more microbatches_per_step instead",
         )
     yield from _within("pipeline.budget_s", pipeline.budget_s, 1.0, 86_400.0)
+
+
+def _width(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
+    """Widths of models that come from elsewhere are known, and checked, when the model is laid out."""
+    width = next((model.sizes[name] for name in _WIDTHS if isinstance(model.sizes.get(name), int)), None)
+    try:
+        if width is not None:
+            check_width(pipeline.codec, width)
+    except ValueError as error:
+        yield Problem("pipeline.codec", repr(pipeline.codec), str(error), '"bfloat16", or another width')
 
 
 def _boundaries(boundaries: tuple[int, ...], stages: int, layers: int | None) -> Iterator[Problem]:

@@ -76,6 +76,25 @@ def test_without_gossip_and_with_one_replica_it_is_single_process_training(archi
             assert float((tensor - expected).norm() / expected.norm().clamp_min(1e-12)) < 1e-5, name
 
 
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int5-int3"])
+def test_through_a_codec_a_swarm_takes_nearly_the_steps_that_it_takes_without(codec: str) -> None:
+    async def main(codec: str) -> list[Peer]:
+        hub = SimNetwork()
+        what = recipe(stages=3, steps=20, window=1, per_round=1000, codec=codec, width=32)
+        peers = [Peer(hub, what, f"peer-{stage}", stage) for stage in range(3)]
+        async with asyncio.timeout(600):
+            await asyncio.gather(*[peer.task for peer in peers])
+        return peers
+
+    coded, plain = run(main(codec)), run(main("float32"))
+    assert not any(peer.of(events.PeerViolation) for peer in coded)
+    losses, exact = ([event.loss for event in peers[0].of(events.InnerStep)] for peers in (coded, plain))
+    assert len(losses) == len(exact) == 20
+    assert losses != exact
+    # Later the two go their own ways: a small error grows with every step.
+    assert losses[:5] == pytest.approx(exact[:5], abs=0.03)
+
+
 def _train_alone(
     peers: list[Peer], rates: list[float], stages: int, architecture: str
 ) -> tuple[dict[str, torch.Tensor], list[list[str]]]:

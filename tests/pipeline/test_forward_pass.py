@@ -193,14 +193,14 @@ class Scarce:
         self._patch = monkeypatch
 
     def forwards(self, stage: Stage, times: int) -> None:
-        run, left = Stage._run.__get__(stage), iter(range(times))
+        run, left = Stage._graph.__get__(stage), iter(range(times))
 
-        def failing(*given: Any) -> Any:
+        def failing(*given: Any, **more: Any) -> Any:
             if next(left, None) is not None:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-            return run(*given)
+            return run(*given, **more)
 
-        self._patch.setattr(stage, "_run", failing)
+        self._patch.setattr(stage, "_graph", failing)
 
     def backwards(self, stage: Stage) -> None:
         """The next backward pass fails half-way: some weights have their gradient by then, and others have not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from pipeline.codec import decode, encode, seed_of
+from pipeline.codec_formats import ACTIVATION_CODECS
 from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import PendingForward
 from pipeline.messages import Gradient
@@ -41,9 +43,9 @@ def prepared(family: str) -> Prepared:
     return prepare(family_config(family, SIZES[family]))
 
 
-def make_stages(family: str, number: int, inner: Inner = INNER) -> list[Stage]:
+def make_stages(family: str, number: int, inner: Inner = INNER, codec: str = "float32") -> list[Stage]:
     recipe = prepared(family)
-    return [make_stage(recipe, piece, inner) for piece in cut(recipe.config, number, None, 16)]
+    return [make_stage(recipe, piece, inner, codec=codec) for piece in cut(recipe.config, number, None, 16)]
 
 
 def make_stage(recipe: Prepared, piece: Cut, inner: Inner = INNER, **choices: Any) -> Stage:
@@ -453,3 +455,67 @@ def test_autocast_computes_in_bfloat16_and_keeps_float32() -> None:
     assert loss == pytest.approx(exact, rel=1e-2)
     assert all(stage.step(1e-3, 1).applied for stage in stages)
     assert all(weight.dtype == torch.float32 for stage in stages for weight in stage.weights())
+
+
+class Hop(NamedTuple):
+    """A microbatch at a middle stage: what came, what went on, what came back, and what is handed up."""
+
+    came: Tensor
+    output: Tensor
+    gradient: Tensor
+    reply: Tensor
+
+
+def hop(stages: list[Stage], batch: Tensor) -> Hop:
+    first, middle, last = stages
+    came = first.forward(batch[:, :-1]).output
+    waiting = middle.forward(came)
+    gradient = last.loss(waiting.output, batch[:, 1:]).hidden
+    assert gradient is not None
+    reply = waiting.backward(gradient)
+    assert reply is not None
+    return Hop(came, waiting.output, gradient, reply)
+
+
+@pytest.mark.parametrize("codec", ACTIVATION_CODECS)
+def test_a_microbatch_that_is_sent_again_has_the_same_bytes(codec: str) -> None:
+    stages, (batch, other) = make_stages("llama", 3, codec=codec), batches(5, 2)
+    one, again = hop(stages, batch), hop(stages, batch)
+    assert all(map(torch.equal, one, again))
+    assert not torch.equal(hop(stages, other).reply, one.reply)
+    for wire, code in zip(one, [ACTIVATION_CODECS[codec].down] * 2 + [ACTIVATION_CODECS[codec].back] * 2, strict=True):
+        assert wire.shape == (3, 12, code.row(32))
+        assert str(wire.dtype) == f"torch.{code.dtype}"
+
+
+@pytest.mark.parametrize("codec", ACTIVATION_CODECS)
+def test_both_sides_of_a_boundary_use_what_travelled(codec: str) -> None:
+    """A stage in float32 between stages with the codec: what it is given and gives is decoded and coded by hand."""
+    down, back = ACTIVATION_CODECS[codec]
+    (batch,) = batches(6, 1)
+    found = hop(make_stages("llama", 3, codec=codec), batch)
+    plain = make_stages("llama", 3)[1]
+    waiting = plain.forward(decode(down, found.came))
+    assert torch.equal(encode(down, waiting.output), found.output)
+    gradient = waiting.backward(decode(back, found.gradient, seed_of(found.output)))
+    assert gradient is not None
+    assert torch.equal(encode(back, gradient, seed_of(found.came)), found.reply)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int5-int3"])
+def test_a_stage_learns_through_a_codec(codec: str) -> None:
+    stages, (batch,) = make_stages("llama", 3, codec=codec), batches(7, 1)
+    losses = []
+    for _ in range(30):
+        losses.append(run_microbatch(stages, batch))
+        for stage in stages:
+            assert stage.step(3e-3, 1).applied
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_gradient_of_another_codec_is_refused() -> None:
+    first, *_ = make_stages("llama", 2, codec="int5-int3")
+    (batch,) = batches(8, 1)
+    waiting = first.forward(batch[:, :-1])
+    with pytest.raises(ValueError, match="gradient of"):
+        waiting.backward(torch.zeros(3, 12, 32))

@@ -58,7 +58,7 @@ def test_the_numbers_of_a_small_run() -> None:
     assert found.parameters == sum(stage.parameters for stage in found.stages)
     assert sum(stage.work for stage in found.stages) == pytest.approx(1)
     assert found.stages[1].work > found.stages[0].work, "the vocabulary head is work, the embedding is not"
-    assert found.hop_up_bytes == 2 * 64 * 64 * 4
+    assert found.hop_up_bytes == 2 * 64 * 64 * 2
     assert found.hop_down_bytes == found.hop_up_bytes + 2 * 64 * 8
     assert found.tokens_per_step == 64 * 2 * 8
     assert found.tokens == 1000 * 3 * found.tokens_per_step
@@ -77,8 +77,17 @@ def test_the_numbers_of_a_small_run() -> None:
     assert found.warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("codec", "down", "back"), [("float32", 256, 256), ("int8", 68, 68), ("int6-int4", 52, 36), ("int5-int3", 44, 28)]
+)
+def test_a_hop_weighs_what_the_codec_says(codec: str, down: int, back: int) -> None:
+    """Per token of 64 values: codes, two scales and a top; on the way down also a target of eight bytes."""
+    found, tokens = plan(run_with(pipeline={"codec": codec})), 2 * 64
+    assert (found.hop_down_bytes, found.hop_up_bytes) == (tokens * (down + 8), tokens * back)
+
+
 def test_what_travels_halves_with_bfloat16_and_doubles_without_the_shortcut() -> None:
-    plain, lean = plan(run_with()), plan(run_with(pipeline={"wire_dtype": "bfloat16"}))
+    plain, lean = plan(run_with(pipeline={"codec": "float32"})), plan(run_with())
     assert 2 * lean.hop_up_bytes == plain.hop_up_bytes
     assert plain.stages[0].round_bytes == plain.stages[0].memory.weights + PROBE_BYTES
     both = plan(run_with(outer={"gamma": 0.6}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -20,8 +20,11 @@ from gossip.exchange.swap import PROBE, probe_coordinates
 from noloco_node.network.schema import Schema, Violation
 from noloco_node.network.wire import FrameDecoder
 from noloco_node.network.wire import encode as frame
-from noloco_node.run.config import ModelConfig, OuterConfig, RunConfig
-from noloco_node.run.protocols import gossip_schema
+from noloco_node.run.config import ModelConfig, OuterConfig, PipelineConfig, RunConfig
+from noloco_node.run.protocols import gossip_schema, microbatch_schema
+from pipeline.codec import encode as encode_activations
+from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.messages import Gradient, Microbatch
 
 SHAPES = ((3, 5), (7,), (), (301,))
 codecs = pytest.mark.parametrize("codec", list(Format))
@@ -125,3 +128,29 @@ def test_a_round_takes_the_memory_that_its_codec_needs(codec: Format) -> None:
     weights, probe = wire_bytes(absolute(codec), SHAPES), 4 * sum(map(prod, SHAPES))
     # The largest message that may come: weights, or the probes, which are as large where there are few weights.
     assert schema_of(codec).body_bytes == max(weights, probe * (2 if codec is Format.INT4 else 1))
+
+
+def of_stages(codec: str) -> Schema:
+    pipeline = PipelineConfig(microbatch_size=2, sequence_length=3, codec=codec)
+    return microbatch_schema(RunConfig(model=ModelConfig(architecture="llama"), pipeline=pipeline), 64)
+
+
+@pytest.mark.parametrize("codec", ACTIVATION_CODECS)
+def test_activations_are_admitted_as_the_codec_has_them_and_in_no_other(codec: str) -> None:
+    values, targets = torch.randn(2, 3, 64), torch.zeros(2, 3, dtype=torch.int64)
+    for other in ACTIVATION_CODECS:
+        down, back = ACTIVATION_CODECS[other]
+        sent = (
+            Microbatch(hidden=encode_activations(down, values), targets=targets, progress=0.0, budget_s=1.0),
+            Gradient(hidden=encode_activations(back, values), loss=1.0, tokens=6),
+        )
+        for message in sent:
+            if other == codec:
+                assert torch.equal(heard(message, of_stages(other), of_stages(codec)).hidden, message.hidden)
+            else:
+                with pytest.raises(Violation):
+                    heard(message, of_stages(other), of_stages(codec))
+
+
+def test_the_run_file_names_every_codec_of_activations() -> None:
+    assert get_args(get_type_hints(PipelineConfig)["codec"]) == tuple(ACTIVATION_CODECS)

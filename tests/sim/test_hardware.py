@@ -217,7 +217,7 @@ def test_a_stuttering_device_stops_as_often_as_it_was_told() -> None:
 def priced(number: int = 0) -> tuple[PricedStage, list[float], list[str]]:
     charged: list[float] = []
     wrong: list[str] = []
-    prices = Prices(forward_s=1.0, step_s=0.5, copy_s=0.25)
+    prices = Prices(forward_s=1.0, step_s=0.5, copy_s=0.25, coding_s=0.125)
     return PricedStage(QuadraticModel(number), prices, charged.append, wrong.append), charged, wrong
 
 
@@ -232,7 +232,7 @@ def test_a_stage_names_its_prices() -> None:
     stage.weights()
     stage.loss(IDS, IDS)
     stage.step(0.1, 1)
-    assert charged == [1.0, 2.0, 0.5, 0.25, 3.0, 0.5]
+    assert charged == [1.125, 2.125, 0.5, 0.25, 3.25, 0.5]
     assert wrong == []
 
 

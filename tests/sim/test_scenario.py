@@ -19,7 +19,7 @@ from noloco_node.planning.plan import mean_steps_per_round
 from noloco_node.run.presets import run_text, write_text
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig, decode_scenario, load_scenario
-from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
+from noloco_node.sim.scenario.setup import CODING_FLOPS, FOREVER_S, base, build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from pipeline.messages import Gradient, Microbatch
 
@@ -188,6 +188,22 @@ def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
     # Arithmetic is a bowl's.
     assert setting.dimensions.width == 1
     assert run.pipeline.sequence_length == 1
+
+
+def test_a_codec_costs_time_and_saves_bytes(tmp_path: Path) -> None:
+    text = run_text("125m").replace('codec = "bfloat16"', 'codec = "int5-int3"', 1)
+    write_text(tmp_path / "run.toml", text, overwrite=False)
+    (tmp_path / "swarm.toml").write_text("[swarm]\nrun = 'run.toml'\nstages = 3\n[devices]\ntflops = 50.0\n")
+    coded = build_setup(load_scenario(tmp_path / "swarm.toml"))
+    assert coded.run.pipeline.codec == "float32", "a bowl's number travels as it is"
+    tokens = coded.microbatch_tokens
+    # A top, 24 scales, and 3 bits a value on the way back; 5 bits and a target of 8 bytes on the way down.
+    gradient = Gradient(hidden=None, loss=0.0, tokens=1)
+    assert coded.sizes.size_bytes(gradient, "microbatch/1") == 100 + tokens * (2 + 24 + 288)
+    assert coded.sizes.size_bytes(Microbatch.__new__(Microbatch), "microbatch/1") == 100 + tokens * (2 + 24 + 480 + 8)
+    # Those in the middle have a neighbour on either side.
+    each_s = tokens * 768 * CODING_FLOPS / 50e12
+    assert [prices.coding_s for prices in coded.prices] == pytest.approx([each_s, 2 * each_s, each_s])
 
 
 def test_without_a_run_file_the_scenario_says_what_things_cost() -> None:

@@ -34,13 +34,15 @@ def recipe(
     window: int = 2,
     per_round: int = 5,
     architecture: str = "llama",
+    codec: str = "float32",
+    width: int = 16,
     extra: str = "",
 ) -> RunFileText:
-    """A run of a model small enough for a test."""
+    """A run of a model small enough for a test. In float32 what travels is exact, and so is what a test may ask for."""
     sizes = {
-        "llama": "vocab_size = 32\nhidden_size = 16\nintermediate_size = 24\nnum_hidden_layers = 3\n"
+        "llama": f"vocab_size = 32\nhidden_size = {width}\nintermediate_size = 24\nnum_hidden_layers = 3\n"
         "num_attention_heads = 2\nmax_position_embeddings = 16",
-        "gpt2": "vocab_size = 32\nn_embd = 16\nn_layer = 3\nn_head = 2\nn_positions = 16",
+        "gpt2": f"vocab_size = 32\nn_embd = {width}\nn_layer = 3\nn_head = 2\nn_positions = 16",
     }[architecture]
     text = f"""
 name = "test"
@@ -55,6 +57,7 @@ replicas = {replicas}
 sequence_length = 8
 microbatch_size = 2
 microbatches_per_step = {window}
+codec = "{codec}"
 [inner]
 steps = {steps}
 learning_rate = 0.01

@@ -54,6 +54,7 @@ def run_of(cell: Cell) -> RunConfig:
             sequence_length=SEQUENCE_LENGTH,
             microbatch_size=SEQUENCES_PER_STEP // stages,
             microbatches_per_step=stages,
+            codec="float32",
         ),
         data=DataConfig(validation_percent=2.0),
         inner=InnerConfig(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.run.config import PipelineConfig
+from pipeline.codec_formats import ACTIVATION_CODECS, ActivationCode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +45,7 @@ def measure(
     """Return what a microbatch takes at stage `number`; a job of the device's thread, as is `clock`."""
     import torch
 
+    from pipeline.codec import encode
     from pipeline.stage import LOGITS
 
     generator = torch.Generator().manual_seed(0)
@@ -52,10 +54,11 @@ def measure(
     def ids() -> Tensor:
         return torch.randint(layout.vocabulary, shape, generator=generator)
 
-    def numbers() -> Tensor:
-        return torch.randn((*shape, layout.width), generator=generator)
+    def numbers(code: ActivationCode) -> Tensor:
+        return encode(code, torch.randn((*shape, layout.width), generator=generator))
 
-    hidden, targets, gradient = ids() if number == 0 else numbers(), ids(), numbers()
+    codec = ACTIVATION_CODECS[pipeline.codec]
+    hidden, targets, gradient = ids() if number == 0 else numbers(codec.down), ids(), numbers(codec.back)
     marks, saved = [], _SavedTensors()
     if number == pipeline.stages - 1:
         marks.append(clock())

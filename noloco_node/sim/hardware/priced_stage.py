@@ -20,11 +20,15 @@ from pipeline.worker import WorkerForward
 
 
 class Prices(NamedTuple):
-    """Device seconds of a pass forward (backward takes twice that), of an inner step, and of a copy of the weights."""
+    """Device seconds of a pass forward (backward takes twice that), of an inner step, and of a copy of the weights.
+
+    `coding_s`: of what a pass, forward or backward, decodes and encodes.
+    """
 
     forward_s: float = 0.01
     step_s: float = 0.0
     copy_s: float = 0.0
+    coding_s: float = 0.0
 
 
 class _Version(NamedTuple):
@@ -77,18 +81,18 @@ class PricedStage:
 
     def forward(self, hidden: Tensor, /) -> _WatchedPass:
         """Run a forward pass, at its price."""
-        self._charge(self._prices.forward_s)
+        self._charge(self._prices.forward_s + self._prices.coding_s)
         return _WatchedPass(self, self._stage.forward(hidden))
 
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
         """Run forward and backward of the last stage, at their price."""
-        self._charge(3 * self._prices.forward_s)
+        self._charge(3 * self._prices.forward_s + 2 * self._prices.coding_s)
         gradient = self._stage.loss(hidden, targets)
         self._collected += 1
         return gradient
 
     def _backward(self, forward: WorkerForward, version: _Version, gradient: Tensor) -> Tensor | None:
-        self._charge(2 * self._prices.forward_s)
+        self._charge(2 * self._prices.forward_s + self._prices.coding_s)
         behind = self._version.steps - version.steps
         if behind >= self._windows or (behind == 0 and version != self._version):
             self._wrong("the weights changed between a microbatch's forward and its backward pass")

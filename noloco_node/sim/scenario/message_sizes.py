@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gossip.exchange.formats import Format, wire_bytes
 from gossip.exchange.messages import Piece, Probe, ReplicaState, Weights
-from noloco_node.planning.message_sizes import PROBE_BYTES, float32_bytes, hop_bytes
+from noloco_node.planning.message_sizes import PROBE_BYTES, HopBytes, float32_bytes, hop_bytes
 from noloco_node.run.config import OuterConfig, PipelineConfig
 from noloco_node.run.protocols import GOSSIP, STATE
 from noloco_node.sim.hardware.quadratic_model import SIZE
@@ -38,19 +38,19 @@ class MessageSizes:
         self._weights: dict[str, int] = {}
         self._probes: dict[str, int] = {}
         self._states: dict[str, int] = {}
-        hop, targets = network.microbatch_bytes, 0
+        hop = HopBytes(network.microbatch_bytes, network.microbatch_bytes)
         self.stage_bytes = [network.weights_bytes]
         self._other_weights = round(network.weights_bytes * wire_bytes(codec, [(2**20,)]) / 2**22)
         self._other_state = WEIGHT_SETS * network.weights_bytes
         if plan is not None:
-            hop, targets = hop_bytes(pipeline, plan.width)
+            hop = hop_bytes(pipeline, plan.width)
             shapes_of_stages = [tuple(shapes.values()) for shapes in plan.shapes]
             self.stage_bytes = [float32_bytes(shapes) for shapes in shapes_of_stages]
             for number, (shapes, total) in enumerate(zip(shapes_of_stages, self.stage_bytes, strict=True)):
                 self._weights[f"{GOSSIP}/{number}"] = wire_bytes(codec, shapes)
                 self._probes[f"{GOSSIP}/{number}"] = min(PROBE_BYTES, total)
                 self._states[f"{STATE}/{number}"] = WEIGHT_SETS * total
-        self.microbatch_bytes, self.gradient_bytes = FRAME_BYTES + hop + targets, FRAME_BYTES + hop
+        self.microbatch_bytes, self.gradient_bytes = FRAME_BYTES + hop.down, FRAME_BYTES + hop.back
         self._held_bytes = BOWL_BYTES if scenario.swarm.model == "bowl" else None
 
     @property

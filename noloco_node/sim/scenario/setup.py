@@ -24,6 +24,7 @@ from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.message_sizes import BOWL_BYTES, MessageSizes
 from noloco_node.sim.scenario.scenario import MOST_PEERS, Scenario, SwarmConfig, planned
 from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.codec_formats import ACTIVATION_CODECS
 
 if TYPE_CHECKING:
     from noloco_node.planning.model_layout import ModelLayout
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 FOREVER_S = 1e9
 """A deadline that no simulation reaches."""
 MBIT_BYTES = 1e6 / 8
+CODING_FLOPS = 10_000.0
+"""Of a value coded or decoded, where its code has fewer than 16 bits. On a CPU it takes some 7 ns, worth 300 in a
+matrix product; on a GPU some 160 bytes of memory move, an estimate, whose time is worth far more."""
 
 
 class SimSetup(NamedTuple):
@@ -178,9 +182,7 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
 
 def _with_shapes_of_bowls(run: RunConfig) -> RunConfig:
     """A bowl's activations are one number: the run's other shapes would only cost time."""
-    pipeline = structs.replace(
-        run.pipeline, sequence_length=1, microbatch_size=1, wire_dtype="float32", boundaries=None
-    )
+    pipeline = structs.replace(run.pipeline, sequence_length=1, microbatch_size=1, codec="float32", boundaries=None)
     return structs.replace(run, pipeline=pipeline)
 
 
@@ -198,6 +200,18 @@ def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: ModelLay
     if devices.tflops is None or plan is None:
         return (Prices(forward_s=devices.forward_s, step_s=devices.step_s),) * stages
     tokens = start.pipeline.microbatch_size * start.pipeline.sequence_length
+    per_s = devices.tflops * 1e12
+    coding_s = tokens * plan.width * _coding_flops(start.pipeline.codec) / per_s
     return tuple(
-        Prices(forward_s=tokens * flops / (devices.tflops * 1e12), step_s=devices.step_s) for flops in plan.work
+        Prices(
+            forward_s=tokens * flops / per_s,
+            step_s=devices.step_s,
+            coding_s=coding_s * ((number > 0) + (number < stages - 1)),
+        )
+        for number, flops in enumerate(plan.work)
     )
+
+
+def _coding_flops(codec: str) -> float:
+    """Return what it costs to code or decode a value, in what the device computes meanwhile."""
+    return 0.0 if ACTIVATION_CODECS[codec].down.plain else CODING_FLOPS

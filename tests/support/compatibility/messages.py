@@ -48,14 +48,14 @@ def _run(**outer: Any) -> Any:
 
 def _microbatches() -> Iterator[tuple[str, Said]]:
     run = _run()
-    for wire_dtype in ("float32", "bfloat16"):
-        pipeline = structs.replace(run.pipeline, wire_dtype=wire_dtype, microbatch_size=2, sequence_length=4)
+    for codec in ("float32", "bfloat16"):
+        pipeline = structs.replace(run.pipeline, codec=codec, microbatch_size=2, sequence_length=4)
         schema = product.microbatch_schema(structs.replace(run, pipeline=pipeline), WIDTH)
         hidden, targets = numbers((2, 4, WIDTH)), torch.arange(8).reshape(2, 4)
         microbatch = product.Microbatch(hidden=hidden, targets=targets, progress=0.25, budget_s=299.5)
-        yield f"microbatch, {wire_dtype}: a microbatch", Said(microbatch, schema)
+        yield f"microbatch, {codec}: a microbatch", Said(microbatch, schema)
         gradient = product.Gradient(hidden=numbers((2, 4, WIDTH), 50), loss=5.75, tokens=8)
-        yield f"microbatch, {wire_dtype}: a gradient", Said(gradient, schema)
+        yield f"microbatch, {codec}: a gradient", Said(gradient, schema)
     for reason in product.Reason:
         yield f"microbatch: refused, {reason}", Said(product.Refused(reason=reason, retry_after_s=1.5), schema)
 
