@@ -16,8 +16,9 @@ rule under a generator of its own. They are drawn on the CPU whatever the device
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +55,9 @@ class _PassThrough(nn.Module):
 class _Nothing(nn.Module):
     """Stands where foreign position embeddings were, and adds nothing."""
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        return torch.zeros(())
+    def forward(self, *given: Any, **_: Any) -> Tensor:
+        # Where the others are: to take it there would stop a GPU in each pass.
+        return torch.zeros((), device=next((each.device for each in given if isinstance(each, Tensor)), None))
 
 
 def _shallowest_list(whole: nn.Module, depth: int) -> str:
@@ -124,27 +126,49 @@ def _leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
 class Slice(nn.Module):
     """One stage's part of a decoder, under the parameter names of the whole.
 
-    `known_as`: for each parameter the names under which a checkpoint may keep it, the best first.
+    `known_as`: for each parameter the names under which a checkpoint may keep it, the best first. `head`: the name of
+    the vocabulary head in the whole model.
     """
 
-    def __init__(self, whole: Any, cut: Cut, known_as: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, whole: Any, cut: Cut, known_as: dict[str, tuple[str, ...]], head: str) -> None:
         super().__init__()
         for name, child in whole.named_children():
             self.add_module(name, child)
         # In a tuple, so that the model that we call is not registered as a part of us under a second name.
-        self._called = (whole if cut.head else whole.base_model,)
+        self._whole = (whole,)
         self.cut = cut
         self.known_as = known_as
+        self.head = head
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head."""
-        (called,) = self._called
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # The whole model is not a part of us; what it holds itself must come along when we are moved.
+        (whole,) = self._whole
+        whole._buffers |= {name: fn(buffer) for name, buffer in whole._buffers.items() if buffer is not None}
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
+
+    def forward(self, hidden: Tensor, *, logits: bool = True) -> Tensor:
+        """Map ids [b, s] (int64, an embedding stage) or [b, s, width] to [b, s, width], or to logits at the head.
+
+        Without `logits`: to what the head is given.
+        """
+        (whole,), logits = self._whole, logits and self.cut.head
+        called = whole if logits else whole.base_model
         if self.cut.embeds:
             result = called(input_ids=hidden, use_cache=False)
         else:
             result = called(inputs_embeds=hidden, use_cache=False)
-        output: Tensor = result.logits if self.cut.head else result.last_hidden_state
+        output: Tensor = result.logits if logits else result.last_hidden_state
         return output
+
+
+def multiplied_weights(module: nn.Module) -> frozenset[str]:
+    """Return the names of the weights that are multiplied and nothing else: those that autocast always casts."""
+    # GPT-2's linear layers are of a class of their own, which only whoever builds models may import.
+    return frozenset(
+        f"{name}.weight"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
+    )
 
 
 def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut, tied: bool) -> Slice:
@@ -157,7 +181,7 @@ def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut, tied: bool) -> Sl
     for name, _ in whole.named_parameters():
         kept = f"{anatomy.embedding}.weight" if tied and name == f"{anatomy.head}.weight" else name
         known_as[name] = (kept, kept.removeprefix(prefix))
-    return Slice(whole, cut, known_as)
+    return Slice(whole, cut, known_as, anatomy.head)
 
 
 def _materialise(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.decoder_slice import Cut, Slice, find_decoder_parts, initialise, slice_decoder
+from pipeline.decoder_slice import Cut, Slice, find_decoder_parts, initialise, multiplied_weights, slice_decoder
 
 Config = Any
 """A transformers config; the library has no types."""
@@ -214,9 +214,18 @@ def cut(
 
 def parameter_shapes(config: Config, cut: Cut) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every parameter of a slice, in the stage's order, without taking memory for them."""
+    return {name: tuple(weight.shape) for name, weight in _empty_slice(config, cut).named_parameters()}
+
+
+def multiplied_parameters(config: Config, cut: Cut) -> int:
+    """Return how many parameters of a slice autocast casts, without taking memory for them."""
+    part = _empty_slice(config, cut)
+    return sum(part.get_parameter(name).numel() for name in multiplied_weights(part))
+
+
+def _empty_slice(config: Config, cut: Cut) -> Slice:
     whole = skeleton(config)
-    part = slice_decoder(whole, find_decoder_parts(whole, config.num_hidden_layers), cut, tied=False)
-    return {name: tuple(weight.shape) for name, weight in part.named_parameters()}
+    return slice_decoder(whole, find_decoder_parts(whole, config.num_hidden_layers), cut, tied=False)
 
 
 def forward_flops(config: Config, cuts: Sequence[Cut], sequence_length: int) -> tuple[int, ...]:

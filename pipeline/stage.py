@@ -1,18 +1,19 @@
 """One slice of the model at work: forward, loss, backward, and the optimiser between two rounds (AdamW).
 
-The autograd graph of a microbatch lives in the `PendingForward` that its forward pass returns, and dies with it:
-whoever gives a microbatch up drops that object, and nothing else is left of it. Gradients of all microbatches of a
-window add up in the parameters; `step` takes their mean, clips it to a norm *of this stage* (no stage knows the others'
-gradients) and steps. With one replica a stage, one window and no dropout this is single-process training of the whole
-model, step for step.
+The autograd graph of a microbatch lives in the `PendingForward` that its forward pass returns, and dies with it. Of
+them `graphs` are kept; other passes keep their input, and backward computes the graph again, with the same gradient to
+the bit. Gradients of a window add up in the masters; `step` takes their mean, clips it to a norm *of this stage* (no
+stage knows the others' gradients) and steps. With one replica a stage, one window and no dropout this is single-process
+training of the whole model, step for step.
 
-With two windows in flight an inner step, and a correction after it, come while forward passes of the next window still
-wait for their gradients. Their graphs refer to the parameters themselves, and a step in place would break them:
-autograd notices an optimiser's write, but not one through `.data`, after which some layers' backward silently computes
-with the old weights and others' with the new. So before the weights change we look whether a pass still waits on them.
-If so, the module and the optimiser move on to a copy, and the old tensors stay with the graphs and die with them: each
-backward pass runs on the very weights of its forward pass. What it adds, it adds to the gradients of the window under
-way, as all do; `pipeline.window_turns` decides who is in it. If nothing waits, nothing is copied.
+With two windows in flight an inner step, and a correction after it, come while passes of the next window wait for their
+gradients. Then the masters move on to a copy, and the old set of weights stays with the passes and dies with them: each
+backward runs on the very weights of its forward. What it adds, it adds to the window under way, as all do
+(`pipeline.window_turns` decides who is in it). If nothing waits, nothing is copied.
+
+Where memory runs out, all graphs are let go, and none is kept any more. A forward pass is tried again. A backward pass
+may have added a part of its gradient: then the step of its window is skipped, like one whose gradient is not finite.
+The microbatch gets MemoryError. Weights and moments are never changed in part.
 
 Nothing here waits or talks, and nothing is locked: all methods run in the stage's one device thread. What goes in and
 out is on the CPU, activations and gradients as `codec` has them; weights are float32 always, and `autocast` says in
@@ -22,22 +23,46 @@ what the matrices are multiplied.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from pipeline.codec import decode
 from pipeline.codec_formats import ACTIVATION_CODECS
-from pipeline.forward_pass import Parameters, PendingForward, StageInput, gradient_seed, input_gradient
+from pipeline.decoder_slice import Slice, multiplied_weights
+from pipeline.forward_pass import (
+    Graph,
+    PassInput,
+    PendingForward,
+    WeightSet,
+    check_targets,
+    chunked_cross_entropy,
+    gradient_seed,
+    input_gradient,
+    or_memory_error,
+    random_state,
+    replayed,
+)
 from pipeline.messages import Gradient
 
+T = TypeVar("T")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's own names of the first and the second moment."""
+_COUNTED = (
+    *("forwards", "backwards", "recomputed", "stale_backwards", "weight_copies", "shortages"),
+    *("inner_steps", "skipped_steps"),
+)
+LOGITS = 2**24
+"""Of a microbatch with more of them the loss is computed in chunks of so many."""
+STAGED = 2**24
+"""Numbers of a correction that lie on a GPU at once."""
 
 
 class Inner(NamedTuple):
@@ -65,11 +90,14 @@ class OptimiserState(NamedTuple):
 
 
 class Stage:
-    """One stage's slice and its optimiser. `first`: its input is ids; `last`: its output is logits."""
+    """One stage's slice and its optimiser. `first`: its input is ids; `last`: its output is logits.
+
+    `graphs`: how many passes that wait for their gradient may keep their graph; None for all.
+    """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Slice,
         inner: Inner,
         *,
         first: bool,
@@ -77,34 +105,32 @@ class Stage:
         device: torch.device,
         autocast: torch.dtype | None = None,
         codec: str = "float32",
+        graphs: int | None = None,
     ) -> None:
         self._module = module.to(device).train()
         self._inner, self._first, self._last, self._device, self._autocast = inner, first, last, device, autocast
-        named = dict(self._module.named_parameters())
-        self.names = tuple(named)
         self._codec = ACTIVATION_CODECS[codec]
-        self.shapes = tuple(tuple(weight.shape) for weight in named.values())
-        self._weights: Parameters = list(named.values())
+        masters = dict(self._module.named_parameters())
+        self.names = tuple(masters)
+        self.shapes = tuple(tuple(weight.shape) for weight in masters.values())
+        self._weights: list[nn.Parameter] = list(masters.values())
+        """The masters: float32, with the gradients, and the optimiser's own."""
+        self._set = WeightSet(masters) if autocast is None else WeightSet(masters, multiplied_weights(module), autocast)
         self._waiting: WeakSet[PendingForward] = WeakSet()
         """Passes that have had no backward pass; whoever gives one up drops it, and then it is not in here either."""
-        self._forwards = self._backwards = self._stale = self._copies = 0
-        self._steps = self._skipped = self._taken = 0
+        self._graphs = math.inf if graphs is None else graphs
+        self._plain: bool | None = None
+        self._spoiled = False
+        """A backward pass of this window has failed half-way."""
+        self._counts: Counter[str] = Counter()
+        self._taken = 0
         self._optimiser = self._new_optimiser()
+        # On a CPU what is given needs no copy. On a GPU the place is taken now: a change must not fail half-way.
+        self._staging = torch.empty(0 if device.type == "cpu" else STAGED, device=device)
 
     def statistics(self) -> dict[str, int | float]:
-        """Return counts since the start.
-
-        Passes, those whose weights had changed before their backward, copies made for the sake of such, inner steps,
-        and steps skipped because of a non-finite gradient.
-        """
-        return {
-            "forwards": self._forwards,
-            "backwards": self._backwards,
-            "stale_backwards": self._stale,
-            "weight_copies": self._copies,
-            "inner_steps": self._steps,
-            "skipped_steps": self._skipped,
-        }
+        """Return counts since the start; skipped are steps whose gradient was not finite, or not whole."""
+        return {name: self._counts[name] for name in _COUNTED}
 
     # One microbatch.
 
@@ -112,12 +138,19 @@ class Stage:
         """Run ids [b, s] (int64, the first stage) or activations, as they came, through every stage but the last."""
         if self._last:
             raise ValueError("the last stage has no forward pass without a loss")
-        given = self._input(hidden)
-        self._forwards += 1
-        output = self._run(hidden if given.leaf is None else given.leaf)
-        waiting = PendingForward(self._codec, output, given, self._weights, self._backward)
+        waiting = self._with_room(lambda: self._pass(hidden))
+        if sum(each.has_graph for each in list(self._waiting)) >= self._graphs:
+            waiting.drop_graph()
         self._waiting.add(waiting)
+        self._counts["forwards"] += 1
         return waiting
+
+    def _pass(self, hidden: Tensor) -> PendingForward:
+        before, weights = random_state(self._device), self._set
+        graph = self._graph(hidden, weights)
+        drew = not torch.equal(before, random_state(self._device))
+        origin = PassInput(hidden, weights, weights.version, before if drew else None)
+        return PendingForward(self._codec, origin, graph, self._backward)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Gradient:
         """Run the last stage forward and backward: mean cross-entropy against `targets` [b, s], int64.
@@ -126,141 +159,198 @@ class Stage:
         """
         if not self._last:
             raise ValueError("only the last stage has a loss")
-        given = self._input(hidden)
-        self._forwards += 1
-        logits = self._run(hidden if given.leaf is None else given.leaf).float()
-        if targets.shape != logits.shape[:2]:
-            raise ValueError(f"targets of {list(targets.shape)} for logits of {list(logits.shape)}")
-        # On a GPU an id outside the vocabulary would take the whole process down.
-        if targets.min() < 0 or targets.max() >= logits.shape[-1]:
-            raise ValueError(f"targets outside the vocabulary of {logits.shape[-1]}")
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(self._device))
-        torch.autograd.backward(loss)
-        self._backwards += 1
-        return Gradient(hidden=input_gradient(self._codec, given), loss=loss.item(), tokens=targets.numel())
+        self._counts["forwards"] += 1
+        graph = self._spoiling(lambda: self._loss(hidden, targets))
+        self._counts["backwards"] += 1
+        gradient = input_gradient(self._codec, graph)
+        return Gradient(hidden=gradient, loss=graph.output.item(), tokens=targets.numel())
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Graph:
+        name = self._module.head
+        head, weights = self._module.get_submodule(name), self._set.leaves
+        own = {key.removeprefix(f"{name}."): leaf for key, leaf in weights.items() if key.startswith(f"{name}.")}
+        vocabulary = len(own["weight"])
+        check_targets(targets, hidden, vocabulary)
+        targets = targets.to(self._device)
+
+        def logits_of(states: Tensor) -> Tensor:
+            with self._precision():
+                logits: Tensor = functional_call(head, own, (states,))
+                return logits
+
+        if targets.numel() * vocabulary > LOGITS and self._has_plain_head(hidden, logits_of):
+            graph = self._graph(hidden, self._set, logits=False)
+            loss = chunked_cross_entropy(graph.output, targets, logits_of, LOGITS // vocabulary)
+        else:
+            graph = self._graph(hidden, self._set)
+            loss = functional.cross_entropy(graph.output.float().flatten(0, 1), targets.flatten())
+            torch.autograd.backward(loss)
+        return graph._replace(output=loss)
+
+    @torch.no_grad()
+    def _has_plain_head(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> bool:
+        """Say whether logits are what the head gives and no more; some families scale or cap them."""
+        if self._plain is None:
+            self._module.eval()
+            try:
+                whole, states = (self._graph(hidden[:1, :2], self._set, logits=each).output for each in (True, False))
+            finally:
+                self._module.train()
+            self._plain = torch.equal(whole, logits_of(states))
+        return self._plain
 
     @torch.no_grad()
     def infer(self, hidden: Tensor) -> Tensor:
         """Return activations, or logits at the last stage, without dropout, graph and codec (float32, CPU)."""
         self._module.eval()
         try:
-            return self._run(hidden).to("cpu", torch.float32)
+            return self._run(hidden.to(self._device), self._set).to("cpu", torch.float32)
         finally:
             self._module.train()
 
-    def _input(self, hidden: Tensor) -> StageInput:
+    def _graph(self, hidden: Tensor, weights: WeightSet, *, logits: bool = True) -> Graph:
+        given = hidden.to(self._device)
         if self._first:
-            return StageInput(None)
-        leaf = decode(self._codec.down, hidden.to(self._device)).detach().requires_grad_()
-        return StageInput(leaf, gradient_seed(self._codec, hidden))
+            return Graph(None, self._run(given, weights, logits=logits))
+        leaf = decode(self._codec.down, given).detach().requires_grad_()
+        return Graph(leaf, self._run(leaf, weights, logits=logits), gradient_seed(self._codec, hidden))
 
-    def _run(self, hidden: Tensor) -> Tensor:
-        precision: AbstractContextManager[object] = nullcontext()
-        if self._autocast is not None:
-            precision = torch.autocast(self._device.type, self._autocast)
-        with precision:
-            output: Tensor = self._module(hidden.to(self._device))
-        return output
+    def _run(self, given: Tensor, weights: WeightSet, *, logits: bool = True) -> Tensor:
+        with self._precision():
+            output: Tensor = functional_call(self._module, weights.leaves, (given,), {"logits": logits})
+            return output
 
-    def _backward(self, built_on: Parameters, output: Tensor, gradient: Tensor) -> None:
-        if built_on is self._weights:
-            torch.autograd.backward(output, gradient)
-        else:
-            # Autograd adds to the parameters of the graph; for as long as it runs, these hold the window's gradients.
-            _hand_gradients(self._weights, built_on)
-            try:
-                torch.autograd.backward(output, gradient)
-            finally:
-                _hand_gradients(built_on, self._weights)
-            self._stale += 1
-        self._backwards += 1
+    def _precision(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+
+    def _backward(self, origin: PassInput, graph: Graph | None, gradient: Tensor) -> Tensor | None:
+        origin.check()
+        if graph is None:
+            graph = self._with_room(lambda: self._again(origin))
+            self._counts["recomputed"] += 1
+        output = graph.output
+        self._spoiling(lambda: torch.autograd.backward(output, gradient.to(output.dtype)))
+        self._counts["backwards"] += 1
+        self._counts["stale_backwards"] += origin.weights is not self._set
+        return input_gradient(self._codec, graph)
+
+    def _again(self, origin: PassInput) -> Graph:
+        with replayed(self._device, origin.random):
+            return self._graph(origin.hidden, origin.weights)
+
+    def _with_room(self, forward: Callable[[], T]) -> T:
+        try:
+            return or_memory_error(forward)
+        except MemoryError:
+            self._make_room()
+        return or_memory_error(forward)
+
+    def _spoiling(self, backward: Callable[[], T]) -> T:
+        """Run a backward pass; where memory runs out a part of it may have been added, and the window is lost."""
+        try:
+            return or_memory_error(backward)
+        except MemoryError:
+            self._spoiled = True
+            self._make_room()
+            raise
+
+    def _make_room(self) -> None:
+        """Let go of all graphs, and keep none from now on."""
+        self._counts["shortages"] += 1
+        self._graphs = 0
+        for waiting in list(self._waiting):
+            waiting.drop_graph()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # The inner optimiser.
 
     def step(self, learning_rate: float, microbatches: int) -> StepReport:
         """Take one AdamW step on the mean gradient of a window of `microbatches`, and clear the gradients."""
-        for weight in self._weights:
-            # A weight that no token met has a gradient of zero, so that all have taken the same number of steps.
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
-        norm = nn.utils.clip_grad_norm_(self._weights, self._inner.clip_norm).item()
-        applied = math.isfinite(norm)
+        try:
+            norm = or_memory_error(lambda: self._clip(microbatches))
+        except MemoryError:
+            self._make_room()
+            norm = math.nan
+        applied = math.isfinite(norm) and not self._spoiled
         if applied:
             self._leave_to_waiting()
             for group in self._optimiser.param_groups:
                 group["lr"] = learning_rate
             self._optimiser.step()
-            self._steps += 1
+            self._set.refresh()
+            self._counts["inner_steps"] += 1
             self._taken += 1
         else:
-            self._skipped += 1
-        self._optimiser.zero_grad(set_to_none=True)
+            self._counts["skipped_steps"] += 1
+        self._forget_gradients()
         return StepReport(norm, applied)
 
+    def _clip(self, microbatches: int) -> float:
+        """Make the gradients the clipped mean of a window; return its norm before."""
+        for weight in self._weights:
+            # A weight that no token met has a gradient of zero, so that all have taken the same number of steps.
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
+        return nn.utils.clip_grad_norm_(self._weights, self._inner.clip_norm).item()
+
     def discard(self) -> None:
-        """Forget the gradients collected so far, and the graphs that wait for theirs."""
-        self._optimiser.zero_grad(set_to_none=True)
+        """Forget the gradients collected so far, and the passes that wait for theirs."""
+        self._forget_gradients()
         for waiting in list(self._waiting):
             waiting.give_up()
 
-    @torch.no_grad()
+    def _forget_gradients(self) -> None:
+        self._optimiser.zero_grad(set_to_none=True)
+        self._spoiled = False
+
     def _leave_to_waiting(self) -> None:
-        """Go on with a copy of the weights, gradients included, if a graph refers to those that are to change."""
-        if not any(waiting.waits_on(self._weights) for waiting in list(self._waiting)):
+        """Go on with a copy of the weights if a pass waits on those that are to change.
+
+        Where there is no memory for one, the passes are given up: then nobody waits.
+        """
+        if not any(waiting.waits_on(self._set) for waiting in list(self._waiting)):
             return
-        copies = {weight: nn.Parameter(weight.clone(), weight.requires_grad) for weight in self._weights}
-        for module in self._module.modules():
-            for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                setattr(module, name, copies[weight])
-        for group in self._optimiser.param_groups:
-            group["params"] = [copies[weight] for weight in group["params"]]
-        state = self._optimiser.state
-        for weight, copy in copies.items():
-            if weight in state:
-                state[copy] = state.pop(weight)
-        left, self._weights = self._weights, [copies[weight] for weight in self._weights]
-        _hand_gradients(left, self._weights)
-        self._copies += 1
+        try:
+            self._set = or_memory_error(self._set.successor)
+            self._counts["weight_copies"] += 1
+        except MemoryError:
+            self._make_room()
+            for waiting in list(self._waiting):
+                if waiting.waits_on(self._set):
+                    waiting.give_up(short=True)
 
     def _new_optimiser(self) -> torch.optim.AdamW:
         inner = self._inner
-        matrices = [weight for weight in self._weights if weight.ndim >= 2]
-        vectors = [weight for weight in self._weights if weight.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": inner.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        matrices, vectors = ([w for w in self._weights if (w.ndim >= 2) == many] for many in (True, False))
+        groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
         fused = self._device.type == "cuda"
-        return torch.optim.AdamW(groups, lr=0.0, betas=(inner.beta1, inner.beta2), eps=inner.epsilon, fused=fused)
+        optimiser = torch.optim.AdamW(groups, lr=0.0, betas=(inner.beta1, inner.beta2), eps=inner.epsilon, fused=fused)
+        for weight in self._weights:
+            # As AdamW itself would in its first step, but before there is anything that it could leave half done.
+            optimiser.state[weight] = {
+                "step": torch.zeros((), device=self._device if fused else None),
+                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in _MOMENTS},
+            }
+        return optimiser
 
     def optimiser_state(self) -> OptimiserState:
         """Return a copy of AdamW's memory (float32, CPU); exact."""
         state = self._optimiser.state
-        moments = tuple(
-            state[weight][name].to("cpu", copy=True) if weight in state else torch.zeros(weight.shape)
-            for name in _MOMENTS
-            for weight in self._weights
-        )
+        moments = tuple(state[weight][name].to("cpu", copy=True) for name in _MOMENTS for weight in self._weights)
         return OptimiserState(self._taken, moments)
 
     def load_optimiser_state(self, state: OptimiserState) -> None:
         """Continue from another optimiser's memory; raise ValueError if its shapes are not this stage's."""
         _check_shapes(state.moments, self.shapes * len(_MOMENTS))
         self._taken = state.steps
-        self._optimiser = self._new_optimiser()
-        first, second = state.moments[: len(self._weights)], state.moments[len(self._weights) :]
-        memory = dict(zip(self._weights, zip(first, second, strict=True), strict=True))
-        ordered = [weight for group in self._optimiser.param_groups for weight in group["params"]]
-        entries = {
-            number: {
-                "step": torch.tensor(float(state.steps)),
-                "exp_avg": memory[weight][0].clone(),
-                "exp_avg_sq": memory[weight][1].clone(),
-            }
-            for number, weight in enumerate(ordered)
-        }
-        self._optimiser.load_state_dict({**self._optimiser.state_dict(), "state": entries})
+        moments = iter(state.moments)
+        for name in _MOMENTS:
+            for weight in self._weights:
+                memory = self._optimiser.state[weight]
+                memory["step"].fill_(float(state.steps))
+                memory[name].copy_(next(moments))
 
     # Fast weights, one tensor a parameter, in the order of `names`.
 
@@ -275,6 +365,7 @@ class Stage:
         self._leave_to_waiting()
         for own, given in zip(self._weights, weights, strict=True):
             own.copy_(given)
+        self._set.refresh()
 
     @torch.no_grad()
     def correct(self, delta: Sequence[Tensor]) -> None:
@@ -282,21 +373,15 @@ class Stage:
         _check_shapes(delta, self.shapes)
         self._leave_to_waiting()
         for own, given in zip(self._weights, delta, strict=True):
-            own.add_(given.to(own.device))
-
-
-def _hand_gradients(giver: Parameters, taker: Parameters) -> None:
-    """Move gradients, None included, without a copy."""
-    for given, taken in zip(giver, taker, strict=True):
-        taken.grad, given.grad = given.grad, None
+            parts = (torch.split(tensor.reshape(-1), STAGED) for tensor in (own, given))
+            for part, more in zip(*parts, strict=True):
+                part.add_(more if part.device == more.device else self._staging[: len(more)].copy_(more))
+        self._set.refresh()
 
 
 def _check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:
-    shapes = [tuple(tensor.shape) for tensor in given]
-    if shapes != list(expected):
-        wrong = next((pair for pair in zip(shapes, expected, strict=False) if pair[0] != pair[1]), None)
-        raise ValueError(
-            f"{len(shapes)} tensors for {len(expected)} parameters"
-            if wrong is None
-            else f"{wrong[0]} is not {wrong[1]}"
-        )
+    for tensor, shape in zip(given, expected, strict=False):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{tuple(tensor.shape)} is not {shape}")
+    if len(given) != len(expected):
+        raise ValueError(f"{len(given)} tensors for {len(expected)} parameters")

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SHORT_S = 5.0
+"""When a stage that ran out of memory may be asked again."""
 SMOOTHING = 0.1
 """Weight of the newest microbatch in the moving average of device seconds."""
 
@@ -131,6 +133,9 @@ class Worker:
                     reply = await self._take(microbatch, slot, deadline_s)
             except Expired:
                 pass
+            except MemoryError:
+                self._counts["shortages"] += 1
+                reply = Refused(reason=Reason.FULL, retry_after_s=SHORT_S)
         if isinstance(reply, Refused):
             self._counts[reply.reason.name.lower()] += 1
         return reply
@@ -146,7 +151,7 @@ class Worker:
 
     def statistics(self) -> dict[str, int | float]:
         """Return what became of the microbatches that got a slot, since the start."""
-        names = ("succeeded", "expired", "no_route", "counted_twice")
+        names = ("succeeded", "expired", "no_route", "counted_twice", "shortages")
         return {**{name: self._counts[name] for name in names}, "device_s": self.device_s}
 
     async def _take(self, microbatch: Microbatch, slot: Slot, deadline_s: float) -> Reply:

@@ -19,7 +19,7 @@ from noloco_node.machine import clocks, memory
 from noloco_node.machine.device import Device
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.model_layout import ModelLayout, make_stage
-from noloco_node.planning.plan import in_flight_bytes, needs_bytes
+from noloco_node.planning.plan import device_needs, graphs_that_fit, in_flight
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore
 from noloco_node.storage.home import Home
@@ -44,8 +44,8 @@ class HostMachine:
     ) -> None:
         self._options, self._home, self._torch_device = options, home, torch_device
         self._recipe, self._layout = recipe, layout
-        self.needs_bytes = list(needs_bytes(recipe.run, layout, torch_device))
-        self.in_flight_bytes = list(in_flight_bytes(recipe.run, layout))
+        needs = device_needs(recipe.run, layout, torch_device)
+        self.needs_bytes, self.graph_bytes, self.beside_bytes = map(list, needs)
         self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
         self._text = BackgroundOpen(partial(TextSource, recipe.run, options.data, peer, layout.vocabulary))
@@ -60,11 +60,19 @@ class HostMachine:
             self.device.close()
 
     def build(self, stage: int) -> Stage:
-        return make_stage(self._recipe.run, self._layout, stage, self._torch_device)
+        # What a stage that we leave has had is ours still, as far as the driver knows.
+        memory.give_back(self._torch_device)
+        run = self._recipe.run
+        most = in_flight(run.pipeline, last=stage == run.pipeline.stages - 1)
+        graphs = graphs_that_fit(self.free_bytes(), self.needs_bytes[stage], self.graph_bytes[stage], most)
+        return make_stage(run, self._layout, stage, self._torch_device, graphs)
 
     def free_bytes(self) -> int | None:
         known = (memory.free_bytes(self._torch_device), self._options.most_memory_bytes)
         return min((each for each in known if each is not None), default=None)
+
+    def free_beside_bytes(self) -> int | None:
+        return memory.machine_free_bytes()
 
     def prepare_text(self, stage: int) -> None:
         if stage == 0:

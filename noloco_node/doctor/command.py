@@ -174,7 +174,8 @@ def _needs(run_file: RunFileText) -> tuple[list[machine_checks.Need], list[Micro
         machine_checks.Need(
             number,
             stage.memory.total,
-            stage.memory.computing,
+            stage.gpu.computing,
+            stage.gpu.total - stage.gpu.computing,
             machine_checks.disk_bytes(stage.memory.weights),
         )
         for number, stage in enumerate(plan(run).stages)

@@ -30,11 +30,12 @@ ROOM = 1.2
 
 
 class Need(NamedTuple):
-    """Bytes that one stage asks for: in all, of them on the device, and for its checkpoints on the disk."""
+    """Bytes that one stage asks for: on a CPU; on a GPU and in main memory beside it; on the disk, for checkpoints."""
 
     stage: int
     memory: int
     computing: int
+    beside: int
     disk: int
 
 
@@ -65,7 +66,7 @@ def judge_memory(supply: Supply, needs: Sequence[Need]) -> Finding:
     if not needs:
         return ok(about, f"{format_bytes(free)} free")
     # With a GPU, main memory keeps the copies that gossip works with.
-    wanted = {need.stage: ROOM * (need.memory - (need.computing if supply.gpu is not None else 0)) for need in needs}
+    wanted = {need.stage: ROOM * (need.memory if supply.gpu is None else need.beside) for need in needs}
     return _against(about, free, wanted, "close other programs, or ask for a run with more stages")
 
 
@@ -100,7 +101,7 @@ def disk_bytes(weights: int, kept: int = CHECKPOINTS - 1) -> int:
 
 def require_disk(home: Path, weights: Mapping[int, int], kept: int) -> None:
     """Raise `UserError` where the disk has no room for the checkpoints of any of these stages, given their weights."""
-    needs = [Need(stage, 0, 0, disk_bytes(size, kept)) for stage, size in weights.items()]
+    needs = [Need(stage, 0, 0, 0, disk_bytes(size, kept)) for stage, size in weights.items()]
     finding = judge_disk(Supply(None, None, _free_disk(home)), needs, home)
     if finding.grade is Grade.BAD:
         raise UserError(

@@ -34,12 +34,22 @@ from noloco_node.run.config import MOST_SLOWDOWN
 T = TypeVar("T")
 
 
+def finish_work(device: torch.device) -> None:
+    """Wait until a GPU has done what it was told to: a job that fetches no number from it ends before its work does."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class WallClock(NamedTuple):
-    """The time that passes in the device's thread, in seconds. `core`: of it, that for which the thread had a core."""
+    """The time that passes in the device's thread, in seconds. `core`: of it, that for which the thread had a core.
+
+    `finish`: waits until the device has done what it was told to.
+    """
 
     clock: Callable[[], float] = time.perf_counter
     core: Callable[[], float] = time.thread_time
     sleep: Callable[[float], None] = time.sleep
+    finish: Callable[[torch.device], None] = finish_work
 
 
 WALL = WallClock()
@@ -76,10 +86,18 @@ def choose_device(wish: str) -> torch.device:
 
 
 def autocast_dtype(device: torch.device, precision: str) -> torch.dtype | None:
-    """Return bfloat16 where `precision` is auto and the GPU computes in it natively, else None (float32)."""
-    if precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported():
-        return torch.bfloat16
-    return None
+    """Return bfloat16 where `precision` is auto and the GPU computes in it natively, else None (float32).
+
+    Float32 is float32: products are never shortened to TF32, since a run that asks for it asks for its precision.
+    """
+    return torch.bfloat16 if precision == "auto" and device.type == "cuda" and _has_bfloat16(device) else None
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    """torch calls it supported where it is emulated, too, and looks at the current device instead of ours."""
+    capability = torch.cuda.get_device_capability(device)
+    # Of AMD's: CDNA 3 and later, RDNA 3 and later. RDNA 2 is (10, 3).
+    return capability >= (8, 0) if torch.version.hip is None else capability[0] >= 11 or (9, 4) <= capability < (10, 0)
 
 
 class Device:
@@ -106,6 +124,7 @@ class Device:
 
     def clock(self) -> float:
         """Return the time by which jobs measure themselves, in seconds; meant for within a job."""
+        self._wall.finish(self.device)
         now_s, begun_s = self._wall.clock(), self._begun_s
         return now_s if begun_s is None else begun_s + self._slowdown * (now_s - begun_s)
 
@@ -122,8 +141,8 @@ class Device:
         try:
             return job(*args)
         finally:
-            worked_s = self._slowdown * (self._worked() - before_s)
-            ended_s, self._begun_s = self.clock(), None
+            ended_s = self.clock()
+            worked_s, self._begun_s = self._slowdown * (self._worked() - before_s), None
             if self._slowdown > 1.0:
                 self._wall.sleep(max(0.0, ended_s - self._wall.clock()))
             self.busy_s += worked_s

@@ -147,11 +147,18 @@ class ComputeHost(Protocol):
         """Memory that each stage takes on the device, about; corrected where it has been measured; [] is unknown."""
 
     @property
-    def in_flight_bytes(self) -> list[int]:
-        """What of it microbatches in flight keep; corrected likewise."""
+    def graph_bytes(self) -> list[int]:
+        """What of it the graph of a microbatch takes; corrected likewise."""
+
+    @property
+    def beside_bytes(self) -> list[int]:
+        """Main memory that each stage takes beside a device with a memory of its own; [] is none, or unknown."""
 
     def free_bytes(self) -> int | None:
         """Return the memory that is free on the device; None where nobody knows it."""
+
+    def free_beside_bytes(self) -> int | None:
+        """Return the main memory that is free; None where nobody knows it."""
 
     def build(self, stage: int, /) -> StageModel:
         """Make a stage; a job of the device's thread."""

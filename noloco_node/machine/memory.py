@@ -40,6 +40,14 @@ def machine_free_bytes() -> int | None:
     return min(known, default=None)
 
 
+def give_back(device: torch.device) -> None:
+    """Have torch give back what it keeps of a GPU's memory and does not use."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
 def share_arenas() -> None:
     """Have the C library's threads share `ARENAS` stores of memory instead of eight a core, where it can (glibc).
 

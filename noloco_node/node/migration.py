@@ -17,12 +17,11 @@ from random import Random
 import msgspec
 
 from noloco_node.node.joining.newcomer import Newcomer
-from noloco_node.node.joining.stage_claim import claims_of, servable
+from noloco_node.node.joining.stage_claim import claims_of, fitting_stages, free_memory, servable
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.tasks import loop_s
 from pipeline.migration import MigrationState, Move, OwnPlacement, StagePace, decide, may_move
-from pipeline.placement import stages_that_fit
 
 
 class MigrationWatcher:
@@ -89,10 +88,8 @@ class MigrationWatcher:
     def _elsewhere(self) -> tuple[int, ...]:
         """Return the other stages that would fit once ours is given back."""
         host = self._newcomer.host
-        free = host.free_bytes()
-        if free is not None and host.needs_bytes:
-            free += host.needs_bytes[self._stage]
-        fits = stages_that_fit(host.needs_bytes, free, self._newcomer.run.pipeline.stages)
+        free, stages = free_memory(host, given_back=self._stage), self._newcomer.run.pipeline.stages
+        fits = fitting_stages(host, free, stages)
         within = servable(self._newcomer)
         return tuple(stage for stage in fits if stage in within and stage != self._stage and stage not in self._unfit)
 

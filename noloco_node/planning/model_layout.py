@@ -13,7 +13,16 @@ from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.codec_formats import check_width
-from pipeline.partition import Prepared, cut, family_config, forward_flops, parameter_shapes, prepare, verify_family
+from pipeline.partition import (
+    Prepared,
+    cut,
+    family_config,
+    forward_flops,
+    multiplied_parameters,
+    parameter_shapes,
+    prepare,
+    verify_family,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +54,10 @@ class ModelLayout(NamedTuple):
     def vocabulary(self) -> int:
         """Tokens that the model knows."""
         return int(self.prepared.config.vocab_size)
+
+    def multiplied(self, number: int) -> int:
+        """Return how many parameters of a stage autocast casts."""
+        return multiplied_parameters(self.prepared.config, self.cuts[number])
 
 
 def model_layout(run: RunConfig) -> ModelLayout:
@@ -86,8 +99,13 @@ def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.de
     return part
 
 
-def make_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.device) -> Stage:
-    """Return stage `number` with its inner optimiser; raise `UserError` as `build_stage` does."""
+def make_stage(
+    run: RunConfig, plan: ModelLayout, number: int, device: torch.device, graphs: int | None = None
+) -> Stage:
+    """Return stage `number` with its inner optimiser; raise `UserError` as `build_stage` does.
+
+    `graphs`: how many microbatches that wait for their gradient keep their graph; None for all.
+    """
     from noloco_node.machine.device import autocast_dtype
     from pipeline.stage import Inner, Stage
 
@@ -100,6 +118,7 @@ def make_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.dev
         device=device,
         autocast=autocast_dtype(device, run.precision),
         codec=run.pipeline.codec,
+        graphs=graphs,
     )
 
 

@@ -1,24 +1,25 @@
 """What a run file means, before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
 
 Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of the
-matrices and of attention. The memory of activations is an estimate: what autograd keeps of a layer in Llama and GPT-2
-models was measured at 10 to 12 numbers a token for each unit of the model's width and 4 for each of the
-feed-forward's; as many microbatches as a window holds, or two, may wait for their gradients at once, except at the last
-stage. With two windows in flight the weights before the step stay as long as a microbatch waits on them.
+matrices and of attention. The memory of a graph is an estimate, measured in Llama and GPT-2 models: bytes a token and
+layer for each unit of the model's width and of the feed-forward's. As many microbatches as a window holds, or two, wait
+for their gradients at once, except at the last stage. Their graphs are kept while there is room, and one is what it
+takes: the others are computed again. With two windows in flight the weights before the step stay as long as a
+microbatch waits on them. A peer on a GPU that has bfloat16 computes in it, unless the run forbids it.
 The efficiency, and what would raise it, is `advice`'s.
 """
 
 from __future__ import annotations
 
 from math import log, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from noloco_node.data.encoding import check_vocabulary
 from noloco_node.planning.advice import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
-from noloco_node.planning.message_sizes import Shapes, float32_bytes, gossip_memory, hop_bytes, round_bytes
-from noloco_node.run.config import OuterConfig, RunConfig
+from noloco_node.planning.message_sizes import float32_bytes, gossip_memory, hop_bytes, round_bytes
+from noloco_node.run.config import OuterConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import content_hashes, run_digest
 
 if TYPE_CHECKING:
@@ -26,16 +27,19 @@ if TYPE_CHECKING:
 
     from noloco_node.planning.model_layout import ModelLayout
 
-_LAYER_FLOATS_PER_WIDTH = 11
-_LAYER_FLOATS_PER_FEED_FORWARD = 4
-_LOGIT_COPIES = 3
+_FLOAT32_GRAPH, _BFLOAT16_GRAPH = (44, 16), (34, 8)
+"""Bytes a token and layer, for each unit of width and of the feed-forward."""
+_LOGIT_BYTES = 16
+"""At the peak: the logits, their softmax, and the gradients of both."""
+_KEPT_SHARE = 0.8
+"""Of the free memory that graphs may fill: what they take is an estimate."""
 _UNEVEN = 1.3
 _DEEP, _IDLE = 4, 0.7
 """More stages than this, and less of their time at work, are cause for a warning."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that a peer of one stage needs, all numbers float32."""
+    """Bytes that a peer of one stage needs."""
 
     weights: int
     gradients: int
@@ -54,19 +58,27 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """The next partner's slow weights, where they travel ahead of time."""
     gathered: int
     """What a period of the outer momentum has gathered."""
+    cast_weights: int
+    """The matrices in bfloat16."""
     stale_weights: int
     """Those before the last inner step, with two windows in flight; the last stage has one always."""
-    activations: int
+    graph: int
+    """What autograd keeps of one microbatch."""
+    waiting: int
+    """Inputs and outputs of the microbatches that wait for their gradient; in main memory always."""
+    other_graphs: int
+    """Of the other microbatches in flight, while there is room."""
 
     @property
     def total(self) -> int:
-        """All of it at once."""
-        return sum(getattr(self, name) for name in self.__struct_fields__)
+        """All of it at once, except for what needs not be there."""
+        return int(sum(getattr(self, name) for name in self.__struct_fields__)) - self.other_graphs
 
     @property
     def computing(self) -> int:
         """What the device computes with: of a GPU's own memory. Gossip's copies lie in the main memory."""
-        return self.weights + self.gradients + self.optimiser + self.stale_weights + self.activations
+        lasting = self.weights + self.gradients + self.optimiser + self.cast_weights
+        return lasting + self.stale_weights + self.graph
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +92,9 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     work: float
     """Share of the model's work."""
     memory: Memory
+    """On a CPU."""
+    gpu: Memory
+    """On a GPU: `gpu.computing` of its own memory, the rest beside it."""
     round_bytes: int
     """What a peer sends its partner in a round, and receives from it."""
 
@@ -124,9 +139,17 @@ def plan(run: RunConfig) -> RunPlan:
             flops_per_token=flops,
             work=flops / sum(drawn.work),
             memory=memory,
+            gpu=gpu,
             round_bytes=round_bytes(run.outer, shapes),
         )
-        for cut, flops, shapes, memory in zip(drawn.cuts, drawn.work, stage_shapes, memories(run, drawn), strict=True)
+        for cut, flops, shapes, memory, gpu in zip(
+            drawn.cuts,
+            drawn.work,
+            stage_shapes,
+            memories(run, drawn),
+            memories(run, drawn, half=run.precision == "auto"),
+            strict=True,
+        )
     )
     hop = hop_bytes(run.pipeline, drawn.width)
     shares = tuple(stage.work for stage in stages)
@@ -148,24 +171,46 @@ def plan(run: RunConfig) -> RunPlan:
     )
 
 
-def memories(run: RunConfig, drawn: ModelLayout) -> tuple[Memory, ...]:
-    """Return what a peer of each stage needs."""
-    config = drawn.prepared.config
-    return tuple(
-        _memory(run, tuple(shapes.values()), _activations(run, config, cut), head=cut.head)
-        for cut, shapes in zip(drawn.cuts, drawn.shapes, strict=True)
-    )
+def memories(run: RunConfig, drawn: ModelLayout, *, half: bool = False) -> tuple[Memory, ...]:
+    """Return what a peer of each stage needs. `half`: it computes in bfloat16."""
+    return tuple(_memory(run, drawn, number, half) for number in range(len(drawn.cuts)))
 
 
-def needs_bytes(run: RunConfig, drawn: ModelLayout, device: torch.device) -> tuple[int, ...]:
-    """Return what each stage needs on a device, about."""
-    gpu = device.type == "cuda"
-    return tuple(memory.computing if gpu else memory.total for memory in memories(run, drawn))
+class DeviceNeeds(NamedTuple):
+    """Bytes that each stage takes, about.
+
+    `device`: of the device's memory, at least; `graph`: of it one microbatch's; `beside`: of main memory beside a GPU,
+    () on a CPU.
+    """
+
+    device: tuple[int, ...]
+    graph: tuple[int, ...]
+    beside: tuple[int, ...]
 
 
-def in_flight_bytes(run: RunConfig, drawn: ModelLayout) -> tuple[int, ...]:
-    """Return what of it the microbatches in flight keep at each stage, about: a newcomer measures it at its own."""
-    return tuple(memory.activations for memory in memories(run, drawn))
+def device_needs(run: RunConfig, drawn: ModelLayout, device: torch.device) -> DeviceNeeds:
+    """Return what each stage needs on a device."""
+    from noloco_node.machine.device import autocast_dtype
+
+    found = memories(run, drawn, half=autocast_dtype(device, run.precision) is not None)
+    graph = tuple(memory.graph for memory in found)
+    if device.type == "cpu":
+        return DeviceNeeds(tuple(memory.total for memory in found), graph, ())
+    beside = tuple(memory.total - memory.computing for memory in found)
+    return DeviceNeeds(tuple(memory.computing for memory in found), graph, beside)
+
+
+def in_flight(pipeline: PipelineConfig, *, last: bool) -> int:
+    """Return how many microbatches wait for their gradient at once."""
+    return 1 if last else pipeline.microbatches_per_step * pipeline.windows_in_flight
+
+
+def graphs_that_fit(free: int | None, needs: int, graph: int, most: int) -> int | None:
+    """Return how many graphs may be kept where a stage `needs` so much with one; None for all of `most`."""
+    if free is None:
+        return None
+    more = max(0, int((_KEPT_SHARE * free - needs) // max(1, graph)))
+    return more if more < most - 1 else None
 
 
 def mean_steps_per_round(outer: OuterConfig) -> float:
@@ -182,8 +227,12 @@ def _rounds(run: RunConfig) -> int:
     return int(run.inner.steps / mean_steps_per_round(run.outer))
 
 
-def _memory(run: RunConfig, shapes: Shapes, activations: int, *, head: bool) -> Memory:
+def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memory:
+    cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)
+    cast = 2 * drawn.multiplied(number) if half else 0
+    graph, tokens = _graph_bytes(run, drawn, number, half), pipeline.sequence_length * pipeline.microbatch_size
+    at_once, token_bytes = in_flight(pipeline, last=cut.head), 4 * drawn.width
     return Memory(
         weights=once,
         gradients=once,
@@ -192,22 +241,29 @@ def _memory(run: RunConfig, shapes: Shapes, activations: int, *, head: bool) -> 
         outer_momentum=once,
         snapshot=once,
         **gossip._asdict(),
-        stale_weights=once if run.pipeline.windows_in_flight == 2 and not head else 0,
-        activations=activations,
+        cast_weights=cast,
+        # What is cast has a copy of its own; the rest moves on to one.
+        stale_weights=once - cast if pipeline.windows_in_flight == 2 and not cut.head else 0,
+        graph=graph,
+        waiting=at_once * tokens * ((8 if cut.embeds else token_bytes) + (0 if cut.head else token_bytes)),
+        other_graphs=(at_once - 1) * graph,
     )
 
 
-def _activations(run: RunConfig, config: Any, cut: Any) -> int:
-    """Estimate the bytes that the microbatches in flight keep; the last stage has one at a time, and its logits."""
-    width = config.hidden_size
+def _graph_bytes(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> int:
+    """Estimate what autograd keeps of a microbatch, and at the last stage what the logits take."""
+    from pipeline.stage import LOGITS
+
+    cut, config, width = drawn.cuts[number], drawn.prepared.config, drawn.width
+    tokens = run.pipeline.sequence_length * run.pipeline.microbatch_size
     feed_forward = next(
         (size for name in ("intermediate_size", "n_inner", "ffn_dim") if (size := getattr(config, name, None))),
         4 * width,
     )
-    layer = _LAYER_FLOATS_PER_WIDTH * width + _LAYER_FLOATS_PER_FEED_FORWARD * feed_forward
-    floats = (cut.end_layer - cut.first_layer) * layer + (_LOGIT_COPIES * config.vocab_size if cut.head else 0)
-    in_flight = 1 if cut.head else run.pipeline.microbatches_per_step * run.pipeline.windows_in_flight
-    return int(4 * floats * run.pipeline.sequence_length * run.pipeline.microbatch_size * in_flight)
+    of_width, of_feed_forward = _BFLOAT16_GRAPH if half else _FLOAT32_GRAPH
+    layers = (cut.end_layer - cut.first_layer) * (of_width * width + of_feed_forward * feed_forward)
+    logits = min(LOGITS, tokens * drawn.vocabulary) if cut.head else 0
+    return tokens * layers + _LOGIT_BYTES * logits
 
 
 def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) -> list[str]:

@@ -20,8 +20,9 @@ def describe(plan: RunPlan) -> list[str]:
         "",
         *_stage_table(plan),
         "",
-        "Memory of a peer, all numbers float32; activations are estimated, for whole windows in flight:",
+        "Memory of a peer on a CPU, all numbers float32, with the graph of one microbatch (estimated):",
         *_memory_table(plan),
+        _more_graphs(plan),
         "",
         f"Tokens: {format_count(plan.tokens)} in all, {format_count(plan.tokens_per_step)} an inner step of a replica; "
         f"{plan.rounds} rounds a replica.",
@@ -42,19 +43,21 @@ def _stage_table(plan: RunPlan) -> list[str]:
             format_count(stage.parameters),
             f"{stage.work:.1%}",
             format_bytes(stage.memory.total),
-            format_bytes(stage.memory.computing),
+            format_bytes(stage.gpu.computing),
+            format_bytes(stage.gpu.total - stage.gpu.computing),
             format_bytes(stage.round_bytes),
         ]
         for number, stage in enumerate(plan.stages)
     ]
     return _table(
-        ["stage", "layers", "parameters", "work", "memory a peer", "of it on a GPU", "a round, each way"], rows
+        ["stage", "layers", "parameters", "work", "on a CPU", "on a GPU", "beside it", "a round, each way"], rows
     )
 
 
 def _memory_table(plan: RunPlan) -> list[str]:
     # A column of nothing but zeros is not worth its place.
     names = [name for name in Memory.__struct_fields__ if any(getattr(stage.memory, name) for stage in plan.stages)]
+    names = [name for name in names if name != "other_graphs"]
     rows = [
         [str(number), *(format_bytes(getattr(stage.memory, name)) for name in names)]
         for number, stage in enumerate(plan.stages)
@@ -66,6 +69,14 @@ def report(path: Path, *, as_json: bool = False) -> str:
     """Return what the run file at `path` means, as text or as one JSON object; raise `UserError` where it is wrong."""
     found = plan(load_run(path))
     return msgspec.json.encode(found).decode() if as_json else "\n".join(describe(found))
+
+
+def _more_graphs(plan: RunPlan) -> str:
+    cpu = format_bytes(max(stage.memory.other_graphs for stage in plan.stages))
+    gpu = format_bytes(max(stage.gpu.other_graphs for stage in plan.stages))
+    return (
+        f"Graphs of all others in flight take {cpu} more, or {gpu} on a GPU; those that do not fit are computed again."
+    )
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -41,7 +41,8 @@ from noloco_node.swarm.run_distribution import RunFileReply
 WORSE = [Grade.GOOD, Grade.DOUBTFUL, Grade.BAD]
 BYTES = st.integers(0, 10**13)
 NEEDS = st.lists(
-    st.builds(lambda number, more: Need(number, number + more, number, more), st.integers(1, 10**12), BYTES), max_size=4
+    st.builds(lambda number, more: Need(number, number + more, number, more, more), st.integers(1, 10**12), BYTES),
+    max_size=4,
 ).map(lambda needs: [need._replace(stage=number) for number, need in enumerate(needs)])
 
 

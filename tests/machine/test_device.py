@@ -10,7 +10,7 @@ import torch
 from limits import LAST_RESORT_S
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.machine.device import Device, autocast_dtype, choose_device
+from noloco_node.machine.device import Device, WallClock, autocast_dtype, choose_device
 
 
 def test_a_job_that_has_begun_is_awaited_and_one_that_has_not_is_taken_back() -> None:
@@ -77,3 +77,57 @@ def test_a_device_that_is_not_there_is_named(wish: str) -> None:
 def test_a_cpu_computes_in_float32() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     assert autocast_dtype(torch.device("cpu"), "auto") is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "native"),
+    [
+        ((7, 0), None, False),
+        ((7, 5), None, False),
+        ((8, 0), None, True),
+        ((12, 0), None, True),
+        ((9, 0), "6.4", False),
+        ((9, 4), "6.4", True),
+        ((10, 3), "6.4", False),
+        ((11, 0), "6.4", True),
+    ],
+)
+def test_bfloat16_where_our_gpu_computes_in_it_and_not_where_it_is_emulated(
+    capability: tuple[int, int], hip: str | None, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {ours: capability}.__getitem__)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert autocast_dtype(ours, "auto") == (torch.bfloat16 if native else None)
+    assert autocast_dtype(ours, "float32") is None
+
+
+def test_a_job_lasts_until_the_device_has_done_its_work() -> None:
+    """A GPU goes on after a job that fetches nothing from it: its time counts, within the job and for the device."""
+
+    class Asynchronous:
+        now_s = pending_s = 0.0
+
+        def finish(self, _: torch.device) -> None:
+            self.now_s, self.pending_s = self.now_s + self.pending_s, 0.0
+
+        def backward(self) -> float:
+            begun_s = device.clock()
+            self.now_s, self.pending_s = self.now_s + 0.001, 0.5
+            return device.clock() - begun_s
+
+        def step(self) -> None:
+            self.pending_s = 0.25
+
+    async def main() -> tuple[float, float]:
+        measured_s = await device.run(gpu.backward)
+        await device.run(gpu.step)
+        return measured_s, device.busy_s
+
+    gpu = Asynchronous()
+    wall = WallClock(clock=lambda: gpu.now_s, core=lambda: gpu.now_s, finish=gpu.finish)
+    device = Device(torch.device("cpu"), wall=wall)
+    try:
+        assert asyncio.run(main()) == pytest.approx((0.501, 0.751))
+    finally:
+        device.close()

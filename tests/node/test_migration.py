@@ -21,7 +21,6 @@ from real_nodes import RealNodes
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, StageModel
-from noloco_node.node.joining.join import is_shortage
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
@@ -238,12 +237,6 @@ def test_a_stage_that_cannot_be_built_sends_the_mover_back_to_where_it_was(short
     assert len(cast.of(mover, events.Finished)) == 1
     steps = [event.step for event in cast.of(mover, events.InnerStep)]
     assert steps == sorted(set(steps)), "it went on from its own checkpoint"
-
-
-def test_only_memory_is_a_shortage() -> None:
-    assert [is_shortage(error) for error in SHORTAGES] == [True, True, False, False]
-    assert is_shortage(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    assert not is_shortage(RuntimeError("the size of tensor a must match"))
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0])

@@ -198,10 +198,12 @@ def test_a_plan_counts_the_second_window_in_memory_and_time() -> None:
         for windows in (1, 2)
     )
     for plain, double in zip(one.stages[:-1], two.stages[:-1], strict=True):
-        assert double.memory.activations == 2 * plain.memory.activations
+        assert double.memory.waiting == 2 * plain.memory.waiting
+        assert double.memory.graph == plain.memory.graph
+        assert double.memory.other_graphs == plain.memory.other_graphs + 8 * plain.memory.graph
         assert double.memory.stale_weights == double.memory.weights == plain.memory.weights
         assert plain.memory.stale_weights == 0
-        assert double.memory.total - plain.memory.total == plain.memory.activations + plain.memory.weights
+        assert double.memory.total - plain.memory.total == plain.memory.waiting + plain.memory.weights
     assert one.stages[-1].memory == two.stages[-1].memory
     assert all(second > first + 0.1 for first, second in zip(one.efficiency, two.efficiency, strict=True))
     assert "stale weights" in "\n".join(describe(two))

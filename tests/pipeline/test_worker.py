@@ -499,3 +499,26 @@ def test_every_replica_carries_its_share() -> None:
         await end(background)
 
     run(main())
+
+
+def test_a_stage_without_memory_refuses_and_takes_the_next() -> None:
+    class Short(FakeStage):
+        def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
+            if next(shortages, None) is not None:
+                raise MemoryError("CUDA out of memory")
+            return super().loss(hidden, targets)
+
+    async def main() -> None:
+        peer = Peer("a", None, AdmissionWindow(2, 4), 0.1)
+        worker = Worker(
+            Short(peer.weights), peer.gate, WorkerCompute(run=peer.device.run, clock=peer.device.clock), None, 1e6
+        )
+        refused, reply = [await worker.process(MICROBATCH, "x") for _ in range(2)]
+        assert isinstance(refused, Refused)
+        assert (refused.reason, refused.retry_after_s > 0) == (Reason.FULL, True)
+        assert isinstance(reply, Gradient)
+        assert (peer.gate.succeeded, peer.gate.in_flight) == (1, 0)
+        assert worker.statistics()["shortages"] == 1
+
+    shortages = iter(range(1))
+    run(main())

@@ -42,6 +42,7 @@ from noloco_node.state_sync.download import DownloadLink, StateDownload, waiting
 from noloco_node.state_sync.starting_state import StartingState, from_checkpoint, from_donor, from_seed, started
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord
+from pipeline.forward_pass import is_shortage
 
 LOOKS, LOOK_S = 6, 5.0
 """How often, and after which pauses, a newcomer looks whether somebody comes back to a run that was begun."""
@@ -79,12 +80,6 @@ async def join(newcomer: Newcomer) -> Start:
         # Of a copy that an earlier life began, and that nobody needs now, say.
         await newcomer.host.device.run(unfinished.discard)
     return Start(number, stage, starting_state, saved.counters if saved is not None else None)
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Say whether an error is that of memory: torch raises a RuntimeError of its own words."""
-    said = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in said or "allocate memory" in said
 
 
 class _StateSearch:

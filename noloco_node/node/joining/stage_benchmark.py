@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TIMES = 2
-LOGITS_BESIDE = 2
-"""Of the last stage: beside the logits that autograd keeps its pass holds them once more, and their gradient."""
+LOGITS_BESIDE = 3
+"""Of the last stage: beside the softmax that autograd keeps its pass holds the logits, and the gradients of both."""
 
 
 class StageBenchmark(NamedTuple):
@@ -46,6 +46,7 @@ def measure(
     import torch
 
     from pipeline.codec import encode
+    from pipeline.stage import LOGITS
 
     generator = torch.Generator().manual_seed(0)
     shape = (pipeline.microbatch_size, pipeline.sequence_length)
@@ -75,7 +76,7 @@ def measure(
         marks.append(clock())
     stage.discard()
     last = saved.bytes and number == pipeline.stages - 1
-    beside = LOGITS_BESIDE * 4 * layout.vocabulary * targets.numel() if last else 0
+    beside = LOGITS_BESIDE * 4 * min(LOGITS, layout.vocabulary * targets.numel()) if last else 0
     return StageBenchmark(min(after - before for before, after in pairwise(marks)), saved.bytes + beside)
 
 
@@ -99,10 +100,9 @@ class _SavedTensors:
         self._hooks.__exit__()
 
     def _note(self, tensor: Tensor) -> Tensor:
-        import torch
-
         whole = tensor if tensor._base is None else tensor._base
-        if not isinstance(whole, torch.nn.Parameter):
+        # Leaves are the weights, and the input.
+        if not (whole.is_leaf and whole.requires_grad):
             storage = tensor.untyped_storage()
             self._sizes[storage.data_ptr()] = storage.nbytes()
         return tensor

@@ -85,6 +85,30 @@ def servable(newcomer: Newcomer) -> range:
     return range(newcomer.run.pipeline.stages if newcomer.network.dialable else 1)
 
 
+class FreeMemory(NamedTuple):
+    """Bytes that are free: of the device, and of main memory beside it; None where nobody knows it."""
+
+    device: int | None
+    beside: int | None
+
+
+def free_memory(host: ComputeHost, given_back: int | None = None) -> FreeMemory:
+    """Return what is free. `given_back`: the stage that we serve until then."""
+
+    def with_own(free: int | None, needs: list[int]) -> int | None:
+        return free if free is None or not needs or given_back is None else free + needs[given_back]
+
+    return FreeMemory(
+        with_own(host.free_bytes(), host.needs_bytes), with_own(host.free_beside_bytes(), host.beside_bytes)
+    )
+
+
+def fitting_stages(host: ComputeHost, free: FreeMemory, stages: int) -> tuple[int, ...]:
+    """Return the stages that fit the device, and main memory beside it."""
+    beside = stages_that_fit(host.beside_bytes, free.beside, stages)
+    return tuple(stage for stage in stages_that_fit(host.needs_bytes, free.device, stages) if stage in beside)
+
+
 async def claim_stage(newcomer: Newcomer, served: int | None) -> ClaimedStage:
     """Claim the stage that the owner asked for, or the one that limits the swarm. `served`: in an earlier life."""
     await _read_roster(newcomer)
@@ -167,34 +191,34 @@ class _FittingStages:
 
     def __init__(self, newcomer: Newcomer) -> None:
         self._pipeline, self._host, self._say = newcomer.run.pipeline, newcomer.host, newcomer.reporter.say
-        self._within, self._free = servable(newcomer), newcomer.host.free_bytes()
+        self._within, self._free = servable(newcomer), free_memory(newcomer.host)
 
     def stages(self) -> tuple[int, ...]:
         """Return the stages to choose from: those that fit, or the one that needs least."""
         needs = self._host.needs_bytes
-        fits = stages_that_fit(needs, self._free, self._pipeline.stages)
+        fits = fitting_stages(self._host, self._free, self._pipeline.stages)
         fits = tuple(stage for stage in fits if stage in self._within)
         if fits:
             return fits
-        least = min(self._within, key=needs.__getitem__)
-        self._say(
-            f"no stage fits the memory that is free ({format_bytes(self._free or 0)}); trying stage {least}, which"
-            f" needs least, about {format_bytes(needs[least])}"
-        )
+        least, beside = min(self._within, key=needs.__getitem__), self._host.beside_bytes
+        has, wants = format_bytes(self._free.device or 0), format_bytes(needs[least])
+        if beside and self._free.beside is not None:
+            has += f", and {format_bytes(self._free.beside)} of main memory"
+            wants += f", and {format_bytes(beside[least])} of main memory"
+        self._say(f"no stage fits the memory that is free ({has}); trying stage {least}, which needs least: {wants}")
         return (least,)
 
     def correct(self, stage: int, kept_bytes: int) -> None:
-        """Correct what microbatches in flight keep at a stage, given what one was seen to keep."""
-        pipeline, needs, in_flight = self._pipeline, self._host.needs_bytes, self._host.in_flight_bytes
-        if not (needs and in_flight and kept_bytes):
+        """Correct what a stage needs, given what a microbatch was seen to keep."""
+        needs, graph, free = self._host.needs_bytes, self._host.graph_bytes, self._free.device
+        if not (needs and graph and kept_bytes):
             return
-        at_once = pipeline.microbatches_per_step * pipeline.windows_in_flight if stage < pipeline.stages - 1 else 1
-        estimate, measured = needs[stage], needs[stage] - in_flight[stage] + kept_bytes * at_once
-        needs[stage], in_flight[stage] = measured, kept_bytes * at_once
-        if self._free is not None and estimate <= self._free < measured:
+        estimate, measured = needs[stage], needs[stage] - graph[stage] + kept_bytes
+        needs[stage], graph[stage] = measured, kept_bytes
+        if free is not None and estimate <= free < measured:
             self._say(
                 f"stage {stage} does not fit: it needs {format_bytes(measured)} by what a microbatch takes"
-                f" ({format_bytes(estimate)} were estimated), and {format_bytes(self._free)} are free"
+                f" ({format_bytes(estimate)} were estimated), and {format_bytes(free)} are free"
             )
 
 

@@ -30,13 +30,17 @@ class MemoryHost:
     ) -> None:
         self.device, self.former, self.snapshots = device, disk, snapshots
         self.needs_bytes: list[int] = []
-        self.in_flight_bytes: list[int] = []
+        self.graph_bytes: list[int] = []
+        self.beside_bytes: list[int] = []
         self._build, self._open_text, self._save = build, open_text, save
 
     def build(self, stage: int) -> StageModel:
         return self._build(stage)
 
     def free_bytes(self) -> int | None:
+        return None
+
+    def free_beside_bytes(self) -> int | None:
         return None
 
     def prepare_text(self, stage: int) -> None:

@@ -28,7 +28,7 @@ from noloco_node.node.joining.stage_benchmark import TIMES, StageBenchmark, meas
 from noloco_node.node.joining.stage_claim import CLAIMS, LOOKS, ClaimedStage, claim_stage, claims_of
 from noloco_node.node.replica import Replica
 from noloco_node.planning.model_layout import make_stage, model_layout
-from noloco_node.planning.plan import in_flight_bytes, needs_bytes
+from noloco_node.planning.plan import device_needs
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.explore.search import ExploreResult, examine
@@ -46,6 +46,7 @@ from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.placement import capacities
 
+CPU = torch.device("cpu")
 WORK = (1.0, 1.0, 2.0)
 
 
@@ -86,7 +87,7 @@ class Seeker:
             open_text=self._no_text,
             save=self._never,
         )
-        host.free, host.needs_bytes, host.in_flight_bytes = free, [100, 200, 300], [20, 20, 20]
+        host.free, host.needs_bytes, host.graph_bytes = free, [100, 200, 300], [20, 20, 20]
         reporter = Reporter(record=self.events.append, say=self.said.append)
         self.newcomer = Newcomer(
             run_file=what,
@@ -221,7 +222,7 @@ def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_o
     async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, ClaimedStage]:
         await Seeker(hub, "a").serve(0, 0.5)
         await Seeker(hub, "b").serve(1, 1.0)
-        # Of stage 2, the last, one microbatch is in flight: 300 - 20 + 100.
+        # Of stage 2, with one graph: 300 - 20 + 100.
         small, large = Seeker(hub, "small", free=379), Seeker(hub, "large", free=380)
         place = await claim_stage(small.newcomer, None)
         return small, place, await claim_stage(large.newcomer, None)
@@ -231,6 +232,21 @@ def test_a_stage_that_keeps_more_of_a_microbatch_than_was_estimated_is_left_to_o
     assert "stage 2 does not fit" in small.said[0]
     assert ample.number == 2
     assert small.newcomer.host.needs_bytes == [100, 200, 380], "nor will it move there"
+
+
+def test_a_stage_must_fit_main_memory_too_where_the_device_has_its_own() -> None:
+    async def main(hub: SimNetwork) -> tuple[Seeker, ClaimedStage, ClaimedStage]:
+        places = []
+        for name, beside in (("poor", [50, 60, 70]), ("poorest", [60, 70, 80])):
+            seeker = Seeker(hub, name, free=1000)
+            seeker.newcomer.host.beside_bytes[:] = beside
+            seeker.newcomer.host.free_beside_bytes = lambda: 55  # type: ignore[method-assign]
+            places.append(await claim_stage(seeker.newcomer, None))
+        return seeker, places[0], places[1]
+
+    seeker, place, least = claimed(main)  # type: ignore[misc]
+    assert (place.number, least.number) == (0, 0)
+    assert "55 B of main memory" in seeker.said[0]
 
 
 def test_of_equals_the_stage_of_an_earlier_life() -> None:
@@ -295,8 +311,7 @@ def test_a_microbatch_is_measured_at_every_stage_of_a_real_model_and_leaves_no_t
         before = [tensor.clone() for tensor in stage.weights()]
         probe = measure(stage, number, what.run.pipeline, plan, lambda: float(next(ticks)))
         assert probe.device_s == 1.0
-        at_once = 1 if number == 2 else what.run.pipeline.microbatches_per_step * what.run.pipeline.windows_in_flight
-        assert probe.kept_bytes * at_once == pytest.approx(in_flight_bytes(what.run, plan)[number], rel=0.2)
+        assert probe.kept_bytes == pytest.approx(device_needs(what.run, plan, CPU).graph[number], rel=0.2)
         assert stage.statistics()["backwards"] == TIMES
         assert all(torch.equal(was, now) for was, now in zip(before, stage.weights(), strict=True))
         # A step on what was left behind would be a step on nothing.
@@ -340,7 +355,7 @@ def test_threads_share_the_arenas_of_the_c_library() -> None:
     assert 1 <= told.stdout.count("<heap nr=") <= ARENAS
 
 
-def test_memory_is_read_where_somebody_says_it(tmp_path: Path) -> None:
+def test_memory_is_read_where_somebody_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  2000 kB\nMemAvailable:   1000 kB\n")
     assert available(tmp_path / "meminfo") == 1_024_000
     assert available(tmp_path / "nothing") is None
@@ -353,8 +368,11 @@ def test_memory_is_read_where_somebody_says_it(tmp_path: Path) -> None:
     assert within_limit(tmp_path) is None
     what = recipe(stages=3)
     drawn = model_layout(what.run)
-    cpu, gpu = (needs_bytes(what.run, drawn, torch.device(kind)) for kind in ("cpu", "cuda"))
-    assert all(0 < less < more for less, more in zip(gpu, cpu, strict=True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    cpu, gpu = (device_needs(what.run, drawn, device) for device in (CPU, torch.device("cuda")))
+    assert all(0 < less < more for less, more in zip(gpu.device, cpu.device, strict=True))
+    assert all(0 < less < more for less, more in zip(gpu.beside, cpu.device, strict=True))
+    assert cpu.beside == ()
 
 
 # Moving, with whole nodes.

@@ -1,0 +1,223 @@
+"""A stage on this machine's device against a bare training loop: tokens a second, memory, equality with the CPU.
+
+    python -m benchmarks.pipeline_efficiency.stage_on_device  # on the GPU if there is one
+    python -m benchmarks.pipeline_efficiency.stage_on_device --device cpu --width 256 --layers 4 --tokens 256
+
+A swarm of one: worker, window, device thread and stage as a node has them, the whole model at one stage, without a
+network. The bare loop trains the same model under autocast with AdamW, fused on a GPU, and says nothing to anybody.
+Both take turns, and the median ratio of neighbours counts; the goal is 0.95. On a CPU seconds are those for which the
+process had a core, so that a busy machine can tell too.
+
+A middle stage follows, with every graph of its window kept and with none: seconds a microbatch, and of a GPU the most
+memory that was in use, beside the plan's. Gradients must be the same to the bit. Last, a few steps on the device and on
+the CPU in float32 from the same weights: relative distance of losses and weights. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from noloco_node.machine.device import Device, autocast_dtype, choose_device, finish_work
+from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
+from noloco_node.planning.plan import memories
+from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
+from pipeline.admission import AdmissionWindow
+from pipeline.messages import Gradient, Microbatch
+from pipeline.worker import Worker, WorkerCompute
+
+RATE = 1e-4
+CPU = torch.device("cpu")
+
+
+def a_run(args: argparse.Namespace, stages: int) -> RunConfig:
+    """Return a run of a Llama of these sizes."""
+    sizes = {
+        "hidden_size": args.width,
+        "intermediate_size": args.feed_forward or 4 * args.width,
+        "num_hidden_layers": args.layers * stages,
+        "num_attention_heads": max(1, args.width // 64),
+        "num_key_value_heads": max(1, args.width // 64),
+        "vocab_size": args.vocabulary,
+        "max_position_embeddings": args.tokens,
+    }
+    return RunConfig(
+        precision=args.precision,
+        data=DataConfig(),
+        model=ModelConfig(architecture="llama", sizes=sizes),
+        pipeline=PipelineConfig(
+            stages=stages,
+            boundaries=tuple(args.layers * number for number in range(1, stages)) or None,
+            sequence_length=args.tokens,
+            microbatch_size=args.batch,
+            microbatches_per_step=args.window,
+        ),
+    )
+
+
+def batch(run: RunConfig, layout: ModelLayout, seed: int) -> Tensor:
+    """Return made-up tokens."""
+    shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length + 1)
+    return torch.randint(layout.vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class SwarmOfOne:
+    """A stage with everything between it and the network."""
+
+    def __init__(self, run: RunConfig, layout: ModelLayout, device: torch.device) -> None:
+        self._run, self._layout, self.device = run, layout, Device(device)
+        self.stage = make_stage(run, layout, 0, device)
+        self._gate = AdmissionWindow(run.pipeline.microbatches_per_step)
+        compute = WorkerCompute(run=self.device.run, clock=self.device.clock)
+        self._worker = Worker(self.stage, self._gate, compute, None, 1e6)
+
+    async def window(self) -> list[float]:
+        """Take an inner step; return the losses."""
+        tokens = [batch(self._run, self._layout, seed) for seed in range(self._gate.window)]
+        microbatches = [Microbatch(hidden=t[:, :-1], targets=t[:, 1:], progress=0.0, budget_s=1e6) for t in tokens]
+        replies = await asyncio.gather(*(self._worker.process(microbatch, "us") for microbatch in microbatches))
+        await self._gate.full()
+        await self.device.run(self.stage.step, RATE, len(replies))
+        self._gate.next_window()
+        return [reply.loss for reply in replies if isinstance(reply, Gradient)]
+
+
+class BareLoop:
+    """The same training without a stage."""
+
+    def __init__(self, run: RunConfig, layout: ModelLayout, device: torch.device) -> None:
+        self._run, self._layout, self._device = run, layout, device
+        self._model, inner = build_stage(run, layout, 0, device).train(), run.inner
+        self._autocast, self._clip = autocast_dtype(device, run.precision), inner.clip_norm
+        matrices, vectors = ([w for w in self._model.parameters() if (w.ndim >= 2) == many] for many in (True, False))
+        self._optimiser = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=RATE,
+            betas=(inner.beta1, inner.beta2),
+            eps=inner.epsilon,
+            fused=device.type == "cuda",
+        )
+
+    def window(self) -> None:
+        """Take an optimiser's step."""
+        number = self._run.pipeline.microbatches_per_step
+        for seed in range(number):
+            tokens = batch(self._run, self._layout, seed).to(self._device)
+            with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+                logits = self._model(tokens[:, :-1])
+            loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / number
+            torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        self._optimiser.step()
+        self._optimiser.zero_grad(set_to_none=True)
+
+
+def seconds_of(device: torch.device) -> Callable[[], float]:
+    """Return the clock that measures work on a device."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
+
+
+def throughput(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return tokens a second of both."""
+    run, clock = a_run(args, 1), seconds_of(device)
+    layout = model_layout(run)
+    ours, bare = SwarmOfOne(run, layout, device), BareLoop(run, layout, device)
+    seconds: dict[str, list[float]] = {"stage": [], "bare": []}
+    for repeat in range(args.repeats + 1):
+        for name in seconds:
+            finish_work(device)
+            begun_s = clock()
+            if name == "stage":
+                asyncio.run(ours.window())
+            else:
+                bare.window()
+            finish_work(device)
+            if repeat:  # the first pays for what is done once
+                seconds[name].append(clock() - begun_s)
+    ours.device.close()
+    tokens = run.pipeline.microbatches_per_step * run.pipeline.microbatch_size * run.pipeline.sequence_length
+    rates = {f"{name}_tokens_per_s": round(tokens / median(each), 1) for name, each in seconds.items()}
+    ratios = sorted(bare_s / stage_s for bare_s, stage_s in zip(seconds["bare"], seconds["stage"], strict=True))
+    rates |= {"ratio": round(median(ratios), 3), "least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
+    return rates
+
+
+def middle_stage(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return what a window takes with every graph kept and with none."""
+    run, clock = a_run(args, 3), seconds_of(device)
+    layout = model_layout(run)
+    shape = (run.pipeline.microbatch_size, run.pipeline.sequence_length, layout.width)
+    hidden, gradient = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    found: dict[str, Any] = {}
+    gradients: list[list[Tensor]] = []
+    for name, graphs in (("kept", None), ("recomputed", 0)):
+        stage, seconds = make_stage(run, layout, 1, device, graphs), []
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        for repeat in range(args.repeats + 1):
+            begun_s = clock()
+            passes = [stage.forward(hidden) for _ in range(run.pipeline.microbatches_per_step)]
+            for waiting in passes:
+                waiting.backward(gradient)
+            finish_work(device)
+            if repeat:
+                seconds.append((clock() - begun_s) / len(passes))
+            else:
+                gradients.append([weight.grad.clone() for weight in stage._weights if weight.grad is not None])
+            stage.step(RATE, len(passes))
+        found[f"{name}_s"] = round(median(seconds), 4)
+        if device.type == "cuda":
+            found[f"{name}_bytes"] = torch.cuda.max_memory_allocated(device)
+        del stage, passes, waiting
+    planned = memories(run, layout, half=autocast_dtype(device, run.precision) is not None)[1]
+    found |= {"planned_bytes": planned.computing, "planned_bytes_kept": planned.computing + planned.other_graphs}
+    return found | {"same_bits": all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))}
+
+
+def against_cpu(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Return how far a few steps end from the CPU's."""
+    run = a_run(args, 1)
+    layout, losses, weights = model_layout(run), [], []
+    for where in (device, CPU):
+        one = SwarmOfOne(run, layout, where)
+        losses.append([asyncio.run(one.window())[-1] for _ in range(3)][-1])
+        weights.append(torch.cat([weight.flatten() for weight in one.stage.weights()]))
+        one.device.close()
+    distance = torch.dist(*weights) / weights[1].norm()
+    return {"loss_differs": abs(losses[0] / losses[1] - 1.0), "weights_differ": float(distance)}
+
+
+def main() -> None:
+    """Measure, and print a line for each part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="auto", choices=["auto", "float32"])
+    for name, value in (("width", 1024), ("layers", 8), ("tokens", 1024), ("batch", 1), ("window", 8)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--feed-forward", type=int, default=0, help="0: four times the width")
+    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    device = choose_device(args.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    precision = autocast_dtype(device, args.precision) or torch.float32
+    print(f"{name}, torch {torch.__version__}, {precision}")
+    result: dict[str, Any] = {"device": name}
+    for part in (throughput, middle_stage, against_cpu):
+        found = part(args, device)
+        print(f"{part.__name__}: {found}", flush=True)
+        result |= found
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

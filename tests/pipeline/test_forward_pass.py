@@ -1,0 +1,293 @@
+"""Passes computed again, sets of weights, and memory that runs out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.decoder_slice import Cut, Slice
+from pipeline.forward_pass import Masters, is_shortage
+from pipeline.partition import Prepared, build, cut, family_config, prepare
+from pipeline.stage import Inner, Stage
+
+CPU = torch.device("cpu")
+INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+    },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 64},
+}
+SIZES |= {"gemma2": SIZES["llama"], "granite": {**SIZES["llama"], "logits_scaling": 4.0}}
+BF16 = {"autocast": torch.bfloat16}
+
+
+def drawn(family: str, number: int = 0, dropout: float = 0.0) -> tuple[Prepared, Cut]:
+    recipe = prepare(family_config(family, SIZES[family]), dropout)
+    return recipe, cut(recipe.config, 2, None, 16)[number]
+
+
+def built(family: str, number: int = 0, dropout: float = 0.0) -> Slice:
+    return build(*drawn(family, number, dropout), seed=3)
+
+
+def staged(part: Slice, **choices: Any) -> Stage:
+    return Stage(part, INNER, first=part.cut.embeds, last=part.cut.head, device=CPU, **choices)
+
+
+def ids(seed: int) -> Tensor:
+    return torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(stage: Stage) -> list[Tensor | None]:
+    return [None if weight.grad is None else weight.grad.clone() for weight in stage._weights]
+
+
+def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    return all(
+        (mine is None and yours is None) or (mine is not None and yours is not None and torch.equal(mine, yours))
+        for mine, yours in zip(ours, theirs, strict=True)
+    )
+
+
+def two_windows(stage: Stage) -> list[Any]:
+    """Take three passes, the second late by a step and the third by a step and a correction; return all results."""
+    passes = [stage.forward(ids(seed)) for seed in range(3)]
+    results: list[Any] = [waiting.output for waiting in passes]
+    for number, waiting in enumerate(passes):
+        waiting.backward(torch.full_like(waiting.output, 0.1 * (number + 1)))
+        results += gradients(stage)
+        stage.step(1e-2, 1)
+        if number:
+            stage.correct([torch.full(shape, 0.01) for shape in stage.shapes])
+    return [*results, *stage.weights(), *stage.optimiser_state().moments]
+
+
+@pytest.mark.parametrize("choices", [{}, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_pass_computed_again_gives_the_same_bits(family: str, dropout: float, choices: dict[str, Any]) -> None:
+    results, states = [], []
+    for graphs in (None, 1, 0):
+        stage = staged(built(family, 0, dropout), graphs=graphs, **choices)
+        torch.manual_seed(7)
+        results.append(two_windows(stage))
+        states.append(torch.get_rng_state())
+        assert stage.statistics()["recomputed"] == (0 if graphs is None else 3 - graphs)
+        assert stage.statistics()["stale_backwards"] == 2
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+    assert all(torch.equal(states[0], state) for state in states), "others draw the same random numbers afterwards"
+
+
+@pytest.mark.parametrize("choices", [{}, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("graphs", [None, 0])
+def test_weights_that_change_under_a_waiting_pass_are_noticed(
+    graphs: int | None, choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stage, "_leave_to_waiting", lambda self: None)
+    stage = staged(built("llama"), graphs=graphs, **choices)
+    first, late = stage.forward(ids(0)), stage.forward(ids(1))
+    first.backward(torch.ones_like(first.output))
+    stage.step(1e-2, 1)
+    with pytest.raises(RuntimeError, match="weights were changed under a forward pass"):
+        late.backward(torch.ones_like(late.output))
+
+
+def autocast_gradients(part: Slice, given: Tensor, gradient: Tensor | None) -> list[Tensor | None]:
+    """Return what a plain module leaves in its weights, autocast entered for one pass."""
+    leaf = given if part.cut.embeds else given.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = part.train()(leaf)
+    if gradient is None:
+        functional.cross_entropy(output.float().flatten(0, 1), ids(5).flatten()).backward()  # type: ignore[no-untyped-call]
+    else:
+        torch.autograd.backward(output, gradient.to(output.dtype))
+    return [weight.grad for weight in part.parameters()]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_set_in_bfloat16_is_autocast_to_the_bit(family: str, number: int) -> None:
+    stage, plain = staged(built(family, number), **BF16), built(family, number)
+    given = ids(4) if number == 0 else torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
+    if number == 0:
+        waiting = stage.forward(given)
+        gradient: Tensor | None = torch.full_like(waiting.output, 0.1)
+        waiting.backward(torch.full_like(waiting.output, 0.1))
+    else:
+        gradient = None
+        stage.loss(given, ids(5))
+    assert same(gradients(stage), autocast_gradients(plain, given, gradient))
+    stage.step(1e-2, 1)
+    for name, master in zip(stage.names, stage._weights, strict=True):
+        assert torch.equal(stage._set.leaves[name], master.to(stage._set.leaves[name].dtype)), "the set follows"
+
+
+def test_all_graphs_share_one_copy_of_the_matrices_in_bfloat16() -> None:
+    """Each graph keeps its activations alone; a second version of the weights is one more set."""
+    stage = staged(built("llama"), **BF16)
+    halves = {leaf.data_ptr() for leaf in stage._set.leaves.values() if leaf.dtype == torch.bfloat16}
+    assert len(halves) == 7, "the matrices of a layer"
+    weight_sizes = {leaf.numel() for leaf in stage._set.leaves.values() if leaf.dtype == torch.bfloat16}
+    kept: set[int] = set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.bfloat16 and tensor.ndim == 2 and tensor.numel() in weight_sizes:
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        passes = [stage.forward(ids(seed)) for seed in range(2)]
+    assert kept == halves
+    assert all(waiting.has_graph for waiting in passes)
+
+
+# The loss in chunks.
+
+
+@pytest.mark.parametrize("choices", [{}, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "plain"), [("llama", True), ("gpt2", True), ("gemma2", False), ("granite", False)])
+def test_the_loss_in_chunks_is_the_whole_one(
+    family: str, plain: bool, choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To rounding; families that do more to the logits than the head get no chunks."""
+    whole, chunked = (staged(built(family, 1), **choices) for _ in range(2))
+    hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
+    expected = whole.loss(hidden, ids(5))
+    monkeypatch.setattr("pipeline.stage.LOGITS", 61 * 5)
+    shapes: list[Any] = []
+    head = chunked._module.get_submodule(chunked._module.head)
+    head.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))
+    found = chunked.loss(hidden, ids(5))
+    assert ((5, 32) in shapes) == plain
+    assert expected.hidden is not None
+    assert found.hidden is not None
+    tolerance = 1e-5 if not choices else 1e-2
+    assert found.loss == pytest.approx(expected.loss, rel=tolerance)
+    assert torch.dist(found.hidden, expected.hidden) <= tolerance * expected.hidden.norm()
+    for mine, yours in zip(gradients(chunked), gradients(whole), strict=True):
+        assert mine is not None
+        assert yours is not None
+        assert torch.dist(mine, yours) <= tolerance * yours.norm()
+    with pytest.raises(ValueError, match="vocabulary"):
+        chunked.loss(hidden, ids(5) + 60)
+
+
+# Memory that runs out.
+
+
+class Scarce:
+    """Lets autograd fail as a GPU does: after some gradients of a backward pass, or in a forward pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    def forwards(self, stage: Stage, times: int) -> None:
+        run, left = Stage._graph.__get__(stage), iter(range(times))
+
+        def failing(*given: Any, **more: Any) -> Any:
+            if next(left, None) is not None:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            return run(*given, **more)
+
+        self._patch.setattr(stage, "_graph", failing)
+
+    def backwards(self, stage: Stage) -> None:
+        """The next backward pass fails half-way: some weights have their gradient by then, and others have not."""
+        leaf = list(stage._set.leaves.values())[len(stage.names) // 2]
+
+        def fail(_: Tensor) -> None:
+            handle.remove()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+        handle = leaf.register_hook(fail)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("graphs", [None, 0])
+def test_a_backward_pass_that_fails_half_way_costs_its_window_and_nothing_else(
+    graphs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, calm = staged(built("llama"), graphs=graphs), staged(built("llama"))
+    before = stage.weights()
+    good, bad, late = (stage.forward(ids(seed)) for seed in range(3))
+    good.backward(torch.ones_like(good.output))
+    Scarce(monkeypatch).backwards(stage)
+    with pytest.raises(MemoryError):
+        bad.backward(torch.ones_like(bad.output))
+    assert any(weight.grad is not None for weight in stage._weights), "a part had been added"
+    assert not late.has_graph, "it shrinks"
+    assert not stage.step(1e-2, 2).applied
+    assert all(torch.equal(was, now) for was, now in zip(before, stage.weights(), strict=True))
+    assert stage.optimiser_state().steps == 0
+    # The next window is an ordinary one, of what waited too.
+    for each, waiting in ((stage, late), (calm, calm.forward(ids(2)))):
+        waiting.backward(torch.ones_like(waiting.output))
+        assert each.step(1e-2, 1).applied
+    assert all(torch.equal(a, b) for a, b in zip(calm.weights(), stage.weights(), strict=True))
+    assert (stage.statistics()["shortages"], stage.statistics()["skipped_steps"]) == (1, 1)
+
+
+def test_a_forward_pass_without_memory_is_tried_again_without_the_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = staged(built("llama"))
+    waiting = stage.forward(ids(0))
+    Scarce(monkeypatch).forwards(stage, 1)
+    assert not stage.forward(ids(1)).has_graph
+    assert not waiting.has_graph
+    Scarce(monkeypatch).forwards(stage, 2)
+    with pytest.raises(MemoryError, match="2 GiB"):
+        stage.forward(ids(2))
+    Scarce(monkeypatch).forwards(stage, 1)
+    waiting.backward(torch.ones_like(waiting.output))
+    assert stage.step(1e-2, 1).applied, "a forward pass spoils nothing, neither does one that is computed again"
+
+
+@pytest.mark.parametrize("choices", [{}, BF16], ids=["float32", "bfloat16"])
+def test_where_the_old_weights_cannot_stay_their_passes_are_given_up(
+    choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, calm = staged(built("llama"), **choices), staged(built("llama"), **choices)
+    late = stage.forward(ids(1))
+    for each in (stage, calm):
+        waiting = each.forward(ids(0))
+        waiting.backward(torch.ones_like(waiting.output))
+    del waiting
+    made = stage._set.__class__.__init__
+
+    def scarce(self: Any, masters: Masters, *given: Any) -> None:
+        made(self, masters, *given)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.forward_pass.WeightSet.__init__", scarce)
+        stage.step(1e-2, 1)
+    calm.step(1e-2, 1)
+    assert all(torch.equal(a, b) for a, b in zip(calm.weights(), stage.weights(), strict=True))
+    with pytest.raises(MemoryError, match="given up"):
+        late.backward(torch.ones_like(late.output))
+    assert torch.equal(stage.forward(ids(2)).output, calm.forward(ids(2)).output)
+
+
+def test_the_last_stage_without_memory_loses_its_window_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = staged(built("gpt2", 1))
+    Scarce(monkeypatch).backwards(stage)
+    with pytest.raises(MemoryError):
+        stage.loss(torch.randn(2, 9, 32), ids(0))
+    assert not stage.step(1e-2, 1).applied
+    assert stage.loss(torch.randn(2, 9, 32), ids(0)).tokens == 18
+
+
+def test_only_memory_is_a_shortage() -> None:
+    cpu = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    errors = [MemoryError(), cpu, torch.OutOfMemoryError("CUDA out of memory"), OSError(5, "Input/output error")]
+    assert [is_shortage(error) for error in errors] == [True, True, True, False]
+    assert not is_shortage(RuntimeError("the size of tensor a must match"))
