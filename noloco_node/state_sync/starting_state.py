@@ -77,7 +77,7 @@ def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
     stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
     return StartingState(
         origin=Origin(
-            OuterState(slow, tensors["momentum"], tensors.get("gathered", ()), counters.meetings),
+            OuterState(slow, tensors.get("momentum", ()), tensors.get("gathered", ()), counters.meetings),
             rounds=counters.round,
             inner_steps=counters.inner_steps,
             # One from before this was noted: as fresh as can be.

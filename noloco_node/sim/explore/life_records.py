@@ -131,9 +131,9 @@ def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> LifeReco
 
 
 def state_of(peer: SimulatedPeer) -> OuterState:
-    """Return the slow weights and momentum of a peer."""
+    """Return the slow weights and momentum of a peer, to keep."""
     assert peer.replica is not None
-    return peer.replica.rounds.state
+    return peer.replica.rounds.lend_state()
 
 
 def fast_of(peer: SimulatedPeer) -> Tensor:
