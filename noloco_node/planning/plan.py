@@ -45,23 +45,36 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     outer_momentum: int
     snapshot: int
     exchange: int
-    """The weights that an exchange moves, coded and decoded, while it lasts."""
-    step: int
-    """New slow weights, momentum and correction, until they take the place of the old ones."""
+    """The weights of both sides as they travel, until the step of their meeting has been taken."""
     owed: int
     """What the codec has left out so far."""
     ahead: int
-    """The next partner's slow weights, where they travel ahead of time."""
+    """Slow weights of both sides, where they travel ahead of time."""
     gathered: int
     """What a period of the outer momentum has gathered."""
+    saving: int
+    """While a checkpoint is written: fast weights and moments, and the outer state if a round ends meanwhile."""
+    giving: int
+    """For each copy that newcomers fetch: moments, and the outer state if a round ends meanwhile."""
     stale_weights: int
     """Those before the last inner step, with two windows in flight; the last stage has one always."""
     activations: int
 
     @property
+    def steps(self) -> int:
+        """Between two rounds."""
+        held = self.slow_weights + self.outer_momentum + self.gathered + self.owed + self.ahead
+        return self.computing + held
+
+    @property
+    def round(self) -> int:
+        """In a round, to the end of its meeting."""
+        return self.steps + self.snapshot + self.exchange
+
+    @property
     def total(self) -> int:
-        """All of it at once."""
-        return sum(getattr(self, name) for name in self.__struct_fields__)
+        """In a round, while it saves or gives a copy; both at once takes more."""
+        return self.round + max(self.saving, self.giving)
 
     @property
     def computing(self) -> int:
@@ -183,15 +196,15 @@ def _rounds(run: RunConfig) -> int:
 
 
 def _memory(run: RunConfig, shapes: Shapes, activations: int, *, head: bool) -> Memory:
-    once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)
+    once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
     return Memory(
         weights=once,
         gradients=once,
         optimiser=2 * once,
         slow_weights=once,
-        outer_momentum=once,
+        outer_momentum=gossip.pop("momentum"),
         snapshot=once,
-        **gossip._asdict(),
+        **gossip,
         stale_weights=once if run.pipeline.windows_in_flight == 2 and not head else 0,
         activations=activations,
     )
