@@ -3,10 +3,10 @@
     python -m benchmarks.memory.phases [--millions 20] [--codec int4] [--alpha 0] [--gamma 1]
 
 One stage of square matrices with the production's device side (`pipeline.stage`), outer optimiser and checkpoint file,
-in this process; what its partner sends is its own weights by the steps of a noisy probe. Of each phase two figures, both
-the most at any time, without what the device would hold (weights, gradients, moments): *live*, the bytes of all
+in this process; what its partner sends is its own weights by the steps of a noisy probe. Of each phase two figures,
+both the most at any time, without what the device would hold (weights, gradients, moments): *live*, the bytes of all
 storages of tensors that Python knows, counted after each job; and *resident*, by the kernel, over what the process had
-after a small stage had gone through the same. `check` plans the live ones. Arithmetic is processor time of one thread,
+after a small stage had gone through the same, with what the inner step needs for a moment. `check` plans the live ones. Arithmetic is processor time of one thread,
 the median over rounds after the first.
 """
 
@@ -37,7 +37,8 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from pipeline.stage import Inner, Stage
 
 T = TypeVar("T")
-WIDTH = 1024
+WIDTH = 3072
+"""Matrices of 36 MiB, which the C library takes from the system and gives back one by one."""
 DEVICE = 16
 """Bytes a parameter on the device: weights, gradients, and AdamW's two moments."""
 

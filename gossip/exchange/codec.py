@@ -51,7 +51,7 @@ Weights are float32 on the CPU, one tensor per parameter in the stage's order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -137,9 +137,11 @@ def encode(form: Format, weights: Tensors, residual: Tensors = (), steps: Sequen
                 torch.add(own[at], residual[number].reshape(-1)[at], out=meant)
             else:
                 meant.copy_(own[at])
-            norms.append(float(torch.linalg.vector_norm(meant)))
+            size = float(torch.linalg.vector_norm(meant))
+            norms.append(size)
             largest = _write(form, parts, at, meant, steps[number] if steps else 0.0)
-            if not math.isfinite(largest):
+            # A norm overflows before any value does.
+            if not (math.isfinite(size) or math.isfinite(largest())):
                 raise ConnectionAbortedError(f"{NOT_FINITE}: tensor {number} in {form}")
     return Encoded(Coded(form, wire, steps), math.hypot(*norms))
 
@@ -267,17 +269,20 @@ class Feedback:
             torch.sub(meant, sent, out=self.residual[number].view(-1)[at])
 
 
-def _write(form: Format, parts: Tensors, at: slice, values: Tensor, step: float) -> float:
-    """Encode a piece to where it belongs; return its largest magnitude as it will be decoded. `values` are used up."""
+def _write(form: Format, parts: Tensors, at: slice, values: Tensor, step: float) -> Callable[[], float]:
+    """Encode a piece to where it belongs; `values` are used up.
+
+    Return what tells its largest magnitude as it will be decoded.
+    """
     if form is Format.INT8:
         scales = parts[1][_blocks(at)]
         round_int8(values, parts[0][at], scales)
-        return _largest(scales * LARGEST_CODE)
+        return lambda: _largest(scales * LARGEST_CODE)
     if form is Format.INT4:
         round_int4(values, parts[0][_packed(at, parts[0])], step, high=at.start >= len(parts[0]))
-        return _largest(torch.stack(torch.aminmax(values)) * step)
+        return lambda: _largest(torch.stack(torch.aminmax(values)) * step)
     parts[0][at].copy_(values)
-    return max(map(abs, map(float, torch.aminmax(parts[0][at]))))
+    return lambda: _largest(parts[0][at].float())
 
 
 def _blocks(at: slice) -> slice:

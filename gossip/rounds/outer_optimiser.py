@@ -9,6 +9,7 @@ may be cancelled calls it through `to_the_end`: all move, or nothing.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Coroutine
 from typing import NamedTuple
 
@@ -45,7 +46,8 @@ class OuterOptimiser:
         self._compute = compute
         self._coordinates = probe_coordinates(settings.seed, [tensor.numel() for tensor in state.slow])
         self._owed = self._nothing_owed()
-        self._state, self._lent = _of_rule(state, settings.outer.alpha), False
+        self._state = _of_rule(state, settings.outer.alpha)
+        self._loans: list[weakref.ref[Tensor]] = []
         self.version = 0
 
     @property
@@ -54,9 +56,10 @@ class OuterOptimiser:
         return self._state
 
     def lend(self) -> OuterState:
-        """Return the state for somebody who keeps it: the next step writes into new tensors."""
-        self._lent = True
-        return self._state
+        """Return the state for somebody who keeps it: while any tensor of it is held, a step is taken elsewhere."""
+        slow, momentum, gathered = (tuple([tensor.detach() for tensor in tensors]) for tensors in self._state[:3])
+        self._loans += map(weakref.ref, (*slow, *momentum, *gathered))
+        return OuterState(slow, momentum, gathered, self._state.meetings)
 
     def _nothing_owed(self) -> Owed:
         return Owed(Feedback(self._codec), Feedback(self._codec))
@@ -136,8 +139,9 @@ class OuterOptimiser:
         await self._replica.correct(step.snapshot)
 
     def _take(self, step: Step) -> None:
-        if self._lent:
-            self._state, self._lent = _copied(self._state), False
+        if any(loan() is not None for loan in self._loans):
+            self._state = _copied(self._state)
+        self._loans.clear()
         self._state = take_step(step, self._state, self._owed, self._rule)
         if step.adopts is not None:
             self._owed = self._nothing_owed()

@@ -78,7 +78,7 @@ class Rounds:
         return self._optimiser.state
 
     def lend_state(self) -> OuterState:
-        """Return them for somebody who keeps them: the next round writes elsewhere."""
+        """Return them for somebody who keeps them: while any tensor is held, rounds are taken elsewhere."""
         return self._optimiser.lend()
 
     @property

@@ -167,7 +167,8 @@ class Donor:
         if request.section not in present(copy.manifest) or not 0 <= request.number < len(self._spans):
             raise ConnectionAbortedError(f"there is no piece {request.number} of {request.section}")
         self._use(copy)
-        data = gather(tensors_of(copy.state, request.section), self._spans[request.number])
+        # Of its own memory: the copy may be let go, and its tensors written into, while the piece is on its way.
+        data = gather(tensors_of(copy.state, request.section), self._spans[request.number]).clone()
         self._counts["pieces"] += 1
         self._counts["bytes"] += data.nbytes
         return Piece(data=data)

@@ -103,7 +103,9 @@ def test_a_momentum_period_costs_a_copy() -> None:
 
 
 def test_a_rule_without_momentum_keeps_none_and_the_default_takes_13_bytes_a_parameter_beside_the_device() -> None:
-    run = msgspec.convert({"model": {"architecture": "llama", "sizes": LLAMA}, "pipeline": {}}, RunConfig)
+    run = msgspec.convert(
+        {"model": {"architecture": "llama", "sizes": LLAMA}, "pipeline": {"sequence_length": 64}}, RunConfig
+    )
     for stage in plan(run).stages:
         assert stage.memory.outer_momentum == stage.memory.gathered == 0
         assert (stage.memory.round - stage.memory.computing) / stage.parameters == pytest.approx(13, rel=0.01)

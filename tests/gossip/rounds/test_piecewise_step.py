@@ -216,6 +216,8 @@ def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
         one = optimiser(outer=Outer(0.0, 1.0, 1.0))
         assert one.state.momentum == ()
         places = [tensor.data_ptr() for tensor in one.state.slow]
+        lent = one.lend()
+        del lent  # whoever borrowed it has let it go
         snapshot = await one.snapshot(0)
         fast = [tensor.data_ptr() for tensor in snapshot.fast]
         await one.correct(Step(snapshot.fast))
