@@ -157,7 +157,7 @@ async def one_round(replica: Replica, optimiser: OuterOptimiser) -> None:
     slow = None
     if optimiser.needs_slow:
         slow_steps = _steps(optimiser, optimiser.slow_probe())
-        mine_slow, came_slow = (await optimiser.encode_slow(slow_steps) for _ in range(2))
+        mine_slow, came_slow = await optimiser.encode_slow(slow_steps), await optimiser.encode_slow(slow_steps)
         slow = await optimiser.hear_slow(came_slow.coded.wire, mine_slow)
     replica.cpu_s = cpu_s  # what the partner computes
     fast = await optimiser.hear_fast(came.coded.wire, snapshot, mine)

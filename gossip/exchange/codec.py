@@ -159,7 +159,7 @@ def check(theirs: Coded, own: Tensors, owed: Feedback, own_norm: float) -> None:
     if form.is_modular and math.isfinite(own_norm):
         # Each value is within 8 steps of ours, so mostly the steps alone say that the norm is near ours.
         reach = 8.1 * math.hypot(*(step * math.sqrt(size) for step, size in zip(theirs.steps, sizes, strict=True)))
-        if reach <= own_norm / 2:
+        if reach <= own_norm * (1 - 1.01 / NORM_RATIO):
             return
     norms, scratch, near = [0.0], torch.empty(PIECE), torch.empty(PIECE)
     for number, size in enumerate(sizes):
