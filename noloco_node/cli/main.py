@@ -28,6 +28,7 @@ from noloco_node.cli.options import (
     SimulateOptions,
     UploadOption,
     default_home,
+    invite_text,
     taking,
 )
 from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
@@ -144,7 +145,10 @@ def doctor(
     invite: Annotated[
         str | None,
         typer.Argument(
-            metavar="[INVITE]", help="Of the swarm to join; without one only this machine.", show_default=False
+            metavar="[INVITE]",
+            help="Of the swarm to join; without one only this machine.",
+            callback=invite_text,
+            show_default=False,
         ),
     ] = None,
     home: HomeOption = None,
@@ -173,7 +177,8 @@ def doctor(
 def export(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
     invite: Annotated[
-        str | None, typer.Argument(metavar="INVITE", help="Invite of a living swarm.", show_default=False)
+        str | None,
+        typer.Argument(metavar="INVITE", help="Invite of a living swarm.", callback=invite_text, show_default=False),
     ] = None,
     from_home: HomesOption = None,
 ) -> None:
