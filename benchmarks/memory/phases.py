@@ -6,8 +6,8 @@ One stage of square matrices with the production's device side (`pipeline.stage`
 in this process; what its partner sends is its own weights by the steps of a noisy probe. Of each phase two figures,
 both the most at any time, without what the device would hold (weights, gradients, moments): *live*, the bytes of all
 storages of tensors that Python knows, counted after each job; and *resident*, by the kernel, over what the process had
-after a small stage had gone through the same, with what the inner step needs for a moment. `check` plans the live ones. Arithmetic is processor time of one thread,
-the median over rounds after the first.
+after a small stage had gone through the same, with what the inner step needs for a moment. `check` plans the live
+ones. Arithmetic is processor time of one thread, the median over rounds after the first.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ async def measure(millions: float, outer: OuterConfig, rounds: int, directory: P
         nanoseconds.append(1e9 * replica.cpu_s / replica.parameters)
     found.append(replica.end_phase("a round", round_bytes))
     replica.begin_phase()
-    saved = checkpoint_of(replica, optimiser)
+    saved = await checkpoint_of(replica, optimiser)
     replica.note()
     writing = asyncio.create_task(asyncio.to_thread(save, directory, saved))
     await one_round(replica, optimiser)
@@ -201,16 +201,16 @@ async def measure(millions: float, outer: OuterConfig, rounds: int, directory: P
     del saved, writing
     found.append(replica.end_phase("a round while saving", round_bytes + planned.saving))
     replica.begin_phase()
-    given = optimiser.lend(), replica.stage.optimiser_state()
+    given = await optimiser.lend(), replica.stage.optimiser_state()
     await one_round(replica, optimiser)
     found.append(replica.end_phase("a round while giving a copy", round_bytes + planned.giving))
     del given
     return found, nanoseconds
 
 
-def checkpoint_of(replica: Replica, optimiser: OuterOptimiser) -> Checkpoint:
+async def checkpoint_of(replica: Replica, optimiser: OuterOptimiser) -> Checkpoint:
     """Return what `noloco_node.node.replica.Replica.checkpoint` does."""
-    outer, fast, moments = optimiser.lend(), replica.stage.weights(), replica.stage.optimiser_state().moments
+    outer, fast, moments = await optimiser.lend(), replica.stage.weights(), replica.stage.optimiser_state().moments
     groups = {"slow": outer.slow, "fast": fast, "optimiser": moments} | (
         {"momentum": outer.momentum} if outer.momentum else {}
     )

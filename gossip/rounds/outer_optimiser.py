@@ -48,6 +48,7 @@ class OuterOptimiser:
         self._owed = self._nothing_owed()
         self._state = _of_rule(state, settings.outer.alpha)
         self._loans: list[weakref.ref[Tensor]] = []
+        self._moving = asyncio.Lock()
         self.version = 0
 
     @property
@@ -55,11 +56,15 @@ class OuterOptimiser:
         """The state as it is: its tensors move with the next step."""
         return self._state
 
-    def lend(self) -> OuterState:
-        """Return the state for somebody who keeps it: while any tensor of it is held, a step is taken elsewhere."""
-        slow, momentum, gathered = (tuple([tensor.detach() for tensor in tensors]) for tensors in self._state[:3])
-        self._loans += map(weakref.ref, (*slow, *momentum, *gathered))
-        return OuterState(slow, momentum, gathered, self._state.meetings)
+    async def lend(self) -> OuterState:
+        """Return the state for somebody who keeps it: while any tensor of it is held, a step is taken elsewhere.
+
+        Waits for a step that is being taken.
+        """
+        async with self._moving:
+            slow, momentum, gathered = (tuple([tensor.detach() for tensor in tensors]) for tensors in self._state[:3])
+            self._loans += map(weakref.ref, (*slow, *momentum, *gathered))
+            return OuterState(slow, momentum, gathered, self._state.meetings)
 
     def _nothing_owed(self) -> Owed:
         return Owed(Feedback(self._codec), Feedback(self._codec))
@@ -135,8 +140,9 @@ class OuterOptimiser:
 
     async def correct(self, step: Step) -> None:
         """Take a step, in a pause: move the slow weights, and add the correction to the fast ones."""
-        await self._compute(self._take, step)
-        await self._replica.correct(step.snapshot)
+        async with self._moving:
+            await self._compute(self._take, step)
+            await self._replica.correct(step.snapshot)
 
     def _take(self, step: Step) -> None:
         if any(loan() is not None for loan in self._loans):
@@ -149,7 +155,7 @@ class OuterOptimiser:
 
 
 def _of_rule(state: OuterState, alpha: float) -> OuterState:
-    """Return a state in memory of our own making, with a momentum if the rule has one: a missing one is zero."""
+    """Return a state with a momentum if the rule has one: a missing one is zero."""
     slow, momentum, gathered = map(_contiguous, state[:3])
     if not alpha:
         return OuterState(slow)

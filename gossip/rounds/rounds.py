@@ -77,9 +77,9 @@ class Rounds:
         """Slow weights and momentum after the last round that was applied; they move with the next one."""
         return self._optimiser.state
 
-    def lend_state(self) -> OuterState:
+    async def lend_state(self) -> OuterState:
         """Return them for somebody who keeps them: while any tensor is held, rounds are taken elsewhere."""
-        return self._optimiser.lend()
+        return await self._optimiser.lend()
 
     @property
     def finished(self) -> int:

@@ -90,11 +90,6 @@ class Stepped(NamedTuple):
     correction: Tensors
 
 
-def init(slow: Tensors) -> OuterState:
-    """Return the state before the first outer step: these slow weights, which are not copied, and no momentum."""
-    return OuterState(slow, tuple([torch.zeros_like(phi) for phi in slow]))
-
-
 def pseudo_gradient(slow: Tensors, fast: Tensors) -> Tensors:
     """Return slow minus fast: what the inner steps did, in the sign of a gradient."""
     return tuple(torch.sub(phi, theta) for phi, theta in zip(slow, fast, strict=True))

@@ -166,7 +166,7 @@ class Replica:
     async def state(self, parts: Parts) -> ReplicaState:
         """Return a copy of our state for a newcomer, or its slow weights for an export."""
         whole = parts is Parts.ALL
-        outer = self.rounds.state if parts is Parts.OUTLINE else self.rounds.lend_state()
+        outer = self.rounds.state if parts is Parts.OUTLINE else await self.rounds.lend_state()
         # A round may end while we wait for the optimiser: these are the weights of the one before it.
         finished, last_met, inner_steps = self.rounds.finished, self.rounds.last_met, self.inner_steps
         optimiser = await self._device.run(self._stage.optimiser_state) if whole else OptimiserState(0, ())
@@ -253,7 +253,7 @@ class Replica:
 
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:
         """Return everything that this replica needs to go on later."""
-        outer = self.rounds.lend_state()
+        outer = await self.rounds.lend_state()
         fast = await self.snapshot()
         optimiser = await self._device.run(self._stage.optimiser_state)
         return Checkpoint(

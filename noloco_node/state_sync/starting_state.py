@@ -14,7 +14,7 @@ import torch
 
 from gossip.exchange.messages import ReplicaState
 from gossip.interface import Origin
-from gossip.rule.outer_step import OuterState, init
+from gossip.rule.outer_step import OuterState
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor_switch import round_to_start_in
 from noloco_node.machine.interface import StageModel
@@ -32,8 +32,7 @@ class StartingState:
 
 def from_seed(stage: StageModel) -> StartingState:
     """Return the beginning of a replica that starts from the run's initial weights."""
-    slow = stage.weights()
-    return StartingState(origin=Origin(init(slow)))
+    return StartingState(origin=Origin(OuterState(stage.weights())))
 
 
 def from_donor(stage: StageModel, state: ReplicaState) -> StartingState:

@@ -200,7 +200,7 @@ def test_what_was_lent_stays_as_it_was_and_the_steps_are_the_same(alpha: float) 
         lender, other = (optimiser(outer=Outer(alpha, 0.7, 0.7)) for _ in range(2))
         lent: list[tuple[OuterState, Tensors]] = []
         for _ in range(3):
-            state = lender.lend()
+            state = await lender.lend()
             lent.append((state, copied((*state.slow, *state.momentum))))
             for one in (lender, other):
                 await one.correct(Step((await one.snapshot(0)).fast))
@@ -216,7 +216,7 @@ def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
         one = optimiser(outer=Outer(0.0, 1.0, 1.0))
         assert one.state.momentum == ()
         places = [tensor.data_ptr() for tensor in one.state.slow]
-        lent = one.lend()
+        lent = await one.lend()
         del lent  # whoever borrowed it has let it go
         snapshot = await one.snapshot(0)
         fast = [tensor.data_ptr() for tensor in snapshot.fast]
