@@ -60,7 +60,7 @@ from torch import Tensor
 
 from gossip.exchange.formats import BLOCK, Format, blocks, packed_bytes, wire_specs
 from gossip.exchange.messages import Implausible
-from gossip.exchange.quantise import LARGEST_CODE, PIECE, restore_int4, restore_int8, round_int4, round_int8
+from gossip.exchange.quantise import LARGEST_CODE, pieces, restore_int4, restore_int8, round_int4, round_int8, scratch
 from gossip.exchange.swap import NORM_RATIO, NOT_FINITE, check_norm
 from gossip.rule.outer_step import Tensors
 
@@ -102,17 +102,6 @@ class Sides(NamedTuple):
     theirs: Coded
 
 
-def pieces(form: Format, size: int, longest: int = PIECE) -> Iterator[slice]:
-    """Yield the ranges of a parameter's values that are worked on at once; `longest`: a whole number of blocks.
-
-    None holds values of both halves that int4 packs into the same bytes.
-    """
-    half = packed_bytes(size) if form.is_modular else size
-    for first, end in ((0, half), (half, size)):
-        for start in range(first, end, longest):
-            yield slice(start, min(start + longest, end))
-
-
 def encode(form: Format, weights: Tensors, residual: Tensors = (), steps: Sequence[float] = ()) -> Encoded:
     """Encode weights plus residual (see `Feedback`); nothing is written into the arguments.
 
@@ -128,11 +117,11 @@ def encode(form: Format, weights: Tensors, residual: Tensors = (), steps: Sequen
     specs = wire_specs(form, [tuple(tensor.shape) for tensor in weights])
     wire = tuple(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs)
     norms: list[float] = []
-    scratch = torch.empty(PIECE)
+    memory = scratch(weights)
     for number, parts in enumerate(_parts(form, wire, weights)):
         own = weights[number].detach().reshape(-1)
         for at in pieces(form, len(own)):
-            meant = scratch[: at.stop - at.start]
+            meant = memory[: at.stop - at.start]
             if residual and form is not Format.FLOAT32:
                 torch.add(own[at], residual[number].reshape(-1)[at], out=meant)
             else:
@@ -161,10 +150,10 @@ def check(theirs: Coded, own: Tensors, owed: Feedback, own_norm: float) -> None:
         reach = 8.1 * math.hypot(*(step * math.sqrt(size) for step, size in zip(theirs.steps, sizes, strict=True)))
         if reach <= own_norm * (1 - 1.01 / NORM_RATIO):
             return
-    norms, scratch, near = [0.0], torch.empty(PIECE), torch.empty(PIECE)
+    norms, memory, near = [0.0], scratch(own), scratch(own)
     for number, size in enumerate(sizes):
         for at in pieces(form, size):
-            values = reader.read(number, at, owed.meant(own, number, at, near), scratch)
+            values = reader.read(number, at, owed.meant(own, number, at, near), memory)
             if not _finite(values):
                 raise Implausible(f"weights in {form}, tensor {number}: not finite")
             norms.append(float(torch.linalg.vector_norm(values)))
@@ -189,12 +178,12 @@ class Reader:
             raise Implausible(f"weights in {form}: {what}")
         self._form, self._parts = form, tuple(_parts(form, wire, own))
 
-    def read(self, number: int, at: slice, near: Tensor, scratch: Tensor) -> Tensor:
-        """Return values of a parameter, one of its `pieces`: float32, in `scratch` or where they came.
+    def read(self, number: int, at: slice, near: Tensor, memory: Tensor) -> Tensor:
+        """Return values of a parameter, one of its `pieces`: float32, in `memory` or where they came.
 
         `near`: the receiver's own values there, of which int4 yields some within 8 steps.
         """
-        parts, out = self._parts[number], scratch[: at.stop - at.start]
+        parts, out = self._parts[number], memory[: at.stop - at.start]
         if self._form is Format.FLOAT32:
             return parts[0][at]
         if self._form is Format.BFLOAT16:
@@ -251,12 +240,12 @@ class Feedback:
             taken = [here + rest for here, rest in zip(taken, owed, strict=True)]
         return torch.cat(taken) if taken else torch.empty(0)
 
-    def meant(self, weights: Tensors, number: int, at: slice, scratch: Tensor) -> Tensor:
-        """Return values of a parameter with what is owed of them, in `scratch` or where they are."""
+    def meant(self, weights: Tensors, number: int, at: slice, memory: Tensor) -> Tensor:
+        """Return values of a parameter with what is owed of them, in `memory` or where they are."""
         own = weights[number].view(-1)[at]
         if not self.residual:
             return own
-        return torch.add(own, self.residual[number].view(-1)[at], out=scratch[: len(own)])
+        return torch.add(own, self.residual[number].view(-1)[at], out=memory[: len(own)])
 
     def begin(self, like: Tensors) -> None:
         """Take the memory for what will be owed: `settle` needs it."""

@@ -15,18 +15,34 @@ is. A piece of `PIECE` values stays in the cache from the first operation to the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from gossip.exchange.formats import BLOCK
+from gossip.exchange.formats import BLOCK, Format, packed_bytes
 
 PIECE = 1024 * BLOCK
 """Values worked on at a time, a whole number of blocks: 1 MiB. Smaller ones cost more in calls than they gain."""
 LARGEST_CODE = 127
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """A scale of a block of zeros, and of values too small to have a normal one."""
+
+
+def pieces(form: Format, size: int, longest: int = PIECE) -> Iterator[slice]:
+    """Yield the ranges of a parameter's values that are worked on at once; `longest`: a whole number of blocks.
+
+    None holds values of both halves that int4 packs into the same bytes.
+    """
+    half = packed_bytes(size) if form.is_modular else size
+    for first, end in ((0, half), (half, size)):
+        for start in range(first, end, longest):
+            yield slice(start, min(start + longest, end))
+
+
+def scratch(weights: Sequence[Tensor], longest: int = PIECE) -> Tensor:
+    """Return memory for any piece of these weights."""
+    return torch.empty(min(longest, max((tensor.numel() for tensor in weights), default=0)))
 
 
 def round_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:

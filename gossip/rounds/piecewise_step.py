@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossip.exchange.codec import Coded, Feedback, Reader, Sides, pieces
+from gossip.exchange.codec import Coded, Feedback, Reader, Sides
 from gossip.exchange.formats import Format
-from gossip.exchange.quantise import PIECE
+from gossip.exchange.quantise import PIECE, pieces, scratch
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, move
 
 
@@ -72,11 +72,11 @@ def take_step(step: Step, state: OuterState, owed: Owed, rule: Rule, longest: in
 
 def _adopt(theirs: Coded, snapshot: Tensors, state: OuterState, longest: int) -> OuterState:
     """Go on from the partner's weights. The momentum starts at zero: it spoke of weights that are left behind."""
-    reader, scratch = Reader(theirs, state.slow), torch.empty(longest)
+    reader, memory = Reader(theirs, state.slow), scratch(state.slow, longest)
     for number, slow in enumerate(state.slow):
         for at in pieces(theirs.form, slow.numel(), longest):
             phi, fast = slow.view(-1)[at], snapshot[number].view(-1)[at]
-            phi.copy_(reader.read(number, at, phi, scratch))
+            phi.copy_(reader.read(number, at, phi, memory))
             torch.sub(phi, fast, out=fast)
     for momentum in state.momentum:
         momentum.zero_()
@@ -89,7 +89,7 @@ class _Work:
     def __init__(self, step: Step, state: OuterState, owed: Owed, rule: Rule, longest: int) -> None:
         self._step, self._state, self._owed, self._rule = step, state, owed, rule
         self._fast, self._slow = (None if sides is None else _Seen(sides, state.slow) for sides in step[1:3])
-        self._near, self._own, self._fast_mean, self._slow_mean = (torch.empty(longest) for _ in range(4))
+        self._near, self._own, self._fast_mean, self._slow_mean = (scratch(state.slow, longest) for _ in range(4))
         self.gathered: Tensors = ()
         if rule.delay.period > 1 and state.momentum and not state.gathered:
             self.gathered = tuple([torch.empty_like(slow) for slow in state.slow])
