@@ -120,6 +120,7 @@ class Origin(NamedTuple):
     """Where a replica's rounds begin: fresh, copied from a donor, or read from a checkpoint."""
 
     state: OuterState
+    """In memory that is the replica's from now on: its rounds write into it."""
     rounds: int = 0
     """Rounds finished."""
     inner_steps: int = 0

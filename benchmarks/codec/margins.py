@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.codec.whole_sets import decode, encode, settle
 from benchmarks.laboratory.experiments.cell import Cell
 from benchmarks.laboratory.methods.replicas import Swarm
-from gossip.exchange.codec import FEW, MARGIN, Feedback, common_steps, decode, encode
+from gossip.exchange.codec import FEW, MARGIN, Feedback, common_steps
 from gossip.exchange.formats import Format
 from gossip.exchange.swap import probe_coordinates
 from gossip.rule.outer_step import Tensors, mean
@@ -164,7 +165,7 @@ def farther_by_feedback(drift: float) -> float:
                 heard = []
                 for side in (one, other):
                     coded = encode(Format.INT8, every[side], owed[side].residual if feeds else ())
-                    owed[side].settle(every[side], coded.decoded)
+                    settle(owed[side], every[side], coded.decoded)
                     heard.append(coded.decoded)
                 middle = mean(heard[0], heard[1])
                 every[one] = every[other] = middle

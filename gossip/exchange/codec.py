@@ -1,8 +1,8 @@
 """Smaller messages: weights to what travels and back, in the forms of `formats`.
 
 Both sides of an exchange must use what was *received*, not what was meant: otherwise each computes another mean, and a
-pair that should meet drifts apart. So `encode` returns, beside the tensors that travel, the sender's own weights as the
-partner will see them, to the bit. The outer rule is given these and the partner's decoded ones.
+pair that should meet drifts apart. So a sender reads its own weights from what it sent, as the partner does, to the
+bit. Nobody keeps decoded weights: a `Reader` decodes piece by piece, where they are used.
 
 **The step of int4** must be the same on both sides without a word, and follow the distance between them. Both hold both
 probes (see `swap`: some 4096 coordinates of either side's weights), so `common_steps` derives it from them, a step
@@ -51,17 +51,17 @@ Weights are float32 on the CPU, one tensor per parameter in the stage's order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossip.exchange.formats import Format, blocks, packed_bytes, wire_specs
+from gossip.exchange.formats import BLOCK, Format, blocks, packed_bytes, wire_specs
 from gossip.exchange.messages import Implausible
-from gossip.exchange.quantise import restore_int4, restore_int8, round_int4, round_int8
-from gossip.exchange.swap import NORM_RATIO, NOT_FINITE
+from gossip.exchange.quantise import LARGEST_CODE, pieces, restore_int4, restore_int8, round_int4, round_int8, scratch
+from gossip.exchange.swap import NORM_RATIO, NOT_FINITE, check_norm
 from gossip.rule.outer_step import Tensors
 
 MARGIN = 1.5
@@ -80,65 +80,120 @@ STEP_OF_NOTHING = 2.0**-24
 """The step where all probed weights are zero."""
 
 
-class Encoded(NamedTuple):
-    """What travels, and the sender's own weights as the partner will see them."""
+class Coded(NamedTuple):
+    """One set of weights as it travels (`wire_specs`). `steps`: of int4, one a parameter; empty in other forms."""
 
+    form: Format
     wire: Tensors
-    decoded: Tensors
+    steps: Sequence[float] = ()
+
+
+class Encoded(NamedTuple):
+    """What travels, and the norm of what was encoded."""
+
+    coded: Coded
+    norm: float
+
+
+class Sides(NamedTuple):
+    """What both have sent."""
+
+    mine: Coded
+    theirs: Coded
 
 
 def encode(form: Format, weights: Tensors, residual: Tensors = (), steps: Sequence[float] = ()) -> Encoded:
     """Encode weights plus residual (see `Feedback`); nothing is written into the arguments.
 
-    `steps` belongs to int4: see `common_steps`. `wire` is as `wire_specs` says; in float32 it is the weights
-    themselves. Raises ValueError where an argument does not fit the weights, and ConnectionAbortedError where a value
-    is not finite in this form: weights that nobody should get.
+    `steps` belongs to int4: see `common_steps`. What travels is no memory of the weights: they may move while it is on
+    its way. Raises ValueError where an argument does not fit the weights, and ConnectionAbortedError where a value is
+    not finite in this form: weights that nobody should get.
     """
     _check_steps(form, weights, steps)
     if any(tensor.dtype != torch.float32 for tensor in weights):
         raise ValueError("weights to encode are float32")
     if residual and [tensor.shape for tensor in residual] != [tensor.shape for tensor in weights]:
         raise ValueError("the residual is of other shapes than the weights")
-    if form is Format.FLOAT32:
-        encoded = Encoded(weights, weights)
-    elif form is Format.BFLOAT16:
-        meant = (w + e for w, e in zip(weights, residual, strict=True)) if residual else weights
-        wire = tuple(tensor.detach().bfloat16() for tensor in meant)
-        encoded = Encoded(wire, tuple(tensor.float() for tensor in wire))
-    else:
-        encoded = _quantised(form, weights, residual, steps)
-    for number, tensor in enumerate(encoded.decoded):
-        if not _finite(tensor):
-            raise ConnectionAbortedError(f"{NOT_FINITE}: tensor {number} in {form}")
-    return encoded
+    specs = wire_specs(form, [tuple(tensor.shape) for tensor in weights])
+    wire = tuple(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs)
+    norms: list[float] = []
+    memory = scratch(weights)
+    for number, parts in enumerate(_parts(form, wire, weights)):
+        own = weights[number].detach().reshape(-1)
+        for at in pieces(form, len(own)):
+            meant = memory[: at.stop - at.start]
+            if residual and form is not Format.FLOAT32:
+                torch.add(own[at], residual[number].reshape(-1)[at], out=meant)
+            else:
+                meant.copy_(own[at])
+            size = float(torch.linalg.vector_norm(meant))
+            norms.append(size)
+            largest = _write(form, parts, at, meant, steps[number] if steps else 0.0)
+            # A norm overflows before any value does.
+            if not (math.isfinite(size) or math.isfinite(largest())):
+                raise ConnectionAbortedError(f"{NOT_FINITE}: tensor {number} in {form}")
+    return Encoded(Coded(form, wire, steps), math.hypot(*norms))
 
 
-def decode(form: Format, wire: Tensors, own: Tensors, steps: Sequence[float] = ()) -> Tensors:
-    """Return the partner's weights, float32, in the shapes of `own`, the receiver's weights.
+def check(theirs: Coded, own: Tensors, owed: Feedback, own_norm: float) -> None:
+    """Raise Implausible where what came cannot be right for a receiver of weights `own`, of which it owes something.
 
-    int4 needs `steps`, the same as the sender's, and yields values within 8 steps of `own`. Raises Implausible where
-    what came cannot be right: a shape, a dtype, a scale below zero, a value that is not finite.
+    A shape, a dtype, a scale below zero, a value that is not finite, a norm far from `own_norm`. Nothing that is
+    decoded is kept. Raises ConnectionAbortedError where `own_norm` is not finite.
     """
-    _check_steps(form, own, steps)
-    expected = [(spec.dtype, spec.shape) for spec in wire_specs(form, [tuple(tensor.shape) for tensor in own])]
-    came = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in wire]
-    if came != expected:
-        pairs = zip(came, expected, strict=False)
-        count = f"{len(came)} tensors where ours has {len(expected)}"
-        what = next((f"{their} where ours is {own_spec}" for their, own_spec in pairs if their != own_spec), count)
-        raise Implausible(f"weights in {form}: {what}")
-    if form is Format.INT8 and not (_finite(wire[1]) and bool((wire[1] >= 0).all())):
+    form, sizes = theirs.form, [tensor.numel() for tensor in own]
+    reader = Reader(theirs, own)
+    if form is Format.INT8 and not (_finite(theirs.wire[1]) and bool((theirs.wire[1] >= 0).all())):
         raise Implausible("weights in int8: a scale is negative or not finite")
-    if form is Format.FLOAT32:
-        decoded = wire
-    elif form is Format.BFLOAT16:
-        decoded = tuple(tensor.float() for tensor in wire)
-    else:
-        decoded = _restored(form, wire, own, steps)
-    for number, tensor in enumerate(decoded):
-        if not _finite(tensor):
-            raise Implausible(f"weights in {form}, tensor {number}: not finite")
-    return decoded
+    if form.is_modular and math.isfinite(own_norm):
+        # Each value is within 8 steps of ours, so mostly the steps alone say that the norm is near ours.
+        reach = 8.1 * math.hypot(*(step * math.sqrt(size) for step, size in zip(theirs.steps, sizes, strict=True)))
+        if reach <= own_norm * (1 - 1.01 / NORM_RATIO):
+            return
+    norms, memory, near = [0.0], scratch(own), scratch(own)
+    for number, size in enumerate(sizes):
+        for at in pieces(form, size):
+            values = reader.read(number, at, owed.meant(own, number, at, near), memory)
+            if not _finite(values):
+                raise Implausible(f"weights in {form}, tensor {number}: not finite")
+            norms.append(float(torch.linalg.vector_norm(values)))
+    check_norm(math.hypot(*norms), own_norm, f"weights in {form}")
+
+
+class Reader:
+    """Decodes what travels, a piece of a parameter at a time, for whoever has weights in the shapes of `own`.
+
+    Raises Implausible where it is of another count, shape or dtype.
+    """
+
+    def __init__(self, coded: Coded, own: Tensors) -> None:
+        form, wire, self._steps = coded
+        _check_steps(form, own, self._steps)
+        expected = [(spec.dtype, spec.shape) for spec in wire_specs(form, [tuple(tensor.shape) for tensor in own])]
+        came = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in wire]
+        if came != expected:
+            pairs = zip(came, expected, strict=False)
+            count = f"{len(came)} tensors where ours has {len(expected)}"
+            what = next((f"{their} where ours is {own_spec}" for their, own_spec in pairs if their != own_spec), count)
+            raise Implausible(f"weights in {form}: {what}")
+        self._form, self._parts = form, tuple(_parts(form, wire, own))
+
+    def read(self, number: int, at: slice, near: Tensor, memory: Tensor) -> Tensor:
+        """Return values of a parameter, one of its `pieces`: float32, in `memory` or where they came.
+
+        `near`: the receiver's own values there, of which int4 yields some within 8 steps.
+        """
+        parts, out = self._parts[number], memory[: at.stop - at.start]
+        if self._form is Format.FLOAT32:
+            return parts[0][at]
+        if self._form is Format.BFLOAT16:
+            out.copy_(parts[0][at])
+        elif self._form is Format.INT8:
+            restore_int8(parts[0][at], parts[1][_blocks(at)], out)
+        else:
+            high = at.start >= len(parts[0])
+            restore_int4(parts[0][_packed(at, parts[0])], near, self._steps[number], out, high=high)
+        return out
 
 
 def common_steps(own_probe: Tensor, their_probe: Tensor, counts: Sequence[int]) -> tuple[float, ...]:
@@ -185,45 +240,56 @@ class Feedback:
             taken = [here + rest for here, rest in zip(taken, owed, strict=True)]
         return torch.cat(taken) if taken else torch.empty(0)
 
-    def settle(self, weights: Tensors, decoded: Tensors) -> None:
-        """Take note that `decoded` was used for `weights`, both as in the `encode` before. Writes into the residual."""
-        if self._form is Format.FLOAT32:
-            return
+    def meant(self, weights: Tensors, number: int, at: slice, memory: Tensor) -> Tensor:
+        """Return values of a parameter with what is owed of them, in `memory` or where they are."""
+        own = weights[number].view(-1)[at]
         if not self.residual:
-            self.residual = tuple(torch.zeros_like(tensor) for tensor in decoded)
-        for owed, meant, sent in zip(self.residual, weights, decoded, strict=True):
-            owed.add_(meant.detach()).sub_(sent)
+            return own
+        return torch.add(own, self.residual[number].view(-1)[at], out=memory[: len(own)])
+
+    def begin(self, like: Tensors) -> None:
+        """Take the memory for what will be owed: `settle` needs it."""
+        if not self.residual and self._form is not Format.FLOAT32:
+            self.residual = tuple([torch.zeros_like(tensor) for tensor in like])
+
+    def settle(self, number: int, at: slice, meant: Tensor, sent: Tensor) -> None:
+        """Take note that `sent` was used for what was `meant` of a parameter, both decoded values."""
+        if self.residual:
+            torch.sub(meant, sent, out=self.residual[number].view(-1)[at])
 
 
-def _quantised(form: Format, weights: Tensors, residual: Tensors, steps: Sequence[float]) -> Encoded:
-    """Encode to int8 or int4: each parameter is copied to where its decoded values will be, and rounded there."""
-    specs = wire_specs(form, [tuple(tensor.shape) for tensor in weights])
-    wire = tuple(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs)
-    decoded = tuple(torch.empty(tensor.shape) for tensor in weights)
-    for number, (values, parts) in enumerate(zip(decoded, _parts(form, wire, weights), strict=True)):
-        values.copy_(weights[number].detach())
-        if residual:
-            values.add_(residual[number])
-        if form is Format.INT8:
-            round_int8(values.view(-1), parts[0], parts[1])
-        else:
-            round_int4(values.view(-1), parts[0], steps[number])
-    return Encoded(wire, decoded)
+def _write(form: Format, parts: Tensors, at: slice, values: Tensor, step: float) -> Callable[[], float]:
+    """Encode a piece to where it belongs; `values` are used up.
+
+    Return what tells its largest magnitude as it will be decoded.
+    """
+    if form is Format.INT8:
+        scales = parts[1][_blocks(at)]
+        round_int8(values, parts[0][at], scales)
+        return lambda: _largest(scales * LARGEST_CODE)
+    if form is Format.INT4:
+        round_int4(values, parts[0][_packed(at, parts[0])], step, high=at.start >= len(parts[0]))
+        return lambda: _largest(torch.stack(torch.aminmax(values)) * step)
+    parts[0][at].copy_(values)
+    return lambda: _largest(parts[0][at].float())
 
 
-def _restored(form: Format, wire: Tensors, own: Tensors, steps: Sequence[float]) -> Tensors:
-    """Decode int8 or int4, whose wire has been found to be of the right shapes."""
-    decoded = tuple(torch.empty(tensor.shape) for tensor in own)
-    for number, (values, parts) in enumerate(zip(decoded, _parts(form, wire, own), strict=True)):
-        if form is Format.INT8:
-            restore_int8(parts[0], parts[1], values.view(-1))
-        else:
-            restore_int4(parts[0], own[number].detach().reshape(-1), steps[number], values.view(-1))
-    return decoded
+def _blocks(at: slice) -> slice:
+    """Return which of a parameter's scales in int8 belong to a piece."""
+    return slice(at.start // BLOCK, blocks(at.stop))
+
+
+def _packed(at: slice, codes: Tensor) -> slice:
+    """Return which of a parameter's bytes in int4 hold a piece."""
+    before = len(codes) if at.start >= len(codes) else 0
+    return slice(at.start - before, at.stop - before)
 
 
 def _parts(form: Format, wire: Tensors, weights: Tensors) -> Iterator[Tensors]:
-    """Yield for each parameter the views of the wire that are its own: codes and scales in int8, codes in int4."""
+    """Yield for each parameter the flat views of the wire that are its own: in int8 codes and scales."""
+    if form in (Format.FLOAT32, Format.BFLOAT16):
+        yield from ((tensor.reshape(-1),) for tensor in wire)
+        return
     sizes = [tensor.numel() for tensor in weights]
     counts = (sizes, list(map(blocks, sizes))) if form is Format.INT8 else (list(map(packed_bytes, sizes)),)
     ends = [list(accumulate(count)) for count in counts]

@@ -195,7 +195,8 @@ class Gone:
 class ReplicaState:
     """What a newcomer needs to become a replica; it travels in pieces.
 
-    `slow`, `momentum`: one tensor per parameter in the stage's order; `momentum` is empty for `Parts.SLOW`.
+    `slow`, `momentum`: one tensor per parameter in the stage's order; `momentum` is empty for `Parts.SLOW`, and where
+    the rule has none (alpha = 0).
     `gathered`, `meetings`: of the running momentum period; empty and 0 at its beginning, and for `Parts.SLOW`.
     `optimiser`: the inner optimiser's tensors in an order that the shell fixes, two for each parameter; empty where
     they are not sent.

@@ -123,12 +123,13 @@ def check_own(mine: Probe) -> None:
         raise ConnectionAbortedError(NOT_FINITE)
 
 
-def check_norm(theirs: Tensors, mine: Tensors, what: str) -> None:
-    """Raise Implausible unless the partner's weights are finite and their norm near our own.
+def check_norm(their_norm: float, own_norm: float, what: str) -> None:
+    """Raise Implausible unless the norm of the partner's weights is finite and near that of our own.
 
-    Raises ConnectionAbortedError where ours are not finite.
+    Raises ConnectionAbortedError where ours is not finite.
     """
-    their_norm, own_norm = check_finite(theirs, what), norm(mine)
+    if not math.isfinite(their_norm):
+        raise Implausible(f"{what}: not finite")
     if not math.isfinite(own_norm):
         raise ConnectionAbortedError(NOT_FINITE)
     if not own_norm / NORM_RATIO <= their_norm <= own_norm * NORM_RATIO:

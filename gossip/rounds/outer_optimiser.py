@@ -1,28 +1,27 @@
 """The outer step of one replica's slow weights: what it says of its weights, and the step that follows from a meeting.
 
-Applies the rule of `outer_step` to a replica that trains on meanwhile. The heavy arithmetic runs where the shell
-wants it. A step is first computed from facts that do not change, and may still be thrown away; `correct` then moves the
-fast weights, the slow ones and what the codec owes. Whoever may be cancelled calls it through `to_the_end`: all move,
-or nothing.
-
-With a lossy codec means and pull are taken over what *both* decode, or a pair that meets would drift apart. Only these:
-the slow weights move from where they really are, and the correction starts at the real snapshot.
+Applies the rule of `outer_step` to a replica that trains on meanwhile. The heavy arithmetic runs where the shell wants
+it. What came in a meeting is checked and kept as it came; nothing moves, and the step may still be thrown away.
+`correct` then moves the slow weights and what the codec owes, in place (`piecewise_step`), and the fast ones. Whoever
+may be cancelled calls it through `to_the_end`: all move, or nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import weakref
+from collections.abc import Coroutine
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossip.exchange.codec import Encoded, Feedback, common_steps, decode, encode
-from gossip.exchange.formats import Format, absolute
-from gossip.exchange.swap import Compute, check_norm, probe_coordinates
+from gossip.exchange.codec import Coded, Encoded, Feedback, Sides, check, common_steps, encode
+from gossip.exchange.formats import absolute
+from gossip.exchange.swap import Compute, norm, probe_coordinates
 from gossip.interface import GossipReplica, RoundSettings
-from gossip.rule.outer_step import OuterState, Stepped, Tensors, adopt, step_alone, step_pair
+from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
+from gossip.rule.outer_step import OuterState, Tensors
 
 Steps = tuple[float, ...]
 """Of int4, one a parameter; empty in other codecs."""
@@ -35,24 +34,6 @@ class Snapshot(NamedTuple):
     inner_steps: int
 
 
-class Seen(NamedTuple):
-    """Weights as both sides use them: decoded. `slow`: None where the rule needs the fast ones only."""
-
-    fast: Tensors
-    slow: Tensors | None
-
-
-class Step(NamedTuple):
-    """A step that may still be thrown away. `said`: our exact snapshot, and how the partner saw us; None if nobody did.
-
-    `adopted`: it goes on from the partner's weights, so nothing is owed any more.
-    """
-
-    stepped: Stepped
-    said: tuple[Tensors, Seen] | None = None
-    adopted: bool = False
-
-
 class OuterOptimiser:
     """Slow weights and momentum of one replica, and what may be done with them.
 
@@ -60,34 +41,54 @@ class OuterOptimiser:
     """
 
     def __init__(self, settings: RoundSettings, state: OuterState, replica: GossipReplica, compute: Compute) -> None:
-        self._outer, self._delay, self._codec = settings.outer, settings.delay, settings.codec
+        self._rule, self._codec = Rule(settings.outer, settings.delay), settings.codec
         self._replica = replica
         self._compute = compute
         self._coordinates = probe_coordinates(settings.seed, [tensor.numel() for tensor in state.slow])
-        self._owed_fast, self._owed_slow = Feedback(settings.codec), Feedback(settings.codec)
-        self.state = state
+        self._owed = self._nothing_owed()
+        self._state = _of_rule(state, settings.outer.alpha)
+        self._loans: list[weakref.ref[Tensor]] = []
+        self._moving = asyncio.Lock()
         self.version = 0
+
+    @property
+    def state(self) -> OuterState:
+        """The state as it is: its tensors move with the next step."""
+        return self._state
+
+    async def lend(self) -> OuterState:
+        """Return the state for somebody who keeps it: while any tensor of it is held, a step is taken elsewhere.
+
+        Waits for a step that is being taken.
+        """
+        async with self._moving:
+            slow, momentum, gathered = (tuple([tensor.detach() for tensor in tensors]) for tensors in self._state[:3])
+            self._loans += map(weakref.ref, (*slow, *momentum, *gathered))
+            return OuterState(slow, momentum, gathered, self._state.meetings)
+
+    def _nothing_owed(self) -> Owed:
+        return Owed(Feedback(self._codec), Feedback(self._codec))
 
     @property
     def needs_slow(self) -> bool:
         """Whether the partner's slow weights are needed: where gamma = beta they cancel."""
-        return self._outer.gamma != self._outer.beta
+        return self._rule.outer.gamma != self._rule.outer.beta
 
     async def snapshot(self, inner_steps: int) -> Snapshot:
         """Copy the fast weights, in a pause."""
-        return Snapshot(await self._replica.snapshot(), inner_steps)
+        return Snapshot(_contiguous(await self._replica.snapshot()), inner_steps)
 
     # What is said.
 
     def slow_probe(self) -> Tensor:
         """Return the slow weights, with what is owed of them, at the coordinates that both sides know."""
-        return self._owed_slow.probe(self.state.slow, self._coordinates)
+        return self._owed.slow.probe(self.state.slow, self._coordinates)
 
     def fast_probe(self, snapshot: Snapshot) -> Tensor | None:
         """Return the snapshot likewise; None where the codec needs no probe of it."""
         if not self._codec.is_modular:
             return None
-        return self._owed_fast.probe(snapshot.fast, self._coordinates)
+        return self._owed.fast.probe(snapshot.fast, self._coordinates)
 
     def steps(self, mine: Tensor | None, theirs: Tensor | None) -> Steps:
         """Return the steps of int4 that follow from two probes, the same on both sides."""
@@ -96,82 +97,78 @@ class OuterOptimiser:
         return common_steps(mine, theirs, [len(indices) for indices in self._coordinates])
 
     async def encode_fast(self, snapshot: Snapshot, steps: Steps) -> Encoded:
-        """Return the snapshot as it travels, and as the partner will see it."""
-        return await self._compute(encode, self._codec, snapshot.fast, self._owed_fast.residual, steps)
+        """Return the snapshot as it travels."""
+        return await self._compute(encode, self._codec, snapshot.fast, self._owed.fast.residual, steps)
 
     async def encode_slow(self, steps: Steps) -> Encoded:
         """Return the slow weights likewise: the same for the same steps, until the next outer step."""
-        return await self._compute(encode, self._codec, self.state.slow, self._owed_slow.residual, steps)
+        return await self._compute(encode, self._codec, self.state.slow, self._owed.slow.residual, steps)
 
     async def encode_absolute(self, snapshot: Snapshot) -> Encoded:
         """Return what somebody who adopts our weights gets: of its form, without what is owed."""
         return await self._compute(encode, absolute(self._codec), self._adopted(snapshot))
 
-    async def decode_absolute(self, wire: Tensors, snapshot: Snapshot) -> Tensors:
-        """Return the weights to adopt; raises Implausible where they cannot be right."""
-        return await self._compute(_decode, absolute(self._codec), wire, self._adopted(snapshot), (), ())
-
     def _adopted(self, snapshot: Snapshot) -> Tensors:
         """Return which of our weights are adopted, or replaced: the slow ones where they travel, else the fast ones."""
         return self.state.slow if self.needs_slow else snapshot.fast
 
-    async def decode_fast(self, wire: Tensors, snapshot: Snapshot, steps: Steps) -> Tensors:
-        """Return the partner's fast weights; raises Implausible where they cannot be right."""
-        return await self._compute(_decode, self._codec, wire, snapshot.fast, self._owed_fast.residual, steps)
+    # What is heard. All raise Implausible where it cannot be right.
 
-    async def decode_slow(self, wire: Tensors, steps: Steps) -> Tensors:
-        """Return the partner's slow weights; raises Implausible where they cannot be right."""
-        return await self._compute(_decode, self._codec, wire, self.state.slow, self._owed_slow.residual, steps)
+    async def hear_fast(self, wire: Tensors, snapshot: Snapshot, mine: Encoded) -> Sides:
+        """Check the partner's fast weights, given what we have sent of ours."""
+        return await self._compute(self._heard, wire, snapshot.fast, self._owed.fast, mine)
+
+    async def hear_slow(self, wire: Tensors, mine: Encoded) -> Sides:
+        """Check the partner's slow weights likewise."""
+        return await self._compute(self._heard, wire, self.state.slow, self._owed.slow, mine)
+
+    def _heard(self, wire: Tensors, own: Tensors, owed: Feedback, mine: Encoded) -> Sides:
+        theirs = mine.coded._replace(wire=wire)
+        check(theirs, own, owed, mine.norm)
+        return Sides(mine.coded, theirs)
+
+    async def adopting(self, wire: Tensors, snapshot: Snapshot) -> Step:
+        """Check weights that we are to adopt; return the step to them."""
+        theirs = Coded(absolute(self._codec), wire)
+        await self._compute(self._check_absolute, theirs, self._adopted(snapshot))
+        return Step(snapshot.fast, adopts=theirs)
+
+    def _check_absolute(self, theirs: Coded, own: Tensors) -> None:
+        check(theirs, own, Feedback(theirs.form), norm(own))
 
     # What follows from it.
 
-    async def with_partner(self, snapshot: Snapshot, mine: Seen, theirs: Seen) -> Step:
-        """Compute the step of a pair; nothing moves yet."""
-        stepped = await self._compute(self._pair, snapshot.fast, mine, theirs)
-        return Step(stepped, None if self._codec is Format.FLOAT32 else (snapshot.fast, mine))
-
-    def _pair(self, snapshot: Tensors, mine: Seen, theirs: Seen) -> Stepped:
-        exact, seen = self.state, self.state if mine.slow is None else self.state._replace(slow=mine.slow)
-        after = step_pair(seen, mine.fast, theirs.fast, theirs.slow, self._outer, self._delay)
-        if self._codec is Format.FLOAT32:
-            return after
-        for number, (moved, correction) in enumerate(zip(after.state.slow, after.correction, strict=True)):
-            if mine.slow is not None:
-                moved.add_(exact.slow[number]).sub_(mine.slow[number])
-            torch.sub(moved, snapshot[number], out=correction)
-        return after
-
-    async def alone(self, snapshot: Snapshot) -> Step:
-        """Compute a solo step; nothing moves yet."""
-        return Step(await self._compute(step_alone, self.state, snapshot.fast, self._outer, self._delay))
-
-    async def adopting(self, snapshot: Snapshot, theirs: Tensors) -> Step:
-        """Compute the step to a partner's weights; nothing moves yet."""
-        stepped = await self._compute(adopt, self.state, snapshot.fast, theirs)
-        return Step(stepped, adopted=True)
-
     async def correct(self, step: Step) -> None:
-        """Add the correction to the fast weights and replace the slow ones, in a pause."""
-        await self._replica.correct(step.stepped.correction)
-        if step.said is not None:
-            snapshot, seen = step.said
-            await self._compute(self._owed_fast.settle, snapshot, seen.fast)
-            if seen.slow is not None:
-                await self._compute(self._owed_slow.settle, self.state.slow, seen.slow)
-        elif step.adopted:
-            self._owed_fast, self._owed_slow = Feedback(self._codec), Feedback(self._codec)
-        self.state = step.stepped.state
+        """Take a step, in a pause: move the slow weights, and add the correction to the fast ones."""
+        async with self._moving:
+            await self._compute(self._take, step)
+            await self._replica.correct(step.snapshot)
+
+    def _take(self, step: Step) -> None:
+        if any(loan() is not None for loan in self._loans):
+            self._state = _copied(self._state)
+        self._loans.clear()
+        self._state = take_step(step, self._state, self._owed, self._rule)
+        if step.adopts is not None:
+            self._owed = self._nothing_owed()
         self.version += 1
 
 
-def _decode(codec: Format, wire: Tensors, own: Tensors, residual: Tensors, steps: Sequence[float]) -> Tensors:
-    """Decode and check. What int4 decodes is looked for around what we ourselves mean to send, as the probes are."""
-    near = own
-    if codec.is_modular and residual:
-        near = tuple(torch.add(tensor, owed) for tensor, owed in zip(own, residual, strict=True))
-    decoded = decode(codec, wire, near, steps)
-    check_norm(decoded, own, f"weights in {codec}")
-    return decoded
+def _of_rule(state: OuterState, alpha: float) -> OuterState:
+    """Return a state with a momentum if the rule has one: a missing one is zero."""
+    slow, momentum, gathered = map(_contiguous, state[:3])
+    if not alpha:
+        return OuterState(slow)
+    return OuterState(slow, momentum or tuple(map(torch.zeros_like, slow)), gathered, state.meetings)
+
+
+def _copied(state: OuterState) -> OuterState:
+    slow, momentum, gathered = (tuple([tensor.clone() for tensor in tensors]) for tensors in state[:3])
+    return OuterState(slow, momentum, gathered, state.meetings)
+
+
+def _contiguous(tensors: Tensors) -> Tensors:
+    return tuple([tensor.detach().contiguous() for tensor in tensors])
 
 
 async def to_the_end(work: Coroutine[None, None, None]) -> None:

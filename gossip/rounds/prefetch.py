@@ -6,8 +6,8 @@ must have ended theirs; who is first is declined, and the other, once it is done
 after all, or slow weights have moved since, they travel in the meeting as they would have done anyway: there the holder
 says which version it holds, and the owner sends its slow weights unless it is the present one.
 
-It costs the memory of one more copy and, where it was in vain, the traffic; never a wait. Nobody has our slow weights
-sent more than `SWAPS_AT_MOST` times ahead of one round.
+It costs the memory of both sides' weights as they travel and, where it was in vain, the traffic; never a wait. Nobody
+has our slow weights sent more than `SWAPS_AT_MOST` times ahead of one round.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from gossip.events import MeetingLost
+from gossip.exchange.codec import Sides
 from gossip.exchange.messages import NOTHING, Accepted, Declined, DeclineReason, Implausible, Probe, Received, Weights
 from gossip.exchange.messages import PrefetchOffer as Proposal
 from gossip.exchange.swap import Conversation, check_own, check_probe, size_bytes, swap
@@ -24,22 +25,19 @@ from gossip.interface import RoundContext
 from gossip.rounds.outer_optimiser import OuterOptimiser
 from gossip.rounds.partners import SLACK_S
 from gossip.rounds.round_state import RoundState, now
-from gossip.rule.outer_step import Tensors
 
 SWAPS_AT_MOST = 2
 """With one peer, of one version of our slow weights: a second one mends the first, if that was broken or outdated."""
 
 
 class Prefetched(NamedTuple):
-    """Slow weights that a peer and we have swapped ahead of a round: of which versions, and by which steps coded."""
+    """Slow weights that a peer and we have swapped ahead of a round, and of which versions."""
 
     peer: str
     version: int
     """Of ours. Another after every outer step, and so is theirs."""
     their_version: int
-    their_slow: Tensors
-    """As decoded."""
-    steps: tuple[float, ...]
+    slow: Sides
 
 
 class SlowWeightPrefetcher:
@@ -197,13 +195,13 @@ class SlowWeightPrefetcher:
         steps = optimiser.steps(mine.slow, theirs.slow)
         encoded = await optimiser.encode_slow(steps)
         self._must_be(version)
-        sent = Weights(fast=(), slow=encoded.wire)
+        sent = Weights(fast=(), slow=encoded.coded.wire)
         self.bytes_sent += size_bytes(sent)
         came = await swap(conversation, sent)
         self.bytes_received += size_bytes(came)
-        slow = await optimiser.decode_slow(came.slow, steps)
+        slow = await optimiser.hear_slow(came.slow, encoded)
         self._must_be(version)
-        self._prefetched = Prefetched(conversation.peer, version, theirs.version, slow, steps)
+        self._prefetched = Prefetched(conversation.peer, version, theirs.version, slow)
         self._round_state.counts["sent_ahead"] += 1
         # The asker stays until the asked has all: its leaving ends the conversation.
         if asked:

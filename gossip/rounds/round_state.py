@@ -17,8 +17,9 @@ from typing import NamedTuple
 from gossip.events import OuterStepTaken
 from gossip.interface import Origin, RoundContext, RoundSettings
 from gossip.rounds.matching import AnswerState
-from gossip.rounds.outer_optimiser import Snapshot, Step
+from gossip.rounds.outer_optimiser import Snapshot
 from gossip.rounds.partners import SLACK_S, PartnerQueue, PartnerView
+from gossip.rounds.piecewise_step import Step
 from gossip.rounds.round_schedule import RoundClaims, RoundSchedule
 from gossip.rule.staleness import Met, staleness
 

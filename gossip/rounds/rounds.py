@@ -40,6 +40,7 @@ from gossip.rounds.local_steps import local_step_count
 from gossip.rounds.meeting import Meetings
 from gossip.rounds.offers import Offers
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, to_the_end
+from gossip.rounds.piecewise_step import Step
 from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import PendingStep, RoundState, now
 from gossip.rule.outer_step import OuterState
@@ -74,8 +75,12 @@ class Rounds:
 
     @property
     def state(self) -> OuterState:
-        """Slow weights and momentum after the last round that was applied."""
+        """Slow weights and momentum after the last round that was applied; they move with the next one."""
         return self._optimiser.state
+
+    async def lend_state(self) -> OuterState:
+        """Return them for somebody who keeps them: while any tensor is held, rounds are taken elsewhere."""
+        return await self._optimiser.lend()
 
     @property
     def finished(self) -> int:
@@ -231,11 +236,10 @@ class Rounds:
         round_state.close()
         started_s = now()
         taken = await self._take_snapshot()
-        step = await self._optimiser.alone(taken)
         event = OuterStepTaken(
             round=self._schedule.round, seconds=now() - started_s, staleness_rounds=round_state.staleness
         )
-        await self._apply(PendingStep(step, taken.inner_steps, event, round_state.last_met))
+        await self._apply(PendingStep(Step(taken.fast), taken.inner_steps, event, round_state.last_met))
 
     async def _apply_pending(self) -> bool:
         """Apply the step that waits; say whether there was one."""

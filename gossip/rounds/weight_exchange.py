@@ -5,18 +5,19 @@ how they are coded, and whether the slow ones need to travel. Mostly both count.
 contributes nothing (`staleness`): it sends no weights and goes on from the partner's, which travel in a form that says
 where they are rather than how far; the partner takes no step and keeps its round open.
 
-What comes is kept no longer than the step needs it.
+What comes is kept as it came, until the step has been taken.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from gossip.exchange.codec import Sides
 from gossip.exchange.messages import Implausible, Probe, Weights
 from gossip.exchange.swap import Conversation, check_own, check_probe, gap, size_bytes, swap
-from gossip.rounds.outer_optimiser import OuterOptimiser, Seen, Snapshot, Step
+from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
+from gossip.rounds.piecewise_step import Step
 from gossip.rounds.prefetch import SlowWeightPrefetcher
-from gossip.rule.outer_step import Tensors
 from gossip.rule.staleness import ContributionWeights, Met, clock, contribution_weights, last_met_after, staleness
 
 NO_WEIGHTS = Weights(fast=(), slow=())
@@ -67,7 +68,7 @@ async def exchange_weights(
     met: Met,
     staleness_at_most: int,
 ) -> ExchangeResult:
-    """Exchange probes and weights, and compute the step; nothing moves yet. `met`: what we say of our weights.
+    """Exchange probes and weights, and return the step; nothing moves yet. `met`: what we say of our weights.
 
     Raises Implausible where what comes cannot be right, another `ConnectionError` where it does not come or where our
     own weights are not finite.
@@ -116,28 +117,30 @@ async def _average(meeting: _Meeting, prefetcher: SlowWeightPrefetcher) -> _Swap
     given = prefetched if prefetched is not None and theirs.holds == prefetched.version == mine.version else None
 
     fast = await optimiser.encode_fast(snapshot, fast_steps)
-    slow = await optimiser.encode_slow(slow_steps if given is None else given.steps) if optimiser.needs_slow else None
-    sent = Weights(fast=fast.wire, slow=() if slow is None or given is not None else slow.wire)
+    slow = await optimiser.encode_slow(slow_steps) if optimiser.needs_slow and given is None else None
+    sent = Weights(fast=fast.coded.wire, slow=() if slow is None else slow.coded.wire)
     came = await swap(conversation, sent)
 
-    their_fast = await optimiser.decode_fast(came.fast, snapshot, fast_steps)
-    their_slow: Tensors | None = None
+    sides = await optimiser.hear_fast(came.fast, snapshot, fast)
+    slow_sides: Sides | None = None
     if came.slow and not optimiser.needs_slow:
         raise Implausible("slow weights, which gamma = beta does not need")
     if came.slow:
-        their_slow = await optimiser.decode_slow(came.slow, slow_steps)
+        slow_sides = await optimiser.hear_slow(came.slow, slow or await optimiser.encode_slow(slow_steps))
     elif optimiser.needs_slow:
         if prefetched is None or prefetched.their_version != theirs.version:
             raise Implausible("no slow weights, and we hold none of this version")
-        their_slow = prefetched.their_slow
-    said = Seen(fast.decoded, None if slow is None else slow.decoded)
-    step = await optimiser.with_partner(snapshot, said, Seen(their_fast, their_slow))
-    return _Swapped(step, sent, came, spared=given is not None)
+        slow_sides = prefetched.slow
+    if slow_sides is not None and slow is not None:
+        slow_sides = slow_sides._replace(mine=slow.coded)
+    elif slow_sides is not None and given is not None:
+        slow_sides = slow_sides._replace(mine=given.slow.mine)
+    return _Swapped(Step(snapshot.fast, sides, slow_sides), sent, came, spared=given is not None)
 
 
 async def _lend(meeting: _Meeting) -> _Swapped:
     """Send the weights that the partner is to go on from; its own do not count."""
-    wire = (await meeting.optimiser.encode_absolute(meeting.snapshot)).wire
+    wire = (await meeting.optimiser.encode_absolute(meeting.snapshot)).coded.wire
     sent = Weights(fast=(), slow=wire) if meeting.optimiser.needs_slow else Weights(fast=wire, slow=())
     came = await swap(meeting.conversation, sent)
     if came.fast or came.slow:
@@ -151,5 +154,4 @@ async def _adopt(meeting: _Meeting) -> _Swapped:
     wire, surplus = (came.slow, came.fast) if meeting.optimiser.needs_slow else (came.fast, came.slow)
     if surplus:
         raise Implausible("two sets of weights to adopt")
-    weights = await meeting.optimiser.decode_absolute(wire, meeting.snapshot)
-    return _Swapped(await meeting.optimiser.adopting(meeting.snapshot, weights), NO_WEIGHTS, came)
+    return _Swapped(await meeting.optimiser.adopting(wire, meeting.snapshot), NO_WEIGHTS, came)

@@ -32,14 +32,12 @@ The server divides each contribution by N, as N of them are parallel work on one
 averaged the parallel work, and N steps in a row hold work done in a row: nothing is divided. What a period moves in
 total is its last m, whatever c; with N = 1 it is the rule above to the bit.
 
-All tensors are float32 on the CPU, one per parameter in the stage's order. Nothing here writes into its arguments, but
-a result may hold tensors of an argument (a momentum that did not move, weights that were adopted): tensors of a state
-are never written into.
+All tensors are float32 on the CPU, one per parameter in the stage's order. Each value moves by itself, so the rule may
+be applied a piece at a time. `move` writes into the state that it is given; nothing else here writes into an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -74,12 +72,13 @@ UNDELAYED = Delay()
 class OuterState(NamedTuple):
     """Slow weights and outer momentum, alike in shapes. The momentum has the sign of the pseudo-gradient.
 
-    Of the running momentum period: what its meetings have `gathered` for the momentum (empty before the first of them,
-    so always where the period is 1), and how many `meetings` it has had.
+    `momentum` is empty where the rule has none (alpha = 0). Of the running momentum period: what its meetings have
+    `gathered` for the momentum (empty before the first of them, so always where the period is 1), and how many
+    `meetings` it has had.
     """
 
     slow: Tensors
-    momentum: Tensors
+    momentum: Tensors = ()
     gathered: Tensors = ()
     meetings: int = 0
 
@@ -89,11 +88,6 @@ class Stepped(NamedTuple):
 
     state: OuterState
     correction: Tensors
-
-
-def init(slow: Tensors) -> OuterState:
-    """Return the state before the first outer step: these slow weights, which are not copied, and no momentum."""
-    return OuterState(slow, tuple([torch.zeros_like(phi) for phi in slow]))
 
 
 def pseudo_gradient(slow: Tensors, fast: Tensors) -> Tensors:
@@ -106,39 +100,55 @@ def mean(a: Tensors, b: Tensors) -> Tensors:
     return tuple(torch.add(x, y).mul_(0.5) for x, y in zip(a, b, strict=True))
 
 
-def outer_step(
+def move(
     state: OuterState, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer, delay: Delay = UNDELAYED
 ) -> OuterState:
-    """Apply the outer rule once.
+    """Apply the outer rule once, in the memory of the state; the means are used up, and may become what is gathered.
 
     `slow_mean` is needed only where gamma differs from beta; None otherwise. Raises ValueError where it is missing.
     """
-    last = state.meetings + 1 >= delay.period
-    share = outer.alpha * (1.0 - (delay.period - 1) * delay.spread if last else delay.spread)
-    added = _contributions(state.slow, fast_mean, slow_mean, outer)
-    before = state.gathered or (None,) * len(state.slow)
-    slow, momentum, gathered = [], [], []
-    for phi, m, u, earlier in zip(state.slow, state.momentum, added, before, strict=True):
-        slow.append(torch.sub(phi, torch.add(u, m, alpha=share) if share else u))
-        total = u if earlier is None else torch.add(earlier, u)
-        if last:
-            momentum.append(total.add_(m, alpha=outer.alpha))
-        else:
-            momentum.append(m)
-            gathered.append(total)
-    return OuterState(tuple(slow), tuple(momentum), tuple(gathered), 0 if last else state.meetings + 1)
-
-
-def _contributions(slow: Tensors, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer) -> Iterator[Tensor]:
-    """Yield u, parameter by parameter, in new tensors."""
     if slow_mean is None and outer.gamma != outer.beta:
         raise ValueError("gamma differs from beta: the mean of the slow weights is needed")
-    for number, (phi, theta) in enumerate(zip(slow, fast_mean, strict=True)):
-        if slow_mean is None:
-            yield torch.sub(phi, theta).mul_(outer.beta)
+    last = state.meetings + 1 >= delay.period
+    share = outer.alpha * (1.0 - (delay.period - 1) * delay.spread if last else delay.spread)
+    gathered = []
+    for number, (phi, theta) in enumerate(zip(state.slow, fast_mean, strict=True)):
+        u = _contribution(phi, theta, None if slow_mean is None else slow_mean[number], outer)
+        if not state.momentum:
+            phi.sub_(u)
+            continue
+        m = state.momentum[number]
+        phi.sub_(torch.add(u, m, alpha=share) if share else u)
+        total = state.gathered[number].add_(u) if state.gathered else u
+        if last:
+            torch.add(total, m, alpha=outer.alpha, out=m)
         else:
-            moved = torch.sub(slow_mean[number], theta).mul_(outer.beta)
-            yield moved.add_(torch.sub(phi, slow_mean[number]), alpha=outer.gamma)
+            gathered.append(total)
+    meetings = 0 if last or not state.momentum else state.meetings + 1
+    return OuterState(state.slow, state.momentum, tuple(gathered), meetings)
+
+
+def _contribution(phi: Tensor, theta: Tensor, slow: Tensor | None, outer: Outer) -> Tensor:
+    """Return u, in the memory of the mean `theta` of the fast weights; that of the `slow` ones is used up."""
+    torch.sub(phi if slow is None else slow, theta, out=theta)
+    if outer.beta != 1.0:
+        theta.mul_(outer.beta)
+    if slow is not None:
+        theta.add_(torch.sub(phi, slow, out=slow), alpha=outer.gamma)
+    return theta
+
+
+def outer_step(
+    state: OuterState, fast_mean: Tensors, slow_mean: Tensors | None, outer: Outer, delay: Delay = UNDELAYED
+) -> OuterState:
+    """Do what `move` does, in new tensors."""
+    slow, momentum, gathered = map(_copied, state[:3])
+    means = _copied(fast_mean), None if slow_mean is None else _copied(slow_mean)
+    return move(OuterState(slow, momentum, gathered, state.meetings), *means, outer, delay)
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    return tuple([tensor.clone() for tensor in tensors])
 
 
 def step_pair(
@@ -151,21 +161,10 @@ def step_pair(
 ) -> Stepped:
     """Step after a meeting: `own` and `other` are the snapshots of fast weights, `other_slow` the partner's slow ones.
 
-    Works parameter by parameter, so that the means never exist as a whole.
+    A replica does the same in place, of weights that are still coded: `gossip.rounds.piecewise_step`.
     """
-    parts: list[OuterState] = []
-    for number, (mine, theirs) in enumerate(zip(own, other, strict=True)):
-        part = OuterState(
-            (state.slow[number],), (state.momentum[number],), state.gathered[number : number + 1], state.meetings
-        )
-        slow_mean = None if other_slow is None else mean(part.slow, (other_slow[number],))
-        parts.append(outer_step(part, mean((mine,), (theirs,)), slow_mean, outer, delay))
-    after = OuterState(
-        tuple([part.slow[0] for part in parts]),
-        tuple([part.momentum[0] for part in parts]),
-        tuple([tensor for part in parts for tensor in part.gathered]),
-        max([part.meetings for part in parts], default=0),
-    )
+    slow_mean = None if other_slow is None else mean(state.slow, other_slow)
+    after = outer_step(state, mean(own, other), slow_mean, outer, delay)
     return Stepped(after, pseudo_gradient(after.slow, own))
 
 
@@ -173,12 +172,3 @@ def step_alone(state: OuterState, own: Tensors, outer: Outer, delay: Delay = UND
     """Step without a partner: the means are over one, which is heavy-ball SGD on one's own pseudo-gradient."""
     after = outer_step(state, own, state.slow, outer, delay)
     return Stepped(after, pseudo_gradient(after.slow, own))
-
-
-def adopt(state: OuterState, own: Tensors, theirs: Tensors) -> Stepped:
-    """Take the partner's weights for our slow ones (`staleness` says when); `own` is the snapshot.
-
-    The momentum starts at zero and its period afresh: both spoke of weights that are left behind.
-    """
-    still = tuple([torch.zeros_like(m) for m in state.momentum])
-    return Stepped(OuterState(theirs, still), pseudo_gradient(theirs, own))

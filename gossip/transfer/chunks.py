@@ -82,11 +82,11 @@ def cut(tensor_bytes: Sequence[int]) -> tuple[Span, ...]:
     return tuple(spans) or (Span(0, ()),)
 
 
-def sections(parts: Parts, *, meetings: int, optimiser: bool) -> tuple[Section, ...]:
+def sections(parts: Parts, *, momentum: bool, meetings: int, optimiser: bool) -> tuple[Section, ...]:
     """Return which sections a state has of which somebody asked for `parts`."""
     if parts is not Parts.ALL:
         return (Section.SLOW,) if parts is Parts.SLOW else ()
-    found = [Section.SLOW, Section.MOMENTUM]
+    found = [Section.SLOW, *([Section.MOMENTUM] if momentum else [])]
     if meetings:
         found.append(Section.GATHERED)
     return (*found, Section.FIRST, Section.SECOND) if optimiser else tuple(found)

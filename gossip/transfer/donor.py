@@ -1,8 +1,8 @@
 """A replica gives its state to newcomers, and trains on.
 
-Asked for a manifest it freezes a copy: the slow weights and momenta are never written into, so holding them is enough,
-and the inner optimiser's tensors are copied once. The hashes are computed in jobs of some milliseconds, between which
-training goes on. Newcomers of the same round share a copy.
+Asked for a manifest it freezes a copy: the slow weights and momenta are lent by the replica, whose next round writes
+elsewhere, and the inner optimiser's tensors are copied once. The hashes are computed in jobs of some milliseconds,
+between which training goes on. Newcomers of the same round share a copy.
 
 What strangers can cost is bounded: at most `COPIES` copies, each let go `HOLD_S` after a piece of it was last on its
 way and `DonorLimits.deadline_s` after it was made; at most `NEWCOMERS` newcomers at once, each with at most `STREAMS`
@@ -167,7 +167,8 @@ class Donor:
         if request.section not in present(copy.manifest) or not 0 <= request.number < len(self._spans):
             raise ConnectionAbortedError(f"there is no piece {request.number} of {request.section}")
         self._use(copy)
-        data = gather(tensors_of(copy.state, request.section), self._spans[request.number])
+        # Of its own memory: the copy may be let go, and its tensors written into, while the piece is on its way.
+        data = gather(tensors_of(copy.state, request.section), self._spans[request.number]).clone()
         self._counts["pieces"] += 1
         self._counts["bytes"] += data.nbytes
         return Piece(data=data)
@@ -246,7 +247,8 @@ class Donor:
     async def _freeze(self, parts: Parts) -> _Copy:
         state = await self._provide(parts)
         digests: dict[Section, tuple[bytes, ...]] = {}
-        for section in sections(parts, meetings=state.meetings, optimiser=bool(state.optimiser)):
+        momentum, optimiser = bool(state.momentum), bool(state.optimiser)
+        for section in sections(parts, momentum=momentum, meetings=state.meetings, optimiser=optimiser):
             tensors = tensors_of(state, section)
             found: list[bytes] = []
             for batch in _batches(self._spans):

@@ -143,8 +143,9 @@ async def manifest_of(conversation: Conversation, request: StateRequest, pieces:
 def check_manifest(manifest: Manifest, parts: Parts, pieces: int) -> None:
     """Raise Implausible unless the sections are those asked for, with a hash a piece, and the counters possible."""
     there = present(manifest)
-    optimiser = any(name in ("first", "second") for name in there)
-    if tuple(there) != sections(parts, meetings=manifest.meetings, optimiser=optimiser):
+    # A momentum that is left out is none, or zero. Donors of earlier versions give one where the rule has none.
+    momentum, optimiser = Section.MOMENTUM in there, Section.FIRST in there or Section.SECOND in there
+    if tuple(there) != sections(parts, momentum=momentum, meetings=manifest.meetings, optimiser=optimiser):
         raise Implausible(f"the sections {', '.join(there) or '(none)'} for {parts}")
     if any(tuple(digests.shape) != (pieces, DIGEST_BYTES) for digests in there.values()):
         raise Implausible(f"not a hash for each of {pieces} pieces")

@@ -170,7 +170,8 @@ class Replica:
 
     async def state(self, parts: Parts) -> ReplicaState:
         """Return a copy of our state for a newcomer, or its slow weights for an export."""
-        outer, whole = self.rounds.state, parts is Parts.ALL
+        whole = parts is Parts.ALL
+        outer = self.rounds.state if parts is Parts.OUTLINE else await self.rounds.lend_state()
         # A round may end while we wait for the optimiser: these are the weights of the one before it.
         finished, last_met, inner_steps = self.rounds.finished, self.rounds.last_met, self.inner_steps
         optimiser = await self._device.run(self._stage.optimiser_state) if whole else OptimiserState(0, ())
@@ -257,7 +258,7 @@ class Replica:
 
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:
         """Return everything that this replica needs to go on later."""
-        outer = self.rounds.state
+        outer = await self.rounds.lend_state()
         fast = await self.snapshot()
         optimiser = await self._device.run(self._stage.optimiser_state)
         return Checkpoint(
@@ -274,7 +275,8 @@ class Replica:
                 last_met=self.rounds.last_met,
                 data_position=data_position,
             ),
-            {"slow": outer.slow, "momentum": outer.momentum, "fast": fast, "optimiser": optimiser.moments}
+            {"slow": outer.slow, "fast": fast, "optimiser": optimiser.moments}
+            | ({"momentum": outer.momentum} if outer.momentum else {})
             | ({"gathered": outer.gathered} if outer.gathered else {}),
         )
 

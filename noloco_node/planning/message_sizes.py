@@ -3,8 +3,7 @@
 A round's exchange is one set of weights as the codec has it, two where gamma differs from beta, and the probes. Slow
 weights that travel ahead of time travel instead of, not beside, those of the meeting; only their probe is one more.
 
-Memory is what exists at once at the worst moment, when the step has just been computed: what was exchanged, the state
-before, and the state after.
+Memory is what stands in tensors in each phase of a peer's life; `benchmarks.memory.phases` measures the same.
 """
 
 from __future__ import annotations
@@ -38,17 +37,20 @@ def hop_bytes(pipeline: PipelineConfig, width: int) -> HopBytes:
 
 
 class GossipMemory(NamedTuple):
-    """Bytes. `exchange`: the weights of an exchange, coded and decoded. `step`: what an outer step is made of.
+    """Bytes. `momentum`: of the outer rule. `gathered`: what a period of it has gathered.
 
-    `owed`: what the codec has left out so far. `ahead`: the next partner's slow weights. `gathered`: what a momentum
-    period has gathered.
+    `owed`: what the codec has left out so far. `ahead`: slow weights of both sides that have travelled before a
+    meeting; `exchange`: what travels in it, of both. `saving`, `giving`: while a checkpoint is written, and for each
+    copy that newcomers fetch.
     """
 
-    exchange: int
-    step: int
+    momentum: int
+    gathered: int
     owed: int
     ahead: int
-    gathered: int
+    exchange: int
+    saving: int
+    giving: int
 
 
 def sets(outer: OuterConfig) -> int:
@@ -70,16 +72,20 @@ def round_bytes(outer: OuterConfig, shapes: Shapes) -> int:
 def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
     """Return what gossip needs besides slow weights, momentum and snapshot."""
     once, lossy = float32_bytes(shapes), Format(outer.codec) is not Format.FLOAT32
-    # In float32 what travels is there, and what comes is used. Otherwise theirs and ours exist coded and decoded. (The
-    # copy that int4 decodes around has gone before the step needs its place.)
-    exchange = 2 * sets(outer) * once + 2 * coded_bytes(outer, shapes) if lossy else sets(outer) * once
+    momentum = once if outer.alpha else 0
+    gathered = momentum if outer.momentum_period > 1 else 0
+    # What is lent stays as it was: a round that ends meanwhile makes the outer state anew.
+    lent = once + momentum + gathered
     return GossipMemory(
-        exchange=exchange,
-        # New slow weights, momentum and correction; and what the period has gathered, anew.
-        step=(4 if outer.momentum_period > 1 else 3) * once,
+        momentum=momentum,
+        gathered=gathered,
         owed=sets(outer) * once if lossy else 0,
-        ahead=once if sets(outer) == 2 else 0,
-        gathered=once if outer.momentum_period > 1 else 0,
+        ahead=2 * wire_bytes(Format(outer.codec), shapes) if sets(outer) == 2 else 0,
+        # What travels is decoded a piece at a time, and a step is taken in place.
+        exchange=2 * coded_bytes(outer, shapes),
+        # Fast weights and both moments of AdamW are copied for a checkpoint; moments alone for a newcomer.
+        saving=lent + 3 * once,
+        giving=lent + 2 * once,
     )
 
 

@@ -49,15 +49,17 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     outer_momentum: int
     snapshot: int
     exchange: int
-    """The weights that an exchange moves, coded and decoded, while it lasts."""
-    step: int
-    """New slow weights, momentum and correction, until they take the place of the old ones."""
+    """The weights of both sides as they travel, until the step of their meeting has been taken."""
     owed: int
     """What the codec has left out so far."""
     ahead: int
-    """The next partner's slow weights, where they travel ahead of time."""
+    """Slow weights of both sides, where they travel ahead of time."""
     gathered: int
     """What a period of the outer momentum has gathered."""
+    saving: int
+    """While a checkpoint is written: fast weights and moments, and the outer state if a round ends meanwhile."""
+    giving: int
+    """For each copy that newcomers fetch: moments, and the outer state if a round ends meanwhile."""
     cast_weights: int
     """The matrices in bfloat16."""
     stale_weights: int
@@ -70,9 +72,20 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Of the other microbatches in flight, while there is room."""
 
     @property
+    def steps(self) -> int:
+        """Between two rounds."""
+        held = self.slow_weights + self.outer_momentum + self.gathered + self.owed + self.ahead
+        return self.computing + self.waiting + held
+
+    @property
+    def round(self) -> int:
+        """In a round, to the end of its meeting."""
+        return self.steps + self.snapshot + self.exchange
+
+    @property
     def total(self) -> int:
-        """All of it at once, except for what needs not be there."""
-        return int(sum(getattr(self, name) for name in self.__struct_fields__)) - self.other_graphs
+        """In a round, while it saves or gives a copy; both at once takes more."""
+        return self.round + max(self.saving, self.giving)
 
     @property
     def computing(self) -> int:
@@ -229,7 +242,7 @@ def _rounds(run: RunConfig) -> int:
 
 def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memory:
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
-    once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)
+    once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
     cast = 2 * drawn.multiplied(number) if half else 0
     graph, tokens = _graph_bytes(run, drawn, number, half), pipeline.sequence_length * pipeline.microbatch_size
     at_once, token_bytes = in_flight(pipeline, last=cut.head), 4 * drawn.width
@@ -238,9 +251,9 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memo
         gradients=once,
         optimiser=2 * once,
         slow_weights=once,
-        outer_momentum=once,
+        outer_momentum=gossip.pop("momentum"),
         snapshot=once,
-        **gossip._asdict(),
+        **gossip,
         cast_weights=cast,
         # What is cast has a copy of its own; the rest moves on to one.
         stale_weights=once - cast if pipeline.windows_in_flight == 2 and not cut.head else 0,

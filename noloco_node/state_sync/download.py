@@ -59,7 +59,7 @@ def own_sections(checkpoint: Checkpoint) -> dict[Section, tuple[Tensor, ...]]:
     half = len(moments) // 2
     return {
         Section.SLOW: tensors["slow"],
-        Section.MOMENTUM: tensors["momentum"],
+        Section.MOMENTUM: tensors.get("momentum", ()),
         Section.GATHERED: tensors.get("gathered", ()),
         Section.FIRST: moments[:half],
         Section.SECOND: moments[half:],

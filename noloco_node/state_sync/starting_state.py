@@ -14,7 +14,7 @@ import torch
 
 from gossip.exchange.messages import ReplicaState
 from gossip.interface import Origin
-from gossip.rule.outer_step import OuterState, init
+from gossip.rule.outer_step import OuterState
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor_switch import OUTLYING_PROGRESS, round_to_start_in
 from noloco_node.machine.interface import StageModel
@@ -32,8 +32,7 @@ class StartingState:
 
 def from_seed(stage: StageModel) -> StartingState:
     """Return the beginning of a replica that starts from the run's initial weights."""
-    slow = stage.weights()
-    return StartingState(origin=Origin(init(slow)))
+    return StartingState(origin=Origin(OuterState(stage.weights())))
 
 
 def from_donor(stage: StageModel, state: ReplicaState) -> StartingState:
@@ -82,7 +81,7 @@ def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
     stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))
     return StartingState(
         origin=Origin(
-            OuterState(slow, tensors["momentum"], tensors.get("gathered", ()), counters.meetings),
+            OuterState(slow, tensors.get("momentum", ()), tensors.get("gathered", ()), counters.meetings),
             rounds=counters.round,
             inner_steps=counters.inner_steps,
             # One from before this was noted: as fresh as can be.

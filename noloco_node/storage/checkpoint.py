@@ -47,9 +47,9 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpoint(NamedTuple):
     """One replica at rest: `tensors` by group, each a tuple in the stage's order.
 
-    The groups are slow, momentum, gathered, fast and optimiser; gathered is absent between two momentum periods, and a
-    snapshot for others has slow alone. What a lossy codec owes (`gossip.exchange.codec.Feedback`) is not kept: a
-    restart loses one rounding.
+    The groups are slow, momentum, gathered, fast and optimiser; momentum is absent where the run has none (alpha = 0),
+    gathered between two momentum periods, and a snapshot for others has slow alone. What a lossy codec owes
+    (`gossip.exchange.codec.Feedback`) is not kept: a restart loses one rounding.
     """
 
     counters: Counters

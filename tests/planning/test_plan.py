@@ -68,9 +68,11 @@ def test_the_numbers_of_a_small_run() -> None:
         memory.weights == memory.gradients == memory.slow_weights == memory.snapshot == 4 * found.stages[0].parameters
     )
     assert memory.optimiser == 2 * memory.weights
-    # Slow weights and momentum exist twice when a step has been computed; the correction goes with them.
-    assert memory.step == 3 * memory.weights
-    assert memory.total == 11 * memory.weights + memory.graph + memory.waiting
+    # Both sides' weights as they travel; a checkpoint copies fast weights and moments, and keeps the outer state.
+    assert memory.exchange == 2 * memory.weights
+    assert memory.steps == 6 * memory.weights + memory.graph + memory.waiting
+    assert memory.round == 9 * memory.weights + memory.graph + memory.waiting
+    assert memory.total == 14 * memory.weights + memory.graph + memory.waiting
     assert memory.other_graphs == 7 * memory.graph
     assert found.stages[1].memory.other_graphs == 0, "the last stage has one microbatch at a time"
     assert len(found.efficiency) == len(MESSAGES)
@@ -93,7 +95,7 @@ def test_what_travels_halves_with_bfloat16_and_doubles_without_the_shortcut() ->
     both = plan(run_with(outer={"gamma": 0.6}))
     # A probe ahead of the round is one more.
     assert both.stages[0].round_bytes == 2 * both.stages[0].memory.weights + 2 * PROBE_BYTES
-    assert both.stages[0].memory.ahead == both.stages[0].memory.weights
+    assert both.stages[0].memory.ahead == 2 * both.stages[0].memory.weights
 
 
 @pytest.mark.parametrize(("codec", "smaller", "probes"), [("bfloat16", 2.0, 1), ("int8", 3.9, 1), ("int4", 8.0, 2)])
@@ -103,14 +105,23 @@ def test_what_a_round_moves_follows_the_codec(codec: str, smaller: float, probes
     assert weights / (coded.round_bytes - probes * PROBE_BYTES) == pytest.approx(smaller, rel=0.01)
     # Both sides' weights as both see them, and what rounding has left out.
     assert coded.memory.owed == coded.memory.weights
-    assert coded.memory.exchange > 2 * plain.memory.exchange
+    assert coded.memory.exchange == pytest.approx(2 * weights / smaller, rel=0.01)
     assert plain.memory.owed == plain.memory.gathered == 0
 
 
 def test_a_momentum_period_costs_a_copy() -> None:
     memory = plan(run_with(outer={"momentum_period": 2})).stages[0].memory
     assert memory.gathered == memory.weights
-    assert memory.step == 4 * memory.weights
+    assert memory.saving == 6 * memory.weights
+
+
+def test_a_rule_without_momentum_keeps_none_and_the_default_takes_13_bytes_a_parameter_beside_the_device() -> None:
+    run = msgspec.convert(
+        {"model": {"architecture": "llama", "sizes": LLAMA}, "pipeline": {"sequence_length": 64}}, RunConfig
+    )
+    for stage in plan(run).stages:
+        assert stage.memory.outer_momentum == stage.memory.gathered == 0
+        assert (stage.memory.round - stage.memory.computing) / stage.parameters == pytest.approx(13, rel=0.01)
 
 
 @pytest.mark.parametrize("period", [1, 20, 21, 900])

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossip.exchange.codec import Encoded, common_steps, decode, encode
+from benchmarks.codec.whole_sets import Encoded, decode, encode
+from gossip.exchange.codec import common_steps
 from gossip.exchange.formats import Format, absolute, wire_bytes
 from gossip.exchange.messages import NOTHING, PrefetchOffer, Probe, Weights
 from gossip.exchange.swap import PROBE, probe_coordinates

@@ -21,14 +21,19 @@ from msgspec import structs
 import gossip.rounds.meeting
 import gossip.rounds.offers
 import gossip.rounds.outer_optimiser
+import gossip.rounds.piecewise_step
+from benchmarks.codec.whole_sets import decode
 from benchmarks.simulator.explore import totals
+from gossip.exchange.codec import Coded
+from gossip.exchange.formats import Format
 from gossip.exchange.messages import Declined, DeclineReason, Offer, Received
 from gossip.exchange.swap import Conversation
 from gossip.rounds.matching import AnswerState
 from gossip.rounds.meeting import Meetings
-from gossip.rounds.outer_optimiser import OuterOptimiser, Seen, Snapshot, Step
+from gossip.rounds.outer_optimiser import OuterOptimiser
+from gossip.rounds.piecewise_step import Step
 from gossip.rounds.rounds import Rounds
-from gossip.rule.outer_step import OuterState, Stepped, Tensors
+from gossip.rule.outer_step import OuterState, Tensors
 from noloco_node.node.node import Node
 from noloco_node.node.replica import Replica
 from noloco_node.node.training import Ending, Training
@@ -253,34 +258,40 @@ def test_a_gate_shut_while_waiting_for_a_partner_is_found(monkeypatch: pytest.Mo
 
 
 def test_a_momentum_that_is_not_carried_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    step_pair = gossip.rounds.outer_optimiser.step_pair
+    move = gossip.rounds.piecewise_step.move
 
-    def forgetful(state: OuterState, own: Tensors, other: Tensors, slow: Tensors | None, *rule: Any) -> Stepped:
-        return step_pair(state._replace(momentum=tuple(m * 0 for m in state.momentum)), own, other, slow, *rule)
+    def forgetful(state: OuterState, *rest: Any) -> OuterState:
+        for momentum in state.momentum:
+            momentum.zero_()
+        return move(state, *rest)
 
-    monkeypatch.setattr(gossip.rounds.outer_optimiser, "step_pair", forgetful)
+    monkeypatch.setattr(gossip.rounds.piecewise_step, "move", forgetful)
     assert first_broken(lambda scenario: with_outer(scenario, alpha=0.5, momentum_period=1)).kind == "pair"
 
 
 def test_a_side_that_uses_its_exact_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its partner sees of them is rounded: the two means differ."""
-    with_partner = OuterOptimiser.with_partner
+    correct = OuterOptimiser.correct
 
-    async def exact(self: OuterOptimiser, snapshot: Snapshot, mine: Seen, theirs: Seen) -> Step:
-        return await with_partner(self, snapshot, mine._replace(fast=snapshot.fast), theirs)
+    async def exact(self: OuterOptimiser, step: Step) -> None:
+        if step.fast is not None:
+            form, wire, _ = step.fast.theirs
+            theirs = Coded(Format.FLOAT32, decode(form, wire, step.snapshot))
+            step = step._replace(fast=step.fast._replace(theirs=theirs))
+        await correct(self, step)
 
-    monkeypatch.setattr(OuterOptimiser, "with_partner", exact)
+    monkeypatch.setattr(OuterOptimiser, "correct", exact)
     assert first_broken(lambda scenario: with_outer(scenario, codec="int8", gamma=None)).kind == "pair"
 
 
 def test_a_momentum_that_survives_adoption_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    adopt = gossip.rounds.outer_optimiser.adopt
+    adopt = gossip.rounds.piecewise_step._adopt
 
-    def clinging(state: OuterState, *rest: Any) -> Stepped:
-        stepped = adopt(state, *rest)
-        return stepped._replace(state=stepped.state._replace(momentum=state.momentum))
+    def clinging(theirs: Coded, snapshot: Tensors, state: OuterState, longest: int) -> OuterState:
+        momentum = tuple(m.clone() for m in state.momentum)
+        return adopt(theirs, snapshot, state, longest)._replace(momentum=momentum)
 
-    monkeypatch.setattr(gossip.rounds.outer_optimiser, "adopt", clinging)
+    monkeypatch.setattr(gossip.rounds.piecewise_step, "_adopt", clinging)
     broken = first_broken(lambda scenario: with_outer(scenario, staleness_at_most=1))
     assert broken.kind == "rule"
     assert "kept its momentum" in broken.sentence
@@ -375,8 +386,9 @@ def test_a_swarm_in_which_nobody_meets_is_found(
 
 
 def test_a_violation_is_reported_with_a_shorter_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_step = gossip.rounds.outer_optimiser.take_step
     monkeypatch.setattr(
-        gossip.rounds.outer_optimiser, "step_pair", lambda *arguments: _ALONE(*arguments[:2], *arguments[-2:])
+        gossip.rounds.outer_optimiser, "take_step", lambda step, *rest: take_step(Step(step.snapshot), *rest)
     )
     said: list[str] = []
     assert explore(1, 1, said.append) == 1
@@ -386,9 +398,6 @@ def test_a_violation_is_reported_with_a_shorter_schedule(monkeypatch: pytest.Mon
     assert len(shorter.fault) == 0, "it takes no fault at all to see this one"
     assert any("--seed 1 --trace" in line for line in said)
     assert said[-1].startswith("1 of 1 seeds, 1 violations")
-
-
-_ALONE = gossip.rounds.outer_optimiser.step_alone
 
 
 def test_shrinking_keeps_what_matters() -> None:

@@ -16,6 +16,8 @@ from compatibility import agreements, everything, files, messages, product, simu
 from compatibility.recorded import RECORDED, TOLERANCE, read, unlike, written
 from typer.testing import CliRunner
 
+from benchmarks.codec.whole_sets import decode
+
 HOME, PARTS = RECORDED / "home", RECORDED / "parts"
 SAID = messages.said()
 
@@ -83,7 +85,7 @@ def test_weights_of_then_are_decoded(form: product.Format) -> None:
     received = messages.heard(bytes.fromhex(read("messages.json")["messages"][name]), SAID[name].schema)
     steps = messages.steps() if form is product.Format.INT4 else ()
     meant = messages.weights(0)
-    decoded = product.codec.decode(form, received.fast, meant, steps)
+    decoded = decode(form, received.fast, meant, steps)
     for one, other in zip(decoded, meant, strict=True):
         torch.testing.assert_close(one, other, rtol=0.0, atol=max(steps, default=0.02) / 2)
 

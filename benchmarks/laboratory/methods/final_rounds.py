@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
-import torch
-
 from benchmarks.laboratory.experiments.hardware_model import exchange_s
 from benchmarks.laboratory.methods.replicas import Replica, Swarm
 from benchmarks.laboratory.methods.synchronous import groups
@@ -19,7 +17,8 @@ from benchmarks.laboratory.methods.virtual_trainee import Device
 from gossip.exchange.formats import Format
 from gossip.exchange.swap import Compute
 from gossip.interface import RoundSettings
-from gossip.rounds.outer_optimiser import OuterOptimiser, Seen
+from gossip.rounds.outer_optimiser import OuterOptimiser
+from gossip.rounds.piecewise_step import Step
 from gossip.rule.outer_step import Outer, OuterState, Tensors
 from pipeline.stage import Stage
 
@@ -46,9 +45,7 @@ class Still:
 
     def optimiser(self, settings: RoundSettings, compute: Compute) -> OuterOptimiser:
         """Return what says, hears and moves its weights."""
-        weights = self._stage.weights()
-        state = OuterState(weights, tuple(map(torch.zeros_like, weights)))
-        return OuterOptimiser(settings, state, self, compute)
+        return OuterOptimiser(settings, OuterState(self._stage.weights()), self, compute)
 
 
 async def last_rounds(swarm: Swarm, count: int) -> None:
@@ -71,14 +68,12 @@ async def meet(one: OuterOptimiser, other: OuterOptimiser) -> int:
     pair = (one, other)
     snapshots = [await optimiser.snapshot(0) for optimiser in pair]
     probes = [optimiser.fast_probe(snapshot) for optimiser, snapshot in zip(pair, snapshots, strict=True)]
-    steps = one.steps(*probes)
+    steps, slow_probe = one.steps(*probes), one.slow_probe()
     said = [await optimiser.encode_fast(snapshot, steps) for optimiser, snapshot in zip(pair, snapshots, strict=True)]
     for number, optimiser in enumerate(pair):
-        snapshot, mine, theirs = snapshots[number], said[number], said[1 - number]
-        heard = await optimiser.decode_fast(theirs.wire, snapshot, steps)
-        step = await optimiser.with_partner(snapshot, Seen(mine.decoded, None), Seen(heard, None))
-        await optimiser.correct(step)
-    sent = [one.slow_probe(), *said[0].wire, *([] if probes[0] is None else [probes[0]])]
+        heard = await optimiser.hear_fast(said[1 - number].coded.wire, snapshots[number], said[number])
+        await optimiser.correct(Step(snapshots[number].fast, heard))
+    sent = [slow_probe, *said[0].coded.wire, *([] if probes[0] is None else [probes[0]])]
     return sum(tensor.nbytes for tensor in sent)
 
 

@@ -63,6 +63,5 @@ async def revive(
         say(f"no snapshot of stage {number} could be fetched: {error}")
         return SnapshotNotFound(promised=True)
     say(f"reviving stage {number} from a snapshot of its round {state.round}")
-    zeros = tuple(tensor.new_zeros(tensor.shape) for tensor in state.slow)
     progress = median_low([record.progress for record in others] or [state.progress])
-    return replace(await device.run(from_donor, stage, replace(state, momentum=zeros)), progress=progress)
+    return replace(await device.run(from_donor, stage, state), progress=progress)

@@ -131,9 +131,11 @@ def begin_record(peer: SimulatedPeer, kept_steps: int, now_s: float) -> LifeReco
 
 
 def state_of(peer: SimulatedPeer) -> OuterState:
-    """Return the slow weights and momentum of a peer."""
+    """Return a copy of the slow weights and momentum of a peer."""
     assert peer.replica is not None
-    return peer.replica.rounds.state
+    state = peer.replica.rounds.state
+    slow, momentum, gathered = (tuple([tensor.clone() for tensor in tensors]) for tensors in state[:3])
+    return OuterState(slow, momentum, gathered, state.meetings)
 
 
 def fast_of(peer: SimulatedPeer) -> Tensor:

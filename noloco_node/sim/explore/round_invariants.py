@@ -71,7 +71,8 @@ class RoundInvariants:
         record.note_fast(fast)
         self._check_number(record, event)
         record.finished.append((now_s, event.round))
-        (phi,), (m,), (phi_next,), (m_next,) = before.slow, before.momentum, after.slow, after.momentum
+        (phi,), (phi_next,) = before.slow, after.slow
+        m, m_next = (state.momentum[0] if state.momentum else torch.zeros_like(phi) for state in (before, after))
         scale = max(1.0, *(float(part.abs().max()) for part in (phi, m, m_next, fast)))
         added = self._added(before, after)
         if snapshot is None:
@@ -109,6 +110,8 @@ class RoundInvariants:
     def _added(self, before: OuterState, after: OuterState) -> Tensor:
         """Return what a step has added to the momentum, or to what its period has gathered for it."""
         self.context.checked["rule"] += 1
+        if not after.momentum:
+            return before.slow[0] - after.slow[0]
         earlier = before.gathered[0] if before.gathered else torch.zeros_like(before.slow[0])
         if after.gathered:
             return after.gathered[0] - earlier

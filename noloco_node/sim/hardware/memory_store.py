@@ -20,9 +20,13 @@ class MemoryStore:
         return None if present is None else present.counters.stage
 
     async def load(self, stage: int) -> Checkpoint | None:
-        """Return the last checkpoint of a stage, or None."""
+        """Return a copy of the last checkpoint of a stage, or None: a replica writes into what it goes on from."""
         present = self._present()
-        return present if present is not None and present.counters.stage == stage else self._aside.get(stage)
+        found = present if present is not None and present.counters.stage == stage else self._aside.get(stage)
+        if found is None:
+            return None
+        groups = found.tensors.items()
+        return Checkpoint(found.counters, {group: tuple([each.clone() for each in kept]) for group, kept in groups})
 
     async def set_aside(self, own: int) -> None:
         """Keep the last checkpoint if it is of another stage than `own`."""

@@ -124,13 +124,13 @@ class QuadraticModel:
         self._gradient = [0.0] * SIZE
 
     def weights(self) -> tuple[Tensor, ...]:
-        """Return the weights; they are replaced, never changed, so that no copy is needed."""
-        return (self._weights,)
+        """Return a copy of the weights."""
+        return (self._weights.clone(),)
 
     def set_weights(self, weights: Sequence[Tensor], /) -> None:
         """Replace the weights."""
         (only,) = weights
-        self._put(only)
+        self._put(only.clone())
 
     def correct(self, delta: Sequence[Tensor], /) -> None:
         """Add to the weights."""

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from torch import Tensor
 
-from gossip.exchange.codec import FAR, FEW, FINEST, Encoded, Feedback, common_steps, decode, encode
+from benchmarks.codec.whole_sets import decode, encode, meant_by, settle
+from gossip.exchange.codec import FAR, FEW, FINEST, Coded, Feedback, check, common_steps
 from gossip.exchange.formats import BLOCK, Format, wire_bytes, wire_specs
 from gossip.exchange.messages import Implausible
 from gossip.exchange.quantise import PIECE
-from gossip.exchange.swap import NORM_RATIO, probe_coordinates
+from gossip.exchange.swap import NORM_RATIO, norm, probe_coordinates
 from gossip.rule.outer_step import Tensors, mean
 from noloco_node.network.schema import TensorSpec
 
@@ -136,7 +137,7 @@ def test_float32_is_exact(seed: int, scale: float) -> None:
     weights = draw(seed, scale)
     encoded = encode(Format.FLOAT32, weights)
     assert same_bits(decode(Format.FLOAT32, encoded.wire, weights), weights)
-    assert encoded.decoded is weights
+    assert same_bits(encoded.decoded, weights)
 
 
 @given(seed=seeds, scale=scales)
@@ -267,15 +268,16 @@ def test_what_came_is_finite_or_implausible() -> None:
             wire = tuple(tensor.clone() for tensor in encode(form, own).wire)
             wire[0][0, 0] = poison
             with pytest.raises(Implausible, match="tensor 0: not finite"):
-                decode(form, wire, own)
+                check(Coded(form, wire), own, Feedback(form), norm(own))
     codes, good = encode(Format.INT8, own).wire
     for poison in (math.nan, math.inf, -1.0):
         bad = good.clone()
         bad[1] = poison
         with pytest.raises(Implausible, match="a scale is negative or not finite"):
-            decode(Format.INT8, (codes, bad), own)
+            check(Coded(Format.INT8, (codes, bad)), own, Feedback(Format.INT8), norm(own))
+    large = torch.full_like(codes, -128), torch.full_like(good, HUGE)
     with pytest.raises(Implausible, match="tensor 0: not finite"):
-        decode(Format.INT8, (torch.full_like(codes, -128), torch.full_like(good, HUGE)), own)
+        check(Coded(Format.INT8, large), own, Feedback(Format.INT8), norm(own))
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
@@ -422,7 +424,7 @@ def test_what_was_sent_adds_up_to_what_was_meant(form: Format, seed: int) -> Non
     for number in range(rounds):
         weights = near(start, 0.2, seed + number)
         encoded = encode(form, weights, feedback.residual, steps_for(form, weights, 0.05))
-        feedback.settle(weights, encoded.decoded)
+        settle(feedback, weights, encoded.decoded)
         for total, tensor in zip((*sent, *meant), (*encoded.decoded, *weights), strict=True):
             total.add_(tensor)
     missing = tuple(m - s for m, s in zip(meant, sent, strict=True))
@@ -449,7 +451,7 @@ def test_without_feedback_a_small_part_is_never_sent(form: Format, seed: int) ->
     sent = torch.zeros(8, dtype=torch.float64)
     for _ in range(64):
         encoded = encode(form, weights, feedback.residual, steps)
-        feedback.settle(weights, encoded.decoded)
+        settle(feedback, weights, encoded.decoded)
         sent += encoded.decoded[0]
     plain = encode(form, weights, (), steps).decoded
     assert worst((sent / 64,), weights) < 0.02
@@ -462,7 +464,7 @@ def test_a_residual_appears_with_the_first_loss_and_can_be_restored() -> None:
     assert feedback.residual == ()
     encoded = encode(Format.INT8, weights, feedback.residual)
     assert feedback.residual == ()
-    feedback.settle(weights, encoded.decoded)
+    settle(feedback, weights, encoded.decoded)
     assert [tensor.shape for tensor in feedback.residual] == [tensor.shape for tensor in weights]
     assert all(type(tensor) is Tensor and tensor.dtype == torch.float32 for tensor in feedback.residual)
     assert any(tensor.any() for tensor in feedback.residual)
@@ -475,8 +477,8 @@ def test_an_exact_form_owes_nothing() -> None:
     weights = draw(1)
     feedback = Feedback(Format.FLOAT32)
     encoded = encode(Format.FLOAT32, weights, feedback.residual)
-    assert encoded == Encoded(weights, weights)
-    feedback.settle(weights, encoded.decoded)
+    assert same_bits(encoded.wire, weights)
+    settle(feedback, weights, encoded.decoded)
     assert feedback.residual == ()
 
 
@@ -510,14 +512,9 @@ def agreement(form: Format, *, owing: bool, rounds: int = 40) -> float:
             for side, one in enumerate(pair):
                 assert same_bits(got[side], encoded[1 - side].decoded)
                 if owing:
-                    feedback[one].settle(replicas[one], encoded[side].decoded)
+                    settle(feedback[one], replicas[one], encoded[side].decoded)
                 replicas[one] = mean(replicas[one], mean(encoded[side].decoded, got[side]))
     return max(worst(replicas[0], other) for other in replicas[1:])
-
-
-def meant_by(weights: Tensors, residual: Tensors) -> Tensors:
-    """Weights and what is owed, that is what is meant."""
-    return tuple(torch.add(w, e) for w, e in zip(weights, residual, strict=True)) if residual else weights
 
 
 @pytest.mark.parametrize("owing", [False, True])

@@ -17,6 +17,7 @@ from torch import Tensor
 from toy_gossip import CUT, SWALLOW, Line, Toy, World, honest, live
 
 from gossip.events import PartnerTooStale, RoundDeferred
+from gossip.exchange.codec import Coded, Sides
 from gossip.exchange.formats import Format, absolute, wire_bytes
 from gossip.exchange.messages import (
     NOTHING,
@@ -30,7 +31,7 @@ from gossip.exchange.messages import (
     Weights,
 )
 from gossip.interface import Candidate, Origin, RoundSettings, RoundTimeouts
-from gossip.rounds.outer_optimiser import Seen
+from gossip.rounds.piecewise_step import Step
 from gossip.rounds.prefetch import SWAPS_AT_MOST, Prefetched
 from gossip.rounds.round_state import VAIN_AT_MOST
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, outer_step
@@ -138,7 +139,7 @@ def test_an_exchange_that_breaks_leaves_nothing_owed(codec: Format, fate: object
 
     for toy in run(main()):
         assert toy.lost
-        assert toy.rounds._optimiser._owed_fast.residual == ()
+        assert toy.rounds._optimiser._owed.fast.residual == ()
         assert torch.equal(toy.rounds.state.slow[0], drawn(1))
 
 
@@ -210,7 +211,7 @@ def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
         snapshot = toy.snapshot
 
         async def taken() -> tuple[Tensor, ...]:
-            seen.append((toy.fast.clone(), toy.rounds.state))
+            seen.append((toy.fast.clone(), await toy.rounds.lend_state()))
             return await snapshot()
 
         toy.snapshot = taken  # type: ignore[method-assign]
@@ -404,7 +405,7 @@ def test_a_copy_is_as_stale_as_its_donor_whatever_the_donor_has_done_meanwhile()
         donor = Toy(world, "donor", settings)
         donor.stale_list = ()
         await donor.train(20 * 3 + 1)
-        taken = Origin(donor.rounds.state, donor.rounds.finished, last_met=donor.rounds.last_met)
+        taken = Origin(await donor.rounds.lend_state(), donor.rounds.finished, last_met=donor.rounds.last_met)
         await donor.train(20 * 5)
         donor.stale_list = None
         newcomer = Toy(world, "newcomer", settings, origin=taken)
@@ -614,7 +615,8 @@ def test_slow_weights_are_spared_only_where_the_partner_holds_the_present_ones(
             prefetcher = toy.rounds._prefetcher
             if held != NOTHING:
                 met = other.name if peer == "b" else "c"
-                prefetcher._prefetched = Prefetched(met, version, held, other.rounds.state.slow, ())
+                mine, theirs = [Coded(Format.FLOAT32, (await each.rounds.lend_state()).slow) for each in (toy, other)]
+                prefetcher._prefetched = Prefetched(met, version, held, Sides(mine, theirs))
             prefetcher._begun[other.name] = SWAPS_AT_MOST
         await live(list(toys), 35)
         for toy in toys:
@@ -712,23 +714,20 @@ def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights(
         lost = sender == "b" and isinstance(message, Weights) and not message.fast and from_b == 2
         return SWALLOW if lost else message
 
-    used: dict[str, tuple[Tensor, Tensor]] = {}
+    used: dict[str, Sides] = {}
 
     async def main() -> None:
         settings = replace(SETTINGS, outer=APART, codec=Format.INT4, patience=RoundTimeouts(exchange_s=4.0))
         toys = pair(settings, World(tamper=tamper), apart=0.1)
         for toy in toys:
-            compute = toy.rounds._optimiser.with_partner
+            correct = toy.rounds._optimiser.correct
 
-            async def noted(
-                snapshot: Any, mine: Seen, theirs: Seen, name: str = toy.name, compute: Any = compute
-            ) -> Any:
-                assert mine.slow is not None
-                assert theirs.slow is not None
-                used[name] = (mine.slow[0], theirs.slow[0])
-                return await compute(snapshot, mine, theirs)
+            async def noted(step: Step, name: str = toy.name, correct: Any = correct) -> None:
+                if step.slow is not None:
+                    used[name] = step.slow
+                await correct(step)
 
-            toy.rounds._optimiser.with_partner = noted  # type: ignore[method-assign]
+            toy.rounds._optimiser.correct = noted  # type: ignore[method-assign]
 
         async def step_alone() -> None:
             await asyncio.sleep(3.2)
@@ -741,8 +740,9 @@ def test_a_second_swap_that_breaks_leaves_both_sides_with_the_same_slow_weights(
 
     run(main())
     assert from_b >= 2
-    assert torch.equal(used["a"][0], used["b"][1])
-    assert torch.equal(used["b"][0], used["a"][1])
+    for mine, theirs in ((used["a"].mine, used["b"].theirs), (used["b"].mine, used["a"].theirs)):
+        assert mine.steps == theirs.steps
+        assert torch.equal(mine.wire[0], theirs.wire[0])
 
 
 # What goes wrong at home.

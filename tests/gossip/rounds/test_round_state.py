@@ -12,14 +12,15 @@ from toy_gossip import at_once
 
 from gossip.events import OuterStepTaken
 from gossip.interface import Candidate, Origin, RoundContext, RoundSettings
-from gossip.rounds.outer_optimiser import Snapshot, Step
+from gossip.rounds.outer_optimiser import Snapshot
+from gossip.rounds.piecewise_step import Step
 from gossip.rounds.round_state import Closed, InMeeting, Open, PendingStep, Phase, RoundState
-from gossip.rule.outer_step import Outer, OuterState, Stepped
+from gossip.rule.outer_step import Outer, OuterState
 from noloco_node.sim.clock import run
 
 WEIGHTS = (torch.zeros(2),)
 STATE = OuterState(WEIGHTS, WEIGHTS)
-PENDING = PendingStep(Step(Stepped(STATE, WEIGHTS)), 0, OuterStepTaken(round=1, seconds=0.0), last_met=1)
+PENDING = PendingStep(Step(WEIGHTS), 0, OuterStepTaken(round=1, seconds=0.0), last_met=1)
 SNAPSHOT = Snapshot(WEIGHTS, 0)
 
 

@@ -1,4 +1,4 @@
-"""The laws of the outer rule with a delayed momentum, where its disagreement contracts, and what adopting does."""
+"""The laws of the outer rule with a delayed momentum, where its disagreement contracts."""
 
 import math
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from gossip.rule.outer_step import (
     Outer,
     OuterState,
     Tensors,
-    adopt,
     mean,
     outer_step,
     pseudo_gradient,
@@ -212,7 +211,6 @@ def test_nothing_is_written_into_the_arguments(seed: int, outer: Outer, delay: D
     copies = tuple(tensor.clone() for tensor in held)
     step_pair(state, fast, other, other_slow, outer, delay)
     step_alone(state, fast, outer, delay)
-    adopt(state, fast, other)
     assert equal(held, copies)
 
 
@@ -368,19 +366,3 @@ def test_a_run_file_is_judged_by_the_bound_of_its_period() -> None:
 
 
 MODEL = msgspec.convert({"architecture": "llama", "sizes": {"hidden_size": 8, "num_hidden_layers": 1}}, ModelConfig)
-
-
-@few
-@given(seeds, st.integers(0, 4))
-def test_who_adopts_goes_on_as_a_newcomer_beside_its_partner(seed: int, meetings: int) -> None:
-    generator = seeded(seed)
-    state, own = draw_state(generator, meetings), draw(generator)
-    theirs = draw(generator)
-    stepped = adopt(state, own, theirs)
-    assert equal(stepped.state.slow, theirs)
-    assert all(not m.any() and m.shape == shape for m, shape in zip(stepped.state.momentum, SHAPES, strict=True))
-    assert (stepped.state.gathered, stepped.state.meetings) == ((), 0)
-    # What was learnt since the snapshot stays: the fast weights become the partner's plus that.
-    later = tuple(tensor + 0.25 for tensor in own)
-    moved = tuple(tensor + by for tensor, by in zip(later, stepped.correction, strict=True))
-    assert close(moved, tuple(tensor + 0.25 for tensor in theirs))

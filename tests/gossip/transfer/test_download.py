@@ -412,7 +412,6 @@ def manifest(parts: Parts = Parts.ALL) -> Manifest:
 
 
 WRONG_MANIFESTS = {
-    "no momentum": {"momentum": None},
     "half of the optimiser": {"second": None},
     "gathered without a meeting": {"gathered": torch.zeros(len(SPANS), 32, dtype=torch.uint8)},
     "meetings that gathered nothing": {"meetings": 2},

@@ -97,7 +97,7 @@ def _probe(slow: Tensor, fast: Tensor | None) -> Any:
 
 def encoded(form: product.Format, first: int) -> tuple[Tensor, ...]:
     """Return weights as the codec has them."""
-    return product.codec.encode(form, weights(first), (), steps() if form is product.Format.INT4 else ()).wire
+    return product.codec.encode(form, weights(first), (), steps() if form is product.Format.INT4 else ()).coded.wire
 
 
 def weights(first: int) -> tuple[Tensor, ...]:

@@ -1,0 +1,245 @@
+"""Bytes a parameter that a replica takes beside its device in each phase, and what its rounds compute.
+
+    python -m benchmarks.memory.phases [--millions 20] [--codec int4] [--alpha 0] [--gamma 1]
+
+One stage of square matrices with the production's device side (`pipeline.stage`), outer optimiser and checkpoint file,
+in this process; what its partner sends is its own weights by the steps of a noisy probe. Of each phase two figures,
+both the most at any time, without what the device would hold (weights, gradients, moments): *live*, the bytes of all
+storages of tensors that Python knows, counted after each job; and *resident*, by the kernel, over what the process had
+after a small stage had gone through the same, with what the inner step needs for a moment. `check` plans the live
+ones. Arithmetic is processor time of one thread, the median over rounds after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gossip.exchange.formats import Format
+from gossip.interface import RoundSettings
+from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
+from gossip.rounds.piecewise_step import Step
+from gossip.rule.outer_step import Outer, OuterState, Tensors
+from noloco_node.machine.memory import trim
+from noloco_node.planning.message_sizes import gossip_memory
+from noloco_node.run.config import OuterConfig
+from noloco_node.storage.checkpoint import Checkpoint, Counters, save
+from pipeline.stage import Inner, Stage
+
+T = TypeVar("T")
+WIDTH = 3072
+"""Matrices of 36 MiB, which the C library takes from the system and gives back one by one."""
+DEVICE = 16
+"""Bytes a parameter on the device: weights, gradients, and AdamW's two moments."""
+
+
+class Phase(NamedTuple):
+    """What a phase took at most, in bytes a parameter beside the device."""
+
+    name: str
+    planned: float
+    live: float
+    resident: float
+
+
+class Replica:
+    """A stage whose rounds are taken here; notes what is alive after each job."""
+
+    def __init__(self, millions: float) -> None:
+        layers = max(1, round(millions * 1e6 / WIDTH**2))
+        gc.collect()
+        trim()
+        self.before = resident_bytes()
+        with torch.no_grad():
+            module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        inner = Inner(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
+        self.stage = Stage(module, inner, first=False, last=False, device=torch.device("cpu"))
+        self.parameters = sum(weight.numel() for weight in module.parameters())
+        self.gradients = list(module.parameters())
+        self.live_bytes, self.cpu_s = 0, 0.0
+        self.train()
+
+    def train(self) -> None:
+        """Take an inner step. The gradients stay, as while a window fills."""
+        for weight in self.gradients:
+            weight.grad = torch.randn_like(weight)
+        self.stage.step(1e-4, 1)
+        for weight in self.gradients:
+            weight.grad = torch.ones_like(weight)
+        self.note()
+
+    def note(self) -> None:
+        """Look at what is alive."""
+        self.live_bytes = max(self.live_bytes, live_bytes())
+
+    async def compute(self, function: Callable[..., T], /, *args: object) -> T:
+        """Run a job of arithmetic, and take its time."""
+        began_s = time.thread_time()
+        result = function(*args)
+        self.cpu_s += time.thread_time() - began_s
+        self.note()
+        return result
+
+    async def snapshot(self) -> Tensors:
+        """Return a copy of the fast weights."""
+        return self.stage.weights()
+
+    async def correct(self, correction: Tensors) -> None:
+        """Add to the fast weights."""
+        self.note()
+        self.stage.correct(correction)
+
+    def alone(self, retry_after_s: float) -> None:
+        """Is not called."""
+
+    def begin_phase(self) -> None:
+        """Forget the peaks."""
+        gc.collect()
+        trim()
+        Path("/proc/self/clear_refs").write_text("5")
+        self.live_bytes = 0
+
+    def end_phase(self, name: str, planned_bytes: int) -> Phase:
+        """Return the peaks."""
+        self.note()
+        peaks = (planned_bytes, self.live_bytes - DEVICE * self.parameters, self._resident())
+        return Phase(name, *(peak / self.parameters for peak in peaks))
+
+    def _resident(self) -> float:
+        return peak_bytes() - self.before - DEVICE * self.parameters
+
+
+def live_bytes() -> int:
+    """Return the bytes of all storages of tensors on the CPU, each once."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu":
+            for tensor in (each, each.grad if each.is_leaf else None):
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def resident_bytes() -> int:
+    """Return what this process has in memory."""
+    return _status_bytes("VmRSS:")
+
+
+def peak_bytes() -> int:
+    """Return the most that it has had in memory since the last `begin_phase`."""
+    return _status_bytes("VmHWM:")
+
+
+async def one_round(replica: Replica, optimiser: OuterOptimiser) -> None:
+    """Meet somebody who is where we are, but for some noise in what is probed."""
+    snapshot = await optimiser.snapshot(0)
+    replica.note()
+    fast_steps = _steps(optimiser, optimiser.fast_probe(snapshot))
+    mine = await optimiser.encode_fast(snapshot, fast_steps)
+    cpu_s = replica.cpu_s
+    came = await optimiser.encode_fast(Snapshot(snapshot.fast, 0), fast_steps)
+    slow = None
+    if optimiser.needs_slow:
+        slow_steps = _steps(optimiser, optimiser.slow_probe())
+        mine_slow, came_slow = await optimiser.encode_slow(slow_steps), await optimiser.encode_slow(slow_steps)
+        slow = await optimiser.hear_slow(came_slow.coded.wire, mine_slow)
+    replica.cpu_s = cpu_s  # what the partner computes
+    fast = await optimiser.hear_fast(came.coded.wire, snapshot, mine)
+    await optimiser.correct(Step(snapshot.fast, fast, slow))
+
+
+def _steps(optimiser: OuterOptimiser, probe: Tensor | None) -> tuple[float, ...]:
+    noise = torch.Generator().manual_seed(1)
+    theirs = None if probe is None else probe + 1e-3 * torch.randn(probe.shape, generator=noise)
+    return optimiser.steps(probe, theirs)
+
+
+async def measure(millions: float, outer: OuterConfig, rounds: int, directory: Path) -> tuple[list[Phase], list[float]]:
+    """Go through all phases; return them, and nanoseconds of arithmetic a parameter and round."""
+    replica = Replica(millions)
+    settings = RoundSettings(seed=0, outer=Outer(outer.alpha, outer.beta, outer.gamma), codec=Format(outer.codec))
+    optimiser = OuterOptimiser(settings, OuterState(replica.stage.weights()), replica, replica.compute)  # type: ignore[arg-type]
+    planned = gossip_memory(outer, replica.stage.shapes)
+    once = 4 * replica.parameters
+    steps_bytes = once + planned.momentum + planned.gathered + planned.owed
+    round_bytes = steps_bytes + once + planned.exchange
+    nanoseconds = []
+    await one_round(replica, optimiser)
+    found = []
+    replica.begin_phase()
+    replica.train()
+    found.append(replica.end_phase("steps", steps_bytes))
+    replica.begin_phase()
+    for _ in range(rounds):
+        replica.train()
+        replica.cpu_s = 0.0
+        await one_round(replica, optimiser)
+        nanoseconds.append(1e9 * replica.cpu_s / replica.parameters)
+    found.append(replica.end_phase("a round", round_bytes))
+    replica.begin_phase()
+    saved = await checkpoint_of(replica, optimiser)
+    replica.note()
+    writing = asyncio.create_task(asyncio.to_thread(save, directory, saved))
+    await one_round(replica, optimiser)
+    await writing
+    del saved, writing
+    found.append(replica.end_phase("a round while saving", round_bytes + planned.saving))
+    replica.begin_phase()
+    given = await optimiser.lend(), replica.stage.optimiser_state()
+    await one_round(replica, optimiser)
+    found.append(replica.end_phase("a round while giving a copy", round_bytes + planned.giving))
+    del given
+    return found, nanoseconds
+
+
+async def checkpoint_of(replica: Replica, optimiser: OuterOptimiser) -> Checkpoint:
+    """Return what `noloco_node.node.replica.Replica.checkpoint` does."""
+    outer, fast, moments = await optimiser.lend(), replica.stage.weights(), replica.stage.optimiser_state().moments
+    groups = {"slow": outer.slow, "fast": fast, "optimiser": moments} | (
+        {"momentum": outer.momentum} if outer.momentum else {}
+    )
+    counters = Counters(run_id="", stage=0, round=0, inner_steps=0, progress=0.0, samples=0, optimiser_steps=0)
+    return Checkpoint(counters, groups)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=float, default=20, metavar="N", help="Parameters of the stage, in millions.")
+    parser.add_argument("--codec", choices=list(Format), default="int4", help="Codec of the run.")
+    parser.add_argument("--alpha", type=float, default=0.0, help="Decay of the outer momentum.")
+    parser.add_argument("--gamma", type=float, default=1.0, help="Pull; beta is 1.")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="Rounds to take the time of.")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    outer = OuterConfig(codec=asked.codec, alpha=asked.alpha, gamma=asked.gamma)
+    with tempfile.TemporaryDirectory() as directory:
+        found, nanoseconds = asyncio.run(measure(asked.millions, outer, asked.rounds, Path(directory)))
+    print(
+        f"torch {torch.__version__}, one thread, {asked.millions:g}M parameters, {asked.codec}, alpha {asked.alpha:g}"
+    )
+    print(f"{'bytes a parameter beside the device':<36} {'planned':>8} {'live':>8} {'resident':>9}")
+    for name, *figures in found:
+        print(f"{name:<36} {figures[0]:8.2f} {figures[1]:8.2f} {figures[2]:9.2f}")
+    low, high = min(nanoseconds), max(nanoseconds)
+    print(f"a round's arithmetic: {median(nanoseconds):.2f} ns a parameter (from {low:.2f} to {high:.2f})")
+
+
+if __name__ == "__main__":
+    main()
