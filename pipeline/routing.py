@@ -11,9 +11,9 @@ flight 0.89, 0.71 and 0.39). Larger bags are lumpier (four entries a replica: 0.
 Speeds are what strangers say of themselves, so they are read with care: what is not a positive number counts as unknown
 and takes the median of the known; speeds within a tenth of each other count as equal, so that noise does not bias
 routes; nobody's share falls below about a ninth of an equal one, so that a replica which was measured in a bad moment
-is asked again; and on its word alone nobody counts as more than a quarter faster than two thirds of
-the others. Beyond that its
-gradients must have come as much sooner than the others' (`bounded`).
+is asked again; and on its word alone nobody counts as more than a quarter faster than two thirds of the others. Beyond
+that its gradients must have come as much sooner than the others' (`bounded`). Of two replicas neither is the others, so
+both are believed.
 
 A suspect is a peer that could not be reached, fell silent or sent what no peer may send. It is left alone for four
 seconds, doubled each time it disappoints anew, up to ten minutes; one success clears it. Eight calls that a dying peer
@@ -119,8 +119,8 @@ def bounded(speeds: Mapping[str, float], reply_s: Mapping[str, float]) -> dict[s
 
     Speeds honestly differ, so a high one is compared with the highest that a third of liars cannot have lifted.
     """
-    liars = max(1, len(speeds) // 3)
-    typical = sorted(speeds.values())[max(0, len(speeds) - 1 - liars)]
+    liars = len(speeds) // 3
+    typical = sorted(speeds.values())[len(speeds) - 1 - liars]
     replies = [reply_s[peer] for peer in speeds if peer in reply_s]
     typical_reply_s = median(replies) if replies else 0.0
     believed = {}
