@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -30,7 +31,7 @@ from noloco_node.cli.options import (
     default_home,
     taking,
 )
-from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
+from noloco_node.errors import COMPLAINT, Exit, UserError, leaves, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 
 T = TypeVar("T")
@@ -132,6 +133,35 @@ def status(
     from noloco_node.cli.status import look
 
     typer.echo(_run(look(invite, as_json=as_json)))
+
+
+@app.command()
+def watch(
+    places: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="INVITE | DIR...",
+            help="Invite of a living swarm; with --journal homes of nodes, or directories that hold such homes.",
+            show_default=False,
+        ),
+    ] = None,
+    journal: Annotated[
+        bool,
+        typer.Option("--journal", help="Play the journals of a run that is over, or crashed, forward and back."),
+    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the present state, or the last, and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, instead of a picture.")] = False,
+) -> None:
+    """Show what a swarm does and what holds it back: live on a terminal, in lines elsewhere. Ctrl-C ends it."""
+    from noloco_node.cli import observation
+
+    given = places or []
+    if journal:
+        _until_interrupted(observation.replay([Path(place) for place in given], once=once, as_json=as_json))
+    elif len(given) == 1:
+        _until_interrupted(observation.watch(given[0], once=once, as_json=as_json))
+    else:
+        raise typer.BadParameter("give one INVITE, or --journal and directories")
 
 
 @app.command()
@@ -284,6 +314,18 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
         from asyncio import new_event_loop
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main)
+
+
+def _until_interrupted(main: Coroutine[Any, Any, None]) -> None:
+    """Run what only shows something: to interrupt it, or to close the pipe that it writes to, is its usual end."""
+    try:
+        _run(main)
+    except KeyboardInterrupt:
+        pass
+    except (OSError, BaseExceptionGroup) as error:
+        if not all(isinstance(each, BrokenPipeError) for each in leaves(error)):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ class PeerHistory:
             case OuterStepTaken():
                 self._take_outer_step(event)
             case events.Started():
-                self.peer, self.stage, self.underway = event.peer, event.stage, False
+                self.peer, self.stage, self.underway, self.finished = event.peer, event.stage, False, None
             case events.StateChanged():
                 self.state, self.waiting, self.since = event.state, event.waiting, event.at
             case RoundDeferred():
