@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections import deque
 from contextlib import suppress
+from textwrap import fill
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 
 def say(text: str) -> None:
-    """Print one line to the standard error, where it does not mix with what a command returns."""
-    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+    """Print one line to the standard error, where it does not mix with what a command returns.
+
+    On a terminal a long one goes on below its own beginning, and no word is broken: an invite can be copied whole.
+    """
+    line = f"{time.strftime('%H:%M:%S')}  {text}"
+    if sys.stderr.isatty():
+        width, below = shutil.get_terminal_size().columns, " " * 10
+        line = fill(line, width, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
+    print(line, file=sys.stderr, flush=True)
 
 
 class Forecast:

@@ -44,6 +44,7 @@ LEAVING_REST_S = 10.0
 NO_ROUTE_REST_S = 2.0
 FIRST_BACKOFF_S = 0.5
 SHORTEST_SLEEP_S = 0.001
+BUSY = (Reason.FULL, Reason.GOSSIPING)
 POLL_S = 0.25
 """How often an empty roster is looked at again."""
 LARGEST_LOSS = 1e30
@@ -93,10 +94,14 @@ class HopTotals(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """What a microbatch waits for, in words, and since when (loop seconds)."""
+    """What a microbatch waits for, in words, and since when (loop seconds).
+
+    `will_pass`: a healthy replica is merely busy, and takes it before long.
+    """
 
     what: str
     since_s: float
+    will_pass: bool = False
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -123,6 +128,8 @@ class NextStage:
         """Peers on trial that have a call in hand."""
         self._forgiving_until_s = -math.inf
         self._resting: dict[str, float] = {}
+        self._busy: set[str] = set()
+        """Replicas whose last refusal was that they are full or gossiping."""
         self._totals: dict[str, HopTotals] = {}
         self._waits: dict[_Search, Waiting] = {}
         self._counts: Counter[str] = Counter()
@@ -131,6 +138,11 @@ class NextStage:
     def waiting(self) -> Waiting | None:
         """The oldest of the waits that microbatches are in; None while all are being worked on."""
         return min(self._waits.values(), key=lambda wait: wait.since_s) if self._waits else None
+
+    @property
+    def stranded(self) -> int:
+        """How many microbatches wait, and for something else than room at a replica that is merely busy."""
+        return sum(not wait.will_pass for wait in self._waits.values())
 
     @property
     def hop_totals(self) -> dict[str, HopTotals]:
@@ -250,6 +262,9 @@ class NextStage:
         now_s = _now_s()
         self._resting = {other: until_s for other, until_s in self._resting.items() if until_s > now_s}
         self._resting[peer] = now_s + rest_s
+        self._busy = (self._busy - {peer}) & self._resting.keys()
+        if refusal.reason in BUSY:
+            self._busy.add(peer)
 
     def _resting_now(self) -> set[str]:
         now_s = _now_s()
@@ -274,7 +289,7 @@ class NextStage:
             search.forgiving = True
         if search.waits_since_s is None:
             search.waits_since_s = _now_s()
-        self._waits[search] = Waiting(what, search.waits_since_s)
+        self._waits[search] = Waiting(what, search.waits_since_s, not self._busy.isdisjoint(good))
         # Jitter, so that all who were refused together do not come back together; never early.
         sleep_s = max(SHORTEST_SLEEP_S, pause_s) * self._rng.uniform(1.0, 1.25)
         try:

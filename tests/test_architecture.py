@@ -138,7 +138,6 @@ EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
         "signing": "of records",
         "training": "what the product is for",
     },
-    folders_of_tests_are_those_of_packages: {"cli": "its commands are tested with what they run"},
 }
 
 

@@ -149,7 +149,7 @@ class SlowWeightPrefetcher:
                     again_s = min(max(reply.retry_after_s, 0.0), patience.sleep_s)
                 elif not isinstance(reply, Accepted):
                     raise ConnectionAbortedError(f"expected an answer, got {type(reply).__name__}")
-                elif self.swapping is None:
+                elif self.swapping is None and self._next_partner() == peer:
                     deadline.reschedule(now() + patience.exchange_s)
                     await self._swap(conversation, None)
                     again_s = 0.0
@@ -183,6 +183,8 @@ class SlowWeightPrefetcher:
 
     async def _swap_once(self, conversation: Conversation, *, asked: bool) -> None:
         optimiser, version = self._optimiser, self._optimiser.version
+        # Two copies are one too many; and a meeting that begins meanwhile must not count on what this swap replaces.
+        self._prefetched = None
         round, last_met = self._round_state.met
         mine = Probe(
             round=round, last_met=last_met, version=version, holds=NOTHING, slow=optimiser.slow_probe(), fast=None
@@ -195,8 +197,6 @@ class SlowWeightPrefetcher:
         steps = optimiser.steps(mine.slow, theirs.slow)
         encoded = await optimiser.encode_slow(steps)
         self._must_be(version)
-        # What was held for an earlier prediction goes first: two copies are one too many.
-        self._prefetched = None
         sent = Weights(fast=(), slow=encoded.wire)
         self.bytes_sent += size_bytes(sent)
         came = await swap(conversation, sent)

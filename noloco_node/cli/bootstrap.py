@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from noloco_node.cli.options import BootstrapOptions, default_home
 from noloco_node.errors import Exit, UserError
@@ -19,8 +20,9 @@ from noloco_node.machine.signals import departure
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
-from noloco_node.swarm import speed_test
+from noloco_node.swarm import run_history, speed_test
 from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.kept_invite import KeptInvite, from_where
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
@@ -35,7 +37,7 @@ async def host(options: BootstrapOptions) -> None:
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     known: tuple[str, ...] = ()
     if options.invite is not None:
-        parsed = invites.parse(options.invite)
+        parsed = invites.parse(invites.found(options.invite, Path()))
         if parsed.digest != recipe.digest:
             raise UserError(
                 "The invite is for another run than the run file.",
@@ -59,15 +61,23 @@ async def host(options: BootstrapOptions) -> None:
         async with departure(say) as leaving, connected(settings) as network, network.relaying(keys) as relays:
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
-            invite = invites.format(recipe.digest, await network.addresses())
+            history = run_history.RunHistory(home.run_history, recipe.digest, say)
+            await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
+            addresses = await network.addresses()
+            invite = invites.format(recipe.digest, addresses)
             print(invite, flush=True)
-            say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}); to join from another machine:")
+            kept = KeptInvite(home.invite, invites.parse(invite), (), say)
+            kept.keep()
+            usable = from_where(addresses)
+            say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
+            say(f"to join {usable}:")
             say(f"noloco-node join {invite}")
             if relays:
                 say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(membership.run()), group.create_task(_tell(membership))]
+                tasks += [group.create_task(each.follow(membership)) for each in (history, kept)]
                 leaving.polite = True
                 await leaving.asked.wait()
                 for task in tasks:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import closing
 from datetime import datetime
+from functools import partial
+from math import prod
 
 import torch
+from msgspec import structs
 
 from noloco_node.cli.host_machine import HostMachine
 from noloco_node.cli.options import JoinOptions, default_home
 from noloco_node.data.blocks import check_source
+from noloco_node.doctor.machine_checks import require_disk
+from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
@@ -28,29 +34,41 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_pe
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
+from noloco_node.swarm import run_history
 from noloco_node.swarm.connection import connected, prefix
+from noloco_node.swarm.kept_invite import KeptInvite
 from noloco_node.swarm.run_distribution import RunFileText, fetch
+from noloco_node.tasks import background
 from noloco_node.terminal import Bar, say
 
 
-async def join(invite: str, options: JoinOptions) -> None:
-    """Join the swarm of an invite and stay until the run ends or we are asked to leave."""
-    parsed = invites.parse(invite)
+async def join(invite: str | None, options: JoinOptions) -> None:
+    """Join the swarm of an invite, or of the one that our home keeps, and stay until the run ends or we are asked to
+    leave.
+    """
+    directory = options.home or default_home("node")
+    parsed = invites.parse(invites.found(invite, directory))
     if options.data is not None:
         await asyncio.to_thread(check_source, options.data)
     share_arenas()
     torch_device = choose_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    directory = options.home or default_home("node")
     with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
         settings, known_peers = _network_settings(parsed, options, home), KnownPeers()
         ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
-        reporter = Reporter(record=journal.write, say=say, draw=bar.draw)
+        reporter = Reporter(record=partial(_record, journal, torch_device), say=say, draw=bar.draw)
         async with departure(say) as leaving:
             participant = _Participant(parsed, options, home, torch_device, reporter, leaving)
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
+
+
+def _record(journal: Journal, torch_device: torch.device, event: events.Event) -> None:
+    """Write an event to the journal; to the first of a life what only this process knows."""
+    if isinstance(event, events.Started):
+        event = structs.replace(event, device=str(torch_device), pid=os.getpid())
+    journal.write(event)
 
 
 class _Participant:
@@ -75,16 +93,34 @@ class _Participant:
         # In the first shift alone: in a later one nobody of the invite may be there to ask.
         self._run = self._run or await self._fetch_run(network)
         recipe, layout = self._run
+        history = run_history.RunHistory(self._home.run_history, recipe.digest, say)
         host = HostMachine(self._options, self._home, self._torch_device, recipe, layout, network.peer_id)
         with closing(host):
-            node = Node(recipe, layout, network, host, _node_options(self._options), self._reporter)
+            options = _node_options(self._options, await self._reached(network, history))
+            node = Node(recipe, layout, network, host, options, self._reporter)
             self._leaving.polite = True
-            await node.live(leave)
+            kept = KeptInvite(self._home.invite, self._invite, await network.addresses(), say)
+            say(f"an invite of our own, kept in {self._home.invite}: {kept.keep()}")
+            async with background(history.follow(node.membership)), background(kept.follow(node.membership)):
+                await node.live(leave)
+
+    async def _reached(self, network: PeerNetwork, history: run_history.RunHistory) -> float:
+        """Return how far the run had come, as far as we or the peers of the invite know; from now on, tell others."""
+        await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
+        return max(history.progress, await run_history.reached(network, self._asked(network)))
+
+    def _asked(self, network: PeerNetwork) -> list[str]:
+        """Return the peers of the invite, without ourselves: it may be our own."""
+        return list(dict.fromkeys(each.peer for each in self._invite.addresses if each.peer != network.peer_id))
 
     async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout]:
-        recipe = await fetch(network, [address.peer for address in self._invite.addresses], self._invite.digest)
+        recipe = await fetch(network, self._asked(network), self._invite.digest)
         self._home.keep_run_file(recipe.text)
-        return recipe, await asyncio.to_thread(model_layout, recipe.run)
+        layout = await asyncio.to_thread(model_layout, recipe.run)
+        weights = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in enumerate(layout.shapes)}
+        wished = {stage: size for stage, size in weights.items() if stage == self._options.stage}
+        require_disk(self._home.path, wished or weights, self._options.keep)
+        return recipe, layout
 
 
 def _network_settings(invite: invites.Invite, options: JoinOptions, home: Home) -> NetworkSettings:
@@ -100,7 +136,7 @@ def _network_settings(invite: invites.Invite, options: JoinOptions, home: Home) 
     )
 
 
-def _node_options(options: JoinOptions) -> NodeOptions:
+def _node_options(options: JoinOptions, reached: float) -> NodeOptions:
     return NodeOptions(
         stage=options.stage,
         moves=options.stage is None and not options.stay,
@@ -108,4 +144,6 @@ def _node_options(options: JoinOptions) -> NodeOptions:
         refresh_s=options.refresh,
         keep_snapshots=options.keep_snapshots,
         slowest_bytes_per_s=slowest_bytes_per_s(options.allowance, SLOWEST_BYTES_PER_S),
+        reached=reached,
+        begin_anew=options.begin_anew,
     )

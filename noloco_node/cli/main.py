@@ -23,8 +23,8 @@ from noloco_node.cli.options import (
     DownloadOption,
     HomeOption,
     HomesOption,
-    InviteArgument,
     JoinOptions,
+    KeptInviteArgument,
     ListenOption,
     SimulateOptions,
     UploadOption,
@@ -116,9 +116,12 @@ def bootstrap(options: BootstrapOptions) -> None:
 
 @app.command()
 @taking(JoinOptions)
-def join(invite: InviteArgument, options: JoinOptions) -> None:
+def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
     _ = options.allowance  # before torch is loaded: a refusal is to come at once
+    from noloco_node.terminal import say
+
+    say("starting: torch is loaded, which takes some seconds")
     from noloco_node.cli.join import join as join_swarm
 
     _run(join_swarm(invite, options))
@@ -126,13 +129,15 @@ def join(invite: InviteArgument, options: JoinOptions) -> None:
 
 @app.command()
 def status(
-    invite: InviteArgument,
+    invite: KeptInviteArgument = None,
+    home: HomeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
     from noloco_node.cli.status import look
+    from noloco_node.swarm.invite import found
 
-    typer.echo(_run(look(invite, as_json=as_json)))
+    typer.echo(_run(look(found(invite, home or default_home("node")), as_json=as_json)))
 
 
 @app.command()

@@ -16,9 +16,13 @@ import typer
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits
 from noloco_node.run.config import MOST_SLOWDOWN
 
-InviteArgument = Annotated[
-    str,
-    typer.Argument(metavar="INVITE", help="The one line that a bootstrap peer or `status` prints.", show_default=False),
+KeptInviteArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[INVITE]",
+        help="The one line that a bootstrap peer, a node or `status` prints, or the home of a node, which keeps one.",
+        show_default="the one that --home keeps",
+    ),
 ]
 HomeOption = Annotated[
     Path | None,
@@ -97,7 +101,9 @@ class BootstrapOptions:
     invite: Annotated[
         str | None,
         typer.Option(
-            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place.", show_default=False
+            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place; or the home of a "
+            "node of it.",
+            show_default=False,
         ),
     ] = None
     relays: Annotated[
@@ -128,7 +134,9 @@ class JoinOptions:
     data: Annotated[
         str | None,
         typer.Option(
-            help="Local text to train on instead of the run's source: a file, directory or glob.", show_default=False
+            help="Local text to train on instead of the run's source: a file, directory or glob; of rows a field of "
+            "theirs, rows.jsonl#FIELD.",
+            show_default=False,
         ),
     ] = None
     home: HomeOption = None
@@ -169,6 +177,14 @@ class JoinOptions:
             "from there. 0: none.",
         ),
     ] = 0
+    begin_anew: Annotated[
+        bool,
+        typer.Option(
+            "--begin-anew",
+            help="Begin at step 0 with the run's first weights, where the run had gone further and nobody is left who "
+            "has its weights.",
+        ),
+    ] = False
     linger: Annotated[
         float,
         typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run."),

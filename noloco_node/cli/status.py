@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.connection import visited
-from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.roster import PeerRecord, Roster, some_addresses
 from noloco_node.swarm.run_distribution import RunFileText
 
-BESIDE_BOOTSTRAP = 4
-"""Addresses of ordinary peers in the invite that `status` prints: with them it outlives its bootstrap peers."""
 MOST_WORDS = 200
 """Of what a peer says of itself in words."""
 
@@ -22,21 +22,11 @@ MOST_WORDS = 200
 async def look(invite: str, *, as_json: bool) -> str:
     """Return a table, or one JSON object, of all peers of a run."""
     async with visited(invite) as (_, recipe, membership):
-        roster = membership.roster
-    wider = widened(invite, roster)
+        roster, late = membership.roster, membership.news_age_s
+    wider = invites.widened(invites.parse(invite), some_addresses(roster))
     if as_json:
         return msgspec.json.encode(summary(recipe, roster, wider)).decode()
-    return picture(recipe, roster) + f"\nThe same swarm by more addresses:\n  {wider}"
-
-
-def widened(invite: str, roster: Roster) -> str:
-    """Return the invite with the addresses of some living peers added."""
-    parsed = invites.parse(invite)
-    known = [str(address) for address in parsed.addresses]
-    living = [record.addresses[0] for stage in roster.stages for record in stage if record.addresses]
-    return invites.format(
-        parsed.digest, [*known, *[address for address in living if address not in known][:BESIDE_BOOTSTRAP]]
-    )
+    return picture(recipe, roster, late) + f"\nThe same swarm by more addresses:\n  {wider}"
 
 
 def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
@@ -54,23 +44,26 @@ def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
     }
 
 
-def picture(recipe: RunFileText, roster: Roster) -> str:
-    """Return a table of all peers, stage by stage."""
+def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = MappingProxyType({})) -> str:
+    """Return a table of all peers, stage by stage, and below it what some of them wait for.
+
+    `late`: of peers that may be dead the age of their last news, in seconds.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    # All of it within a hundred columns: names and figures whole, and words that wrap.
+    # Within eighty columns: names and figures whole. Words have lines of their own.
     table = Table(
         title=f"{recipe.run.name} ({recipe.digest[:12]}), {_progress(recipe, roster):.1%} of the token budget",
+        caption="ms: device time of a microbatch",
         box=SIMPLE_HEAD,
         padding=0,
     )
     for heading in ("stage", "peer", "state"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("step", "round", "progress", "loss", "gap", "tokens/s", "device ms"):
+    for heading in ("step", "round", "progress", "loss", "gap", "tokens/s", "ms"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("waits for")
     for number, records in enumerate(roster.stages):
         table.add_section()
         for record in sorted(records, key=lambda record: record.peer):
@@ -78,15 +71,24 @@ def picture(recipe: RunFileText, roster: Roster) -> str:
         if not records:
             table.add_row(str(number), "[bold red]nobody[/]")
     text = io.StringIO()
-    console = Console(file=text, width=max(100, shutil.get_terminal_size().columns))
+    console = Console(file=text, width=max(80, shutil.get_terminal_size().columns))
     console.print(table)
-    # As a column they would leave the others no room.
-    budgets = [(record.peer, record.budget) for records in roster.stages for record in records if record.budget]
-    if budgets:
-        used = Table.grid(padding=(0, 1))
-        for peer, words in sorted(budgets):
-            used.add_row(f" {_said(peer[-8:])}", _said(words))
-        console.print("Bandwidth used, of what a budget allows:", used)
+    peers = sorted((record for stage in roster.stages for record in stage), key=lambda record: record.peer)
+    silent = [(each.peer, f"for {late[each.peer]:.0f} s: it may be dead") for each in peers if each.peer in late]
+    moving = {each.peer: f"moves to stage {each.moves_to}" for each in peers if each.moves_to is not None}
+    waits = [(each.peer, each.waiting or moving.get(each.peer)) for each in peers]
+    budgets = [(each.peer, each.budget) for each in peers]
+    for title, rows in (
+        ("No news:", silent),
+        ("Waiting for:", waits),
+        ("Bandwidth used, of what a budget allows:", budgets),
+    ):
+        said = [(peer, words) for peer, words in rows if words]
+        if said:
+            grid = Table.grid(padding=(0, 1))
+            for peer, words in said:
+                grid.add_row(f" {_said(peer[-8:])}", _said(words))
+            console.print(title, grid)
     return text.getvalue()
 
 
@@ -101,7 +103,6 @@ def _row(record: PeerRecord) -> tuple[str, ...]:
         "" if record.gap is None else f"{record.gap:.4f}",
         f"{record.tokens_per_s:,.0f}",
         f"{1000 * record.device_s:.0f}" if record.device_s else "",
-        _said(record.waiting) or (f"moves to stage {record.moves_to}" if record.moves_to is not None else ""),
     )
 
 

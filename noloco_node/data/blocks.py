@@ -89,19 +89,24 @@ class Blocks:
     def restore(self, position: dict[str, Any]) -> bool:
         """Go on from a position; return False, and begin anew, where it is of another source, tokenizer, seed or peer.
 
-        A source whose files have changed is another one. Raises ValueError for what never was a position.
+        A source whose files have changed is another one, whether that shows at once or only where the position points
+        to what is not there. Raises ValueError for what never was a position.
         """
         if position.get("source") != self._source:
             return False
+        before, pending = self._documents.place, (self._offset, self._available, self._pending)
         try:
             offset = position["offset"]
             self._documents.seek(position["place"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{position} is no position") from error
-        self._pending.clear()
-        self._available, self._offset = 0, 0
-        if offset and not (isinstance(offset, int) and self._draw() and 0 < offset < self._available):
-            raise ValueError(f"{position} is no position here")
+        if not isinstance(offset, int) or offset < 0:
+            raise ValueError(f"{position} is no position")
+        self._offset, self._available, self._pending = 0, 0, deque()
+        if offset and not (self._draw() and offset < self._available):
+            self._documents.seek(before)
+            self._offset, self._available, self._pending = pending
+            return False
         self._offset, self._available = offset, self._available - offset
         return True
 

@@ -19,14 +19,19 @@ import glob
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from noloco_node.data.file_documents import Place, ReadingOrder, find_files, unit_hash
 from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
+from noloco_node.terminal import say
 
 T = TypeVar("T")
 
+ANOTHER_FIELD = "another data.field in the run file, or --data SOURCE#FIELD"
+END_BYTES = 4096
+"""Of a file's beginning and end, by which it is known again."""
 CHUNK_ROWS = 8192
 CHUNK_CHARACTERS = 8 * 1024 * 1024
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
@@ -61,8 +66,8 @@ class RowDocuments:
         self._chunk: _Chunk | None = None
         self._chunk_order: Any = ()
         self._permutation = order.permutation(self._shards, 0)
-        named = (data.source, data.path, data.commit, data.subset, data.split, data.field, self._shards)
-        self.fingerprint = hashlib.sha256(repr(named).encode()).hexdigest()
+        where = (data.source, data.path, data.commit, data.subset, data.split, data.field)
+        self.fingerprint = hashlib.sha256(repr((*where, self._shards, _files_of(data))).encode()).hexdigest()
 
     @property
     def place(self) -> Place:
@@ -153,9 +158,7 @@ class RowDocuments:
     def _text_of(self, row: Any) -> str:
         field = self._data.field
         if field not in row:
-            raise config_error(
-                f"The data has no field {field!r}.", f"its fields are {', '.join(row)}", "another data.field"
-            )
+            raise config_error(f"The data has no field {field!r}.", f"its fields are {', '.join(row)}", ANOTHER_FIELD)
         text = row[field]
         if text is None:
             return ""
@@ -163,7 +166,7 @@ class RowDocuments:
             raise config_error(
                 f"The field {field!r} of the data holds no text.",
                 f"it holds {type(text).__name__}",
-                "another data.field",
+                ANOTHER_FIELD,
             )
         return text
 
@@ -190,6 +193,7 @@ class RowDocuments:
                 self.retries += 1
                 if pause_s is None:
                     raise self._unreadable(e, "check the network; the node goes on from here when started again") from e
+                say(f"the data source does not answer ({type(e).__name__}); trying again in {pause_s:.0f} s")
                 if self._closed.wait(pause_s):
                     raise ConnectionAbortedError("the data source was closed") from e
         raise AssertionError("the last try returns or raises")
@@ -212,6 +216,26 @@ class RowDocuments:
             self._reading.release()
 
 
+def _local_files(data: DataConfig) -> list[tuple[str, Path]]:
+    """Return the files of a data set on this machine that hold anything; none for one of the hub."""
+    if data.source == "hub":
+        return []
+    return [(name, path) for name, path in find_files(data.path or "", SUFFIXES[data.source]) if path.stat().st_size]
+
+
+def _files_of(data: DataConfig) -> list[tuple[str, int, str]]:
+    """Return name, size, and a digest of beginning and end of each local file: a file that was written anew is another
+    source, one that was merely copied is not."""
+    described = []
+    for name, path in _local_files(data):
+        with path.open("rb") as file:
+            size, ends = path.stat().st_size, hashlib.sha256(file.read(END_BYTES))
+            file.seek(max(0, size - END_BYTES))
+            ends.update(file.read(END_BYTES))
+        described.append((name, size, ends.hexdigest()))
+    return described
+
+
 def _narrow(stream: Any, field: str) -> Any:
     """Keep only the column that is read, where the stream knows its columns: images need not be decoded."""
     columns = stream.column_names
@@ -229,8 +253,7 @@ def load_rows(data: DataConfig) -> Any:
             data.path, name=data.subset, revision=data.commit, split=data.split, streaming=True
         )
     # The library reads names as patterns.
-    found = find_files(data.path or "", SUFFIXES[data.source])
-    files = [glob.escape(str(path)) for _, path in found if path.stat().st_size]
+    files = [glob.escape(str(path)) for _, path in _local_files(data)]
     if not files:
         raise config_error(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
     stream = datasets.load_dataset(data.source, data_files=files, split="train", streaming=True)

@@ -33,6 +33,8 @@ Place = dict[str, Any]
 """Where a document stands in its source's order: small, and JSON can hold it."""
 
 MOST_FILES = 1_000_000
+SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+"""What `save_to_disk` of the library datasets leaves at the top of its directory."""
 LINE_BYTES = 16 * 1024
 """How far a cut looks for the end of a line before it cuts between two characters."""
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
@@ -232,6 +234,12 @@ def find_files(path: str, suffixes: tuple[str, ...] = ("",)) -> list[tuple[str, 
     if os.path.isfile(given):
         return [(os.path.basename(given), Path(given))]
     if os.path.isdir(given):
+        if any(os.path.isfile(os.path.join(given, name)) for name in SAVED_TO_DISK):
+            raise config_error(
+                f"{path} holds a data set in the form of datasets' save_to_disk, which is none for reading.",
+                why="its metadata would be read as text",
+                hint="write it as rows, dataset.to_parquet('rows.parquet') or to_json, and name that file",
+            )
         found = [(name, file) for name, file in _below(Path(given), frozenset()) if name.endswith(suffixes)]
     else:
         plain = given[: min((given.index(c) for c in "*?[" if c in given), default=len(given))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -15,7 +16,6 @@ from noloco_node.data.shuffled_blocks import shuffled
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import with_source
 
-A = TypeVar("A")
 R = TypeVar("R")
 
 
@@ -36,33 +36,39 @@ class TextSource:
         # A thread of its own: the C library keeps for each thread what it once needed, and a chunk needs ten megabytes.
         # And a read whose reader has gone is over before the next one begins.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._position = self._blocks.position()
+        """After the last draw: what the thread reads at this moment is not drawn yet."""
         self._ahead: tuple[Tensor, dict[str, Any]] | None = None
 
     def read_ahead(self) -> None:
         """Have the first batch at hand: a whole chunk is read for it."""
-        before = self._blocks.position()
-        self._ahead = self._blocks.next_batch(self._batch), before
+        self._ahead = self._read()
 
     async def draw(self) -> Tensor:
         async with self._turn:
             if self._ahead is not None:
-                (first, _), self._ahead = self._ahead, None
-                return first
-            return await self._in_thread(self._blocks.next_batch, self._batch)
+                (batch, self._position), self._ahead = self._ahead, None
+            else:
+                batch, self._position = await self._in_thread(self._read)
+            return batch
 
     def position(self) -> dict[str, Any]:
-        return self._blocks.position() if self._ahead is None else self._ahead[1]
+        return self._position
 
     async def restore(self, position: Mapping[str, Any]) -> bool:
         async with self._turn:
-            restored = await self._in_thread(self._blocks.restore, dict(position))
+            restored = await self._in_thread(partial(self._blocks.restore, dict(position)))
             if restored:
-                self._ahead = None
+                self._position, self._ahead = dict(position), None
             return restored
 
     def close(self) -> None:
         self._blocks.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _in_thread(self, work: Callable[[A], R], argument: A) -> asyncio.Future[R]:
-        return asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
+    def _read(self) -> tuple[Tensor, dict[str, Any]]:
+        batch = self._blocks.next_batch(self._batch)
+        return batch, self._blocks.position()
+
+    def _in_thread(self, work: Callable[[], R]) -> asyncio.Future[R]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)

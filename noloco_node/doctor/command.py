@@ -171,7 +171,7 @@ def _needs(run_file: RunFileText) -> tuple[list[machine_checks.Need], list[Micro
             number,
             stage.memory.total,
             stage.memory.computing,
-            machine_checks.CHECKPOINT_SETS * stage.memory.weights * machine_checks.CHECKPOINTS,
+            machine_checks.disk_bytes(stage.memory.weights),
         )
         for number, stage in enumerate(plan(run).stages)
     ]

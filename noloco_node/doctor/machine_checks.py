@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from noloco_node.doctor.findings import Finding, fail, ok, warn
-from noloco_node.errors import UserError
+from noloco_node.doctor.findings import Finding, Grade, fail, ok, warn
+from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import free_bytes
 from noloco_node.units import format_bytes
 
@@ -93,6 +93,24 @@ def judge_disk(supply: Supply, needs: Sequence[Need], home: Path) -> Finding:
     return _against(about, free, wanted, f"free some space at {home}, or give another --home")
 
 
+def disk_bytes(weights: int, kept: int = CHECKPOINTS - 1) -> int:
+    """Return what the checkpoints of a stage take, given the bytes of its weights: the `kept` ones, and one more."""
+    return CHECKPOINT_SETS * weights * (kept + 1)
+
+
+def require_disk(home: Path, weights: Mapping[int, int], kept: int) -> None:
+    """Raise `UserError` where the disk has no room for the checkpoints of any of these stages, given their weights."""
+    needs = [Need(stage, 0, 0, disk_bytes(size, kept)) for stage, size in weights.items()]
+    finding = judge_disk(Supply(None, None, _free_disk(home)), needs, home)
+    if finding.grade is Grade.BAD:
+        raise UserError(
+            f"The disk at {home} has no room for checkpoints.",
+            why=finding.says,
+            hint=f"{finding.hint}; --keep 1 takes less",
+            code=Exit.STORAGE,
+        )
+
+
 def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Finding:
     """Compare what is free with what each stage wants."""
     fits = [stage for stage, size in wanted.items() if size <= free]
@@ -147,11 +165,12 @@ def _files() -> Finding:
 
 
 def _free_disk(home: Path) -> int | None:
-    """Return the free bytes of the disk that the home is on, or will be."""
+    """Return the free bytes of the disk that the home is on, or will be; its own checkpoints make way for others."""
     place = home.expanduser().absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
-        return shutil.disk_usage(place).free if os.access(place, os.W_OK) else None
+        own = sum(path.stat().st_size for path in (place / "checkpoint").glob("*.safetensors"))
+        return shutil.disk_usage(place).free + own if os.access(place, os.W_OK) else None
     except OSError:
         return None

@@ -21,6 +21,7 @@ from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, Replic
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
 from noloco_node.storage import tensor_file
 from noloco_node.storage.checkpoint import Counters, arrays_of, counters_of
+from noloco_node.terminal import say
 
 
 class StagePart(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +59,10 @@ class PartsDirectory:
             part = msgspec.json.decode(tensor_file.about(path) or "", type=StagePart)
             tensor_file.check(path)
             weights = load_file(path)
-        except (OSError, ValueError, SafetensorError):
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, SafetensorError) as error:
+            say(f"{path} is skipped: {error}")
             return None
         fits = {name: tuple(weight.shape) for name, weight in weights.items()} == dict(shapes)
         if part.run_id != self._run_id or part.stage != stage or not fits:
@@ -92,8 +96,8 @@ class PartsDirectory:
                 tensor_file.check(path)
                 with ReplicaReader([each], self._shapes[stage]):
                     found.append(each)
-            except (OSError, ValueError):
-                continue
+            except (OSError, ValueError) as error:
+                say(f"{path} is skipped: {error}")
         return found
 
     def keep_replica(self, stage: int, copy: FetchedReplica) -> ReplicaFile:

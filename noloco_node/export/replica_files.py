@@ -7,7 +7,9 @@ what an export from a living swarm has fetched so far. Each says which run, stag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -15,39 +17,77 @@ from typing import NamedTuple, Self
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary, drop_outliers, mean_of, norm_of
 from noloco_node.storage import tensor_file
 from noloco_node.storage.checkpoint import Counters, counters_of, files
+from noloco_node.terminal import say
+
+LOOKS = 3
+"""At a directory of which all files that were listed have been rotated away."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+class HeldFile:
+    """A file that can be read as long as this lives, also once a running node has rotated it away."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        self.path = Path(f"/dev/fd/{descriptor}")
+
+
 class ReplicaFile(NamedTuple):
-    """One replica's file. `peer`: whose it is; the directory's name where that is not noted."""
+    """One replica's file. `peer`: whose it is; the directory's name where that is not noted. `held`: where it may be
+    rotated away meanwhile.
+    """
 
     path: Path
     peer: str
     counters: Counters
+    held: HeldFile | None = None
+
+    @property
+    def readable(self) -> Path:
+        """Where to read it."""
+        return self.path if self.held is None else self.held.path
 
 
-def in_home(home: Path, run_id: str) -> list[ReplicaFile]:
-    """Return what a home holds of a run: of each stage and peer the newest file that is whole."""
-    directories = [home / "checkpoint", *sorted((home / "snapshots").glob("[0-9]*"))]
+def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> list[ReplicaFile]:
+    """Return what a home holds of a run: of each stage and peer the newest file that is whole; `complain` of others."""
     found: dict[tuple[int, str], ReplicaFile] = {}
-    for directory in directories:
-        for path in reversed(files(directory)):
+    for directory in (home / "checkpoint", *sorted((home / "snapshots").glob("[0-9]*"))):
+        for path, held in _held(directory, complain):
             try:
-                counters = counters_of(path)
+                counters = counters_of(held.path)
                 peer = counters.peer or home.resolve().name
                 known = found.get((counters.stage, peer))
-                if counters.run_id != run_id or (known and known.counters.round >= counters.round):
-                    continue
-                tensor_file.check(path)
-            except (OSError, ValueError):
-                continue
-            found[counters.stage, peer] = ReplicaFile(path, peer, counters)
+                if counters.run_id != run_id:
+                    complain(f"{path} is skipped: it is of the run {counters.run_id[:12]}, not of {run_id[:12]}")
+                elif not known or known.counters.round < counters.round:
+                    tensor_file.check(held.path)
+                    found[counters.stage, peer] = ReplicaFile(path, peer, counters, held)
+            except (OSError, ValueError) as error:
+                # What is read has a number for a name.
+                complain(f"{path} is skipped: {str(error).replace(held.path.name, path.name)}")
     return list(found.values())
+
+
+def _held(directory: Path, complain: Callable[[str], None]) -> list[tuple[Path, HeldFile]]:
+    """Return the files of a directory, the newest first, those that a running node writes meanwhile included."""
+    for _ in range(LOOKS):
+        held, listed = [], files(directory)
+        for path in reversed(listed):
+            try:
+                held.append((path, HeldFile(path)))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                complain(f"{path} is skipped: {reason_of(error)}")
+        if held or not listed:
+            break
+    return held
 
 
 def newest(filed: Sequence[ReplicaFile], stage: int) -> list[ReplicaFile]:
@@ -68,7 +108,7 @@ class ReplicaReader:
         self.filed, self._files = tuple(filed), []
         try:
             for each in filed:
-                file = self._open.enter_context(safe_open(each.path, framework="pt"))
+                file = self._open.enter_context(safe_open(each.readable, framework="pt"))
                 for number, shape in enumerate(shapes.values()):
                     if tuple(file.get_slice(f"slow.{number}").get_shape()) != tuple(shape):
                         raise ValueError(f"{each.path} is not of this run: tensor {number} has another shape")

@@ -28,6 +28,7 @@ from noloco_node.export.replica_files import ReplicaReader, newest
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.runfile import with_source
+from noloco_node.terminal import say
 
 BATCH = 8
 """Sequences evaluated at a time."""
@@ -156,6 +157,7 @@ def evaluate(
 def _of_directories(directories: Sequence[Path], source: str | None, batches: int) -> Iterator[Measure]:
     for directory in directories:
         text = validation_text(*_reading(directory, source), batches)
+        say(f"evaluating {directory} on {_sequences(text)}")
         model = open_model(directory)
         yield Measure(str(directory), validation_loss(_logits_of(model), text), unigram_entropy(text))
 
@@ -166,9 +168,12 @@ def _of_homes(homes: Sequence[Path], source: str | None, batches: int) -> Iterat
     run, layout = recipe.run, model_layout(recipe.run)
     data = run.data if source is None else _whole(with_source(run.data, source))
     text = validation_text(data, run.pipeline.sequence_length, run.seed, batches)
+    say(f"merging what lies in {len(homes)} home{'s' * (len(homes) > 1)}")
     entropy, filed = unigram_entropy(text), of_homes(homes, recipe)
     stages = merge_files(filed, recipe, layout)
     model = joined(layout.prepared.config, [stage.weights for stage in stages]).eval()
+
+    say(f"evaluating the merged model and {len(filed)} replicas, each on {_sequences(text)}")
 
     def loss() -> Loss:
         return validation_loss(_logits_of(model), text)
@@ -180,6 +185,10 @@ def _of_homes(homes: Sequence[Path], source: str | None, batches: int) -> Iterat
                 model.load_state_dict(opened.weights(place), strict=False, assign=True)
                 yield Measure(f"stage {number}, {each.peer}, round {each.counters.round}", loss(), entropy)
         model.load_state_dict(stages[number].weights, strict=False, assign=True)
+
+
+def _sequences(text: Sequence[Tensor]) -> str:
+    return f"{sum(map(len, text))} sequences"
 
 
 def _logits_of(model: Any) -> Model:

@@ -117,15 +117,19 @@ class Libp2pNetwork:
         stream.leave()
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
-        """Answer conversations about `topic`; see `interface.PeerNetwork.serve`."""
+        """Answer conversations about `topic`; see `interface.PeerNetwork.serve`. UserError (Exit.DAEMON) if in vain."""
         self._switchboard.serve(topic, schema, handler)
-        session = await self._now()
         try:
-            await session.dialer.offer(topic)
-        except ConnectionResetError:
-            if not await session.daemon.is_dead():
-                raise
-            # The next session offers all topics.
+            session = await self._now()
+            try:
+                await session.dialer.offer(topic)
+            except ConnectionResetError:
+                if not await session.daemon.is_dead():
+                    raise
+                # The next session offers all topics.
+        except ConnectionError as error:
+            # Nobody could ask us about it, and we would not know.
+            raise daemon_trouble(str(error)) from None
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record; see `interface.PeerNetwork.publish`."""

@@ -111,6 +111,8 @@ def read_hours(text: str) -> Hours:
     for hour, minute in (first, second):
         if minute > 59 or hour * 60 + minute > 24 * 60:
             raise _unreadable("--hours", text, f"there is no {hour:02}:{minute:02} in a day", "22-08 or 22:30-06:00")
+    if first == second:
+        raise _unreadable("--hours", text, "it ends when it begins", "22-08; without the option a node works all day")
     begin_min, end_min = ((hour * 60 + minute) % (24 * 60) for hour, minute in (first, second))
     return Hours(begin_min=begin_min, end_min=end_min)
 

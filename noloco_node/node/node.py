@@ -97,6 +97,11 @@ class Node:
         return self._context.membership.roster
 
     @property
+    def membership(self) -> Membership:
+        """Our own record and everybody's."""
+        return self._context.membership
+
+    @property
     def samples(self) -> int:
         """Sequences drawn here that a gradient came back for."""
         return self._context.work.samples

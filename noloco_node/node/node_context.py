@@ -21,6 +21,7 @@ class NodeOptions:
 
     `slowest_bytes_per_s`: of a line that weights may travel on; deadlines follow from it. `moves`: goes to another
     stage when it is needed there. `keep_snapshots`: rounds between two snapshots of another stage; 0 keeps none.
+    `reached`: progress at which the run was last seen, 0 if nobody knows; `begin_anew`: from its first weights even so.
     """
 
     stage: int | None = None
@@ -31,6 +32,8 @@ class NodeOptions:
     keep_snapshots: int = 0
     deadlines: bool = True
     slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
+    reached: float = 0.0
+    begin_anew: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,4 +74,6 @@ class NodeContext:
             device_s=device_s,
             slowest_bytes_per_s=self.options.slowest_bytes_per_s,
             deadlines=self.options.deadlines,
+            reached=self.options.reached,
+            begin_anew=self.options.begin_anew,
         )

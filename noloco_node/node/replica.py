@@ -148,12 +148,12 @@ class Replica:
 
     @property
     def stranded(self) -> bool:
-        """Whether all microbatches in our hands wait for a replica of the next stage that would take them.
+        """Whether all microbatches in our hands wait for a replica of the next stage, and none is merely busy.
 
         Those whose gradient has come wait for the others.
         """
         away = self.admission.in_flight - self.admission.turns.waiting
-        return self.next_stage is not None and 0 < away <= self.next_stage.statistics()["waiting"]
+        return self.next_stage is not None and 0 < away <= self.next_stage.stranded
 
     async def discard(self) -> int:
         """Forget the gradients of the partial window, and what is in flight; return how many microbatches it held."""
@@ -236,7 +236,7 @@ class Replica:
             loss=_finite(self._loss),
             gap=_finite(self._gap),
             partner=self._partner,
-            waiting=self.waiting(),
+            waiting=None if state is PeerState.FINISHED else self.waiting(),
             version=__version__,
         )
 

@@ -57,7 +57,7 @@ def model_layout(run: RunConfig) -> ModelLayout:
         raise config_error(
             "The run file describes a model that cannot be built.",
             str(error),
-            "correct [model] or [pipeline] in the run file; noloco-node check says what they mean",
+            "correct [model] or [pipeline] in the run file",
         ) from error
     return ModelLayout(prepared, cuts, shapes, work)
 
@@ -113,7 +113,9 @@ def _config(model: ModelConfig) -> Any:
         return family_config(model.architecture, model.sizes)
     from transformers import AutoConfig
 
-    where = model.path or model.hub
+    if model.path is not None and not Path(model.path).expanduser().is_dir():
+        raise ValueError(f"there is no directory {model.path} on this machine")
+    where = model.hub if model.path is None else str(Path(model.path).expanduser())
     try:
         return AutoConfig.from_pretrained(where, revision=model.commit, trust_remote_code=False)
     except (OSError, ValueError) as error:

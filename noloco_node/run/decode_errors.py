@@ -36,7 +36,7 @@ def misfit(complaint: str, file: type[msgspec.Struct], origin: str) -> UserError
         )
     return config_error(
         f"{origin}: {short('.'.join(path)) or 'the file'} has the wrong type or value.",
-        short(why.replace("`", "")),
+        short(_in_plain_words(why)),
         f"give {_in_words(_type_at(file, path))}",
     )
 
@@ -45,6 +45,26 @@ def short(text: str) -> str:
     """Return a text that a stranger may have written, fit for a terminal: printable, 80 characters at most."""
     text = text if len(text) <= 80 else f"{text[:77]}..."
     return text if text.isprintable() else ascii(text)
+
+
+def _in_plain_words(why: str) -> str:
+    """Return msgspec's complaint with the names that a person has for what stands in a TOML file."""
+    found = re.fullmatch(r"Expected `(.*)`, got `(.*)`", why)
+    if not found:
+        return why.replace("`", "")
+    wanted, got = (" or ".join(_NAMES.get(each, each) for each in kinds.split(" | ")) for kinds in found.groups())
+    return f"it is {got}, and should be {wanted}"
+
+
+_NAMES = {
+    "object": "a section",
+    "array": "a list",
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "left out",
+}
 
 
 def _probably(name: str, file: Any, path: list[str]) -> str:

@@ -98,8 +98,12 @@ def with_source(data: DataConfig, source: str) -> DataConfig:
     """Return `data` reading from another source, the tokenizer unchanged.
 
     `source` is a path (json or parquet by its suffix, else text), or `stdlib`, or says its kind: `text:PATH`,
-    `json:PATH`, `parquet:PATH`, `hub:OWNER/NAME@COMMIT`. Raises `UserError` (Exit.CONFIG).
+    `json:PATH`, `parquet:PATH`, `hub:OWNER/NAME@COMMIT`. Rows are read at the field that `data` names, or at the one
+    that follows a #. Raises `UserError` (Exit.CONFIG).
     """
+    whole, _, field = source.rpartition("#")
+    if whole and field and "/" not in field and with_source(data, whole).source in ("json", "parquet", "hub"):
+        return msgspec.structs.replace(with_source(data, whole), field=field)
     kind, colon, rest = source.partition(":")
     if source == "stdlib":
         return msgspec.structs.replace(data, source=kind, path=None, commit=None, subset=None, split="train")

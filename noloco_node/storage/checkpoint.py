@@ -163,7 +163,10 @@ def files(directory: Path) -> list[Path]:
 def _order(path: Path) -> tuple[int, int, str]:
     """Files from before they were numbered come first, in the order of their times."""
     serial = _serial(path)
-    return serial, 0 if serial else path.stat().st_mtime_ns, path.name
+    try:
+        return serial, 0 if serial else path.stat().st_mtime_ns, path.name
+    except FileNotFoundError:  # rotated away meanwhile
+        return serial, 0, path.name
 
 
 def _serial(path: Path) -> int:

@@ -80,6 +80,16 @@ class Home:
         return self.path / "snapshots"
 
     @property
+    def invite(self) -> Path:
+        """An invite by which this peer, and others that it met, are found."""
+        return self.path / "invite"
+
+    @property
+    def run_history(self) -> Path:
+        """How far the run had come when its peers were last seen."""
+        return self.path / "reached.json"
+
+    @property
     def run_file(self) -> Path:
         """The run file as it was fetched."""
         return self.path / "run.toml"

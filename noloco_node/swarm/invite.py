@@ -2,14 +2,20 @@
 
     noloco1:<digest of the run, 64 hex digits>@<multiaddr>[,<multiaddr>...]
 
+Every peer keeps one in its home, with itself and others that it met: a swarm whose bootstrap peers are gone is found by
+any of its homes.
+
 The digest says which run file to believe, whoever serves it. Each multiaddr ends in /p2p/ and the id of a bootstrap
 peer, so that nobody else can answer in its place. The 1 is the version of this format.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
 
 import msgspec
 
@@ -18,6 +24,10 @@ from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_addres
 
 _SCHEME = "noloco1:"
 _MOST_ADDRESSES = 64
+BESIDE = 4
+"""Addresses of ordinary peers that are added to an invite: with them it outlives its bootstrap peers."""
+FILE = "invite"
+"""Its name in a home."""
 
 
 class Invite(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +72,44 @@ def parse(text: str) -> Invite:
         except ValueError as error:
             raise _malformed(f"address {number} is wrong: {error}") from None
     return Invite(digest=digest, addresses=tuple(addresses))
+
+
+def found(given: str | None, home: Path) -> str:
+    """Return the invite that a person gave, or the one that a home keeps: `home`, where none was given, or the one
+    whose directory stands in its place. Raises `UserError` where there is none.
+    """
+    directory = home if given is None else Path(os.path.expanduser(given.strip()))
+    if given is not None and not os.path.isdir(directory):
+        return given
+    try:
+        return (directory / FILE).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            "There is no invite to this swarm.",
+            why=f"none was given, and {directory} keeps none: {getattr(error, 'strerror', None) or error}"
+            if given is None
+            else f"{directory} keeps none: {getattr(error, 'strerror', None) or error}",
+            hint="paste the line that `noloco-node bootstrap` printed, or name the home of a node that took part",
+            code=Exit.CONFIG,
+        ) from error
+
+
+def widened(invite: Invite, addresses: Iterable[str], first: Sequence[str] = ()) -> str:
+    """Return an invite with `first` before its addresses, and behind them the first few `addresses` that are new.
+
+    `addresses` are what strangers say: those that are none are left out.
+    """
+    known = list(dict.fromkeys([*first, *map(str, invite.addresses)]))[: _MOST_ADDRESSES - BESIDE]
+    new = (each for each in dict.fromkeys(addresses) if each not in known and _is_address(each))
+    return format(invite.digest, [*known, *islice(new, BESIDE)])
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parse_peer_address(text)
+    except ValueError:
+        return False
+    return "," not in text
 
 
 def _malformed(why: str) -> UserError:

@@ -84,6 +84,11 @@ class Membership:
         return self._records.skew_s
 
     @property
+    def news_age_s(self) -> dict[str, float]:
+        """Peers that are late with their news, and by now how old it is: they may be dead."""
+        return self._records.news_age_s(self._unix_time())
+
+    @property
     def watched(self) -> tuple[int, ...]:
         """The stages that are read, and of which the roster says something by now."""
         return self._records.known

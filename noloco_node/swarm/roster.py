@@ -97,6 +97,11 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(f"{number}: {len(records)}" for number, records in enumerate(self.stages))
 
 
+def some_addresses(roster: Roster) -> list[str]:
+    """Return an address of each living peer that says one."""
+    return [record.addresses[0] for stage in roster.stages for record in stage if record.addresses]
+
+
 class Derived(Generic[T]):
     """Something made of the last roster, made anew when the roster is another one.
 

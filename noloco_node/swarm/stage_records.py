@@ -88,6 +88,18 @@ class StageRecords:
         since_s = self._heard_s
         return since_s if since_s is not None and now_s - since_s > 2.5 * self._refresh_s else None
 
+    def news_age_s(self, unix_s: float) -> dict[str, float]:
+        """Return of each peer that counts as there how long nothing was heard, where that is longer than it may be.
+
+        By the youngest of all records, should our own clock be wrong.
+        """
+        entries = [(peer, entry) for table in self._tables for peer, entry in table.known.items() if entry.believed]
+        now_s = min(unix_s, self._youngest_at)
+        ages_s = {peer: now_s - entry.published.at for peer, entry in entries if entry.published.at}
+        lives_s = {peer: entry.published.lifetime_s for peer, entry in entries}
+        # Three refreshes make a lifetime: one has been missed.
+        return {peer: age_s for peer, age_s in ages_s.items() if age_s > 0.5 * lives_s[peer] > 0.0}
+
     def compare_clocks(self) -> None:
         """Learn how right our clock is; `skew_s` is asked far more often than there is anything new to learn."""
         offsets = (

@@ -11,8 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 
+from noloco_node.data import shuffled_blocks
 from noloco_node.data.background_open import BackgroundOpen
+from noloco_node.data.blocks import Blocks
 from noloco_node.data.shuffled_blocks import ShuffledBlocks
 from noloco_node.data.text_source import TextSource
 from noloco_node.run.presets import demo_run_text
@@ -146,6 +149,41 @@ def test_a_text_that_was_read_ahead_is_where_it_was(tmp_path: Path) -> None:
             text.close()
 
     asyncio.run(main())  # the text has a thread of its own
+
+
+def test_a_position_that_is_asked_for_while_the_thread_reads_is_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(2000)))
+    own_source = str(tmp_path / "text.txt")
+    run_file = decode_run(TEXT, "the test's run file")
+    length, batch = run_file.pipeline.sequence_length, run_file.pipeline.microbatch_size
+    monkeypatch.setattr(shuffled_blocks, "CHUNK_TOKENS", 3 * batch * length)
+    text, again = (TextSource(run_file, own_source, "peer", 384) for _ in range(2))
+    reading, go_on = threading.Event(), threading.Event()
+    read = Blocks.next_batch
+
+    def slow_read(blocks: Blocks, size: int) -> torch.Tensor:
+        reading.set()
+        go_on.wait(LAST_RESORT_S)
+        return read(blocks, size)
+
+    async def main() -> None:
+        for _ in range(3):  # a chunk
+            await text.draw()
+        with monkeypatch.context() as patch:
+            patch.setattr(Blocks, "next_batch", slow_read)
+            drawing = asyncio.ensure_future(text.draw())
+            await asyncio.get_running_loop().run_in_executor(None, reading.wait, LAST_RESORT_S)
+            position = text.position()
+            go_on.set()
+            drawn = await drawing
+        assert await again.restore(position)
+        assert torch.equal(await again.draw(), drawn)
+        for opened in (text, again):
+            opened.close()
+
+    asyncio.run(main())
 
 
 def test_what_cannot_be_opened_says_so_to_everybody_who_asks_and_to_nobody_else() -> None:

@@ -195,12 +195,49 @@ def test_a_position_of_another_peer_seed_source_or_tokenizer_is_not_taken(corpus
 
 
 @pytest.mark.parametrize(
-    "broken", [{"offset": "x"}, {"offset": 10**9}, {"place": {}}, {"place": {"epoch": 0, "index": -1}}]
+    "broken", [{"offset": "x"}, {"offset": -1}, {"place": {}}, {"place": {"epoch": 0, "index": -1}}]
 )
 def test_a_broken_position_is_refused(corpus: Path, broken: dict[str, Any]) -> None:
     blocks = open_blocks(config(corpus, "text"), 16, 0, "peer")
     with pytest.raises(ValueError, match=r"position|place"):
         blocks.restore({**blocks.position(), **broken})
+
+
+def test_a_position_behind_the_end_of_its_document_is_of_another_text(corpus: Path) -> None:
+    blocks, plain = (open_blocks(config(corpus, "text"), 16, 0, "peer") for _ in range(2))
+    assert torch.equal(blocks.next_batch(3), plain.next_batch(3))
+    assert not blocks.restore({**blocks.position(), "offset": 10**9})
+    assert torch.equal(blocks.next_batch(30), plain.next_batch(30))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("source", ["json", "parquet"])
+@pytest.mark.parametrize("words", [3, 200], ids=["shorter", "as long"])
+def test_a_file_of_rows_that_was_written_anew_is_another_source(
+    tmp_path: Path, source: str, shuffle: bool, words: int
+) -> None:
+    path = tmp_path / f"text.{source}"
+
+    def write(words: int, word: str) -> None:
+        texts = [f"{number} " + f"{word} " * words for number in range(50)]
+        if source == "json":
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        else:
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=8)
+
+    def opened() -> Blocks:
+        data = DataConfig(source=source, path=str(path), shuffle=shuffle, validation_percent=1.0)
+        return open_blocks(data, 64, 7, "me")
+
+    write(200, "word")
+    blocks = opened()
+    for _ in range(5):
+        blocks.next_batch(3)
+    path.rename(tmp_path / "aside")
+    path.write_bytes((tmp_path / "aside").read_bytes())
+    assert opened().restore(blocks.position()), "merely copied"
+    write(words, "text")
+    assert not opened().restore(blocks.position())
 
 
 def test_validation_is_one_pass_the_same_for_all(corpus: Path) -> None:
@@ -300,6 +337,17 @@ def bpe(directory: Path) -> Path:
     tokenizer.train_from_iterator([text_of(7)] * 3, trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(directory / "bpe")
     return directory / "bpe"
+
+
+@pytest.mark.parametrize("source", ["text", "json"])
+@pytest.mark.parametrize("whole", [True, False], ids=["a split", "a dictionary of splits"])
+def test_what_save_to_disk_wrote_is_refused(tmp_path: Path, source: str, whole: bool) -> None:
+    split = datasets.Dataset.from_dict({"text": [text_of(1)]})
+    saved = split if whole else datasets.DatasetDict(train=split)
+    saved.save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="save_to_disk") as caught:
+        open_blocks(DataConfig(source=source, path=str(tmp_path / "saved")), 16, 0, "p")
+    assert "to_parquet" in caught.value.hint
 
 
 def test_a_local_tokenizer_and_its_end_token(corpus: Path, tmp_path: Path) -> None:

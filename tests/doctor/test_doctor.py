@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from noloco_node.cli.main import app
 from noloco_node.doctor import command, machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, line, verdict
 from noloco_node.doctor.machine_checks import Need, Supply
-from noloco_node.errors import Exit
+from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits
@@ -76,6 +78,28 @@ def test_what_nobody_can_measure_is_said_and_not_guessed() -> None:
     assert machine_checks.judge_memory(Supply(None, None, None), []).grade is Grade.DOUBTFUL
     assert machine_checks.judge_gpu(Supply(1, None, 1), []) == []
     assert machine_checks.judge_disk(Supply(None, None, None), [], Path("x")).grade is Grade.BAD
+
+
+def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, sets = {0: 1000, 1: 3000}, machine_checks.CHECKPOINT_SETS
+    free = 0
+
+    def usage(place: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    for kept in (1, 3):
+        least = round(machine_checks.ROOM * sets * 1000 * (kept + 1))
+        free = least
+        machine_checks.require_disk(tmp_path, weights, kept)
+        free = least - 1
+        with pytest.raises(UserError, match="no room for checkpoints") as caught:
+            machine_checks.require_disk(tmp_path, weights, kept)
+        assert caught.value.code is Exit.STORAGE
+    # Its own checkpoints make way for those that follow.
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "00000001-0000000001.safetensors").write_bytes(bytes(1))
+    machine_checks.require_disk(tmp_path, weights, 3)
 
 
 @pytest.mark.parametrize(("free", "grade"), [(0, Grade.BAD), (10**8, Grade.DOUBTFUL), (10**11, Grade.GOOD)])

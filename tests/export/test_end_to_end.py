@@ -33,11 +33,11 @@ from gossip.transfer.donor import Donor, DonorLimits
 from noloco_node.cli.continue_run import continuing_text
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
-from noloco_node.export import exporter, replica_fetch
+from noloco_node.export import exporter, replica_fetch, replica_files
 from noloco_node.export.exporter import SwarmExport, export, merge_files, of_homes, parts_of, recipe_of
 from noloco_node.export.parts import is_kept
 from noloco_node.export.provenance import read_provenance
-from noloco_node.export.replica_files import MergedReplicas, in_home, newest
+from noloco_node.export.replica_files import MergedReplicas, ReplicaReader, in_home, newest
 from noloco_node.inference.evaluation import evaluate
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.network.interface import Conversation
@@ -204,6 +204,48 @@ def test_homes_of_two_runs_are_not_one_model(tmp_path: Path) -> None:
     assert caught.value.code is Exit.CONFIG
     with pytest.raises(UserError, match="nothing to export"):
         asyncio.run(export(tmp_path / "model"))
+
+
+def test_what_a_running_node_rotates_away_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Homes(tmp_path)
+    home = made.make("a", 0, made.weights(0), round=1)
+    filed = newest(in_home(home, made.recipe.digest), 0)
+    (path,) = (home / "checkpoint").iterdir()
+    path.unlink()
+    with ReplicaReader(filed, made.plan.shapes[0]) as opened:
+        assert opened.standing(0).round == 1
+    # Written anew between a look at the directory and at its files, twice over.
+    made.make("a", 0, made.weights(0), round=2)
+    looks, listed = 0, replica_files.files
+
+    def rotating(directory: Path) -> list[Path]:
+        nonlocal looks
+        looks, found = looks + 1, listed(directory)
+        if directory.name == "checkpoint" and looks < 3:
+            for path in found:
+                path.unlink()
+            made.make("a", 0, made.weights(0), round=2 + looks)
+        return found
+
+    monkeypatch.setattr(replica_files, "files", rotating)
+    (found,) = in_home(home, made.recipe.digest)
+    assert found.counters.round == 4
+
+
+def test_every_file_that_is_skipped_is_named(tmp_path: Path) -> None:
+    made = Homes(tmp_path)
+    home = made.make("a", 0, made.weights(0), round=1)
+    made.make("a", 0, made.weights(0), round=2)
+    older, newer = sorted((home / "checkpoint").iterdir())
+    newer.write_bytes(newer.read_bytes()[:-1])
+    said: list[str] = []
+    (found,) = in_home(home, made.recipe.digest, said.append)
+    assert found.path == older
+    assert [line for line in said if line.startswith(f"{newer} is skipped: the checksum of {newer.name}")] == said != []
+    said.clear()
+    assert in_home(home, "0" * 64, said.append) == []
+    assert len(said) == 2
+    assert "is of the run" in said[0]
 
 
 def test_a_damaged_file_in_a_home_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
@@ -559,7 +601,7 @@ def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], 
     def typed(*words: str) -> str:
         done = CliRunner().invoke(app, words, catch_exceptions=False)
         assert done.exit_code == 0, done.output
-        return str(done.output)
+        return str(done.stdout)
 
     from_homes = [word for home in homes for word in ("--from-home", str(home))]
     assert "stage 1: 2, round 40" in typed("export", *from_homes, "--out", str(tmp_path / "model"))

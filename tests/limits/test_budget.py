@@ -132,7 +132,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         read_size(text, "--monthly-cap")
 
 
-@pytest.mark.parametrize("text", ["22", "25-08", "22:60-08", "22-24:01", "a-b", "22-08-09"])
+@pytest.mark.parametrize("text", ["22", "25-08", "22:60-08", "22-24:01", "a-b", "22-08-09", "8-8", "08:00-8"])
 def test_what_are_no_hours_is_refused(text: str) -> None:
     with pytest.raises(UserError):
         read_hours(text)

@@ -126,6 +126,28 @@ def test_whenever_it_is_asked_it_goes_soon_and_nobody_loses_by_it(
     run(main())
 
 
+def test_who_leaves_before_a_merely_full_stage_finishes_its_window() -> None:
+    async def main() -> None:
+        hub, what = SimNetwork(), recipe(steps=4000, window=2, per_round=50)
+        last = Peer(hub, what, "peer-last", 1, job_s=1.0)
+        sources = [Peer(hub, what, f"peer-{n}", 0, job_s=0.05) for n in range(6)]
+        await until(lambda: all(peer.of(events.InnerStep) for peer in sources), 300.0)
+        leaver = sources[0]
+        replica = leaver.node.replica
+        assert replica is not None
+        assert replica.next_stage is not None
+        after, gate = replica.next_stage, replica.admission
+        await until(lambda: after.statistics()["waiting"] == gate.in_flight and gate.succeeded > 0)
+        leaver.leave.set()
+        await leaver.task
+        assert leaver.of(events.Finished)[0].discarded == 0
+        for peer in (last, *sources[1:]):
+            peer.leave.set()
+        await asyncio.gather(last.task, *[peer.task for peer in sources[1:]])
+
+    run(main())
+
+
 def test_it_takes_no_more_microbatches_and_finishes_those_in_its_hands() -> None:
     async def main() -> None:
         cast = swarm(stages=3)

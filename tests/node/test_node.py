@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Weights
+from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
 from noloco_node.node.training import LONGEST_DRAIN_S
@@ -127,6 +128,88 @@ def test_a_newcomer_copies_a_living_replica() -> None:
     assert first.step > old.of(events.InnerStep)[0].step
     assert first.progress > 0.0
     assert any(event.partner == "peer-1" for event in late.of(OuterStepTaken))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_newcomer_before_the_first_round_begins_at_the_progress_of_the_others(stage: int) -> None:
+    async def main() -> tuple[Peer, Peer]:
+        hub, what = SimNetwork(), recipe(replicas=2, steps=60, per_round=1000)
+        peers = [Peer(hub, what, f"peer-{number}", number, 0.5) for number in (0, 1)]
+        await until(lambda: len(peers[1].of(events.InnerStep)) >= 8)
+        late = Peer(hub, what, "peer-late", stage, 0.5)
+        await until(lambda: bool(late.of(events.InnerStep)))
+        for peer in (*peers, late):
+            peer.leave.set()
+        await asyncio.gather(late.task, *[peer.task for peer in peers])
+        return peers[stage], late
+
+    old, late = run(main())
+    assert late.of(events.InnerStep)[0].progress >= old.of(events.InnerStep)[5].progress > 0.0
+
+
+def test_a_run_that_was_begun_is_begun_anew_only_where_its_owner_says_so() -> None:
+    async def main() -> None:
+        hub, what = SimNetwork(), recipe(steps=400, per_round=3)
+        fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.43)
+        with pytest.raises(ExceptionGroup) as caught:
+            await fresh.task
+        trouble = user_error_of(caught.value)
+        assert trouble is not None
+        assert trouble.code is Exit.UNREACHABLE
+        assert "43.0% of the run" in trouble.why
+        assert "--begin-anew" in trouble.hint
+        assert not fresh.of(events.Started)
+        # One owner says so; the others follow.
+        told = Peer(hub, what, "peer-0", 0, 0.5, reached=0.43, begin_anew=True)
+        await until(lambda: bool(told.of(events.Started)))
+        other = Peer(hub, what, "peer-1", 1, 0.5, reached=0.43)
+        await until(lambda: bool(other.of(events.InnerStep)))
+        for peer in (told, other):
+            assert any("BEGINNING THE RUN ANEW" in line for line in peer.said)
+            peer.leave.set()
+        await asyncio.gather(told.task, other.task)
+
+    run(main())
+
+
+def test_who_comes_back_to_a_run_is_waited_for() -> None:
+    async def main() -> None:
+        hub, what = SimNetwork(), recipe(replicas=2, steps=400, per_round=3)
+        peers = [Peer(hub, what, f"peer-{number}", number, 0.5) for number in (0, 1)]
+        await until(lambda: len(peers[0].of(OuterStepTaken)) > 1)
+        for peer in peers:
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in peers])
+        fresh = Peer(hub, what, "peer-fresh", 0, 0.5, reached=0.1)
+        await asyncio.sleep(8.0)
+        for peer in peers:
+            hub.kill(peer.name)
+        back = [Peer(hub, what, f"peer-{number}", number, 0.5, saved=peers[number].saved) for number in (0, 1)]
+        await until(lambda: bool(fresh.of(events.InnerStep)))
+        assert any("copying stage 0" in line for line in fresh.said)
+        for peer in (fresh, *back):
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in (fresh, *back)])
+
+    run(main())
+
+
+def test_who_has_finished_waits_for_nothing() -> None:
+    async def main() -> None:
+        hub, what = SimNetwork(), recipe(steps=6, per_round=3)
+        peers = [Peer(hub, what, f"peer-{number}", number) for number in (0, 1)]
+        state = PeerState.FINISHED
+        await until(lambda: all(any(e.state is state for e in peer.of(events.StateChanged)) for peer in peers))
+        await asyncio.sleep(20.0)
+        replica = peers[1].node.replica
+        assert replica is not None
+        assert "microbatches" in (replica.waiting() or "")
+        assert replica.describe(state).waiting is None
+        for peer in peers:
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in peers])
+
+    run(main())
 
 
 def test_a_killed_replica_does_not_stop_the_others() -> None:

@@ -200,6 +200,29 @@ def test_all_microbatches_leave_one_that_refused_in_peace() -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("answer", "stranded"),
+    [
+        (Refused(reason=Reason.FULL, retry_after_s=20.0), 0),
+        (Refused(reason=Reason.GOSSIPING, retry_after_s=20.0), 0),
+        (Refused(reason=Reason.LEAVING), 1),
+        (UNREACHABLE, 1),
+    ],
+)
+def test_who_waits_for_room_at_a_healthy_replica_is_not_stranded(answer: Answer, stranded: int) -> None:
+    async def main() -> None:
+        peers = Peers("a", lambda *_: answer)
+        asking = asyncio.create_task(peers.ask())
+        await asyncio.sleep(1.1)
+        assert peers.downstream.waiting is not None
+        assert peers.downstream.stranded == stranded
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert peers.downstream.stranded == 0
+
+    run(main())
+
+
 def test_after_the_last_attempt_there_is_no_route() -> None:
     async def main() -> None:
         peers = Peers("abcdef", lambda *_: BROKEN, Limits(attempts=3))

@@ -352,6 +352,9 @@ def test_families_that_cannot_be_cut_are_refused_by_name() -> None:
         verify_family(family_config("gemma3_text", {"use_bidirectional_attention": True}))
     with pytest.raises(ValueError, match=r"a bloom model does not run in slices"):
         verify_family(family_config("bloom", {}))
+    with pytest.raises(ValueError, match=r"a t5 model does not run in slices") as caught:
+        verify_family(family_config("t5", {}))
+    assert len(str(caught.value)) < 300
 
 
 def test_the_parts_of_a_decoder() -> None:

@@ -137,6 +137,19 @@ def test_a_wrong_field_is_named_with_what_would_be_right(text: str, field: str, 
     assert trouble.why
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("model = [1]\n", "it is a list, and should be a section"),
+        (MODEL + "[pipeline]\nstages = '2'\n", "it is a text, and should be a whole number"),
+        (MODEL + "[pipeline]\nboundaries = 2\n", "it is a whole number, and should be a list or left out"),
+        (MODEL + "[data]\nshuffle = 1\n", "it is a whole number, and should be true or false"),
+    ],
+)
+def test_what_is_wrong_is_called_as_a_person_calls_it(text: str, why: str) -> None:
+    assert refused(text).why == why
+
+
 def test_a_run_outside_the_stable_range_is_refused_with_the_reason() -> None:
     trouble = refused(MODEL + "[outer]\nalpha = 0.9\ngamma = 0.7\n")
     assert "outer.gamma = 0.7" in trouble.what
@@ -392,6 +405,11 @@ def test_a_run_file_is_read_within_bounds(tmp_path: Path) -> None:
         ("books/*.txt", {"source": "text", "path": "books/*.txt"}),
         ("rows.jsonl.gz", {"source": "json", "path": "rows.jsonl.gz"}),
         ("a.parquet", {"source": "parquet", "path": "a.parquet"}),
+        ("rows.jsonl#words", {"source": "json", "path": "rows.jsonl", "field": "words"}),
+        ("parquet:a/*.parquet#my words", {"source": "parquet", "path": "a/*.parquet", "field": "my words"}),
+        (f"hub:o/d@{COMMIT}#words", {"source": "hub", "path": "o/d", "commit": COMMIT, "field": "words"}),
+        ("books/c#.txt", {"source": "text", "path": "books/c#.txt"}),
+        ("books/#1", {"source": "text", "path": "books/#1"}),
         ("text:odd.jsonl", {"source": "text", "path": "odd.jsonl"}),
         ("C:/words", {"source": "text", "path": "C:/words"}),
         (f"hub:o/d@{COMMIT}", {"source": "hub", "path": "o/d", "commit": COMMIT}),

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
+from noloco_node.run.presets import run_text
 from noloco_node.sim.explore.invariants import InvariantChecker
 from noloco_node.sim.report.bottleneck import bottleneck
 from noloco_node.sim.report.collector import EventCollector
@@ -424,6 +425,12 @@ def test_a_swarm_where_all_wait_for_ever_has_its_report_and_code_1(tmp_path: Pat
 def test_the_scenarios_of_the_documentation_are_right(name: str) -> None:
     setting = complete(load_scenario(SCENARIOS / f"{name}.toml"), None)
     assert setting.scenario.fault
+
+
+def test_the_run_of_the_largest_scenario_is_its_preset() -> None:
+    run_file = load_scenario(SCENARIOS / "7b.toml").swarm.run
+    assert run_file is not None
+    assert (SCENARIOS / run_file).read_text() == run_text("7b")
 
 
 def test_very_unequal_replicas_keep_each_other_from_nothing() -> None:

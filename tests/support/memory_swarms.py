@@ -124,6 +124,7 @@ class Peer:
         snapshots: SnapshotStore | None = None,
         keep: Callable[[int, int], ChunkStore] | None = None,
         moves: bool = False,
+        **options: Any,
     ) -> None:
         self.name, self.leave = name, asyncio.Event()
         self.events: list[events.Event] = []
@@ -150,7 +151,14 @@ class Peer:
             self.plan,
             hub.network(name),
             host,
-            NodeOptions(stage=stage, moves=moves, linger_s=30.0, refresh_s=0.2, keep_snapshots=2 if snapshots else 0),
+            NodeOptions(
+                stage=stage,
+                moves=moves,
+                linger_s=30.0,
+                refresh_s=0.2,
+                keep_snapshots=2 if snapshots else 0,
+                **options,
+            ),
             Reporter(record=self._record, say=self.said.append),
         )
         self.task = asyncio.create_task(self.node.live(self.leave), name=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import string
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen, parse_peer_address
 from noloco_node.swarm import invite
+from noloco_node.swarm.kept_invite import KeptInvite, from_where
 
 DIGEST = "0123456789abcdef" * 4
 ED25519 = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
@@ -34,6 +36,67 @@ def test_what_is_formatted_is_parsed(digest: str, addresses: list[str]) -> None:
     assert parsed.digest == digest
     assert [str(address) for address in parsed.addresses] == addresses
     assert str(parsed) == text
+
+
+def test_an_invite_is_found_in_a_home_where_none_is_given(tmp_path: Path) -> None:
+    text = invite.format(DIGEST, ADDRESSES[:1])
+    assert invite.found(text, tmp_path) == text
+    assert invite.found("nonsense", tmp_path) == "nonsense", "parsing says what is wrong with it"
+    for given_home in (None, str(tmp_path)):
+        with pytest.raises(UserError, match="no invite") as caught:
+            invite.found(given_home, tmp_path)
+        assert caught.value.code is Exit.CONFIG
+    (tmp_path / invite.FILE).write_text(f"{text}\n")
+    assert invite.found(None, tmp_path) == invite.found(str(tmp_path), Path("elsewhere")) == text
+
+
+@given(st.lists(st.sampled_from(ADDRESSES)), st.lists(st.sampled_from(ADDRESSES)))
+def test_an_invite_is_widened_by_a_few_that_it_has_not(others: list[str], first: list[str]) -> None:
+    before = invite.parse(invite.format(DIGEST, ADDRESSES[:2]))
+    after = [str(each) for each in invite.parse(invite.widened(before, others, first)).addresses]
+    assert len(set(after)) == len(after)
+    assert after[: len(set(first))] == list(dict.fromkeys(first))
+    assert set(ADDRESSES[:2]) <= set(after) <= {*ADDRESSES[:2], *others, *first}
+    crowd = [f"/ip4/192.0.2.1/tcp/{port}/p2p/{ED25519}" for port in range(1, 100)]
+    assert len(invite.parse(invite.widened(before, crowd)).addresses) == 2 + invite.BESIDE
+    assert len(invite.parse(invite.widened(before, crowd, crowd)).addresses) <= 64
+
+
+def test_what_strangers_say_of_themselves_breaks_no_invite(tmp_path: Path) -> None:
+    before = invite.parse(invite.format(DIGEST, ADDRESSES[:1]))
+    said = [
+        "",
+        "nonsense",
+        "/ip4/192.0.2.1/tcp/1",
+        f"{ADDRESSES[1]},{ADDRESSES[2]}",
+        "/ip4/1/p2p/x",
+        "\x00",
+        ADDRESSES[1],
+    ]
+    assert invite.widened(before, said) == invite.format(DIGEST, ADDRESSES[:2])
+    long = invite.format(DIGEST, [f"/ip4/192.0.2.1/tcp/{port}/p2p/{ED25519}" for port in range(1, 65)])
+    assert invite.found(long, tmp_path) == long
+
+
+def test_a_home_keeps_an_invite_and_says_once_that_it_cannot(tmp_path: Path) -> None:
+    said: list[str] = []
+    came_by = invite.parse(invite.format(DIGEST, ADDRESSES[:1]))
+    kept = KeptInvite(tmp_path / invite.FILE, came_by, ADDRESSES[1:2], said.append)
+    assert kept.keep() == invite.format(DIGEST, ADDRESSES[1::-1])
+    assert kept.keep(ADDRESSES[2:3]) == invite.found(None, tmp_path)
+    assert [str(each) for each in invite.parse(invite.found(None, tmp_path)).addresses] == [
+        *ADDRESSES[1::-1],
+        ADDRESSES[2],
+    ]
+    refused = KeptInvite(tmp_path / "nowhere" / invite.FILE, came_by, (), said.append)
+    refused.keep()
+    refused.keep(ADDRESSES[2:3])
+    assert len(said) == 1
+
+
+def test_an_invite_says_from_where_it_can_be_used() -> None:
+    assert from_where(ADDRESSES[:1]) == "from another machine"
+    assert from_where([f"/ip4/127.0.0.1/tcp/4001/p2p/{ED25519}"]).startswith("on this machine")
 
 
 def test_an_address_is_split_into_place_and_peer() -> None:

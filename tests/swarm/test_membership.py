@@ -118,6 +118,37 @@ def test_a_peer_that_dies_without_a_word_leaves_by_itself() -> None:
     run(main())
 
 
+def test_a_peer_that_dies_without_a_word_is_late_with_its_news_before_it_leaves() -> None:
+    async def main() -> None:
+        hub = SimNetwork()
+        members = {}
+        tasks = []
+        for peer in ("a", "b"):
+            network = hub.network(peer)
+            members[peer] = Membership(network, "run", 1, unix_time=lambda: asyncio.get_running_loop().time() + 1e9)
+            await members[peer].claim(record(peer))
+            tasks.append(asyncio.create_task(members[peer].run()))
+        visitor = Membership(
+            hub.network("v"), "run", 1, unix_time=lambda: asyncio.get_running_loop().time() + 1e9 - 3000.0
+        )
+        for _ in range(20):
+            await asyncio.sleep(2.0)
+            await visitor.peek()
+            assert visitor.news_age_s == {}
+        hub.kill("b")
+        tasks[1].cancel()
+        await asyncio.sleep(28.0)
+        found = await visitor.peek()
+        assert peers(found) == [["a", "b"]]
+        visitor = Membership(hub.network("w"), "run", 1, unix_time=lambda: asyncio.get_running_loop().time() + 1e9)
+        await visitor.peek()
+        assert list(visitor.news_age_s) == ["b"]
+        assert visitor.news_age_s["b"] > 15.0
+        tasks[0].cancel()
+
+    run(main())
+
+
 @pytest.mark.parametrize("copies_s", [12.0, 17.0, 33.0])
 def test_who_waits_for_a_newcomer_of_the_next_stage_sees_it_ready_soon(
     copies_s: float, monkeypatch: pytest.MonkeyPatch

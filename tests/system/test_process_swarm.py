@@ -469,11 +469,16 @@ def test_a_node_whose_own_daemon_dies_starts_another_and_trains_on(crowd: Crowd)
 
 
 def test_a_new_bootstrap_peer_takes_the_place_of_a_dead_one(crowd: Crowd) -> None:
-    wider = look(crowd.commands, crowd.invite)["invite"]
+    """Whoever has a home of the swarm finds it, and leads the others back."""
+    gone = crowd.invite
     crowd.bootstrap.process.kill()
     crowd.bootstrap.wait()
-    crowd.bootstrap, crowd.invite = host(crowd.commands, crowd.run, "--invite", wider)
-    assert invites.parse(crowd.invite).addresses != invites.parse(wider).addresses[:1]
+    home = crowd.sound[0].home
+    crowd.commands.until(lambda: (home / "invite").exists(), "a node keeps an invite", alive=crowd.sound)
+    seen = look(crowd.commands, str(home))
+    assert peer(crowd.sound[0]) in {record["peer"] for stage in seen["stages"] for record in stage}
+    crowd.bootstrap, crowd.invite = host(crowd.commands, crowd.run, "--invite", str(home))
+    assert invites.parse(crowd.invite).addresses != invites.parse(gone).addresses
     newcomer = join(crowd.commands, crowd.invite, 1)
     crowd.spares.append(newcomer)
     crowd.all_train()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from statistics import median_low
@@ -28,6 +29,7 @@ from noloco_node.node.joining.state_source import (
     FromPeerSnapshot,
     FromReplicas,
     FromSeed,
+    NobodyBack,
     Seeker,
     SnapshotNotFound,
     Wait,
@@ -40,6 +42,9 @@ from noloco_node.state_sync.download import DownloadLink, StateDownload, waiting
 from noloco_node.state_sync.starting_state import StartingState, from_checkpoint, from_donor, from_seed, started
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord
+
+LOOKS, LOOK_S = 6, 5.0
+"""How often, and after which pauses, a newcomer looks whether somebody comes back to a run that was begun."""
 
 
 class Start(NamedTuple):
@@ -99,6 +104,7 @@ class _StateSearch:
             stage=self._number,
             saved_round=self._saved_round,
             staleness_at_most=self._run.outer.staleness_at_most,
+            begun=self._newcomer.reached > 0.0 and not self._newcomer.begin_anew,
         )
         attempts = Attempts()
         while True:
@@ -112,6 +118,9 @@ class _StateSearch:
                     outcome = await self._from_replicas(living)
                 case FromPeerSnapshot(attempt):
                     outcome = await revive(self._newcomer, self._number, self._stage, self._saved_round, attempt)
+                case NobodyBack(looks):
+                    await self._look_for_others(looks)
+                    outcome = None
                 case Wait(seconds, for_replica):
                     await self._wait(seconds, for_replica)
                     outcome = None
@@ -127,7 +136,26 @@ class _StateSearch:
                 " has its checkpoint, stop this node now and let them join first; join --keep-snapshots guards"
                 " against it"
             )
-        return await self._device.run(from_seed, self._stage)
+        elif self._newcomer.reached:
+            self._say(f"BEGINNING THE RUN ANEW, FROM ITS FIRST WEIGHTS: it had reached {self._newcomer.reached:.1%}")
+        beginning = await self._device.run(from_seed, self._stage)
+        return replace(beginning, progress=_median_progress(self._at_work()))
+
+    async def _look_for_others(self, looks: int) -> None:
+        """Look again who is there; raise `UserError` where nobody came back for long."""
+        reached = f"{self._newcomer.reached:.1%} of the run"
+        if looks == LOOKS:
+            raise UserError(
+                "Nobody who has weights of this run is here.",
+                why=f"{reached} was done when its peers were last seen; beginning anew would throw that away",
+                hint="start those first that hold its checkpoints, then this node; "
+                "where nobody has them any more, join --begin-anew starts from step 0",
+                code=Exit.UNREACHABLE,
+            )
+        if not looks:
+            self._say(f"{reached} is done, and nobody who has its weights is here: looking for {LOOKS * LOOK_S:.0f} s")
+        await asyncio.sleep(LOOK_S)
+        await self._newcomer.membership.peek()
 
     async def _from_checkpoint(self, living: tuple[PeerRecord, ...], searched: bool) -> StartingState:
         saved = self._saved
@@ -183,6 +211,12 @@ class _StateSearch:
         await asyncio.sleep(seconds)
         await self._newcomer.membership.peek()
 
+    def _at_work(self) -> Sequence[PeerRecord]:
+        """Return the records of the others that train: those of our stage, or of all where it has none."""
+        roster, number, me = self._newcomer.membership.roster, self._number, self._newcomer.me
+        stages = (living_replicas(roster, stage, me) for stage in range(len(roster.stages)))
+        return living_replicas(roster, number, me) or [record for records in stages for record in records]
+
     def _announce(self, waiting: str | None) -> None:
         """Say in our record that we catch up, and for what we wait."""
         for record in self._newcomer.membership.roster.stage(self._number):
@@ -191,5 +225,5 @@ class _StateSearch:
                 self._newcomer.membership.update(record)
 
 
-def _median_progress(living: tuple[PeerRecord, ...]) -> float:
-    return median_low([record.progress for record in living])
+def _median_progress(records: Sequence[PeerRecord]) -> float:
+    return median_low([record.progress for record in records] or [0.0])

@@ -21,7 +21,7 @@ class Newcomer:
 
     `requested_stage`: the one that its owner asked for, or to which it moves; then `device_s` is what a microbatch will
     take it there, as far as it knows. `slowest_bytes_per_s`: a donor whose line is slower is given up. `deadlines`:
-    False waits for a copy without end.
+    False waits for a copy without end. `reached`, `begin_anew`: as in `NodeOptions`.
     """
 
     run_file: RunFileText
@@ -34,6 +34,8 @@ class Newcomer:
     device_s: float = 0.0
     slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
     deadlines: bool = True
+    reached: float = 0.0
+    begin_anew: bool = False
 
     @property
     def me(self) -> str:

@@ -4,6 +4,10 @@ Where the run has begun and the stage lives, it is this peer's own checkpoint if
 else a living replica's state. Older weights, or the first ones, would be averaged into those of the living: rather wait
 than begin with them. Where nobody lives, it is a snapshot that somebody keeps, or our checkpoint. With neither, and in
 a run that has not begun, it is the run's first weights: its seed's, or those of the model that it continues.
+
+A run of which nobody is here may still have been begun: bootstrap peers and homes remember how far it had come
+(`noloco_node.swarm.run_history`). Its weights are then with peers that are away, and a newcomer waits for them a while.
+It begins anew only where its owner says so, or beside others that have.
 """
 
 from __future__ import annotations
@@ -48,6 +52,13 @@ class FromPeerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class NobodyBack:
+    """Nobody who has weights of the run is here, though it was begun. `looks`: at the roster so far, in vain."""
+
+    looks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Read the roster again after so many seconds. `for_replica`: our record says that we wait for one's state."""
 
@@ -55,7 +66,7 @@ class Wait:
     for_replica: bool
 
 
-StateSource: TypeAlias = FromSeed | FromCheckpoint | FromReplicas | FromPeerSnapshot | Wait
+StateSource: TypeAlias = FromSeed | FromCheckpoint | FromReplicas | FromPeerSnapshot | NobodyBack | Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,7 @@ class Attempts:
 
     downloads: int = 0
     searches: int = 0
+    looks: int = 0
     failure: DownloadFailed | SnapshotNotFound | None = None
 
     def after(self, failure: DownloadFailed | SnapshotNotFound | None) -> Attempts:
@@ -83,18 +95,23 @@ class Attempts:
         return Attempts(
             self.downloads + isinstance(failure, DownloadFailed),
             self.searches + isinstance(failure, SnapshotNotFound),
+            self.looks + (failure is None),
             failure,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seeker:
-    """Who looks for the state of `stage`. `saved_round`: of its own checkpoint of that stage, None without one."""
+    """Who looks for the state of `stage`. `saved_round`: of its own checkpoint of that stage, None without one.
+
+    `begun`: whether the run is known to have been begun, and its owner did not say to begin it anew.
+    """
 
     me: str
     stage: int
     saved_round: int | None
     staleness_at_most: int
+    begun: bool = False
 
 
 def choose_source(roster: Roster, seeker: Seeker, attempts: Attempts) -> StateSource:
@@ -108,7 +125,10 @@ def choose_source(roster: Roster, seeker: Seeker, attempts: Attempts) -> StateSo
                 return Wait(AGAIN_S, for_replica=False)
             return FromCheckpoint(searched=True) if saved else FromSeed(lost=True)
     if not any(record.round > 0 for records in roster.stages for record in records):
-        return FromCheckpoint() if saved else FromSeed()
+        if saved:
+            return FromCheckpoint()
+        alone = not any(living_replicas(roster, stage, seeker.me) for stage in range(len(roster.stages)))
+        return NobodyBack(attempts.looks) if seeker.begun and alone else FromSeed()
     living = living_replicas(roster, seeker.stage, seeker.me)
     if not living:
         return FromPeerSnapshot(attempts.searches)

@@ -49,7 +49,7 @@ class ScheduleTrace(Watcher):
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         """Say an event, but for the totals."""
         if not isinstance(event, events.Hops | events.Traffic):
-            self._line(peer.name, {key: value for key, value in msgspec.to_builtins(event).items() if key != "at"})
+            self._line(peer.name, {key: value for key, value in events.fields_of(event).items() if key != "at"})
 
     def struck(self, fault: Fault) -> None:
         """Say a fault."""

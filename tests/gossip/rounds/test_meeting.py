@@ -544,6 +544,32 @@ def test_whatever_breaks_ahead_the_meeting_mends(number: int, fate: object) -> N
     assert sent > 9
 
 
+def test_a_meeting_does_not_count_on_what_a_swap_under_way_replaces() -> None:
+    """The first swap reaches one side only; the second one, of the same weights, lasts beyond the round's opening."""
+    asked, swaps, held = "", 0, list[int]()
+
+    def tamper(sender: str, receiver: str, message: Any) -> Any:
+        nonlocal asked, swaps
+        if isinstance(message, Accepted) and message.round == 0:
+            asked, swaps = sender, swaps + 1
+        elif isinstance(message, Probe) and message.round == 1:
+            held.append(message.holds)
+        first_lost = isinstance(message, Weights) and not message.fast and sender == asked
+        second_hangs = isinstance(message, Probe) and message.round == 0 and swaps == 2
+        return SWALLOW if first_lost or second_hangs else message
+
+    async def main() -> tuple[Toy, Toy]:
+        settings = replace(SETTINGS, outer=APART, patience=RoundTimeouts(exchange_s=60.0, sleep_s=1.0))
+        toys = pair(settings, World(tamper=tamper), apart=0.1)
+        await live(list(toys), 23)
+        return toys
+
+    for toy in run(main()):
+        assert len(toy.met) == 1
+    assert swaps == 2
+    assert held == [NOTHING, NOTHING]
+
+
 def test_somebody_who_says_that_it_holds_what_it_does_not_harms_itself_only() -> None:
     def tamper(sender: str, receiver: str, message: Any) -> Any:
         if isinstance(message, PrefetchOffer):

@@ -422,6 +422,7 @@ WRONG_MANIFESTS = {
     "met before the first round": {"last_met": -1},
     "negative steps": {"inner_steps": -1},
     "negative steps of the optimiser": {"optimiser_steps": -7},
+    "more steps than anybody takes": {"inner_steps": 2**60},
     "met in a round to come": {"last_met": 7},
     "a norm that is none": {"norm": math.inf},
     "progress beyond the end": {"progress": 1.01},

@@ -13,6 +13,7 @@ from noloco_node.node.joining.state_source import (
     FromPeerSnapshot,
     FromReplicas,
     FromSeed,
+    NobodyBack,
     Seeker,
     SnapshotNotFound,
     StateSource,
@@ -35,8 +36,8 @@ def roster(*records: PeerRecord) -> Roster:
     return Roster(stages=tuple(tuple(each for each in records if each.stage == stage) for stage in (0, 1)))
 
 
-def seeker(saved_round: int | None = None) -> Seeker:
-    return Seeker(me="me", stage=1, saved_round=saved_round, staleness_at_most=STALENESS)
+def seeker(saved_round: int | None = None, *, begun: bool = False) -> Seeker:
+    return Seeker(me="me", stage=1, saved_round=saved_round, staleness_at_most=STALENESS, begun=begun)
 
 
 HERE, THERE = record(1, 20), record(0, 20)
@@ -106,6 +107,26 @@ def test_the_source(
     found: tuple[PeerRecord, ...], saved_round: int | None, attempts: Attempts, expected: StateSource
 ) -> None:
     assert choose_source(roster(*found), seeker(saved_round), attempts) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "saved_round", "expected"),
+    [
+        pytest.param((), None, NobodyBack(3), id="nobody is here"),
+        pytest.param((record(0, 0, PeerState.JOINING),), None, NobodyBack(3), id="another newcomer is nobody"),
+        pytest.param((record(1, 0, peer="me"),), None, NobodyBack(3), id="nor are we"),
+        pytest.param((record(0, 0),), None, FromSeed(), id="somebody has begun anew"),
+        pytest.param((), 7, FromCheckpoint(), id="we have a checkpoint"),
+        pytest.param((HERE,), None, FromReplicas((HERE,)), id="the stage lives"),
+    ],
+)
+def test_a_run_that_was_begun_is_not_begun_anew_alone(
+    found: tuple[PeerRecord, ...], saved_round: int | None, expected: StateSource
+) -> None:
+    attempts = Attempts()
+    for _ in range(3):
+        attempts = attempts.after(None)
+    assert choose_source(roster(*found), seeker(saved_round, begun=True), attempts) == expected
 
 
 RECORDS = st.lists(

@@ -1,0 +1,94 @@
+"""Whoever serves hears of a daemon that cannot be told, as a person can act on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from limits import PATIENT
+
+from noloco_node.errors import Exit, UserError
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability
+from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.libp2p.session import LinkContext
+from noloco_node.libp2p.streams.dialer import StreamContext
+from noloco_node.libp2p.streams.switchboard import Switchboard
+from noloco_node.network.interface import Conversation
+from noloco_node.sim.clock import run
+from noloco_node.swarm.run_distribution import SCHEMA
+
+
+class Daemon:
+    """One that fails as it is told to. `dead`: it is."""
+
+    def __init__(self, fails: ConnectionError | None, *, dead: bool) -> None:
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._fails, self._dead = fails, dead
+
+    async def is_dead(self) -> bool:
+        return self._dead
+
+    async def offer(self, topic: str) -> None:
+        if self._fails is not None:
+            raise self._fails
+
+
+@asynccontextmanager
+async def network(daemon: Daemon | None) -> AsyncIterator[Libp2pNetwork]:
+    switchboard = Switchboard(PATIENT, Capacity())
+    exchange = StreamContext(switchboard, KnownPeers(), "/test/", PATIENT)
+    parts: Any = None
+    made = Libp2pNetwork(
+        NetworkSettings(prefix="/test/", timeouts=PATIENT),
+        LinkContext(parts, Path(), exchange, Reachability.OPEN),
+        print,
+    )
+    session: Any = None if daemon is None else SimpleNamespace(daemon=daemon, dialer=daemon)
+    made._session = session
+    yield made
+
+
+async def answer(conversation: Conversation) -> None:
+    raise AssertionError("nobody asks")
+
+
+@pytest.mark.parametrize(
+    ("fails", "dead", "heard"),
+    [
+        (None, False, False),
+        (ConnectionResetError("gone"), True, False),
+        (ConnectionResetError("gone"), False, True),
+        (ConnectionAbortedError("no answer within 5 s"), False, True),
+        (ConnectionRefusedError("told already"), False, True),
+    ],
+)
+def test_a_daemon_that_cannot_be_told_ends_the_node_with_its_code(
+    fails: ConnectionError | None, dead: bool, heard: bool
+) -> None:
+    async def main() -> None:
+        async with network(Daemon(fails, dead=dead)) as made:
+            if not heard:
+                await made.serve("topic", SCHEMA, answer)
+                return
+            with pytest.raises(UserError) as caught:
+                await made.serve("topic", SCHEMA, answer)
+            assert caught.value.code is Exit.DAEMON
+            assert caught.value.why == str(fails)
+
+    run(main())
+
+
+def test_so_does_a_daemon_that_does_not_come_back() -> None:
+    async def main() -> None:
+        async with network(None) as made:
+            with pytest.raises(UserError) as caught:
+                await made.serve("topic", SCHEMA, answer)
+            assert caught.value.code is Exit.DAEMON
+
+    run(main())
