@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from noloco_node.cli.options import BootstrapOptions, default_home
+from noloco_node.cli.options import BootstrapOptions, default_home, metrics_place
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
+from noloco_node.observe.metrics_server import follow, metrics_served
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
@@ -58,7 +59,12 @@ async def host(options: BootstrapOptions) -> None:
             capacity=Capacity.within(machine_free_bytes()),
         )
         keys = [home.path / f"relay-{number}.key" for number in range(1, options.relays + 1)]
-        async with departure(say) as leaving, connected(settings) as network, network.relaying(keys) as relays:
+        async with (
+            departure(say) as leaving,
+            metrics_served(metrics_place(options), recipe.digest) as metrics,
+            connected(settings) as network,
+            network.relaying(keys) as relays,
+        ):
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             history = run_history.RunHistory(home.run_history, recipe.digest, say)
@@ -78,6 +84,8 @@ async def host(options: BootstrapOptions) -> None:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(membership.run()), group.create_task(_tell(membership))]
                 tasks += [group.create_task(each.follow(membership)) for each in (history, kept)]
+                if metrics is not None:
+                    tasks.append(group.create_task(follow(metrics, membership, network, recipe.run)))
                 leaving.polite = True
                 await leaving.asked.wait()
                 for task in tasks:

@@ -29,6 +29,7 @@ from noloco_node.cli.options import (
     SimulateOptions,
     UploadOption,
     default_home,
+    metrics_place,
     taking,
 )
 from noloco_node.errors import COMPLAINT, Exit, UserError, leaves, user_error_of
@@ -118,7 +119,7 @@ def bootstrap(options: BootstrapOptions) -> None:
 @taking(JoinOptions)
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
-    _ = options.allowance  # before torch is loaded: a refusal is to come at once
+    _ = options.allowance, metrics_place(options)  # before torch is loaded: a refusal is to come at once
     from noloco_node.terminal import say
 
     say("starting: torch is loaded, which takes some seconds")
@@ -146,8 +147,9 @@ def watch(
         list[str] | None,
         typer.Argument(
             metavar="INVITE | DIR...",
-            help="Invite of a living swarm; with --journal homes of nodes, or directories that hold such homes.",
-            show_default=False,
+            help="Invite of a living swarm, or the home of a node of it; with --journal homes of nodes, or directories "
+            "that hold such homes.",
+            show_default="the invite that the usual home keeps",
         ),
     ] = None,
     journal: Annotated[
@@ -163,10 +165,13 @@ def watch(
     given = places or []
     if journal:
         _until_interrupted(observation.replay([Path(place) for place in given], once=once, as_json=as_json))
-    elif len(given) == 1:
-        _until_interrupted(observation.watch(given[0], once=once, as_json=as_json))
-    else:
+    elif len(given) > 1:
         raise typer.BadParameter("give one INVITE, or --journal and directories")
+    else:
+        from noloco_node.swarm.invite import found
+
+        invite = found(given[0] if given else None, default_home("node"))
+        _until_interrupted(observation.watch(invite, once=once, as_json=as_json))
 
 
 @app.command()

@@ -31,7 +31,7 @@ async def watch(invite: str, *, once: bool, as_json: bool) -> None:
     """Show the swarm of an invite until interrupted."""
     async with visited(invite) as (_, recipe, membership):
         observer = RosterObserver(recipe.run, recipe.digest)
-        view = observer.view(membership.roster, time.time())
+        view = observer.view(membership.roster, time.time(), membership.news_age_s)
         if once:
             _print_view(view, as_json=as_json)
             return
@@ -48,7 +48,7 @@ async def watch(invite: str, *, once: bool, as_json: bool) -> None:
                         if not as_json:
                             live.show(view)  # the terminal may have another size by now
                     seen = membership.roster
-                    view = observer.view(seen, time.time())
+                    view = observer.view(seen, time.time(), membership.news_age_s)
 
 
 async def replay(places: Sequence[Path], *, once: bool, as_json: bool) -> None:

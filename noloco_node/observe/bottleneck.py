@@ -84,7 +84,12 @@ class StageLoad(NamedTuple):
         """What half of its replicas or more wait for."""
         if self.waits is None or 2 * self.waiting < self.replicas:
             return None
-        return next((cause for words, cause in SAID if self.waits.startswith(words)), None)
+        return cause_of(self.waits)
+
+
+def cause_of(waits: str) -> Cause | None:
+    """Return what a replica waits for by its words; None if by these it is something else."""
+    return next((cause for words, cause in SAID if waits.startswith(words)), None)
 
 
 class Wording(NamedTuple):

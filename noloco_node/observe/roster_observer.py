@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from noloco_node.observe.swarm_view import (
     MOST_CHANGES,
@@ -26,6 +28,7 @@ from noloco_node.swarm.roster import PeerRecord, Roster
 
 LEAST_SPAN_S, SPAN_S = 20.0, 60.0
 """For which the run's tokens are watched before their growth is believed, and over which it is measured."""
+SILENT = "no news of it: it may be dead"
 _WAIT = re.compile(r"(.*), for ([0-9]{1,9}) s", re.DOTALL)
 
 
@@ -40,8 +43,11 @@ class RosterObserver:
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
         self._course = Course()
 
-    def view(self, roster: Roster, at: float) -> SwarmView:
-        """Return what a roster that was read just now says; `at`: unix seconds."""
+    def view(self, roster: Roster, at: float, late: Mapping[str, float] = MappingProxyType({})) -> SwarmView:
+        """Return what a roster that was read just now says.
+
+        `at`: unix seconds. `late`: peers that may be dead, and how old their last news is.
+        """
         run = self._run
         records = {record.peer: record for stage in roster.stages for record in stage}
         if roster.old_since_s is None:
@@ -55,7 +61,7 @@ class RosterObserver:
             tokens_per_s=self._tokens_per_s(roster, at),
             trouble=_age(roster),
         )
-        peers = [self._peer_view(record, at) for record in records.values()]
+        peers = [self._peer_view(record, at, late.get(record.peer)) for record in records.values()]
         return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at)
 
     def _tokens_per_s(self, roster: Roster, at: float) -> float:
@@ -70,8 +76,8 @@ class RosterObserver:
         sources = [record for record in roster.stages[0] if record.state is PeerState.TRAINING]
         return sum(record.tokens_per_s for record in sources if record.waiting is None)
 
-    def _peer_view(self, record: PeerRecord, at: float) -> PeerView:
-        waits, since_s = split_wait(record.waiting)
+    def _peer_view(self, record: PeerRecord, at: float, silent_s: float | None) -> PeerView:
+        waits, since_s = (SILENT, silent_s) if silent_s is not None else split_wait(record.waiting)
         if waits is None and record.moves_to is not None:
             waits = f"moves to stage {record.moves_to}"
         busy = record.tokens_per_s / self._microbatch_tokens * record.device_s

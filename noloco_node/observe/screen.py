@@ -60,7 +60,7 @@ def line(view: SwarmView) -> str:
     loss = [] if view.loss is None else [f"loss {view.loss:.3f}"]
     gap = [] if view.gap is None else [f"gap {view.gap:.2g}"]
     census = ", ".join(f"{each.stage}: {each.replicas}" for each in view.stages)
-    parts = [f"{view.progress:.1%}", f"{view.tokens_per_s:,.0f} tokens/s", _left(view), *loss, *gap]
+    parts = [f"{view.progress:.1%}", f"{view.tokens_per_s:,.0f} tokens/s", time_left(view), *loss, *gap]
     parts += [f"replicas by stage {census}", *filter(None, [view.trouble]), view.bottleneck]
     return f"{_clock(view.at)}  " + " | ".join(parts)
 
@@ -87,7 +87,7 @@ def _top(view: SwarmView, width: int, height: int) -> list[RenderableType]:
     there = sum(stage.replicas for stage in view.stages)
     tokens = format_count(view.tokens)
     of = "" if view.budget_tokens is None else f" of {format_count(view.budget_tokens)}"
-    figures = f"{view.progress:.1%}  {view.tokens_per_s:,.0f} tokens/s  {_left(view)}"
+    figures = f"{view.progress:.1%}  {view.tokens_per_s:,.0f} tokens/s  {time_left(view)}"
     cells = max(4, min(60, width - len(figures) - 2))
     full = round(view.progress * cells)
     bar = Text("━" * full, style="green", no_wrap=True).append("━" * (cells - full), style="dim")
@@ -209,7 +209,8 @@ def _waits(peer: PeerView, at: float) -> str:
     return since + plain(peer.waits)
 
 
-def _left(view: SwarmView) -> str:
+def time_left(view: SwarmView) -> str:
+    """Say how long the run still takes."""
     if view.progress >= 1.0:
         return "over"
     return "no estimate yet" if view.left_s is None else f"{format_duration(view.left_s)} left"

@@ -264,7 +264,7 @@ def test_a_journal_that_was_cut_in_the_middle_is_played_to_there(tmp_path: Path)
     (tmp_path / "empty.jsonl").write_text("no json\n")
     with pytest.raises(UserError, match="nothing to play"):
         read_journals([tmp_path / "empty.jsonl"])
-    assert CliRunner().invoke(app, ["watch"]).exit_code == 2
+    assert CliRunner().invoke(app, ["watch", "one", "two"]).exit_code == 2
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 10), (200, 70)])
