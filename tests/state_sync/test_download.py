@@ -58,7 +58,7 @@ class Newcomers:
     """A world of donors of stage 1, and newcomers that come and go."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self.hub = SimNetwork()
+        self.network = SimNetwork()
         self.directory = directory
         self.events: list[journal_events.Event] = []
         self.said: list[str] = []
@@ -74,10 +74,10 @@ class Newcomers:
             return of_parts(whole, parts)
 
         donor = Donor(provide, at_once, SHAPES, DonorLimits(deadline_s=600.0, piece_s=60.0))
-        await self.hub.network(name).serve(topic(STATE, 1), state_schema(SHAPES), donor.serve)
+        await self.network.network(name).serve(topic(STATE, 1), state_schema(SHAPES), donor.serve)
 
     def newcomer(self, down_bytes_per_s: float = RATE) -> StateDownload:
-        network = self.hub.network("new", Access(down_bytes_per_s=down_bytes_per_s))
+        network = self.network.network("new", Access(down_bytes_per_s=down_bytes_per_s))
         reporter = Reporter(record=self.events.append, say=self.said.append, draw=self.draw)
         keep = None
         if self.directory is not None:
