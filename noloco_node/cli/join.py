@@ -65,12 +65,14 @@ async def join(invite: str | None, options: JoinOptions) -> None:
         ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
         async with departure(say) as leaving, metrics_served(metrics_place(options), parsed.digest) as metrics:
-            reporter = Reporter(record=partial(_record, journal, torch_device, metrics), say=say, draw=bar.draw)
+            reporter = Reporter(record=partial(_record, journal, torch_device, metrics=metrics), say=say, draw=bar.draw)
             participant = _Participant(parsed, options, home, torch_device, reporter, leaving, metrics)
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
 
 
-def _record(journal: Journal, torch_device: torch.device, metrics: NodeMetrics | None, event: events.Event) -> None:
+def _record(
+    journal: Journal, torch_device: torch.device, event: events.Event, metrics: NodeMetrics | None = None
+) -> None:
     """Write an event to the journal, to the first of a life what only this process knows; and count it."""
     if isinstance(event, events.Started):
         event = structs.replace(event, device=str(torch_device), pid=os.getpid())

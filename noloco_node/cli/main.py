@@ -45,6 +45,8 @@ app = typer.Typer(
     help="Train a language model together with strangers: each peer holds one stage of the model, sends microbatches "
     "along random routes, and draws together with one random partner a round. No all-reduce, no coordinator.",
 )
+journals = typer.Typer(no_args_is_help=True, help="What nodes have written down: journals.")
+app.add_typer(journals, name="journal")
 
 
 def _version(wanted: bool) -> None:
@@ -146,7 +148,7 @@ def watch(
     places: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="INVITE | DIR...",
+            metavar="[INVITE | DIR]",
             help="Invite of a living swarm, or the home of a node of it; with --journal homes of nodes, or directories "
             "that hold such homes.",
             show_default="the invite that the usual home keeps",
@@ -172,6 +174,23 @@ def watch(
 
         invite = found(given[0] if given else None, default_home("node"))
         _until_interrupted(observation.watch(invite, once=once, as_json=as_json))
+
+
+@journals.command(name="export")
+def export_journal(
+    out: Annotated[Path, typer.Option("--out", metavar="PATH", help="New file; for TensorBoard a new directory.")],
+    homes: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR", help="Homes of nodes, or directories that hold such homes."),
+    ],
+    kind: Annotated[str, typer.Option("--to", help="csv, parquet or tensorboard.")] = "csv",
+) -> None:
+    """Write journals as a table, one row an event, or as curves for TensorBoard."""
+    from noloco_node.observe.table_export import TableFormat, export_journals
+
+    if kind not in list(TableFormat):
+        raise typer.BadParameter(f"{kind!r} is none of {', '.join(TableFormat)}")
+    typer.echo(export_journals(homes, out, TableFormat(kind)))
 
 
 @app.command()

@@ -132,13 +132,21 @@ def read_journals(places: Sequence[Path]) -> Recording:
 
     Raises `UserError` where none is there.
     """
-    if not places:
-        raise config_error("There is nothing to play.", "no directory was given", "give the home of a node")
-    files = list(dict.fromkeys(chain.from_iterable(map(_journals_in, places))))
-    names = _names(files)
-    run = next((found for path in files if (found := _run_of(path.parent)) is not None), None)
+    journals = journals_in(places)
+    run = next((found for path in journals.values() if (found := _run_of(path.parent)) is not None), None)
     title = run.name if run is not None else places[0].absolute().name
-    return Recording({name: list(read(path)) for name, path in zip(names, files, strict=True)}, title, run)
+    return Recording({name: list(read(path)) for name, path in journals.items()}, title, run)
+
+
+def journals_in(places: Sequence[Path]) -> dict[str, Path]:
+    """Return the journals in files, homes or directories of homes, by the names of their peers.
+
+    Raises `UserError` where none is there.
+    """
+    if not places:
+        raise config_error("There is no journal.", "no directory was given", "give the home of a node")
+    files = list(dict.fromkeys(path.absolute() for place in places for path in _journals_in(place)))
+    return dict(zip(_names(files), files, strict=True))
 
 
 def _journals_in(place: Path) -> list[Path]:
