@@ -40,6 +40,7 @@ from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history
 from noloco_node.swarm.connection import connected, prefix
 from noloco_node.swarm.kept_invite import KeptInvite
+from noloco_node.swarm.peer_name import checked_name
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background
 from noloco_node.terminal import Bar, say
@@ -162,4 +163,5 @@ def _node_options(options: JoinOptions, reached: float) -> NodeOptions:
         slowest_bytes_per_s=slowest_bytes_per_s(options.allowance, SLOWEST_BYTES_PER_S),
         reached=reached,
         begin_anew=options.begin_anew,
+        name=checked_name(options.name),
     )

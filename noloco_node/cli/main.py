@@ -121,7 +121,10 @@ def bootstrap(options: BootstrapOptions) -> None:
 @taking(JoinOptions)
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
-    _ = options.allowance, metrics_place(options)  # before torch is loaded: a refusal is to come at once
+    from noloco_node.swarm.peer_name import checked_name
+
+    # Before torch is loaded: a refusal is to come at once.
+    _ = options.allowance, metrics_place(options), checked_name(options.name)
     from noloco_node.terminal import say
 
     say("starting: torch is loaded, which takes some seconds")
@@ -174,6 +177,17 @@ def watch(
 
         invite = found(given[0] if given else None, default_home("node"))
         _until_interrupted(observation.watch(invite, once=once, as_json=as_json))
+
+
+@app.command()
+def me(
+    home: HomeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run instead of text.")] = False,
+) -> None:
+    """Say what this home has given to which runs: tokens, hours, bytes, as its own journal has them."""
+    from noloco_node.observe.contribution import report
+
+    typer.echo(report(home or default_home("node"), as_json=as_json))
 
 
 @journals.command(name="export")

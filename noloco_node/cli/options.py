@@ -194,6 +194,10 @@ class JoinOptions:
             "from there. 0: none.",
         ),
     ] = 0
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="Name that others see beside this peer's id.", show_default=False),
+    ] = None
     begin_anew: Annotated[
         bool,
         typer.Option(

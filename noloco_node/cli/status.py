@@ -16,6 +16,7 @@ from noloco_node.observe.screen import time_left
 from noloco_node.observe.swarm_view import SwarmView, plain, short
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.connection import visited
+from noloco_node.swarm.peer_name import shown_name
 from noloco_node.swarm.roster import PeerRecord, Roster, some_addresses
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -85,7 +86,9 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     moving = {each.peer: f"moves to stage {each.moves_to}" for each in peers if each.moves_to is not None}
     waits = [(each.peer, each.waiting or moving.get(each.peer)) for each in peers]
     budgets = [(each.peer, each.budget) for each in peers]
+    names = [(each.peer, shown_name(each.name)) for each in peers]
     for title, rows in (
+        ("Names:", names),
         ("No news:", silent),
         ("Waiting for:", waits),
         ("Bandwidth used, of what a budget allows:", budgets),

@@ -24,6 +24,7 @@ from noloco_node.observe.swarm_view import (
 )
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import AT_WORK, PeerState
+from noloco_node.swarm.peer_name import shown_name
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 LEAST_SPAN_S, SPAN_S = 20.0, 60.0
@@ -83,7 +84,7 @@ class RosterObserver:
         busy = record.tokens_per_s / self._microbatch_tokens * record.device_s
         return PeerView(
             peer=record.peer,
-            name=short(record.peer),
+            name=called(record),
             stage=record.stage,
             state=str(record.state),
             inner_steps=record.inner_steps,
@@ -104,11 +105,16 @@ class RosterObserver:
         for peer, record in records.items():
             text = _change(before.get(peer), record)
             if text is not None:
-                self._changes.append(Change(at=at, name=short(peer), text=text))
+                self._changes.append(Change(at=at, name=called(record), text=text))
         for peer in before.keys() - records.keys():
             last = before[peer]
             how = "left after the run" if last.state is PeerState.FINISHED else f"is gone from stage {last.stage}"
-            self._changes.append(Change(at=at, name=short(peer), text=how))
+            self._changes.append(Change(at=at, name=called(last), text=how))
+
+
+def called(record: PeerRecord) -> str:
+    """Return a peer's short id, and behind it the name that it gives itself."""
+    return f"{short(record.peer)} {shown_name(record.name)}".rstrip()
 
 
 def split_wait(words: str | None) -> tuple[str | None, float | None]:

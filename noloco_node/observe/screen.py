@@ -129,7 +129,7 @@ def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Ta
 
 def _peer_table(peers: Sequence[PeerView], at: float, width: int) -> Table:
     wide, table = width >= WIDE, _table(width)
-    _add_columns(table, "peer", most=24 if wide else 12)
+    _add_columns(table, "peer", most=34 if wide else 16)
     _add_columns(table, "stage", justify="right")
     _add_columns(table, "state")
     figures = ("step", "round", *(("partner", "at work") if wide else ()), "gap", "loss", "tokens/s")
