@@ -7,12 +7,13 @@ INSTALLED := .venv/installed
 # Tests run in so many processes. Each may start a swarm of its own.
 WORKERS ?= 2
 
-.PHONY: demo test check format install clean
+.PHONY: demo test test-docker check format install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small model with a swarm of processes on this machine (about 3 minutes; DEMO='--minutes 5')"
 	@echo "make test    format, lint, types and all tests"
+	@echo "make test-docker  the image and both compose files, with a Docker engine"
 	@echo "make check   format, lint and types alone"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove .venv and caches"
@@ -35,7 +36,10 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -rs $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -rs -m 'not docker' $(TESTS)
+
+test-docker: $(INSTALLED)
+	$(BIN)/python -m pytest -rs -m docker tests/docker
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

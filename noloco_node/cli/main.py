@@ -29,6 +29,7 @@ from noloco_node.cli.options import (
     SimulateOptions,
     UploadOption,
     default_home,
+    invite_text,
     metrics_place,
     taking,
 )
@@ -175,7 +176,7 @@ def watch(
     else:
         from noloco_node.swarm.invite import found
 
-        invite = found(given[0] if given else None, default_home("node"))
+        invite = found(invite_text(given[0]) if given else None, default_home("node"))
         _until_interrupted(observation.watch(invite, once=once, as_json=as_json))
 
 
@@ -212,7 +213,10 @@ def doctor(
     invite: Annotated[
         str | None,
         typer.Argument(
-            metavar="[INVITE]", help="Of the swarm to join; without one only this machine.", show_default=False
+            metavar="[INVITE]",
+            help="Of the swarm to join; without one only this machine.",
+            callback=invite_text,
+            show_default=False,
         ),
     ] = None,
     home: HomeOption = None,
@@ -241,7 +245,8 @@ def doctor(
 def export(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
     invite: Annotated[
-        str | None, typer.Argument(metavar="INVITE", help="Invite of a living swarm.", show_default=False)
+        str | None,
+        typer.Argument(metavar="INVITE", help="Invite of a living swarm.", callback=invite_text, show_default=False),
     ] = None,
     from_home: HomesOption = None,
 ) -> None:

@@ -5,6 +5,7 @@ have many.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -13,17 +14,35 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits
 from noloco_node.run.config import MOST_SLOWDOWN
 
 if TYPE_CHECKING:
     from noloco_node.observe.metrics_server import MetricsPlace
 
+
+def invite_text(given: str | None) -> str | None:
+    """Return an invite as typed, or read it: from a file, or from the standard input (`-`). What is typed shows in
+    the list of processes. `UserError` where a file cannot be read."""
+    if given is None or given.startswith("noloco"):
+        return given
+    if given == "-":
+        return sys.stdin.readline().strip()
+    try:
+        return Path(given).expanduser().read_text().strip() if Path(given).expanduser().is_file() else given
+    except (OSError, UnicodeDecodeError) as error:
+        hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
+        raise config_error(f"The invite cannot be read from {given}.", str(error), hint) from error
+
+
 KeptInviteArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[INVITE]",
-        help="The one line that a bootstrap peer, a node or `status` prints, or the home of a node, which keeps one.",
+        help="The one line that a bootstrap peer, a node or `status` prints; a file that holds it; - to read it; or "
+        "the home of a node, which keeps one.",
+        callback=invite_text,
         show_default="the one that --home keeps",
     ),
 ]
@@ -118,6 +137,7 @@ class BootstrapOptions:
         typer.Option(
             help="Invite of a swarm that is already there, to take a lost bootstrap peer's place; or the home of a "
             "node of it.",
+            callback=invite_text,
             show_default=False,
         ),
     ] = None

@@ -236,7 +236,12 @@ def test_rounds_are_opened_as_the_settings_the_roster_and_the_progress_say() -> 
     ("outer", "field", "why", "advice"),
     [
         ("late_inner_steps_per_round = 0", "outer.late_inner_steps_per_round = 0", "outside 1 to", "from 1"),
-        ("late_inner_steps_per_round = 2.5", "outer.late_inner_steps_per_round", "int", "or leave it out"),
+        (
+            "late_inner_steps_per_round = 2.5",
+            "outer.late_inner_steps_per_round",
+            "whole number or left out",
+            "or leave it out",
+        ),
         ("late_inner_steps_per_round = 8", "outer.overlap_steps = 8", "every 10 to 8 inner", "below outer.late_inner"),
         (
             "inner_steps_per_round = 8\nlate_inner_steps_per_round = 50",
@@ -244,7 +249,7 @@ def test_rounds_are_opened_as_the_settings_the_roster_and_the_progress_say() -> 
             "every 8 to 50 inner",
             "below outer.inner_steps_per_round",
         ),
-        ("dynamic_steps = 1", "outer.dynamic_steps", "bool", "true or false"),
+        ("dynamic_steps = 1", "outer.dynamic_steps", "should be true or false", "true or false"),
     ],
 )
 def test_contradictory_settings_are_refused_with_the_reason(outer: str, field: str, why: str, advice: str) -> None:

@@ -1,0 +1,58 @@
+#!/bin/sh
+# What a container of this image does, by its first word:
+#   bootstrap [OPTION...]   host a swarm: the run file of /run.toml where one is mounted, else one made from PRESET
+#   node [OPTION...]        join by the invite in the file INVITE_FILE, as soon as it is there
+#   export [OPTION...]      write the model of that swarm below /exported
+#   healthy                 leave with 0 while this container does its work
+#   anything else           noloco-node with these words
+set -eu
+home=/home/noloco/home
+shared_invite=/invite/invite
+invite_file=${INVITE_FILE:-$shared_invite}
+
+# The file may be written anew at any time, so it is read once; and what is an argument shows in every list of processes.
+await_invite() {
+  told=
+  until invite=$(head -n 1 "$invite_file" 2> /dev/null) && [ -n "$invite" ]; do
+    [ -n "$told" ] || echo "waiting for the invite in $invite_file" >&2
+    told=1
+    sleep 1
+  done
+}
+
+role=${1:-}
+case $role in
+bootstrap)
+  shift
+  run=/run-file/run.toml
+  if [ -s /run.toml ]; then run=/run.toml; elif [ ! -s "$run" ]; then noloco-node init "$run" --preset "${PRESET:-tiny}"; fi
+  rm -f "$shared_invite"
+  # Its standard output is the invite and nothing else. The log says it too.
+  exec noloco-node bootstrap --run "$run" --home "$home" --listen /ip4/0.0.0.0/tcp/4001 "$@" > "$shared_invite"
+  ;;
+node)
+  shift
+  await_invite
+  exec noloco-node join - --home "$home" "$@" << INVITE
+$invite
+INVITE
+  ;;
+export)
+  shift
+  await_invite
+  exec noloco-node export - --out /exported/model "$@" << INVITE
+$invite
+INVITE
+  ;;
+healthy)
+  # A node writes to its journal at every step and whenever it waits; a bootstrap peer answers at its port.
+  if [ -s "$home/journal.jsonl" ]; then
+    [ -n "$(find "$home/journal.jsonl" -mmin -10)" ]
+  else
+    python -c 'import socket; socket.create_connection(("127.0.0.1", 4001), 5).close()'
+  fi
+  ;;
+*)
+  exec noloco-node "$@"
+  ;;
+esac

@@ -1,0 +1,31 @@
+"""What options of the command line take."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from noloco_node.cli.options import invite_text
+from noloco_node.errors import UserError
+
+
+def test_an_invite_is_typed_or_read_from_a_file_or_from_the_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, file = "noloco1:ab@/ip4/203.0.113.7/tcp/4001", tmp_path / "invite"
+    file.write_text(f"{line}\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{line}\nmore\n"))
+    assert [invite_text(each) for each in (line, str(file), "-", None)] == [line, line, line, None]
+
+
+def test_the_home_of_a_node_and_what_is_no_file_stay_as_they_are(tmp_path: Path) -> None:
+    assert invite_text(str(tmp_path)) == str(tmp_path)
+    assert invite_text("garbage") == "garbage"
+
+
+def test_a_file_that_holds_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "invite").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="cannot be read from"):
+        invite_text(str(tmp_path / "invite"))
