@@ -23,7 +23,7 @@ from noloco_node.observe.swarm_view import (
     swarm_view,
 )
 from noloco_node.run.config import RunConfig
-from noloco_node.run.peer_state import AT_WORK, PeerState
+from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.peer_name import shown_name
 from noloco_node.swarm.roster import PeerRecord, Roster
 
@@ -90,7 +90,7 @@ class RosterObserver:
             inner_steps=record.inner_steps,
             round=record.round,
             partner=None if record.partner is None else short(record.partner),
-            tokens_per_s=record.tokens_per_s if record.state in AT_WORK else 0.0,
+            tokens_per_s=record.tokens_per_s if record.state is PeerState.TRAINING else 0.0,
             busy=min(1.0, busy) if busy > 0.0 else None,
             loss=record.loss,
             gap=record.gap,

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 from repository import ROOT
 from typer.testing import CliRunner
 
@@ -179,3 +182,12 @@ def test_dashboard_and_alerts_ask_for_nothing_that_is_not_there() -> None:
     assert len({rule["alert"] for rule in rules}) == len(rules)
     for name in ("prometheus.yml", "compose.yaml"):
         assert yaml.safe_load((MONITORING / name).read_text())
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_finds_no_fault_in_rules_and_figures() -> None:
+    rules = ["promtool", "check", "rules", str(MONITORING / "alerts.yml")]
+    figures = ["promtool", "check", "metrics"]
+    for command, text in ((rules, b""), (figures, told().text())):
+        done = subprocess.run(command, input=text, capture_output=True, check=False, timeout=LAST_RESORT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
