@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
 
 from noloco_node.errors import UserError, config_error
 from noloco_node.journal import events
@@ -184,7 +183,6 @@ def _run_of(home: Path) -> RunConfig | None:
 
 
 def _peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> PeerView:
-    shares = [step.device_s / step.seconds for step in history.recent if step.device_s > 0.0 and step.seconds > 0.0]
     state = str(history.state or (PeerState.TRAINING if history.steps else "starting"))
     if history.finished is not None:
         state = str(PeerState.FINISHED)
@@ -200,7 +198,7 @@ def _peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pe
         round=history.round,
         partner=("alone" if history.round and partner is None else partner),
         tokens_per_s=history.tokens_per_s(now),
-        busy=min(1.0, fmean(shares)) if shares else None,
+        busy=history.busy_share(now),
         loss=history.loss,
         gap=history.gap_last,
         waits=history.gone or history.waiting,

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from noloco_node.observe.bottleneck import Cause, cause_of
 from noloco_node.observe.swarm_view import (
     MOST_CHANGES,
     Change,
@@ -81,7 +82,10 @@ class RosterObserver:
         waits, since_s = (SILENT, silent_s) if silent_s is not None else split_wait(record.waiting)
         if waits is None and record.moves_to is not None:
             waits = f"moves to stage {record.moves_to}"
-        busy = record.tokens_per_s / self._microbatch_tokens * record.device_s
+        # What a record says of its peer's speed does not fall while it stands still.
+        idle = waits is not None and cause_of(waits) in (Cause.MICROBATCHES, Cause.ROUTE)
+        speed = record.tokens_per_s if record.state is PeerState.TRAINING and not idle else 0.0
+        busy = speed / self._microbatch_tokens * record.device_s
         return PeerView(
             peer=record.peer,
             name=called(record),
@@ -90,8 +94,8 @@ class RosterObserver:
             inner_steps=record.inner_steps,
             round=record.round,
             partner=None if record.partner is None else short(record.partner),
-            tokens_per_s=record.tokens_per_s if record.state is PeerState.TRAINING else 0.0,
-            busy=min(1.0, busy) if busy > 0.0 else None,
+            tokens_per_s=speed,
+            busy=min(1.0, busy) if busy > 0.0 or idle else None,
             loss=record.loss,
             gap=record.gap,
             waits=waits,

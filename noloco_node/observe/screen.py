@@ -9,6 +9,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Literal
 
 from rich.console import Group, RenderableType
@@ -36,7 +37,7 @@ def picture(view: SwarmView, width: int, height: int, footer: str = "") -> Rende
     left = height - len(top)
     stages = _fitting_stages(view.stages, max(1, min(left // 2, left - 4) - 2))
     left -= len(stages) + 1 + (len(stages) < len(view.stages))
-    changes = [] if left < 8 else list(view.changes)[-max(2, left // 5) :]
+    changes = [] if left < 8 else _collapsed(view.changes)[-max(2, left // 5) :]
     left -= len(changes) + bool(changes)
     peers = _fitting_peers(view.peers, max(0, left - 2))
     left -= len(peers) + 1 + (len(peers) < len(view.peers)) if peers else 0
@@ -178,6 +179,16 @@ def _fitting_peers(peers: Sequence[PeerView], most: int) -> list[PeerView]:
         return list(peers)
     late = sorted(peers, key=lambda peer: (peer.trains, peer.waits is None, peer.since or float("inf"), peer.stage))
     return late[:most]
+
+
+def _collapsed(changes: Sequence[Change]) -> list[Change]:
+    """Return changes with what several peers said in a row told once."""
+    found: list[Change] = []
+    for text, same in groupby(changes, key=lambda change: change.text):
+        first, *others = same
+        more = f" and {len(others)} more" if others else ""
+        found.append(Change(at=first.at, name=f"{plain(first.name)}{more}:" if others else first.name, text=text))
+    return found
 
 
 def _curve(view: SwarmView, width: int, height: int) -> list[Text]:

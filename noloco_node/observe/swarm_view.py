@@ -12,7 +12,7 @@ from statistics import fmean
 
 import msgspec
 
-from noloco_node.observe.bottleneck import StageLoad, present_bottleneck
+from noloco_node.observe.bottleneck import StageLoad, cause_of, present_bottleneck
 from noloco_node.run.peer_state import PeerState
 
 SHORT_ID = 8
@@ -167,7 +167,7 @@ def swarm_view(
         trouble=totals.trouble,
         stages=seen,
         peers=tuple(sorted(peers, key=lambda peer: (peer.stage, peer.name, peer.peer))),
-        changes=tuple(changes),
+        changes=tuple(sorted(changes, key=lambda change: change.at)),  # silence is noticed late
         course=tuple(course.moments),
     )
 
@@ -193,8 +193,10 @@ def _left_s(totals: RunTotals) -> float | None:
 def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
     present = [peer for peer in peers if peer.state != "gone"]
     # Without the details, in which those differ that wait for the same.
-    waits = Counter(peer.waits.partition(":")[0] for peer in present if peer.waits is not None)
-    most = max(waits, key=lambda words: (waits[words], words), default=None)
+    waits = [peer.waits.partition(":")[0] for peer in present if peer.waits is not None]
+    causes = Counter(cause_of(words) or words for words in waits)
+    worst = max(causes, key=lambda cause: (causes[cause], cause), default=None)
+    most = next((words for words in waits if (cause_of(words) or words) == worst), None)
     return StageView(
         stage=number,
         replicas=len(present),
@@ -203,7 +205,7 @@ def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
         busy=_mean([peer.busy for peer in present if peer.trains]),
         gap=_mean([peer.gap for peer in present]),
         waits=most,
-        waiting=0 if most is None else waits[most],
+        waiting=0 if worst is None else causes[worst],
     )
 
 
