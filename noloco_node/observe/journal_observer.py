@@ -7,7 +7,7 @@ hundred thousand events again takes a part of a second.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -25,9 +25,9 @@ from noloco_node.run.runfile import decode_run
 JOURNAL = "journal.jsonl"
 MOMENTS = 240
 """Of the course of a recording."""
-SILENT_S = 15.0
-"""After the last line of a journal, before its peer counts as gone: one that lives writes more often."""
-ENDS = "its journal ends here"
+SILENT_S = 30.0
+"""Without a line in its journal, before a peer counts as gone: one that lives writes more often."""
+SILENT = "its journal falls silent"
 
 
 class JournalObserver:
@@ -91,11 +91,11 @@ class Recording:
                 "There is nothing to play.", "no event in these journals is legible", "give the home of a node"
             )
         self.begun, self.ended = self._events[0][0], self._events[-1][0]
-        self._last = {peer: taken[-1].at for peer, taken in journals.items() if taken}
         self._rewind()
 
     def _rewind(self) -> None:
         self._by_name: dict[str, PeerHistory] = {}
+        self._heard: dict[str, float] = {}
         self._observer = JournalObserver(self._title, (), self._run)
         self._next, self._now = 0, self.begun
 
@@ -117,24 +117,51 @@ class Recording:
             if name not in self._by_name:
                 self._by_name[name] = PeerHistory(name, 0)
                 self._observer.histories.append(self._by_name[name])
+            self._note_silence(name, event.at)
+            self._by_name[name].gone = None
             self._observer.take(self._by_name[name], event)
+            self._heard[name] = event.at
             self._next += 1
         self._now = now
-        for name, history in self._by_name.items():
-            last = self._last[name]
-            if now - last >= SILENT_S and history.gone is None and history.finished is None:
-                self._observer.note(history, ENDS, last)
+        for name in self._by_name:
+            self._note_silence(name, now)
+
+    def _note_silence(self, name: str, now: float) -> None:
+        history, heard = self._by_name[name], self._heard.get(name, now)
+        if now - heard >= SILENT_S and history.gone is None and history.finished is None:
+            self._observer.note(history, SILENT, heard)
 
 
 def read_journals(places: Sequence[Path]) -> Recording:
-    """Return the recording of journals: files, homes, or directories of homes.
+    """Return the recording of the last run in journals: files, homes, or directories of homes.
 
     Raises `UserError` where none is there.
     """
     journals = journals_in(places)
     run = next((found for path in journals.values() if (found := _run_of(path.parent)) is not None), None)
     title = run.name if run is not None else places[0].absolute().name
-    return Recording({name: list(read(path)) for name, path in journals.items()}, title, run)
+    taken = {name: list(read(path)) for name, path in journals.items()}
+    begun = [event for each in taken.values() for event in each if isinstance(event, events.Started)]
+    last = max(begun, key=lambda event: event.at, default=None)
+    if last is not None:
+        taken = {name: list(_of_run(each, last.run)) for name, each in taken.items()}
+    return Recording(taken, title, run)
+
+
+def _of_run(journal: Iterable[events.Event], run: str) -> Iterator[events.Event]:
+    """Yield what a journal says of one run: a home may have taken part in several."""
+    before: list[events.Event] = []
+    now: str | None = None
+    for event in journal:
+        if isinstance(event, events.Started):
+            now = event.run
+            if now == run:
+                yield from before
+            before = []
+        if now is None:
+            before.append(event)  # of the way into the first run
+        elif now == run:
+            yield event
 
 
 def journals_in(places: Sequence[Path]) -> dict[str, Path]:

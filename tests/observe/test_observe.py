@@ -22,7 +22,7 @@ from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.observe.bottleneck import PAST, PRESENT, StageLoad, devices_bottleneck, present_bottleneck
-from noloco_node.observe.journal_observer import ENDS, JournalObserver, Recording, read_journals
+from noloco_node.observe.journal_observer import SILENT, JournalObserver, Recording, read_journals
 from noloco_node.observe.live_view import LiveView
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.playback import FASTEST, SLOWEST, Playback, meanings
@@ -237,11 +237,37 @@ def test_a_recording_goes_forward_and_back_and_is_the_same_again() -> None:
     assert (first.tokens, len(first.peers)) == (30 * 4096, 2)
     end = recording.at(recording.ended + 1000)
     assert [peer.state for peer in end.peers] == ["training", "gone"]
-    assert [peer.waits for peer in end.peers] == [None, ENDS]
+    assert [peer.waits for peer in end.peers] == [None, SILENT]
     assert end.bottleneck.startswith("Nobody serves stage 1")
-    assert any(change.text == ENDS and change.at == BEGUN + 49 for change in end.changes)
+    assert any(change.text == SILENT and change.at == BEGUN + 49 for change in end.changes)
     assert recording.at(BEGUN + 30) == first
     assert recording.at(0.0).at == BEGUN
+
+
+def test_who_comes_back_after_a_silence_is_there_again() -> None:
+    found = journals()
+    again = BEGUN + 90
+    begun = events.Started(at=again, peer="12D3peer1", stage=1, run="r", version="0")
+    found["home1"] += [begun, events.StateChanged(at=again, state=PeerState.TRAINING), inner(50, again + 1)]
+    recording = Recording(found, "a run", None)
+    assert [peer.state for peer in recording.at(again - 1).peers] == ["training", "gone"]
+    end = recording.at(recording.ended)
+    assert [peer.state for peer in end.peers] == ["training", "training"]
+    told = [change.text for change in end.changes if change.name == "home1"]
+    assert told == ["began at stage 1", SILENT, "began at stage 1"]
+    assert Recording(found, "a run", None).at(recording.ended).changes == end.changes  # however far one jumps
+
+
+def test_only_the_last_run_of_a_home_is_played(tmp_path: Path) -> None:
+    first = journals()["home0"]
+    later = [events.Started(at=BEGUN + 500, peer="12D3peer1", stage=0, run="s", version="0"), inner(1, BEGUN + 501)]
+    taken = [*first, *later]
+    with Journal(tmp_path / "journal.jsonl", now=iter([event.at for event in taken]).__next__) as journal:
+        for event in taken:
+            journal.write(event)
+    recording = read_journals([tmp_path])
+    assert (recording.begun, recording.ended) == (BEGUN + 500, BEGUN + 501)
+    assert recording.at(recording.ended).tokens == 4096
 
 
 def test_a_journal_that_was_cut_in_the_middle_is_played_to_there(tmp_path: Path) -> None:
@@ -256,7 +282,7 @@ def test_a_journal_that_was_cut_in_the_middle_is_played_to_there(tmp_path: Path)
     assert recording.at(recording.ended).tokens == 99 * 4096
     done = CliRunner().invoke(app, ["watch", "--journal", str(tmp_path), "--once"])
     assert done.exit_code == 0
-    assert "home1 at stage 1, waiting: its journal ends here" in done.stdout
+    assert "home1 at stage 1, waiting: its journal falls silent" in done.stdout
     told = CliRunner().invoke(app, ["watch", "--journal", str(tmp_path / "home0"), "--json"]).stdout.splitlines()
     assert [msgspec.json.decode(each)["tokens"] for each in told][-1] == 99 * 4096
     with pytest.raises(UserError, match="no journal"):
