@@ -146,9 +146,13 @@ def present_bottleneck(loads: Sequence[StageLoad], tokens_per_s: float, *, is_ov
         )
     if not work:
         return "Nobody has said yet how busy its device is."
+    most = f"{max(work.values()):.0%} of the time"
+    if len(loads) == 1:
+        alone = f"The devices are busy for {most}, and there is no other stage to wait for: cores are shared, or rounds"
+        return sentence or f"{alone} hold them up."
     return sentence or (
-        f"No stage's devices are busy for more than {max(work.values()):.0%} of the time: replicas wait for each "
-        "other, on lines, latency or the end of a window."
+        f"No stage's devices are busy for more than {most}: replicas wait for each other, a line, a core, or the end "
+        "of a window."
     )
 
 

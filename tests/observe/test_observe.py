@@ -155,6 +155,7 @@ ROOM = "room at the next stage"
         ([StageLoad(0, 2, 2, 0.3), StageLoad(1, 2, 2, 0.9)], 9.0, "Stage 1 is the bottleneck: its devices are busy fo"),
         ([StageLoad(0, 2, 2, 0.9), StageLoad(1, 2, 2, 0.9)], 9.0, "The devices are the limit, of all stages alike"),
         ([StageLoad(0, 2, 2), StageLoad(1, 2, 2)], 9.0, "Nobody has said yet"),
+        ([StageLoad(0, 2, 2, 0.3)], 9.0, "The devices are busy for 30% of the time, and there is no other stage"),
     ],
 )
 def test_the_sentence_of_this_moment(loads: list[StageLoad], speed: float, sentence: str) -> None:
