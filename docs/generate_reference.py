@@ -54,9 +54,10 @@ SHARED = {
 def commands() -> str:
     """Every command with its arguments and options."""
     parts = []
-    for command in app.registered_commands:
+    groups = [("", app), *((f"{group.name} ", group.typer_instance) for group in app.registered_groups)]
+    for prefix, command in [(prefix, each) for prefix, group in groups if group for each in group.registered_commands]:
         assert command.callback is not None
-        name = command.name or command.callback.__name__
+        name = prefix + (command.name or command.callback.__name__)
         parameters = list(_parameters(command.callback))
         arguments = [each for each in parameters if each.is_argument]
         options = [each for each in parameters if not each.is_argument]

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Self
 from noloco_node.demo import swarm_processes
 from noloco_node.demo.child_processes import Child, Children
 from noloco_node.demo.options import letters
-from noloco_node.demo.peer_history import PeerHistory
 from noloco_node.errors import UserError
 from noloco_node.journal.events import Finished, InnerStep, Started
 from noloco_node.journal.reader import Tail
+from noloco_node.observe.peer_history import PeerHistory
 
 READY_S = 1800.0
 """Guards against waiting for ever; nine processes at once take a minute to load torch on two cores."""

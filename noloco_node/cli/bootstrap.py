@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_node.cli.admissions import HostedAdmissions
-from noloco_node.cli.options import BootstrapOptions, default_home
+from noloco_node.cli.options import BootstrapOptions, default_home, metrics_place
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
+from noloco_node.observe.metrics_server import follow, metrics_served
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
@@ -62,7 +63,12 @@ async def host(options: BootstrapOptions) -> None:
             capacity=Capacity.within(machine_free_bytes()),
         )
         keys = [home.path / f"relay-{number}.key" for number in range(1, options.relays + 1)]
-        async with departure(say) as leaving, connected(settings) as whole, whole.relaying(keys) as relays:
+        async with (
+            departure(say) as leaving,
+            metrics_served(metrics_place(options), recipe.digest) as metrics,
+            connected(settings) as whole,
+            whole.relaying(keys) as relays,
+        ):
             network = await admissions.admitted(whole)
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
@@ -81,6 +87,8 @@ async def host(options: BootstrapOptions) -> None:
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
                 followed = [each.follow(membership) for each in (history, kept)]
+                if metrics is not None:
+                    followed.append(follow(metrics, membership, network, recipe.run))
                 running = (membership.run(), _tell(membership), admissions.watch(), *followed)
                 tasks = [group.create_task(each) for each in running]
                 leaving.polite = True

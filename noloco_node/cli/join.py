@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import closing
+import time
+from contextlib import AsyncExitStack, closing
 from datetime import datetime
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec import structs
 
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import HostMachine
-from noloco_node.cli.options import JoinOptions, default_home
+from noloco_node.cli.options import JoinOptions, default_home, metrics_place
 from noloco_node.data.blocks import check_source
 from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal import events
@@ -31,6 +33,7 @@ from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
+from noloco_node.observe.metrics_server import follow, metrics_served
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
 from noloco_node.run.permissions import check_text, summary
@@ -40,9 +43,13 @@ from noloco_node.swarm import run_history
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.connection import connected
 from noloco_node.swarm.kept_invite import KeptInvite
+from noloco_node.swarm.peer_name import checked_name
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background
 from noloco_node.terminal import Bar, say
+
+if TYPE_CHECKING:
+    from noloco_node.observe.metrics import NodeMetrics
 
 
 async def join(invite: str | None, options: JoinOptions) -> None:
@@ -62,17 +69,21 @@ async def join(invite: str | None, options: JoinOptions) -> None:
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
         ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
-        reporter = Reporter(record=partial(_record, journal, torch_device), say=say, draw=bar.draw)
-        async with departure(say) as leaving:
-            participant = _Participant(access, options, home, torch_device, reporter, leaving)
+        async with departure(say) as leaving, metrics_served(metrics_place(options), parsed.digest) as metrics:
+            reporter = Reporter(record=partial(_record, journal, torch_device, metrics=metrics), say=say, draw=bar.draw)
+            participant = _Participant(access, options, home, torch_device, reporter, leaving, metrics)
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
 
 
-def _record(journal: Journal, torch_device: torch.device, event: events.Event) -> None:
-    """Write an event to the journal; to the first of a life what only this process knows."""
+def _record(
+    journal: Journal, torch_device: torch.device, event: events.Event, metrics: NodeMetrics | None = None
+) -> None:
+    """Write an event to the journal, to the first of a life what only this process knows; and count it."""
     if isinstance(event, events.Started):
         event = structs.replace(event, device=str(torch_device), pid=os.getpid())
     journal.write(event)
+    if metrics is not None:
+        metrics.take(event, time.time())
 
 
 class _Participant:
@@ -86,9 +97,10 @@ class _Participant:
         torch_device: torch.device,
         reporter: Reporter,
         leaving: Departure,
+        metrics: NodeMetrics | None,
     ) -> None:
         self._access, self._options, self._home, self._torch_device = access, options, home, torch_device
-        self._reporter, self._leaving = reporter, leaving
+        self._reporter, self._leaving, self._metrics = reporter, leaving, metrics
         self._run: tuple[RunFileText, ModelLayout] | None = None
 
     async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
@@ -106,7 +118,12 @@ class _Participant:
             self._leaving.polite = True
             kept = KeptInvite(self._home.invite, self._access.invite, await network.addresses(), say)
             say(f"an invite of our own, kept in {self._home.invite}: {invites.without_secret(kept.keep())}")
-            async with background(history.follow(node.membership)), background(kept.follow(node.membership)):
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(background(history.follow(node.membership)))
+                await stack.enter_async_context(background(kept.follow(node.membership)))
+                if self._metrics is not None:
+                    following = follow(self._metrics, node.membership, network, recipe.run)
+                    await stack.enter_async_context(background(following))
                 await node.live(leave)
 
     async def _reached(self, network: PeerNetwork, history: run_history.RunHistory) -> float:
@@ -159,4 +176,5 @@ def _node_options(options: JoinOptions, reached: float) -> NodeOptions:
         slowest_bytes_per_s=slowest_bytes_per_s(options.allowance, SLOWEST_BYTES_PER_S),
         reached=reached,
         begin_anew=options.begin_anew,
+        name=checked_name(options.name),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -31,9 +32,10 @@ from noloco_node.cli.options import (
     UploadOption,
     default_home,
     invite_text,
+    metrics_place,
     taking,
 )
-from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
+from noloco_node.errors import COMPLAINT, Exit, UserError, leaves, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.run.config import Rule
 
@@ -47,6 +49,8 @@ app = typer.Typer(
     help="Train a language model together with strangers: each peer holds one stage of the model, sends microbatches "
     "along random routes, and draws together with one random partner a round. No all-reduce, no coordinator.",
 )
+journals = typer.Typer(no_args_is_help=True, help="What nodes have written down: journals.")
+app.add_typer(journals, name="journal")
 
 
 def _version(wanted: bool) -> None:
@@ -123,8 +127,11 @@ def bootstrap(options: BootstrapOptions) -> None:
 @taking(JoinOptions)
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
+    from noloco_node.swarm.peer_name import checked_name
+
     # Before torch is loaded: a refusal is to come at once.
     _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
+    _ = metrics_place(options), checked_name(options.name)
     from noloco_node.terminal import say
 
     say("starting: torch is loaded, which takes some seconds")
@@ -163,6 +170,72 @@ def status(
 
     home = home or default_home("node")
     typer.echo(_run(look(found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home))))
+
+
+@app.command()
+def watch(
+    places: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[INVITE | DIR]",
+            help="Invite of a living swarm, or the home of a node of it; with --journal homes of nodes, or directories "
+            "that hold such homes.",
+            show_default="the invite that the usual home keeps",
+        ),
+    ] = None,
+    journal: Annotated[
+        bool,
+        typer.Option("--journal", help="Play the journals of a run that is over, or crashed, forward and back."),
+    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the present state, or the last, and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, instead of a picture.")] = False,
+    home: HomeOption = None,
+    local: LocalOption = None,
+) -> None:
+    """Show what a swarm does and what holds it back: live on a terminal, in lines elsewhere. Ctrl-C ends it."""
+    from noloco_node.cli import observation
+
+    given = places or []
+    if journal:
+        _until_interrupted(observation.replay([Path(place) for place in given], once=once, as_json=as_json))
+    elif len(given) > 1:
+        raise typer.BadParameter("give one INVITE, or --journal and directories")
+    else:
+        from noloco_node.swarm.connection import Visitor
+        from noloco_node.swarm.invite import found
+
+        home = home or default_home("node")
+        visitor = Visitor(tuple(local or ()), home)
+        invite = found(invite_text(given[0]) if given else None, home)
+        _until_interrupted(observation.watch(invite, once=once, as_json=as_json, visitor=visitor))
+
+
+@app.command()
+def me(
+    home: HomeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run instead of text.")] = False,
+) -> None:
+    """Say what this home has given to which runs: tokens, hours, bytes, as its own journal has them."""
+    from noloco_node.observe.contribution import report
+
+    typer.echo(report(home or default_home("node"), as_json=as_json))
+
+
+@journals.command(name="export")
+def export_journal(
+    out: Annotated[Path, typer.Option("--out", metavar="PATH", help="New file; for TensorBoard a new directory.")],
+    homes: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR", help="Homes of nodes, or directories that hold such homes."),
+    ],
+    kind: Annotated[str, typer.Option("--to", help="csv, parquet or tensorboard.")] = "csv",
+) -> None:
+    """Write journals as a table, one row an event, or as curves for TensorBoard."""
+    from noloco_node.observe.table_export import TableFormat, export_journals
+
+    if kind not in list(TableFormat):
+        raise typer.BadParameter(f"{kind!r} is none of {', '.join(TableFormat)}")
+    typer.echo(export_journals(homes, out, TableFormat(kind)))
 
 
 @app.command()
@@ -328,6 +401,18 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
         from asyncio import new_event_loop
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main)
+
+
+def _until_interrupted(main: Coroutine[Any, Any, None]) -> None:
+    """Run what only shows something: to interrupt it, or to close the pipe that it writes to, is its usual end."""
+    try:
+        _run(main)
+    except KeyboardInterrupt:
+        pass
+    except (OSError, BaseExceptionGroup) as error:
+        if not all(isinstance(each, BrokenPipeError) for each in leaves(error)):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
 
 
 def main() -> None:

@@ -10,13 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
+
+if TYPE_CHECKING:
+    from noloco_node.observe.metrics_server import MetricsPlace
 
 
 def invite_text(given: str | None) -> str | None:
@@ -112,6 +115,18 @@ CapOption = Annotated[
         show_default=False,
     ),
 ]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="Serve figures for Prometheus at this port, to this machine alone.",
+        show_default=False,
+    ),
+]
+MetricsOpenOption = Annotated[
+    bool, typer.Option("--metrics-open", help="Let --metrics name an address that others can reach.")
+]
 
 
 def default_home(kind: str) -> Path:
@@ -145,6 +160,8 @@ class BootstrapOptions:
             "this machine's line, and libp2p's relays can be held to no rate.",
         ),
     ] = 4
+    metrics: MetricsOption = None
+    metrics_open: MetricsOpenOption = False
 
 
 @dataclass(frozen=True)
@@ -224,6 +241,10 @@ class JoinOptions:
             "from there. 0: none.",
         ),
     ] = 0
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="Name that others see beside this peer's id.", show_default=False),
+    ] = None
     begin_anew: Annotated[
         bool,
         typer.Option(
@@ -251,6 +272,8 @@ class JoinOptions:
             help="Act as a device so many times slower than yours: for trials of uneven swarms.",
         ),
     ] = 1.0
+    metrics: MetricsOption = None
+    metrics_open: MetricsOpenOption = False
 
     @cached_property
     def allowance(self) -> OwnerLimits:
@@ -294,6 +317,13 @@ class SimulateOptions:
         bool,
         typer.Option("--trace", help="Write every event; with --seed alone, replay that schedule of --explore."),
     ] = False
+
+
+def metrics_place(options: BootstrapOptions | JoinOptions) -> MetricsPlace | None:
+    """Return where metrics are to be served, if at all; raise `UserError` where they may not be."""
+    from noloco_node.observe.metrics_server import parse_place
+
+    return None if options.metrics is None else parse_place(options.metrics, is_open=options.metrics_open)
 
 
 def taking(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import io
 import shutil
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from noloco_node.observe.roster_observer import RosterObserver
+from noloco_node.observe.screen import time_left
+from noloco_node.observe.swarm_view import SwarmView, plain, short
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.connection import Visitor, visited
+from noloco_node.swarm.peer_name import shown_name
 from noloco_node.swarm.roster import PeerRecord, Roster, some_addresses
 from noloco_node.swarm.run_distribution import RunFileText
-
-MOST_WORDS = 200
-"""Of what a peer says of itself in words."""
 
 
 async def look(invite: str, *, as_json: bool, visitor: Visitor = Visitor()) -> str:  # noqa: B008 - it is frozen
@@ -31,10 +33,14 @@ async def look(invite: str, *, as_json: bool, visitor: Visitor = Visitor()) -> s
 
 def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
     """Return what `--json` prints."""
+    view = _view(recipe, roster)
     return {
         "run": recipe.run.name,
         "run_id": recipe.digest,
-        "progress": _progress(recipe, roster),
+        "progress": view.progress,
+        "tokens_per_s": view.tokens_per_s,
+        "left_s": view.left_s,
+        "bottleneck": view.bottleneck,
         "samples": roster.run_samples,
         "budget_samples": recipe.run.budget_samples,
         "sources": roster.sources,
@@ -53,9 +59,10 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     from rich.console import Console
     from rich.table import Table
 
+    view = _view(recipe, roster)
     # Within eighty columns: names and figures whole. Words have lines of their own.
     table = Table(
-        title=f"{recipe.run.name} ({recipe.digest[:12]}), {_progress(recipe, roster):.1%} of the token budget",
+        title=f"{recipe.run.name} ({recipe.digest[:12]}), {view.progress:.1%} of the token budget",
         caption="ms: device time of a microbatch",
         box=SIMPLE_HEAD,
         padding=0,
@@ -73,12 +80,15 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     text = io.StringIO()
     console = Console(file=text, width=max(80, shutil.get_terminal_size().columns))
     console.print(table)
+    console.print(f"{view.tokens_per_s:,.0f} tokens/s, {time_left(view)}. {view.bottleneck}", highlight=False)
     peers = sorted((record for stage in roster.stages for record in stage), key=lambda record: record.peer)
     silent = [(each.peer, f"for {late[each.peer]:.0f} s: it may be dead") for each in peers if each.peer in late]
     moving = {each.peer: f"moves to stage {each.moves_to}" for each in peers if each.moves_to is not None}
     waits = [(each.peer, each.waiting or moving.get(each.peer)) for each in peers]
     budgets = [(each.peer, each.budget) for each in peers]
+    names = [(each.peer, shown_name(each.name)) for each in peers]
     for title, rows in (
+        ("Names:", names),
         ("No news:", silent),
         ("Waiting for:", waits),
         ("Bandwidth used, of what a budget allows:", budgets),
@@ -87,14 +97,14 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
         if said:
             grid = Table.grid(padding=(0, 1))
             for peer, words in said:
-                grid.add_row(f" {_said(peer[-8:])}", _said(words))
+                grid.add_row(f" {_said(short(peer))}", _said(words))
             console.print(title, grid)
     return text.getvalue()
 
 
 def _row(record: PeerRecord) -> tuple[str, ...]:
     return (
-        _said(record.peer[-8:]),
+        _said(short(record.peer)),
         str(record.state),
         str(record.inner_steps),
         str(record.round),
@@ -110,8 +120,8 @@ def _said(words: str | None) -> str:
     """Return what a stranger says of itself as plain text: neither markup nor signs that move a terminal's cursor."""
     from rich.markup import escape
 
-    return escape("".join(letter if letter.isprintable() else " " for letter in (words or "")[:MOST_WORDS]))
+    return escape(plain(words))
 
 
-def _progress(recipe: RunFileText, roster: Roster) -> float:
-    return min(1.0, roster.run_samples / recipe.run.budget_samples)
+def _view(recipe: RunFileText, roster: Roster) -> SwarmView:
+    return RosterObserver(recipe.run, recipe.digest).view(roster, time.time())

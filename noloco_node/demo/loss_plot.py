@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
 from noloco_node.charts import COLOURS, INK, QUIET, SAME, Labelled, dress, new_figure, png, write_labels
-from noloco_node.demo.braille_chart import smoothed
-from noloco_node.demo.peer_history import PeerHistory, over_tokens
 from noloco_node.demo.summary import ModelScores
+from noloco_node.observe.braille_chart import smoothed
+from noloco_node.observe.peer_history import PeerHistory, over_tokens
 
 
 def picture(heading: str, histories: Sequence[PeerHistory], scores: ModelScores | None) -> bytes:

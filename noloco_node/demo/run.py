@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from statistics import mean
 from typing import NamedTuple
 
@@ -22,13 +20,16 @@ from rich.console import Console
 
 from noloco_node.demo import swarm_processes
 from noloco_node.demo.child_processes import Child, Children
-from noloco_node.demo.live_view import LiveView
 from noloco_node.demo.options import DemoConfig, check, letters, mark
 from noloco_node.demo.output_dir import claim_output_dir
-from noloco_node.demo.peer_history import PeerHistory
 from noloco_node.demo.summary import ModelScores, Summary, lines, summarise
 from noloco_node.errors import UserError
+from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
+from noloco_node.machine.signals import signals_interrupt
+from noloco_node.observe.journal_observer import JournalObserver
+from noloco_node.observe.live_view import LiveView
+from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
@@ -55,33 +56,18 @@ class Peer(NamedTuple):
         """It finished its training, or its process ended."""
         return self.history.finished is not None or self.child.exit_code is not None
 
-    def take_news(self) -> None:
-        """Read what its journal has to say by now."""
+    def news(self) -> Iterator[Event]:
+        """Yield what its journal has to say by now, and was not read yet."""
         while news := self.tail.poll():
-            for event in news:
-                self.history.take(event)
+            yield from news
 
 
 async def demonstrate(demo: DemoConfig) -> None:
     """Run a whole swarm on this machine; raise `UserError` where it cannot be done."""
     check(demo)
     started_at = time.time()
-    with claim_output_dir(demo.home, mark(demo, started_at)) as home, _signals_interrupt():
+    with claim_output_dir(demo.home, mark(demo, started_at)) as home, signals_interrupt():
         await _Demo(demo, home, Console(), started_at).run()
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Let a termination or a closed terminal do what Ctrl-C does: unwind, and stop the children on the way."""
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 class _Demo:
@@ -180,27 +166,30 @@ class _Demo:
         heading = f"{self._demo.stages} stages x {self._demo.replicas} replicas, {_tokens(run):,} tokens"
         sources_done_at: float | None = None
         sources = [peer for peer in peers if peer.history.stage == 0]
-        with LiveView(self._console, heading, [peer.history for peer in peers], _tokens(run), self._started_at) as view:
+        observer = JournalObserver(heading, [peer.history for peer in peers], run)
+        with LiveView(self._console, whole_screen=False) as view:
             while not all(peer.done for peer in peers):
                 now = time.time()
                 for peer in peers:
-                    peer.take_news()
-                    self._notice_end(peer)
-                view.show(now)
+                    for event in peer.news():
+                        observer.take(peer.history, event)
+                    self._notice_end(peer, observer)
+                view.show(observer.view(now))
                 if all(peer.done for peer in sources):
                     sources_done_at = sources_done_at or now
                     if now - sources_done_at > LATE_S:
                         break
                 await asyncio.sleep(SHOW_EVERY_S)
             for peer in peers:
-                peer.take_news()
-            view.show(time.time())
+                for event in peer.news():
+                    observer.take(peer.history, event)
+            view.show(observer.view(time.time()))
         if all(peer.history.finished is None for peer in sources):
             raise sources[0].child.trouble("no source finished its training")
 
-    def _notice_end(self, peer: Peer) -> None:
+    def _notice_end(self, peer: Peer, observer: JournalObserver) -> None:
         if peer.history.gone is None and peer.child.end is not None:
-            peer.history.gone = peer.child.end
+            observer.note(peer.history, peer.child.end, time.time())
             self._say(f"{peer.child.name}: {peer.child.end}; its last words: {peer.child.last_word()}")
 
     async def _evaluate(self, invite: str, peers: Sequence[Peer]) -> ModelScores:
@@ -214,7 +203,8 @@ class _Demo:
         from noloco_node.demo.loss_plot import picture
 
         for peer in peers:
-            peer.take_news()
+            for event in peer.news():
+                peer.history.take(event)
             peer.tail.close()
         histories = [peer.history for peer in peers]
         summary = summarise(histories)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from noloco_node.charts import SAME
-from noloco_node.demo.peer_history import PeerHistory
+from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.units import format_bytes
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from noloco_node.errors import Exit
@@ -53,3 +53,17 @@ async def departure(say: Callable[[str], None]) -> AsyncIterator[Departure]:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, lambda *_: os._exit(Exit.INTERRUPTED))
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Let a termination or a closed terminal do what Ctrl-C does: unwind, and put everything away on the way."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -62,6 +62,7 @@ class Node:
             lifetime_s=max(LIFETIME_S, REFRESHES * options.refresh_s),
             refresh_s=options.refresh_s,
             unix_time=host.unix_time,
+            name=options.name,
         )
         context = self._context = NodeContext(
             run_file=run_file,

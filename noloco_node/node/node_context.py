@@ -22,6 +22,7 @@ class NodeOptions:
     `slowest_bytes_per_s`: of a line that weights may travel on; deadlines follow from it. `moves`: goes to another
     stage when it is needed there. `keep_snapshots`: rounds between two snapshots of another stage; 0 keeps none.
     `reached`: progress at which the run was last seen, 0 if nobody knows; `begin_anew`: from its first weights even so.
+    `name`: that others show beside our id.
     """
 
     stage: int | None = None
@@ -34,6 +35,7 @@ class NodeOptions:
     slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
     reached: float = 0.0
     begin_anew: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

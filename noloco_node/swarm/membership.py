@@ -56,8 +56,9 @@ class Membership:
         lifetime_s: float = 30.0,
         refresh_s: float = 10.0,
         unix_time: Callable[[], float] = time.time,
+        name: str = "",
     ) -> None:
-        self._network, self._run_id, self._unix_time = network, run_id, unix_time
+        self._network, self._run_id, self._unix_time, self._name = network, run_id, unix_time, name
         self._lifetime_s, self._refresh_s = lifetime_s, refresh_s
         self._own: PeerRecord | None = None
         self._serial = 0
@@ -184,7 +185,8 @@ class Membership:
         # Grows over a restart too, and should our clock be set back.
         unix_s = max(0.0, self._unix_time())
         self._serial = max(self._serial + 1, int(1000 * unix_s))
-        raw = msgspec.msgpack.encode(Published(self._serial, record, unix_s, self._lifetime_s))
+        named = msgspec.structs.replace(record, name=self._name)
+        raw = msgspec.msgpack.encode(Published(self._serial, named, unix_s, self._lifetime_s))
         # Never shorter than before: of two records the DHT keeps the one that expires later.
         self._behind_s = max(self._behind_s, -(self.skew_s or 0.0))
         kept_s = min(self._lifetime_s + CLOCK_ERROR_S + self._behind_s, LONGEST_IN_DHT_S)

@@ -54,6 +54,8 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     moves_to: int | None = None
     """The stage that it is about to move to."""
     version: str = ""
+    name: str = ""
+    """What its owner calls it."""
 
     @property
     def speed(self) -> float:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
 import os
 import select
 import signal
@@ -20,25 +18,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
-from rich.console import Console
 from typer.testing import CliRunner
 
 from gossip.events import OuterStepTaken, RoundDeferred
 from noloco_node.charts import spread
 from noloco_node.cli.main import app
-from noloco_node.demo.braille_chart import Series, chart, smoothed
 from noloco_node.demo.child_processes import Children, KillPolicy, bound_sockets, tied_command
-from noloco_node.demo.live_view import LiveView
 from noloco_node.demo.loss_plot import picture
 from noloco_node.demo.options import SLOWDOWN, DemoConfig, mark
 from noloco_node.demo.output_dir import claim_output_dir
-from noloco_node.demo.peer_history import Curve, PeerHistory, Point, over_tokens
 from noloco_node.demo.run import demonstrate
 from noloco_node.demo.summary import ModelScores, busy, lines, summarise
 from noloco_node.demo.swarm_processes import EFFICIENCY, affordable_steps
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
-from noloco_node.run.peer_state import PeerState
+from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage.atomic_file import write_whole
@@ -207,53 +201,6 @@ def test_a_verdict_calls_peers_by_their_names() -> None:
     assert named.single == SCORES.single == pytest.approx(2.3)
 
 
-def test_speed_is_measured_over_recent_steps_and_falls_when_nothing_comes() -> None:
-    steady = history("0a", 0, [inner(number, 100.0 + 0.5 * number) for number in range(1, 30)])
-    assert steady.tokens_per_s(now=114.6) == pytest.approx(4096 / 0.5)
-    assert steady.tokens_per_s(now=130.0) < 4096
-    steady.take(events.Finished(why="over", step=29, round=0, progress=1.0))
-    assert steady.tokens_per_s(now=114.6) == 0
-
-
-def test_a_common_axis_counts_the_tokens_of_all_sources() -> None:
-    first, second = history("0a", 0, [inner(1, 101.0), inner(2, 102.0)]), history("0b", 0, [inner(1, 101.5)])
-    later = history("1a", 1, [inner(1, 100.75), inner(2, 101.5), inner(3, 200.0)])
-    points = over_tokens(later.losses, [first, second, later])
-    # 0a begins its first step at 100.5, and takes its second from 101 to 102; 0b is at its first from 101 to 101.5.
-    assert [point.x for point in points] == pytest.approx([0.5 * 4096, 2.5 * 4096, 3 * 4096])
-
-
-@given(st.integers(1, 5000))
-def test_a_curve_is_bounded_and_keeps_its_first_point(count: int) -> None:
-    curve = Curve(limit=64)
-    for number in range(count):
-        curve.add(number / count, float(number))
-    assert len(curve.points) <= 64
-    assert curve.points[0].value == 0
-    gaps = {b.value - a.value for a, b in pairwise(curve.points)}
-    assert len(gaps) <= 1  # evenly thinned
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=200))
-def test_smoothing_stays_within_what_it_smooths(values: list[float]) -> None:
-    points = [Point(number / len(values), value) for number, value in enumerate(values)]
-    smooth = smoothed(points)
-    assert [point.x for point in smooth] == [point.x for point in points]
-    assert min(values) - 1e-6 <= min(p.value for p in smooth) <= max(p.value for p in smooth) <= max(values) + 1e-6
-    assert smooth[0] == points[0]
-
-
-def test_a_falling_curve_falls_from_corner_to_corner() -> None:
-    points = [Point(number / 99, 6.0 * 0.97**number) for number in range(100)]
-    drawn = [line.plain for line in chart([Series(points, "red")], width=40, height=6)]
-    assert all(len(line) == 40 for line in drawn)
-    assert drawn[0].startswith("  6.00 ┤")
-    assert drawn[0][8] != " "
-    assert drawn[-1][-1] != " "
-    assert all(line[8:].count(" ") < 32 for line in drawn)
-    assert [line.plain for line in chart([], width=40, height=3)] == ["", "", ""]
-
-
 @given(st.lists(st.floats(0, 1), max_size=12))
 def test_labels_never_lie_over_each_other(heights: list[float]) -> None:
     wanted = sorted(heights)
@@ -267,63 +214,6 @@ def test_labels_never_lie_over_each_other(heights: list[float]) -> None:
 def test_the_picture_is_drawn_for_full_and_for_empty_journals() -> None:
     for histories, scores in ((swarm(), SCORES), (swarm(), None), ([], None)):
         assert picture("A swarm", histories, scores).startswith(b"\x89PNG")
-
-
-def test_a_plain_line_says_everything_and_comes_every_few_seconds() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    histories = [
-        *swarm()[:3],
-        history("1b", 1, [events.StateChanged(at=110.0, state=PeerState.CATCHING_UP, waiting="a donor")]),
-    ]
-    with LiveView(console, "heading", histories, 20 * 4096, started_at=90.0) as view:
-        for now in (112.0, 113.0, 116.0, 118.0):
-            view.show(now)
-    assert isinstance(console.file, io.StringIO)
-    printed = console.file.getvalue().splitlines()
-    assert len(printed) == 2
-    assert printed[0].startswith("[0:22]  80% | ")
-    assert "| no estimate yet | loss 3.000 | 0a step 9 round 3 |" in printed[0]
-    assert "| 1a finished at step 9 | 1b waits for a donor since 0:02" in printed[0]
-
-
-def test_the_live_picture_names_peers_partners_and_what_they_wait_for() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
-    histories = [
-        *swarm()[:3],
-        history("1b", 1, [events.StateChanged(at=110.0, state=PeerState.CATCHING_UP, waiting="a donor")]),
-    ]
-    view = LiveView(console, "a heading", histories, 20 * 4096, started_at=90.0)
-    with console.capture() as capture:
-        console.print(view.picture(112.0))
-    text = capture.get()
-    assert "a heading" in text
-    assert "a donor, 0:02" in text
-    assert "0.0200" in text
-    assert "80%" in text
-    assert "⠀" <= max(text) <= "⣿"  # a curve is there
-
-
-def test_a_peer_that_died_is_shown_as_gone() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    peer = history("0a", 0, [inner(1, 101.0)])
-    peer.gone = "killed by SIGKILL"
-    view = LiveView(console, "heading", [peer], 20 * 4096, started_at=90.0)
-    assert "0a killed by SIGKILL" in view.line(102.0)
-    assert "| 0 tokens/s |" in view.line(102.0)
-    with console.capture() as capture:
-        console.print(view.picture(102.0))
-    assert "gone" in capture.get()
-
-
-def test_the_live_view_gives_the_terminal_back() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
-    interrupted = LiveView(console, "a heading", swarm(), 20 * 4096, started_at=90.0)
-    with contextlib.suppress(KeyboardInterrupt), interrupted as view:
-        view.show(112.0)
-        raise KeyboardInterrupt
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is visible again
 
 
 def test_a_forecast_follows_the_recent_rate() -> None:

@@ -16,28 +16,14 @@ the other stages, follows from the prices. All shares are of the time of trainin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from noloco_node.sim.report.collector import Cause
+from noloco_node.observe.bottleneck import HALF_FULL, NEARLY_FULL, PAST, STANDS_OUT, WHILE, Cause, devices_bottleneck
 from noloco_node.sim.report.figures import PeerSpread, Report, StageReport
 from noloco_node.sim.scenario.setup import MBIT_BYTES
 
-NEARLY_FULL, HALF_FULL = 0.75, 0.5
-ALIKE = 0.85
-"""Stages whose devices are at least so busy, measured by the busiest, count as equally busy."""
-STANDS_OUT = 1.5
 TRIPS = 2
 """Latencies that a call from stage to stage costs, on a stream that is open."""
-WHILE = {
-    Cause.JOINING: "looked for a place or copied weights",
-    Cause.ENDING: "were leaving",
-    Cause.GOSSIP: "stood still in blocking rounds",
-    Cause.ROUTE: "looked for a replica of the next stage, and reached none",
-    Cause.ROOM: "were refused by the next stage",
-    Cause.WINDOW: "waited for the end of a window",
-    Cause.REPLIES: "waited for replies",
-    Cause.MICROBATCHES: "waited for microbatches",
-}
 PIPELINE = (Cause.MICROBATCHES, Cause.REPLIES, Cause.WINDOW)
 
 
@@ -53,7 +39,7 @@ def bottleneck(report: Report) -> str:
     line = _line(report, busiest.work, _most(waits) == Cause.GOSSIP)
     if line:
         return line
-    sentence = _devices(report.stages, busiest)
+    sentence = devices_bottleneck({stage.stage: stage.work for stage in report.stages}, PAST)
     if sentence:
         return sentence
     pipeline = sum(waits.get(cause, 0.0) for cause in PIPELINE)
@@ -94,22 +80,6 @@ def _line(report: Report, work: float, gossip: bool) -> str | None:
     return (
         f"The {side}links of stage {-number} are the bottleneck: they were {full:.0%} full in training, "
         f"while no stage's devices were busy for more than {work:.0%} of it."
-    )
-
-
-def _devices(stages: Sequence[StageReport], busiest: StageReport) -> str | None:
-    rest = [stage.work for stage in stages if stage is not busiest]
-    others = sum(rest) / len(rest) if rest else 0.0
-    least = min(rest, default=busiest.work)
-    if rest and least >= ALIKE * busiest.work and busiest.work >= NEARLY_FULL:
-        return f"The devices are the limit, of all stages alike: busy for {least:.0%} of the training or more."
-    if busiest.work < NEARLY_FULL and (not rest or busiest.work < STANDS_OUT * max(rest)):
-        return None
-    if not rest:
-        return f"The devices are the limit: they were busy for {busiest.work:.0%} of the training."
-    return (
-        f"Stage {busiest.stage} is the bottleneck: its devices were busy for {busiest.work:.0%} of the training, "
-        f"those of the other stages for {others:.0%}."
     )
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ import msgspec
 
 from gossip.events import OuterStepTaken
 from noloco_node.journal import events
+from noloco_node.observe.bottleneck import Cause
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.report.stage_time import StageTime, StageTimes
@@ -38,28 +38,6 @@ RECENT_S = 30.0
 SEEN_AT_ONCE = 1024
 """Peers whose waiting is looked at in one look; of more, each look sees some."""
 MOST_ROWS = 4096
-
-
-class Cause(StrEnum):
-    """What a device waits for. Order counts: the first that holds."""
-
-    JOINING = "joining"
-    """The peer looks for a place, or copies the weights of another."""
-    ENDING = "ending"
-    """The run's tokens are used up, or the peer is on its way out."""
-    GOSSIP = "gossip"
-    """A blocking round drains and exchanges, or the pause between two steps lasts."""
-    ROUTE = "no route"
-    """No replica of the next stage can be reached; or the source pauses before it tries again."""
-    ROOM = "room at the next stage"
-    """Replicas of the next stage refused for now."""
-    WINDOW = "end of the window"
-    """More microbatches wait at the gate, but the window is complete but for those that are further down; or gradients
-    have come that belong to the next window."""
-    REPLIES = "replies"
-    """All microbatches of the window, or of both, are further down, and no more are at the gate."""
-    MICROBATCHES = "microbatches"
-    """The window has room, and the stage before sends nothing."""
 
 
 class Happened(msgspec.Struct, frozen=True, kw_only=True):

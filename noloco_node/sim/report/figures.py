@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import msgspec
 
 from noloco_node import __version__
-from noloco_node.sim.report.collector import Cause, EventCollector, Happened, Migrated
+from noloco_node.observe.bottleneck import Cause
+from noloco_node.sim.report.collector import EventCollector, Happened, Migrated
 from noloco_node.sim.report.stage_time import StageTime
 from noloco_node.sim.report.timeline import TimelinePoint, timeline_of, training_s
 from noloco_node.sim.scenario.scenario import Scenario

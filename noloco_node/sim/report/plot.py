@@ -16,8 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
 from noloco_node.charts import COLOURS, INK, QUIET, SAME, Labelled, dress, new_figure, png, write_labels
+from noloco_node.observe.bottleneck import Cause
 from noloco_node.sim.report.bottleneck import bottleneck
-from noloco_node.sim.report.collector import Cause, Happened
+from noloco_node.sim.report.collector import Happened
 from noloco_node.sim.report.figures import COMPUTING, UNSEEN, Report
 from noloco_node.sim.report.text import rate_words, size_words
 from noloco_node.sim.scenario.faults import kind_of

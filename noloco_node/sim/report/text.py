@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from noloco_node.observe.bottleneck import Cause
 from noloco_node.sim.report.bottleneck import bottleneck
-from noloco_node.sim.report.collector import Cause
 from noloco_node.sim.report.figures import COMPUTING, PeerSpread, Report, StageReport
 from noloco_node.sim.scenario.faults import Fault, kind_of, unfold
 from noloco_node.sim.scenario.scenario import planned

@@ -62,7 +62,8 @@ def command_line() -> dict[str, Any]:
             "/".join((*parameter.opts, *parameter.secondary_opts)) if parameter.opts else parameter.name
             for parameter in command.params
         )
-        for name, command in group.commands.items()
+        for prefix, found in [("", group), ("journal ", group.commands["journal"])]
+        for name, command in ((prefix + name, each) for name, each in found.commands.items() if name != "journal")
     }
     return {"commands": commands, "exit codes": sorted(map(int, product.Exit))}
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from noloco_node.demo.peer_history import Point
+from noloco_node.observe.peer_history import Point
 
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bit of the dot in column x and row y of a braille cell; the code page begins at U+2800."""

@@ -101,7 +101,7 @@ class PeerHistory:
             case OuterStepTaken():
                 self._take_outer_step(event)
             case events.Started():
-                self.peer, self.stage, self.underway = event.peer, event.stage, False
+                self.peer, self.stage, self.underway, self.finished = event.peer, event.stage, False, None
             case events.StateChanged():
                 self.state, self.waiting, self.since = event.state, event.waiting, event.at
             case RoundDeferred():
@@ -158,10 +158,18 @@ class PeerHistory:
         """Return the speed over the last steps as of `now` (unix seconds): it falls while nothing comes."""
         if not self.recent or self.finished is not None or self.gone is not None:
             return 0.0
+        return sum(step.tokens for step in self.recent) / self._recent_s(now)
+
+    def busy_share(self, now: float) -> float | None:
+        """Return the share of the time of the last steps for which the device worked, as of `now`; None if unknown."""
+        worked_s = sum(step.device_s for step in self.recent)
+        return min(1.0, worked_s / self._recent_s(now)) if worked_s > 0.0 else None
+
+    def _recent_s(self, now: float) -> float:
         first, last = self.recent[0], self.recent[-1]
         # The step that is under way counts once it takes longer than the last one did.
         until = max(last.at, now - last.seconds)
-        return sum(step.tokens for step in self.recent) / max(until - first.at + first.seconds, 1e-9)
+        return max(until - first.at + first.seconds, 1e-9)
 
 
 def over_tokens(curve: Curve, histories: Sequence[PeerHistory]) -> list[Point]:

@@ -1,0 +1,168 @@
+"""Figures of a node, and of the swarm as far as it sees it, for Prometheus.
+
+What a node journals is counted here too, so that a journal and a scrape tell the same. Names have base units, and
+labels few values: never the id of a peer, for strangers make as many of these as they like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
+
+from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
+from noloco_node import __version__
+from noloco_node.journal import events
+from noloco_node.observe.bottleneck import cause_of
+from noloco_node.observe.swarm_view import SwarmView
+
+MOST_VALUES = 32
+"""Of one label: what comes beyond is `other`."""
+SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+class NodeMetrics:
+    """The figures of one node, or of a bootstrap peer, which has those of the swarm alone."""
+
+    def __init__(self, run_id: str) -> None:
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        Info("noloco_build", "Program that runs.", registry=registry).info({"version": __version__})
+        Info("noloco_run", "Run that this peer takes part in.", registry=registry).info({"digest": run_id[:16]})
+        self._values: dict[str, set[str]] = {}
+        self._totals: dict[tuple[str, str], int] = {}
+        self._waits: tuple[str, float] | None = None
+        self._make_counters(registry)
+        self._make_gauges(registry)
+
+    def _make_counters(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"noloco_{name}", text, labels, registry=registry)
+
+        self._tokens = counter("tokens", "Tokens of this node's windows.")
+        self._steps = counter("inner_steps", "Inner steps of this node.")
+        self._rounds = counter("rounds", "Rounds: met, solo, deferred; stale: the partner's weights were.", "result")
+        self._bytes = counter("bytes", "Bytes by direction and purpose.", "direction", "kind")
+        self._busy_s = counter("device_busy_seconds", "Seconds for which the device worked.")
+        self._waiting_s = counter("waiting_seconds", "Seconds of waiting that are over, by what for.", "reason")
+        self._refusals = counter("refusals", "Microbatches refused, by whom (here, there) and why.", "side", "reason")
+        self._losses = counter("losses", "Calls, exchanges and replies that broke off.", "kind")
+        self._violations = counter("violations", "What peers sent and no peer may send.")
+        self._moves = counter("moves", "Moves of this node to another stage.")
+        self._reconnects = counter("reconnects", "Times that this peer joined its swarm anew.")
+        self._restarts = counter("daemon_restarts", "Times that the libp2p daemon died.")
+        self._round_s = Histogram("noloco_round_seconds", "Exchange of a round.", buckets=SECONDS, registry=registry)
+        self._step_s = Histogram(
+            "noloco_inner_step_seconds", "From one inner step to the next.", buckets=SECONDS, registry=registry
+        )
+
+    def _make_gauges(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"noloco_{name}", text, labels, registry=registry)
+
+        self._stage = gauge("stage", "Stage that this node serves; -1 while it serves none.")
+        self._stage.set(-1)
+        self._round = gauge("round", "Rounds of this node.")
+        self._loss = gauge("loss_nats", "Loss of the last window, nats a token.")
+        self._gap = gauge("gap_ratio", "Distance to the last partner over the norm of the mean.")
+        self._waiting = gauge("waiting", "1 while this node waits for something, else 0.")
+        self._budget = gauge("line_budget_bytes", "Allowed and used of the line, a second or a month.", "kind")
+        self._progress = gauge("progress_ratio", "Share of the run's tokens that are trained.")
+        self._swarm_tokens = gauge("swarm_tokens", "Tokens that all peers have trained.")
+        self._speed = gauge("swarm_tokens_per_second", "Speed of the whole swarm.")
+        self._left_s = gauge("swarm_left_seconds", "Time left at the present speed; NaN where nothing moves.")
+        self._replicas = gauge("replicas", "Peers at a stage.", "stage")
+        self._training = gauge("replicas_training", "Peers that train at a stage.", "stage")
+        self._stage_busy = gauge("stage_busy_ratio", "Share of time for which devices of a stage work.", "stage")
+
+    def text(self) -> bytes:
+        """Return all figures as Prometheus reads them."""
+        return generate_latest(self.registry)
+
+    def take(self, event: events.Event, now: float) -> None:
+        """Count what the node journals; `now`: unix seconds."""
+        match event:
+            case events.InnerStep():
+                self._steps.inc()
+                self._tokens.inc(event.tokens)
+                self._busy_s.inc(max(0.0, event.device_s))
+                self._step_s.observe(event.seconds)
+                if event.loss is not None:
+                    self._loss.set(event.loss)
+            case OuterStepTaken():
+                self._rounds.labels("solo" if event.partner is None else "met").inc()
+                self._round_s.observe(event.seconds)
+                self._round.set(event.round)
+                if event.gap is not None:
+                    self._gap.set(event.gap)
+            case PartnerTooStale():
+                self._rounds.labels("stale").inc()
+            case RoundDeferred():
+                self._rounds.labels("deferred").inc()
+            case events.StateChanged():
+                self._note_wait(event.waiting, now)
+            case _:
+                self._take_rest(event)
+
+    def _take_rest(self, event: events.Event) -> None:
+        match event:
+            case events.Started():
+                self._stage.set(event.stage)
+            case events.Moved():
+                self._moves.inc()
+            case events.Traffic():
+                for direction, counts in (("sent", event.sent), ("received", event.received)):
+                    for kind, count in counts.items():
+                        self._bytes.labels(direction, self._bounded("kind", kind)).inc(
+                            self._growth(f"bytes.{direction}", kind, count)
+                        )
+            case events.Budget():
+                for name, value in event.bytes.items():
+                    self._budget.labels(self._bounded("budget", name)).set(value)
+            case events.RefusedMicrobatch():
+                side = "here" if event.here else "there"
+                self._refusals.labels(side, self._bounded("reason", event.reason)).inc(event.count)
+            case events.Lost():
+                self._losses.labels(self._bounded("what", event.what)).inc(event.count)
+            case events.PeerViolation():
+                self._violations.inc()
+            case events.Finished():
+                self._stage.set(-1)
+
+    def _note_wait(self, words: str | None, now: float) -> None:
+        if self._waits is not None:
+            reason, since = self._waits
+            self._waiting_s.labels(reason).inc(max(0.0, now - since))
+        cause = None if words is None else cause_of(words)
+        self._waits = None if words is None else ("other" if cause is None else str(cause), now)
+        self._waiting.set(words is not None)
+
+    def show(self, view: SwarmView, watched: tuple[int, ...], statistics: Mapping[str, float]) -> None:
+        """Set what is known of the swarm. `watched`: the stages of which the view says something."""
+        self._progress.set(view.progress)
+        self._swarm_tokens.set(view.tokens)
+        self._speed.set(view.tokens_per_s)
+        self._left_s.set(float("nan") if view.left_s is None else view.left_s)
+        for gauge in (self._replicas, self._training, self._stage_busy):
+            gauge.clear()
+        for number in watched:
+            stage = view.stages[number]
+            self._replicas.labels(str(number)).set(stage.replicas)
+            self._training.labels(str(number)).set(stage.training)
+            if stage.busy is not None:
+                self._stage_busy.labels(str(number)).set(stage.busy)
+        for counter, name in ((self._reconnects, "rejoined"), (self._restarts, "daemon.died")):
+            counter.inc(self._growth("network", name, int(statistics.get(name, 0))))
+
+    def _growth(self, what: str, name: str, total: int) -> int:
+        """Return by how much a total has grown; one that is smaller than before has begun anew."""
+        before = self._totals.get((what, name), 0)
+        self._totals[what, name] = total
+        return total - before if total >= before else total
+
+    def _bounded(self, label: str, value: str) -> str:
+        seen = self._values.setdefault(label, set())
+        if value not in seen and len(seen) >= MOST_VALUES:
+            return "other"
+        seen.add(value)
+        return value

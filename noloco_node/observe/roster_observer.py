@@ -1,0 +1,146 @@
+"""A swarm as its peers' records in the DHT tell it.
+
+Nobody vouches for what a record says of its own peer, but the tokens of the run are counted as every node counts them
+(`noloco_node.swarm.run_progress`). Their growth is the swarm's speed; until they have been watched for long enough, it
+is what the sources say of theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from noloco_node.observe.bottleneck import Cause, cause_of
+from noloco_node.observe.swarm_view import (
+    MOST_CHANGES,
+    Change,
+    Course,
+    PeerView,
+    RunTotals,
+    SwarmView,
+    short,
+    swarm_view,
+)
+from noloco_node.run.config import RunConfig
+from noloco_node.run.peer_state import PeerState
+from noloco_node.swarm.peer_name import shown_name
+from noloco_node.swarm.roster import PeerRecord, Roster
+
+LEAST_SPAN_S, SPAN_S = 20.0, 60.0
+"""For which the run's tokens are watched before their growth is believed, and over which it is measured."""
+SILENT = "no news of it: it may be dead"
+_WAIT = re.compile(r"(.*), for ([0-9]{1,9}) s", re.DOTALL)
+
+
+class RosterObserver:
+    """Makes a view of each roster, and remembers what changed between them."""
+
+    def __init__(self, run: RunConfig, run_id: str) -> None:
+        self._run, self._run_id, self._tokens = run, run_id, run.pipeline.sequence_length
+        self._microbatch_tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+        self._seen: deque[tuple[float, int]] = deque(maxlen=1000)
+        self._before: dict[str, PeerRecord] | None = None
+        self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
+        self._course = Course()
+
+    def view(self, roster: Roster, at: float, late: Mapping[str, float] = MappingProxyType({})) -> SwarmView:
+        """Return what a roster that was read just now says.
+
+        `at`: unix seconds. `late`: peers that may be dead, and how old their last news is.
+        """
+        run = self._run
+        records = {record.peer: record for stage in roster.stages for record in stage}
+        if roster.old_since_s is None:
+            self._note_changes(records, at)
+        totals = RunTotals(
+            name=run.name,
+            run_id=self._run_id,
+            progress=min(1.0, roster.run_samples / run.budget_samples),
+            tokens=roster.run_samples * self._tokens,
+            budget_tokens=run.budget_samples * self._tokens,
+            tokens_per_s=self._tokens_per_s(roster, at),
+            trouble=_age(roster),
+        )
+        peers = [self._peer_view(record, at, late.get(record.peer)) for record in records.values()]
+        return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at)
+
+    def _tokens_per_s(self, roster: Roster, at: float) -> float:
+        seen = self._seen
+        if roster.old_since_s is None:
+            seen.append((at, roster.run_samples))
+        while len(seen) > 2 and at - seen[1][0] >= SPAN_S:
+            seen.popleft()
+        if seen and seen[-1][0] - seen[0][0] >= LEAST_SPAN_S:
+            (then, before), (now, samples) = seen[0], seen[-1]
+            return max(0.0, self._tokens * (samples - before) / (now - then))
+        sources = [record for record in roster.stages[0] if record.state is PeerState.TRAINING]
+        return sum(record.tokens_per_s for record in sources if record.waiting is None)
+
+    def _peer_view(self, record: PeerRecord, at: float, silent_s: float | None) -> PeerView:
+        waits, since_s = (SILENT, silent_s) if silent_s is not None else split_wait(record.waiting)
+        if waits is None and record.moves_to is not None:
+            waits = f"moves to stage {record.moves_to}"
+        # What a record says of its peer's speed does not fall while it stands still.
+        idle = waits is not None and cause_of(waits) in (Cause.MICROBATCHES, Cause.ROUTE)
+        speed = record.tokens_per_s if record.state is PeerState.TRAINING and not idle else 0.0
+        busy = speed / self._microbatch_tokens * record.device_s
+        return PeerView(
+            peer=record.peer,
+            name=called(record),
+            stage=record.stage,
+            state=str(record.state),
+            inner_steps=record.inner_steps,
+            round=record.round,
+            partner=None if record.partner is None else short(record.partner),
+            tokens_per_s=speed,
+            busy=min(1.0, busy) if busy > 0.0 or idle else None,
+            loss=record.loss,
+            gap=record.gap,
+            waits=waits,
+            since=None if since_s is None else at - since_s,
+        )
+
+    def _note_changes(self, records: dict[str, PeerRecord], at: float) -> None:
+        before, self._before = self._before, records
+        if before is None:
+            return
+        for peer, record in records.items():
+            text = _change(before.get(peer), record)
+            if text is not None:
+                self._changes.append(Change(at=at, name=called(record), text=text))
+        for peer in before.keys() - records.keys():
+            last = before[peer]
+            how = "left after the run" if last.state is PeerState.FINISHED else f"is gone from stage {last.stage}"
+            self._changes.append(Change(at=at, name=called(last), text=how))
+
+
+def called(record: PeerRecord) -> str:
+    """Return a peer's short id, and behind it the name that it gives itself."""
+    return f"{short(record.peer)} {shown_name(record.name)}".rstrip()
+
+
+def split_wait(words: str | None) -> tuple[str | None, float | None]:
+    """Return what a record says its peer waits for, without the seconds, and these; of several things the first."""
+    if not words:
+        return None, None
+    first, *_ = words.split("; ", 1)
+    found = _WAIT.fullmatch(first)
+    return (first, None) if found is None else (found[1], float(found[2]))
+
+
+def _change(before: PeerRecord | None, now: PeerRecord) -> str | None:
+    if before is None:
+        return f"came to stage {now.stage}, {now.state}"
+    if before.stage != now.stage:
+        return f"moved from stage {before.stage} to stage {now.stage}, {now.state}"
+    if before.state is not now.state:
+        return f"is {now.state} at stage {now.stage} now"
+    return None
+
+
+def _age(roster: Roster) -> str | None:
+    if roster.old_since_s is None:
+        return None
+    return f"no news of anybody for {roster.read_at - roster.old_since_s:.0f} s: what is shown is old"

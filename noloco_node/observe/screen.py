@@ -1,0 +1,237 @@
+"""A view as text: a picture that fills a terminal and no more, and plain lines.
+
+A picture begins with what counts most: how far the run is, how fast it goes, what holds it back. What does not fit is
+left out from below, and of stages and peers those come first that a person should look at.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from noloco_node.observe.braille_chart import Series, chart, smoothed
+from noloco_node.observe.peer_history import Point
+from noloco_node.observe.swarm_view import Change, PeerView, StageView, SwarmView, plain
+from noloco_node.units import format_clock, format_count, format_duration
+
+STATE_STYLES = {"joining": "yellow", "catching up": "yellow", "training": "green", "finished": "blue", "gone": "red"}
+WIDE = 110
+"""Columns from which a peer's partner and share of work are shown too."""
+LEAST_CHART = 5
+"""Lines below which a curve says nothing."""
+MOST_CHART = 12
+LEAST_WIDTH, LEAST_HEIGHT = 40, 10
+
+
+def picture(view: SwarmView, width: int, height: int, footer: str = "") -> RenderableType:
+    """Return a view drawn into `width` columns and at most `height` lines, a footer in the last."""
+    width, height = max(LEAST_WIDTH, width), max(LEAST_HEIGHT, height) - bool(footer)
+    top = _top(view, width, height)
+    left = height - len(top)
+    stages = _fitting_stages(view.stages, max(1, min(left // 2, left - 4) - 2))
+    left -= len(stages) + 1 + (len(stages) < len(view.stages))
+    changes = [] if left < 8 else _collapsed(view.changes)[-max(2, left // 5) :]
+    left -= len(changes) + bool(changes)
+    peers = _fitting_peers(view.peers, max(0, left - 2))
+    left -= len(peers) + 1 + (len(peers) < len(view.peers)) if peers else 0
+    parts: list[RenderableType] = [*top, _stage_table(stages, view, width)]
+    if len(stages) < len(view.stages):
+        parts.append(Text(f"  and {len(view.stages) - len(stages)} more stages", style="dim"))
+    if peers:
+        parts.append(_peer_table(peers, view.at, width))
+        if len(peers) < len(view.peers):
+            parts.append(Text(f"  and {len(view.peers) - len(peers)} more peers", style="dim"))
+    if left - 1 >= LEAST_CHART and len(view.course) > 1:
+        parts += _curve(view, width, min(MOST_CHART, left - 1))
+    if changes:
+        parts.append(Text("what happened", style="dim"))
+        parts += [_fitted(change_line(change), width) for change in changes]
+    return Group(*parts, *([_fitted(footer, width)] if footer else []))
+
+
+def line(view: SwarmView) -> str:
+    """Return the whole swarm in one plain line."""
+    loss = [] if view.loss is None else [f"loss {view.loss:.3f}"]
+    gap = [] if view.gap is None else [f"gap {view.gap:.2g}"]
+    census = ", ".join(f"{each.stage}: {each.replicas}" for each in view.stages)
+    parts = [f"{view.progress:.1%}", f"{view.tokens_per_s:,.0f} tokens/s", time_left(view), *loss, *gap]
+    parts += [f"replicas by stage {census}", *filter(None, [view.trouble]), view.bottleneck]
+    return f"{_clock(view.at)}  " + " | ".join(parts)
+
+
+def lines(view: SwarmView) -> list[str]:
+    """Return a view in plain lines: the swarm, each stage, and who waits for what."""
+    text = [f"{plain(view.name)}: {line(view)}"]
+    for stage in view.stages:
+        waits = f"; {stage.waiting} wait for {plain(stage.waits)}" if stage.waits else ""
+        busy = "" if stage.busy is None else f", busy {stage.busy:.0%}"
+        text.append(f"  stage {stage.stage}: {_replicas(stage)}{busy}, {stage.tokens_per_s:,.0f} tokens/s{waits}")
+    waiting = [peer for peer in view.peers if peer.waits is not None]
+    text += [f"  {plain(peer.name)} at stage {peer.stage}, waiting: {_waits(peer, view.at)}" for peer in waiting]
+    return text
+
+
+def change_line(change: Change) -> str:
+    """Return one line about a change."""
+    return f"{_clock(change.at)}  {plain(change.name)} {plain(change.text)}"
+
+
+def _top(view: SwarmView, width: int, height: int) -> list[RenderableType]:
+    run_id = f" ({view.run_id[:12]})" if view.run_id else ""
+    there = sum(stage.replicas for stage in view.stages)
+    tokens = format_count(view.tokens)
+    of = "" if view.budget_tokens is None else f" of {format_count(view.budget_tokens)}"
+    figures = f"{view.progress:.1%}  {view.tokens_per_s:,.0f} tokens/s  {time_left(view)}"
+    cells = max(4, min(60, width - len(figures) - 2))
+    full = round(view.progress * cells)
+    bar = Text("━" * full, style="green", no_wrap=True).append("━" * (cells - full), style="dim")
+    bar.append(f"  {figures}", style="bold").truncate(width, overflow="ellipsis")
+    facts = [f"{tokens}{of} tokens"]
+    facts += [] if view.loss is None else [f"loss {view.loss:.3f}"]
+    facts += [] if view.gap is None else [f"gap {view.gap:.2g}"]
+    facts += [f"{there} peer{'s' * (there != 1)}", f"{len(view.stages)} stage{'s' * (len(view.stages) != 1)}"]
+    said = [view.bottleneck] if view.trouble is None else [view.trouble, view.bottleneck]
+    wrapped = [line for text in said for line in textwrap.wrap(plain(text), width)]
+    heading = _fitted(f"{plain(view.name)}{run_id}  {_clock(view.at)}", width)
+    heading.stylize("bold")
+    quiet = _fitted(", ".join(facts), width)
+    said_lines = [Text(words, style="bold yellow") for words in wrapped[: max(1, height // 6)]]
+    return [heading, bar, quiet, *said_lines, Text()]
+
+
+def _stage_table(stages: Sequence[StageView], view: SwarmView, width: int) -> Table:
+    table = _table(width)
+    _add_columns(table, "stage", justify="right")
+    _add_columns(table, "replicas", "at work")
+    _add_columns(table, "tokens/s", "gap", justify="right")
+    _add_columns(table, "wait for")
+    table.columns[-1].ratio = 1
+    alone = max((each.replicas for each in view.stages), default=0) > 1
+    for each in stages:
+        style = "bold red" if not each.training else "yellow" if alone and each.replicas == 1 else ""
+        waits = "" if each.waits is None else f"{each.waiting} of {each.replicas}: {plain(each.waits)}"
+        table.add_row(
+            str(each.stage),
+            Text(_replicas(each), style=style),
+            Text("") if each.busy is None else _share(each.busy),
+            f"{each.tokens_per_s:,.0f}",
+            "" if each.gap is None else f"{each.gap:.4f}",
+            Text(waits, style="dim"),
+        )
+    return table
+
+
+def _peer_table(peers: Sequence[PeerView], at: float, width: int) -> Table:
+    wide, table = width >= WIDE, _table(width)
+    _add_columns(table, "peer", most=34 if wide else 16)
+    _add_columns(table, "stage", justify="right")
+    _add_columns(table, "state")
+    figures = ("step", "round", *(("partner", "at work") if wide else ()), "gap", "loss", "tokens/s")
+    _add_columns(table, *figures, justify="right")
+    _add_columns(table, "waits for")
+    table.columns[-1].ratio = 1
+    for peer in peers:
+        busy = "" if peer.busy is None else f"{peer.busy:.0%}"
+        table.add_row(
+            Text(plain(peer.name)),
+            str(peer.stage),
+            Text(plain(peer.state), style=STATE_STYLES.get(peer.state, "dim")),
+            f"{peer.inner_steps}",
+            f"{peer.round}",
+            *((Text(plain(peer.partner)), busy) if wide else ()),
+            "" if peer.gap is None else f"{peer.gap:.4f}",
+            "" if peer.loss is None else f"{peer.loss:.3f}",
+            f"{peer.tokens_per_s:,.0f}",
+            Text(_waits(peer, at), style="dim"),
+        )
+    return table
+
+
+def _table(width: int) -> Table:
+    return Table(box=None, padding=(0, 1, 0, 0), header_style="dim", width=width, pad_edge=False)
+
+
+def _add_columns(
+    table: Table, *titles: str, justify: Literal["left", "right"] = "left", most: int | None = None
+) -> None:
+    for title in titles:
+        table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis", max_width=most)
+
+
+def _fitting_stages(stages: Sequence[StageView], most: int) -> list[StageView]:
+    """Return the stages to show, in order: all, or those with the fewest at work, the busiest, and most waits."""
+    if len(stages) <= most + 1:
+        return list(stages)
+    first = sorted(stages, key=lambda each: (each.training, -(each.busy or 0.0), -each.waiting, each.stage))[:most]
+    return sorted(first, key=lambda each: each.stage)
+
+
+def _fitting_peers(peers: Sequence[PeerView], most: int) -> list[PeerView]:
+    """Return the peers to show: all in their order, or those first that do not train, and that wait the longest."""
+    if len(peers) <= most + 1:
+        return list(peers)
+    late = sorted(peers, key=lambda peer: (peer.trains, peer.waits is None, peer.since or float("inf"), peer.stage))
+    return late[:most]
+
+
+def _collapsed(changes: Sequence[Change]) -> list[Change]:
+    """Return changes with what several peers said in a row told once."""
+    found: list[Change] = []
+    for text, same in groupby(changes, key=lambda change: change.text):
+        first, *others = same
+        more = f" and {len(others)} more" if others else ""
+        found.append(Change(at=first.at, name=f"{plain(first.name)}{more}:" if others else first.name, text=text))
+    return found
+
+
+def _curve(view: SwarmView, width: int, height: int) -> list[Text]:
+    points = [Point(moment.progress, moment.loss) for moment in view.course if moment.loss is not None]
+    if len(points) < 2:
+        return []
+    title = Text("loss, nats a token, over the run", style="dim")
+    return [title, *chart([Series(smoothed(points), "cyan")], min(100, width), height)]
+
+
+def _share(share: float, cells: int = 8) -> Text:
+    full = round(share * cells)
+    style = "red" if share >= 0.9 else "green" if share >= 0.5 else "yellow"
+    bar = Text("█" * full, style=style)
+    return bar.append("░" * (cells - full), style="dim").append(f" {share:4.0%}")
+
+
+def _replicas(stage: StageView) -> str:
+    if not stage.replicas:
+        return "nobody"
+    others = stage.replicas - stage.training
+    return f"{stage.replicas}" + (f" ({others} not training)" if others else "")
+
+
+def _waits(peer: PeerView, at: float) -> str:
+    if peer.waits is None:
+        return ""
+    since = "" if peer.since is None else f"{format_clock(at - peer.since)} "
+    return since + plain(peer.waits)
+
+
+def time_left(view: SwarmView) -> str:
+    """Say how long the run still takes."""
+    if view.progress >= 1.0:
+        return "over"
+    return "no estimate yet" if view.left_s is None else f"{format_duration(view.left_s)} left"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def _fitted(words: str, width: int) -> Text:
+    text = Text(words, no_wrap=True)
+    text.truncate(width, overflow="ellipsis")
+    return text

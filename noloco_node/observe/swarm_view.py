@@ -1,0 +1,221 @@
+"""What a swarm is doing at one moment: one struct, from which every view is drawn and which `--json` prints.
+
+It is made of records in the DHT (`roster_observer`) or of journals (`journal_observer`). Times are unix seconds. What
+strangers say of themselves is in here as they said it: whoever prints it uses `plain`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+
+import msgspec
+
+from noloco_node.observe.bottleneck import StageLoad, cause_of, present_bottleneck
+from noloco_node.run.peer_state import PeerState
+
+SHORT_ID = 8
+"""Letters of a peer id that a person sees; its last ones, for the first are alike."""
+MOST_WORDS = 200
+"""Of what a peer says of itself in words."""
+MOST_CHANGES = 100
+"""Arrivals, departures and the like that a view remembers."""
+
+
+class PeerView(msgspec.Struct, frozen=True, kw_only=True):
+    """One peer. `busy`: share of its time for which its device works, or the line that limits it; None if unknown.
+
+    `waits`: what it waits for; `since`: since when, where that is known.
+    """
+
+    peer: str
+    name: str
+    stage: int
+    state: str
+    inner_steps: int = 0
+    round: int = 0
+    partner: str | None = None
+    tokens_per_s: float = 0.0
+    busy: float | None = None
+    loss: float | None = None
+    gap: float | None = None
+    waits: str | None = None
+    since: float | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it takes part in the training now."""
+        return self.state == PeerState.TRAINING
+
+
+class StageView(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage. `replicas`: peers that are there; `training`: those of them that train.
+
+    `busy`, `gap`: means over its replicas. `waits`: what most of those that wait for something wait for; `waiting`: how
+    many wait for that.
+    """
+
+    stage: int
+    replicas: int
+    training: int
+    tokens_per_s: float = 0.0
+    busy: float | None = None
+    gap: float | None = None
+    waits: str | None = None
+    waiting: int = 0
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody came, went, moved, or said something that a person should know."""
+
+    at: float
+    name: str
+    text: str
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """One point of the course of a run."""
+
+    at: float
+    progress: float
+    tokens_per_s: float
+    loss: float | None
+    gap: float | None
+
+
+class SwarmView(msgspec.Struct, frozen=True, kw_only=True):
+    """A swarm at one moment. `tokens`: trained so far, by all. `left_s`: None where nothing moves.
+
+    `bottleneck`: what holds it back, in one sentence. `trouble`: why this may be out of date.
+    """
+
+    name: str
+    run_id: str = ""
+    at: float
+    progress: float
+    tokens: int
+    budget_tokens: int | None
+    tokens_per_s: float
+    left_s: float | None
+    loss: float | None
+    gap: float | None
+    bottleneck: str
+    trouble: str | None = None
+    stages: tuple[StageView, ...]
+    peers: tuple[PeerView, ...]
+    changes: tuple[Change, ...] = ()
+    course: tuple[Moment, ...] = ()
+
+
+class Course:
+    """The course of a run in at most `limit` moments: when it is full, every second one goes."""
+
+    def __init__(self, limit: int = 512) -> None:
+        self.moments: list[Moment] = []
+        self._limit, self._stride, self._seen = limit, 1, 0
+
+    def add(self, moment: Moment) -> None:
+        """Take a moment, or pass it over where the course is thinned."""
+        if self._seen % self._stride == 0:
+            self.moments.append(moment)
+        self._seen += 1
+        if len(self.moments) >= self._limit:
+            self.moments = self.moments[::2]
+            self._stride *= 2
+
+
+class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run beside its peers."""
+
+    name: str
+    run_id: str = ""
+    progress: float
+    tokens: int
+    budget_tokens: int | None
+    tokens_per_s: float
+    trouble: str | None = None
+
+
+def swarm_view(
+    totals: RunTotals, stages: int, peers: Sequence[PeerView], changes: Sequence[Change], course: Course, at: float
+) -> SwarmView:
+    """Put a view together, and add its moment to the course."""
+    by_stage: list[list[PeerView]] = [[] for _ in range(stages)]
+    for peer in peers:
+        if 0 <= peer.stage < stages:
+            by_stage[peer.stage].append(peer)
+    seen = tuple(_stage_view(number, there) for number, there in enumerate(by_stage))
+    sources = [peer for peer in peers if peer.stage == 0] or peers
+    loss = _mean([peer.loss for peer in sources if peer.trains]) or _mean([peer.loss for peer in sources])
+    gap = _mean([peer.gap for peer in peers])
+    speed = totals.tokens_per_s
+    left_s = _left_s(totals)
+    course.add(Moment(at=at, progress=totals.progress, tokens_per_s=speed, loss=loss, gap=gap))
+    return SwarmView(
+        name=totals.name,
+        run_id=totals.run_id,
+        at=at,
+        progress=totals.progress,
+        tokens=totals.tokens,
+        budget_tokens=totals.budget_tokens,
+        tokens_per_s=speed,
+        left_s=left_s,
+        loss=loss,
+        gap=gap,
+        bottleneck=_bottleneck(totals, seen),
+        trouble=totals.trouble,
+        stages=seen,
+        peers=tuple(sorted(peers, key=lambda peer: (peer.stage, peer.name, peer.peer))),
+        changes=tuple(sorted(changes, key=lambda change: change.at)),  # silence is noticed late
+        course=tuple(course.moments),
+    )
+
+
+def short(peer: str) -> str:
+    """Return a peer's id as a person sees it."""
+    return peer[-SHORT_ID:]
+
+
+def plain(words: str | None) -> str:
+    """Return what a stranger says of itself as plain text, bounded, without signs that move a terminal's cursor."""
+    return "".join(letter if letter.isprintable() else " " for letter in (words or "")[:MOST_WORDS])
+
+
+def _left_s(totals: RunTotals) -> float | None:
+    if totals.progress >= 1.0:
+        return 0.0
+    if totals.budget_tokens is None or totals.tokens_per_s <= 0.0:
+        return None
+    return max(0.0, totals.budget_tokens - totals.tokens) / totals.tokens_per_s
+
+
+def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
+    present = [peer for peer in peers if peer.state != "gone"]
+    # Without the details, in which those differ that wait for the same.
+    waits = [peer.waits.partition(":")[0] for peer in present if peer.waits is not None]
+    causes = Counter(cause_of(words) or words for words in waits)
+    worst = max(causes, key=lambda cause: (causes[cause], cause), default=None)
+    most = next((words for words in waits if (cause_of(words) or words) == worst), None)
+    return StageView(
+        stage=number,
+        replicas=len(present),
+        training=sum(peer.trains for peer in present),
+        tokens_per_s=sum(peer.tokens_per_s for peer in present),
+        busy=_mean([peer.busy for peer in present if peer.trains]),
+        gap=_mean([peer.gap for peer in present]),
+        waits=most,
+        waiting=0 if worst is None else causes[worst],
+    )
+
+
+def _bottleneck(totals: RunTotals, stages: Sequence[StageView]) -> str:
+    loads = [
+        StageLoad(each.stage, each.replicas, each.training, each.busy, each.waits, each.waiting) for each in stages
+    ]
+    return present_bottleneck(loads, totals.tokens_per_s, is_over=totals.progress >= 1.0)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

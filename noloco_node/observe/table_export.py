@@ -1,0 +1,161 @@
+"""Journals as tables: one row an event, for whoever goes on with a notebook, a spreadsheet or TensorBoard.
+
+A column is a field of any event; a field that holds counts by name becomes a column for each name, `sent.microbatch`.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.journal.events import fields_of
+from noloco_node.journal.reader import read
+from noloco_node.observe.journal_observer import journals_in
+
+FIRST = ("peer_name", "at", "event")
+SCALARS = {
+    "inner_step": ("loss", "progress", "tokens", "seconds", "device_s", "learning_rate"),
+    "outer_step": ("gap", "staleness", "seconds"),
+}
+"""What a curve is drawn of: fields of these events, over their number."""
+
+
+class TableFormat(StrEnum):
+    """What journals are written as."""
+
+    CSV = "csv"
+    PARQUET = "parquet"
+    TENSORBOARD = "tensorboard"
+
+
+def export_journals(places: Sequence[Path], out: Path, kind: TableFormat) -> str:
+    """Write journals to a new file (to a new directory for TensorBoard), and say what was written."""
+    journals = journals_in(places)
+    if out.exists():
+        raise UserError(
+            f"{out} is there already.",
+            why="nothing is written over",
+            hint="give --out another name",
+            code=Exit.USAGE,
+        )
+    try:
+        if kind is TableFormat.TENSORBOARD:
+            count = _write_tensorboard(journals, out)
+        else:
+            count = _write_whole(journals, out, kind)
+    except OSError as error:
+        raise UserError(
+            f"Cannot write {out}.", why=reason_of(error), hint="give --out another place", code=Exit.STORAGE
+        ) from error
+    return f"Wrote {count:,} {'points' if kind is TableFormat.TENSORBOARD else 'rows'} to {out}."
+
+
+def rows(journals: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
+    """Yield a flat row for each legible event of some journals, by their peers' names."""
+    for name, path in journals.items():
+        for event in read(path):
+            fields = dict(fields_of(event))
+            row = {"peer_name": name, "at": fields.pop("at"), "event": fields.pop("event")}
+            for key, value in fields.items():
+                if isinstance(value, dict):
+                    row |= {f"{key}.{inner}": count for inner, count in value.items()}
+                else:
+                    row[key] = value
+            yield row
+
+
+def _write_whole(journals: Mapping[str, Path], out: Path, kind: TableFormat) -> int:
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        columns = _columns(journals)
+        count = (_write_csv if kind is TableFormat.CSV else _write_parquet)(journals, columns, partial)
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def _columns(journals: Mapping[str, Path]) -> dict[str, type]:
+    """Return the columns in order, each with the type of its values: float for int too, str where they differ."""
+    found: dict[str, type] = dict.fromkeys(FIRST, str) | {"at": float}
+    for row in rows(journals):
+        for key, value in row.items():
+            if value is None:
+                continue
+            before, now = found.get(key, type(value)), type(value)
+            found[key] = before if before is now else float if {before, now} <= {int, float} else str
+    return found
+
+
+def _write_csv(journals: Mapping[str, Path], columns: Mapping[str, type], out: Path) -> int:
+    count = 0
+    with out.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, list(columns), restval="")
+        table.writeheader()
+        for row in rows(journals):
+            table.writerow({key: _harmless(value) for key, value in row.items()})
+            count += 1
+    return count
+
+
+def _harmless(value: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula: part of what a journal holds was said by strangers."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+
+
+def _write_parquet(journals: Mapping[str, Path], columns: Mapping[str, type], out: Path) -> int:
+    import pyarrow
+    from pyarrow import parquet
+
+    kinds = {bool: pyarrow.bool_(), int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string()}
+    schema = pyarrow.schema([(name, kinds.get(kind, pyarrow.string())) for name, kind in columns.items()])
+    count = 0
+    with parquet.ParquetWriter(out, schema) as table:
+        for batch in _batches(rows(journals)):
+            values = [{name: _as(row.get(name), kind) for name, kind in columns.items()} for row in batch]
+            table.write_table(pyarrow.Table.from_pylist(values, schema))
+            count += len(batch)
+    return count
+
+
+def _as(value: Any, kind: type) -> Any:
+    return value if value is None or kind not in (float, str) else kind(value)
+
+
+def _batches(all_rows: Iterator[dict[str, Any]], most: int = 8192) -> Iterator[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    for row in all_rows:
+        batch.append(row)
+        if len(batch) == most:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _write_tensorboard(journals: Mapping[str, Path], out: Path) -> int:
+    """Write a run of curves for each peer."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            "TensorBoard is not installed.",
+            why="its files are written by its own package, which the node does without",
+            hint="pip install tensorboard, or export --to csv or parquet",
+            code=Exit.USAGE,
+        ) from error
+    count = 0
+    for name, path in journals.items():
+        with SummaryWriter(str(out / name.replace("/", "_"))) as writer:
+            for row in rows({name: path}):
+                number = row.get("step", row.get("round"))
+                for field in SCALARS.get(row["event"], ()):
+                    if row.get(field) is not None:
+                        writer.add_scalar(f"{row['event']}/{field}", row[field], number, row["at"])
+                        count += 1
+    return count

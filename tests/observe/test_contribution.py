@@ -1,0 +1,59 @@
+"""What a home has given, by its own journal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from gossip.events import OuterStepTaken
+from noloco_node.cli.main import app
+from noloco_node.errors import UserError
+from noloco_node.journal import events
+from noloco_node.journal.writer import Journal
+from noloco_node.observe.contribution import contributions
+
+DAY_S = 86400.0
+
+
+def life(at: float, run: str, stage: int, sent: int) -> list[events.Event]:
+    """Fifty steps of two seconds each."""
+    steps = [
+        events.InnerStep(
+            at=at + 2 * step, step=step, progress=0, loss=1, tokens=10, seconds=2, learning_rate=0.1, device_s=0.5
+        )
+        for step in range(1, 51)
+    ]
+    return [
+        events.Started(at=at, peer=f"peer{stage}", stage=stage, run=run, version="0"),
+        *steps,
+        OuterStepTaken(at=at + 100, round=1, partner="p", seconds=1.0),
+        OuterStepTaken(at=at + 100, round=2, seconds=1.0),
+        events.Traffic(at=at + 100, sent={"microbatch": sent, "gossip": 1}, received={"microbatch": 5}),
+    ]
+
+
+def test_lives_are_added_up_and_time_away_is_not() -> None:
+    first, second = contributions([*life(0, "a", 0, 99), *life(DAY_S, "a", 1, 9), *life(2 * DAY_S, "b", 1, 9)])
+    assert (first.run, first.stages, first.peers) == ("a", [0, 1], ["peer0", "peer1"])
+    assert (first.tokens, first.inner_steps, first.rounds) == (1000, 100, 2)
+    assert first.there_s == pytest.approx(200.0)
+    assert first.device_s == pytest.approx(50.0)
+    assert (first.sent_bytes, first.received_bytes) == (110, 10)
+    assert (second.run, second.tokens, second.there_s) == ("b", 500, pytest.approx(100.0))
+
+
+def test_me_tells_what_the_journal_of_a_home_says(tmp_path: Path) -> None:
+    taken = life(1e9, "0123456789abcdef", 0, 99)
+    with Journal(tmp_path / "journal.jsonl", now=iter([event.at for event in taken]).__next__) as journal:
+        for event in taken:
+            journal.write(event)
+    said = CliRunner().invoke(app, ["me", "--home", str(tmp_path)]).stdout
+    assert "run 0123456789ab, " in said
+    assert "500 in 50 inner steps, 1 meetings" in said
+    raw = CliRunner().invoke(app, ["me", "--home", str(tmp_path), "--json"]).stdout
+    assert msgspec.json.decode(raw)["sent_bytes"] == 100
+    nothing = CliRunner().invoke(app, ["me", "--home", str(tmp_path / "none")])
+    assert isinstance(nothing.exception, UserError)

@@ -1,0 +1,193 @@
+"""Figures for Prometheus: what a scrape finds, who may ask, and that no stranger makes series."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S
+from repository import ROOT
+from typer.testing import CliRunner
+
+from gossip.events import OuterStepTaken, RoundDeferred
+from noloco_node.cli.main import app
+from noloco_node.errors import Exit, UserError
+from noloco_node.journal import events
+from noloco_node.observe.metrics import MOST_VALUES, NodeMetrics
+from noloco_node.observe.metrics_server import MOST_REQUESTS, MetricsPlace, metrics_served, parse_place
+from noloco_node.observe.roster_observer import RosterObserver
+from noloco_node.run.peer_state import PeerState
+from noloco_node.run.presets import demo_run_text
+from noloco_node.run.runfile import decode_run
+from noloco_node.swarm.roster import PeerRecord, Roster
+
+MONITORING = ROOT / "docker" / "monitoring"
+OWN = MetricsPlace("127.0.0.1", 0)
+
+
+def value(metrics: NodeMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"noloco_{name}", labels)
+
+
+def told() -> NodeMetrics:
+    """The metrics of a node that has seen a little of everything."""
+    metrics = NodeMetrics("0123456789abcdef0123")
+    seen: list[events.Event] = [
+        events.Started(peer="12D3KooWpeer", stage=1, run="r", version="0"),
+        events.StateChanged(state=PeerState.TRAINING, waiting="room at the next stage: all its 2 replicas refused"),
+        events.StateChanged(state=PeerState.TRAINING),
+        events.InnerStep(step=1, progress=0.1, loss=2.5, tokens=64, seconds=2.0, learning_rate=0.1, device_s=0.5),
+        OuterStepTaken(round=1, partner="12D3KooWother", gap=0.25, seconds=0.5),
+        OuterStepTaken(round=2, seconds=0.5),
+        RoundDeferred(round=3, in_a_row=1),
+        events.Traffic(sent={"microbatch": 100}, received={"gossip": 7}),
+        events.Traffic(sent={"microbatch": 150}, received={"gossip": 7}),
+        events.Traffic(sent={"microbatch": 20}, received={}),
+        events.RefusedMicrobatch(peer="12D3KooWother", reason="full", count=3),
+        events.Lost(peer="12D3KooWother", what="exchange", why="silent"),
+    ]
+    for number, event in enumerate(seen):
+        metrics.take(event, 100.0 + 5.0 * number)
+    return metrics
+
+
+def test_a_scrape_tells_what_the_journal_does() -> None:
+    metrics = told()
+    assert value(metrics, "tokens_total") == 64
+    assert value(metrics, "device_busy_seconds_total") == 0.5
+    assert value(metrics, "waiting_seconds_total", reason="room at the next stage") == 5.0
+    assert [value(metrics, "rounds_total", result=result) for result in ("met", "solo", "deferred")] == [1, 1, 1]
+    # A total that is smaller than before is that of a new network, in a later shift.
+    assert value(metrics, "bytes_total", direction="sent", kind="microbatch") == 170
+    assert value(metrics, "refusals_total", side="there", reason="full") == 3
+    assert value(metrics, "stage") == 1
+    assert value(metrics, "build_info", version=__import__("noloco_node").__version__) == 1
+    assert b"12D3KooW" not in metrics.text()
+
+
+def test_the_swarm_is_told_as_far_as_it_is_watched() -> None:
+    metrics, run = NodeMetrics("r"), decode_run(demo_run_text(stages=2, replicas=1, steps=100, seed=0), "a test")
+    record = PeerRecord(peer="p", stage=1, state=PeerState.TRAINING, device_s=0.1, tokens_per_s=100.0)
+    view = RosterObserver(run, "r").view(Roster(stages=((), (record,)), run_samples=10), 1e9)
+    metrics.show(view, (1,), {"rejoined": 2, "daemon.died": 1})
+    metrics.show(view, (1,), {"rejoined": 2, "daemon.died": 1})
+    assert value(metrics, "replicas_training", stage="1") == 1
+    assert value(metrics, "replicas", stage="0") is None
+    assert value(metrics, "reconnects_total") == 2
+    assert value(metrics, "daemon_restarts_total") == 1
+
+
+@given(st.lists(st.text(max_size=20), max_size=200))
+def test_labels_are_bounded_whatever_is_said(reasons: list[str]) -> None:
+    metrics = NodeMetrics("r")
+    for reason in reasons:
+        metrics.take(events.RefusedMicrobatch(peer="p", reason=reason), 0.0)
+    series = [line for line in metrics.text().decode().splitlines() if line.startswith("noloco_refusals_total{")]
+    assert len(series) <= MOST_VALUES + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("9464", MetricsPlace("127.0.0.1", 9464)),
+        ("localhost:1", MetricsPlace("localhost", 1)),
+        ("[::1]:9464", MetricsPlace("::1", 9464)),
+        ("127.0.0.2:0", MetricsPlace("127.0.0.2", 0)),
+    ],
+)
+def test_a_place_of_our_own_needs_no_leave(text: str, place: MetricsPlace) -> None:
+    assert parse_place(text, is_open=False) == place
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:9464", "[::]:9464", "192.168.1.2:9464", "example.org:9464"])
+def test_a_place_in_the_open_is_refused_unless_asked_for(text: str) -> None:
+    with pytest.raises(UserError, match="could be read by others"):
+        parse_place(text, is_open=False)
+    assert parse_place(text, is_open=True).port == 9464
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.2.3.4", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:²"])
+def test_what_is_no_place_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="no place"):
+        parse_place(text, is_open=True)
+
+
+def test_a_wrong_place_is_refused_before_anything_is_begun(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["join", "noloco1:x", "--home", str(tmp_path / "h"), "--metrics", "0.0.0.0:9464"])
+    assert isinstance(done.exception, UserError)
+    assert not (tmp_path / "h").exists()
+
+
+async def _ask(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        return await reader.read()
+    except ConnectionError:  # closed before all of the request was read
+        return b""
+    finally:
+        await _closed(writer)
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+def test_only_one_page_is_there_and_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        async with metrics_served(OWN, "run") as metrics:
+            assert metrics is not None
+            found = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", capsys.readouterr().err)
+            assert found is not None
+            port = int(found[1])
+            head, _, body = (await _ask(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            assert b"version=0.0.4" in head
+            assert b'noloco_run_info{digest="run"} 1.0' in body
+            assert b"404" in await _ask(port, b"GET /etc/passwd HTTP/1.1\r\n\r\n")
+            assert b"405" in await _ask(port, b"POST /metrics HTTP/1.1\r\n\r\n")
+            assert await _ask(port, b"x" * 100_000) == b""
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_REQUESTS)]
+            assert await _ask(port, b"GET /metrics HTTP/1.1\r\n\r\n") == b""
+            for _, writer in held:
+                await _closed(writer)
+            with pytest.raises(UserError, match="Cannot serve") as refused:
+                async with metrics_served(MetricsPlace("127.0.0.1", port), "run"):
+                    pass
+            assert refused.value.code is Exit.PORT_TAKEN
+
+    asyncio.run(main())
+
+
+def test_dashboard_and_alerts_ask_for_nothing_that_is_not_there() -> None:
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    asked = " ".join([*(rule["expr"] for rule in rules), *(t["expr"] for panel in panels for t in panel["targets"])])
+    metrics = told()
+    there = {sample.name for family in metrics.registry.collect() for sample in family.samples}
+    there |= {f"{family.name}_total" for family in metrics.registry.collect() if family.type == "counter"}
+    there |= {family.name for family in metrics.registry.collect()}
+    assert set(re.findall(r"noloco_\w+", asked)) <= there
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for name in ("prometheus.yml", "compose.yaml"):
+        assert yaml.safe_load((MONITORING / name).read_text())
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_finds_no_fault_in_rules_and_figures() -> None:
+    rules = ["promtool", "check", "rules", str(MONITORING / "alerts.yml")]
+    figures = ["promtool", "check", "metrics"]
+    for command, text in ((rules, b""), (figures, told().text())):
+        done = subprocess.run(command, input=text, capture_output=True, check=False, timeout=LAST_RESORT_S)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,369 @@
+"""What a swarm is doing: one model, whether records, journals or a simulation feed it, and the text made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from noloco_node.cli.main import app
+from noloco_node.errors import UserError
+from noloco_node.journal import events
+from noloco_node.journal.writer import Journal
+from noloco_node.observe.bottleneck import PAST, PRESENT, StageLoad, devices_bottleneck, present_bottleneck
+from noloco_node.observe.journal_observer import SILENT, JournalObserver, Recording, read_journals
+from noloco_node.observe.live_view import LiveView
+from noloco_node.observe.peer_history import PeerHistory
+from noloco_node.observe.playback import FASTEST, SLOWEST, Playback, meanings
+from noloco_node.observe.roster_observer import RosterObserver, split_wait
+from noloco_node.observe.screen import line, lines, picture
+from noloco_node.observe.swarm_view import MOST_WORDS, Course, Moment, SwarmView, plain
+from noloco_node.run.peer_state import PeerState
+from noloco_node.run.presets import demo_run_text
+from noloco_node.run.runfile import decode_run
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.report.bottleneck import bottleneck
+from noloco_node.sim.report.collector import EventCollector
+from noloco_node.sim.report.figures import make_report
+from noloco_node.sim.scenario.scenario import decode_scenario
+from noloco_node.sim.scenario.setup import build_setup
+from noloco_node.sim.world import Watcher, World, simulate
+from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.run_distribution import RunFileText
+
+RUN = RunFileText(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "a test's run file")
+MICROBATCH_TOKENS = RUN.run.pipeline.microbatch_size * RUN.run.pipeline.sequence_length
+BEGUN = 1.7e9
+
+
+def record(stage: int, number: int, **more: Any) -> PeerRecord:
+    """A replica whose device works for half of the time, unless something else is said."""
+    fields = {
+        "peer": f"12D3KooWpeer{stage}{number}abcd",
+        "stage": stage,
+        "state": PeerState.TRAINING,
+        "device_s": 0.1,
+        "tokens_per_s": 5 * MICROBATCH_TOKENS,
+        "loss": 2.0 + number,
+        "gap": 0.01,
+    }
+    return PeerRecord(**(fields | more))
+
+
+def roster(*stages: Sequence[PeerRecord], samples: int = 0, **more: Any) -> Roster:
+    return Roster(stages=tuple(map(tuple, stages)), run_samples=samples, **more)
+
+
+def whole(samples: int = 0) -> Roster:
+    return roster([record(0, 0), record(0, 1)], [record(1, 0), record(1, 1)], samples=samples)
+
+
+def drawn(view: SwarmView, width: int, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(picture(view, width, height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def crowd(peers: int, stages: int, waits: str | None = None) -> SwarmView:
+    run = RunFileText(demo_run_text(stages=4, replicas=2, steps=100, seed=0), "a test's run file")
+    each = [[record(stage, number, waiting=waits) for number in range(peers // stages)] for stage in range(stages)]
+    return RosterObserver(run.run, run.digest).view(roster(*each, samples=10), BEGUN)
+
+
+def test_a_roster_says_how_far_how_fast_and_what_holds_it_back() -> None:
+    observer = RosterObserver(RUN.run, RUN.digest)
+    view = observer.view(whole(samples=RUN.run.budget_samples // 4), BEGUN)
+    assert view.progress == pytest.approx(0.25, abs=0.01)
+    assert view.tokens_per_s == pytest.approx(2 * 5 * MICROBATCH_TOKENS)  # of the sources alone
+    assert view.budget_tokens is not None
+    assert view.left_s == pytest.approx((view.budget_tokens - view.tokens) / view.tokens_per_s)
+    assert view.loss == pytest.approx(2.5)
+    assert [stage.busy for stage in view.stages] == [pytest.approx(0.5)] * 2
+    assert view.bottleneck.startswith("No stage's devices are busy for more than 50% of the time")
+
+
+def test_the_speed_of_a_swarm_is_measured_by_what_it_has_done() -> None:
+    observer, samples = RosterObserver(RUN.run, RUN.digest), 0
+    for number in range(6):
+        view = observer.view(whole(samples), BEGUN + 10.0 * number)
+        samples += 20
+    assert view.tokens_per_s == pytest.approx(2 * RUN.run.pipeline.sequence_length)
+    for number in range(6, 14):
+        view = observer.view(whole(samples), BEGUN + 10.0 * number)
+    assert view.tokens_per_s == 0.0
+    assert view.left_s is None
+
+
+def test_arrivals_and_departures_are_told_and_silence_of_our_own_is_none() -> None:
+    observer = RosterObserver(RUN.run, RUN.digest)
+    assert observer.view(whole(), BEGUN).changes == ()
+    gone = roster([record(0, 0), record(0, 1)], [record(1, 0)])
+    blind = msgspec.structs.replace(roster([], []), old_since_s=1.0, read_at=50.0)
+    view = observer.view(blind, BEGUN + 5)
+    assert view.changes == ()
+    assert view.trouble == "no news of anybody for 49 s: what is shown is old"
+    assert [change.text for change in observer.view(gone, BEGUN + 10).changes] == ["is gone from stage 1"]
+    moved = roster([record(0, 0)], [record(1, 0), record(1, 9, peer=record(0, 1).peer)])
+    assert observer.view(moved, BEGUN + 20).changes[-1].text == "moved from stage 0 to stage 1, training"
+    back = roster([record(0, 0)], [record(1, 0), record(1, 9, state=PeerState.CATCHING_UP)])
+    texts = [change.text for change in observer.view(back, BEGUN + 30).changes[-2:]]
+    assert sorted(texts) == ["came to stage 1, catching up", "is gone from stage 1"]
+
+
+@pytest.mark.parametrize(
+    ("said", "what", "seconds"),
+    [
+        (None, None, None),
+        ("microbatches from stage 1, for 7 s", "microbatches from stage 1", 7.0),
+        ("microbatches from stage 1, for 7 s; the disk is full", "microbatches from stage 1", 7.0),
+        ("the disk is full", "the disk is full", None),
+        ("x, for 99999999999999999999 s", "x, for 99999999999999999999 s", None),
+    ],
+)
+def test_a_wait_is_taken_apart(said: str | None, what: str | None, seconds: float | None) -> None:
+    assert split_wait(said) == (what, seconds)
+
+
+ROOM = "room at the next stage"
+
+
+@pytest.mark.parametrize(
+    ("loads", "speed", "sentence"),
+    [
+        ([StageLoad(0, 0, 0), StageLoad(1, 0, 0)], 0.0, "Nothing is trained: nobody is there."),
+        ([StageLoad(0, 1, 1), StageLoad(1, 0, 0)], 9.0, "Nobody serves stage 1: no microbatch"),
+        ([StageLoad(0, 1, 1), StageLoad(1, 2, 0)], 9.0, "Stage 1 is the bottleneck: none of its 2 replicas trains."),
+        (
+            [StageLoad(0, 2, 2, 0.1, ROOM, 1), StageLoad(1, 2, 2, 0.2)],
+            0.0,
+            "Nothing is trained: stage 0 waits for room",
+        ),
+        ([StageLoad(0, 2, 2, 0.1, ROOM, 1), StageLoad(1, 2, 2, 0.1)], 9.0, "Stage 1 is the bottleneck: its replicas r"),
+        ([StageLoad(0, 2, 2, 0.1, "an answer of the next stage", 2), StageLoad(1, 2, 2)], 0.0, "Stage 1 is out of re"),
+        ([StageLoad(0, 2, 2, 0.3), StageLoad(1, 2, 2, 0.9)], 9.0, "Stage 1 is the bottleneck: its devices are busy fo"),
+        ([StageLoad(0, 2, 2, 0.9), StageLoad(1, 2, 2, 0.9)], 9.0, "The devices are the limit, of all stages alike"),
+        ([StageLoad(0, 2, 2), StageLoad(1, 2, 2)], 9.0, "Nobody has said yet"),
+        ([StageLoad(0, 2, 2, 0.3)], 9.0, "The devices are busy for 30% of the time, and there is no other stage"),
+    ],
+)
+def test_the_sentence_of_this_moment(loads: list[StageLoad], speed: float, sentence: str) -> None:
+    assert present_bottleneck(loads, speed, is_over=False).startswith(sentence)
+    assert present_bottleneck(loads, speed, is_over=True) == "The run is over: its tokens are used up."
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
+def test_a_run_that_is_over_and_one_under_way_are_judged_alike(work: list[float]) -> None:
+    shares = dict(enumerate(work))
+    past, present = devices_bottleneck(shares, PAST), devices_bottleneck(shares, PRESENT)
+    assert (past is None) == (present is None)
+    if past is not None and present is not None:
+        assert past.replace("were", "are").replace("the training", "the time") == present
+
+
+class _Witness(Watcher):
+    """What watches a simulation as a person would: by records, and by journals."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._observer = world, RosterObserver(world.setting.run, "")
+        self.journals: dict[str, list[events.Event]] = defaultdict(list)
+        self.views: list[SwarmView] = []
+
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+        at = BEGUN + self._world.now_s
+        stamp: Any = msgspec.structs.replace if isinstance(event, msgspec.Struct) else dataclasses.replace
+        self.journals[peer.name].append(stamp(event, at=at))
+
+    def look(self) -> None:
+        replicas = [peer.replica for peer in self._world.peers.values() if peer.running and peer.replica is not None]
+        records = [replica.describe(PeerState.TRAINING) for replica in replicas]
+        stages = [[record for record in records if record.stage == number] for number in range(3)]
+        done = sum(record.inner_steps for record in stages[0])
+        self.views.append(self._observer.view(roster(*stages, samples=done), BEGUN + self._world.now_s))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_records_journals_and_the_simulator_name_the_same_bottleneck(slow: int) -> None:
+    text = "[swarm]\nstages = 3\nreplicas = 3\nrounds = 3\n" + "".join(
+        f"[[fault]]\nkind = 'slow'\nat_s = 0.0\npeer = 's{slow}r{replica}'\nfactor = 4.0\n" for replica in range(3)
+    )
+    setting = build_setup(decode_scenario(text, "a test"))
+    seen: list[Any] = []
+
+    def watch(world: World) -> list[Watcher]:
+        seen.extend([EventCollector(world), _Witness(world)])
+        return list(seen)
+
+    report = simulate(setting, watch, lambda world: make_report(world, seen[0]))
+    sentence = f"Stage {slow} is the bottleneck"
+    assert bottleneck(report).startswith(sentence)
+    recording = Recording(seen[1].journals, "simulated", None)
+    middle = recording.at((recording.begun + recording.ended) / 2)
+    assert middle.bottleneck.startswith(sentence)
+    assert middle.progress > 0.0
+    views = seen[1].views
+    assert views[len(views) // 2].bottleneck.startswith(sentence)
+
+
+def inner(step: int, at: float) -> events.InnerStep:
+    return events.InnerStep(
+        at=at, step=step, progress=step / 100, loss=3.0, tokens=4096, seconds=1.0, learning_rate=1e-3, device_s=0.5
+    )
+
+
+def journals() -> dict[str, list[events.Event]]:
+    """Two peers; the second dies half way."""
+    found: dict[str, list[events.Event]] = {}
+    for stage, steps in ((0, 100), (1, 50)):
+        begun = events.Started(at=BEGUN, peer=f"12D3peer{stage}", stage=stage, run="r", version="0")
+        training = events.StateChanged(at=BEGUN, state=PeerState.TRAINING)
+        found[f"home{stage}"] = [begun, training, *(inner(step, BEGUN + step) for step in range(1, steps))]
+    return found
+
+
+def test_a_recording_goes_forward_and_back_and_is_the_same_again() -> None:
+    recording = Recording(journals(), "a run", None)
+    first = recording.at(BEGUN + 30)
+    assert (first.tokens, len(first.peers)) == (30 * 4096, 2)
+    end = recording.at(recording.ended + 1000)
+    assert [peer.state for peer in end.peers] == ["training", "gone"]
+    assert [peer.waits for peer in end.peers] == [None, SILENT]
+    assert end.bottleneck.startswith("Nobody serves stage 1")
+    assert any(change.text == SILENT and change.at == BEGUN + 49 for change in end.changes)
+    assert recording.at(BEGUN + 30) == first
+    assert recording.at(0.0).at == BEGUN
+
+
+def test_who_comes_back_after_a_silence_is_there_again() -> None:
+    found = journals()
+    again = BEGUN + 90
+    begun = events.Started(at=again, peer="12D3peer1", stage=1, run="r", version="0")
+    found["home1"] += [begun, events.StateChanged(at=again, state=PeerState.TRAINING), inner(50, again + 1)]
+    recording = Recording(found, "a run", None)
+    assert [peer.state for peer in recording.at(again - 1).peers] == ["training", "gone"]
+    end = recording.at(recording.ended)
+    assert [peer.state for peer in end.peers] == ["training", "training"]
+    told = [change.text for change in end.changes if change.name == "home1"]
+    assert told == ["began at stage 1", SILENT, "began at stage 1"]
+    assert Recording(found, "a run", None).at(recording.ended).changes == end.changes  # however far one jumps
+
+
+def test_only_the_last_run_of_a_home_is_played(tmp_path: Path) -> None:
+    first = journals()["home0"]
+    later = [events.Started(at=BEGUN + 500, peer="12D3peer1", stage=0, run="s", version="0"), inner(1, BEGUN + 501)]
+    taken = [*first, *later]
+    with Journal(tmp_path / "journal.jsonl", now=iter([event.at for event in taken]).__next__) as journal:
+        for event in taken:
+            journal.write(event)
+    recording = read_journals([tmp_path])
+    assert (recording.begun, recording.ended) == (BEGUN + 500, BEGUN + 501)
+    assert recording.at(recording.ended).tokens == 4096
+
+
+def test_a_journal_that_was_cut_in_the_middle_is_played_to_there(tmp_path: Path) -> None:
+    for name, taken in journals().items():
+        (tmp_path / name).mkdir()
+        with Journal(tmp_path / name / "journal.jsonl", now=iter([event.at for event in taken]).__next__) as journal:
+            for event in taken:
+                journal.write(event)
+    torn = tmp_path / "home1" / "journal.jsonl"
+    torn.write_bytes(torn.read_bytes()[:-40] + b"\x00\xff\n{}\n")
+    recording = read_journals([tmp_path])
+    assert recording.at(recording.ended).tokens == 99 * 4096
+    done = CliRunner().invoke(app, ["watch", "--journal", str(tmp_path), "--once"])
+    assert done.exit_code == 0
+    assert "home1 at stage 1, waiting: its journal falls silent" in done.stdout
+    told = CliRunner().invoke(app, ["watch", "--journal", str(tmp_path / "home0"), "--json"]).stdout.splitlines()
+    assert [msgspec.json.decode(each)["tokens"] for each in told][-1] == 99 * 4096
+    with pytest.raises(UserError, match="no journal"):
+        read_journals([tmp_path / "home0" / "none"])
+    (tmp_path / "empty.jsonl").write_text("no json\n")
+    with pytest.raises(UserError, match="nothing to play"):
+        read_journals([tmp_path / "empty.jsonl"])
+    assert CliRunner().invoke(app, ["watch", "one", "two"]).exit_code == 2
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 10), (200, 70)])
+@pytest.mark.parametrize("view", [crowd(4, 4), crowd(100, 4), crowd(400, 4, ROOM + ": all of them, for 9 s")])
+def test_a_picture_fits_and_says_first_what_counts(view: SwarmView, size: tuple[int, int]) -> None:
+    text = drawn(view, *size)
+    assert len(text) <= size[1]
+    assert max(map(len, text)) <= size[0]
+    assert "tokens/s" in text[1]
+    assert view.bottleneck.split()[0] in text[3]
+
+
+@given(st.text(max_size=400), st.text(max_size=400))
+def test_what_strangers_say_is_neither_markup_nor_control(name: str, waits: str) -> None:
+    marked = f"[red]\x1b[2J\u202e{waits}"
+    view = RosterObserver(RUN.run, RUN.digest).view(
+        roster([record(0, 0, waiting=marked, peer=f"x[/]{name}")], []), BEGUN
+    )
+    for text in [*drawn(view, 100, 30), *lines(view), line(view)]:
+        assert text.isprintable()
+    assert "[red]" in "".join(lines(view))
+    assert len(plain(waits)) <= MOST_WORDS
+
+
+def test_a_course_is_bounded_and_keeps_its_first_moment() -> None:
+    course = Course(limit=16)
+    for number in range(1000):
+        course.add(Moment(at=number, progress=0.0, tokens_per_s=0.0, loss=None, gap=None))
+    assert len(course.moments) < 16
+    assert course.moments[0].at == 0
+
+
+@given(st.lists(st.sampled_from(["forward", "back", "faster", "slower", "pause", "begin", "end"])), st.floats(0, 100))
+def test_a_playback_never_leaves_its_recording(keys: list[str], seconds: float) -> None:
+    playback = Playback(BEGUN, BEGUN + 3600.0)
+    assert playback.speed == 64.0
+    for key in keys:
+        playback.press(key)
+        playback.advance(seconds)
+        assert BEGUN <= playback.now <= BEGUN + 3600.0
+        assert SLOWEST <= playback.speed <= FASTEST
+        assert playback.footer().isprintable()
+
+
+def test_keys_are_told_apart_in_what_a_terminal_sends() -> None:
+    assert meanings("\x1b[C\x1b[D q+") == ["forward", "back", "pause", "quit", "faster"]
+    assert meanings("\x1b[99~\x1bxyz") == []
+
+
+def test_a_view_without_a_terminal_prints_changes_once_and_lines_now_and_then() -> None:
+    console = Console(file=io.StringIO(), width=300)
+    observer = JournalObserver("a run", [PeerHistory("0a", 0)], decode_run(RUN.text, "a test"))
+    with LiveView(console, whole_screen=True) as live:
+        for number in range(8):
+            observer.take(observer.histories[0], inner(number, BEGUN + number))
+            if number == 3:
+                observer.note(observer.histories[0], "killed by SIGKILL", BEGUN + 1.5)
+            live.show(observer.view(BEGUN + number))
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue().splitlines()
+    assert sum("killed by SIGKILL" in text for text in printed) == 1
+    assert len(printed) == 3
+
+
+@pytest.mark.parametrize("whole_screen", [False, True])
+def test_a_live_view_gives_the_terminal_back(whole_screen: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
+    with contextlib.suppress(KeyboardInterrupt), LiveView(console, whole_screen=whole_screen) as live:
+        live.show(crowd(4, 2), "keys")
+        raise KeyboardInterrupt
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is visible again
+    if whole_screen:
+        assert shown.rindex("\x1b[?1049l") > shown.rindex("\x1b[?1049h")  # and the other screen is left

@@ -1,0 +1,80 @@
+"""Histories of peers, and curves of them in a terminal: bounded, and true to what they are made of."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.journal import events
+from noloco_node.observe.braille_chart import Series, chart, smoothed
+from noloco_node.observe.peer_history import Curve, PeerHistory, Point, over_tokens
+
+
+def inner(step: int, at: float) -> events.InnerStep:
+    return events.InnerStep(
+        at=at, step=step, progress=step / 10, loss=3.0, tokens=4096, seconds=0.5, learning_rate=1e-3
+    )
+
+
+def history(name: str, stage: int, taken: list[events.Event]) -> PeerHistory:
+    folded = PeerHistory(name, stage)
+    for event in taken:
+        folded.take(event)
+    return folded
+
+
+def test_who_begins_again_has_not_finished() -> None:
+    begun = events.Started(at=1.0, peer="Qm0a", stage=1, run="r", version="0")
+    ended = events.Finished(at=2.0, why="asked to leave", step=1, round=0, progress=0.1)
+    assert history("0a", 0, [begun, ended]).finished == "asked to leave"
+    assert history("0a", 0, [begun, ended, begun]).finished is None
+
+
+def test_speed_is_measured_over_recent_steps_and_falls_when_nothing_comes() -> None:
+    steady = history("0a", 0, [inner(number, 100.0 + 0.5 * number) for number in range(1, 30)])
+    assert steady.tokens_per_s(now=114.6) == pytest.approx(4096 / 0.5)
+    assert steady.tokens_per_s(now=130.0) < 4096
+    steady.take(events.Finished(why="over", step=29, round=0, progress=1.0))
+    assert steady.tokens_per_s(now=114.6) == 0
+
+
+def test_a_common_axis_counts_the_tokens_of_all_sources() -> None:
+    first, second = history("0a", 0, [inner(1, 101.0), inner(2, 102.0)]), history("0b", 0, [inner(1, 101.5)])
+    later = history("1a", 1, [inner(1, 100.75), inner(2, 101.5), inner(3, 200.0)])
+    points = over_tokens(later.losses, [first, second, later])
+    # 0a begins its first step at 100.5, and takes its second from 101 to 102; 0b is at its first from 101 to 101.5.
+    assert [point.x for point in points] == pytest.approx([0.5 * 4096, 2.5 * 4096, 3 * 4096])
+
+
+@given(st.integers(1, 5000))
+def test_a_curve_is_bounded_and_keeps_its_first_point(count: int) -> None:
+    curve = Curve(limit=64)
+    for number in range(count):
+        curve.add(number / count, float(number))
+    assert len(curve.points) <= 64
+    assert curve.points[0].value == 0
+    gaps = {b.value - a.value for a, b in pairwise(curve.points)}
+    assert len(gaps) <= 1  # evenly thinned
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=200))
+def test_smoothing_stays_within_what_it_smooths(values: list[float]) -> None:
+    points = [Point(number / len(values), value) for number, value in enumerate(values)]
+    smooth = smoothed(points)
+    assert [point.x for point in smooth] == [point.x for point in points]
+    assert min(values) - 1e-6 <= min(p.value for p in smooth) <= max(p.value for p in smooth) <= max(values) + 1e-6
+    assert smooth[0] == points[0]
+
+
+def test_a_falling_curve_falls_from_corner_to_corner() -> None:
+    points = [Point(number / 99, 6.0 * 0.97**number) for number in range(100)]
+    drawn = [line.plain for line in chart([Series(points, "red")], width=40, height=6)]
+    assert all(len(line) == 40 for line in drawn)
+    assert drawn[0].startswith("  6.00 ┤")
+    assert drawn[0][8] != " "
+    assert drawn[-1][-1] != " "
+    assert all(line[8:].count(" ") < 32 for line in drawn)
+    assert [line.plain for line in chart([], width=40, height=3)] == ["", "", ""]

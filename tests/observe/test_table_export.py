@@ -1,0 +1,83 @@
+"""Journals as tables: nothing is lost, nothing written over, and nothing that a stranger said is a formula."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from typer.testing import CliRunner
+
+from noloco_node.cli.main import app
+from noloco_node.errors import UserError
+from noloco_node.journal import events
+from noloco_node.journal.writer import Journal
+from noloco_node.observe.table_export import TableFormat, export_journals
+from noloco_node.run.peer_state import PeerState
+
+
+@pytest.fixture
+def homes(tmp_path: Path) -> Path:
+    for name in ("a", "b"):
+        (tmp_path / "swarm" / name).mkdir(parents=True)
+        with Journal(tmp_path / "swarm" / name / "journal.jsonl", now=lambda: 5.0) as journal:
+            journal.write(events.Traffic(sent={"microbatch": 100}, received={}))
+            journal.write(events.StateChanged(state=PeerState.TRAINING, waiting="=1+1"))
+            journal.write(
+                events.InnerStep(step=1, progress=0.5, loss=None, tokens=8, seconds=1.0, learning_rate=0.1, stale=2)
+            )
+            journal.write(
+                events.InnerStep(step=2, progress=1, loss=2.0, tokens=8, seconds=1.5, learning_rate=0.1, device_s=1)
+            )
+    with (tmp_path / "swarm" / "b" / "journal.jsonl").open("a") as torn:
+        torn.write('{"event":"inner_st')
+    return tmp_path / "swarm"
+
+
+def test_a_csv_has_a_row_for_each_event(homes: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    done = CliRunner().invoke(app, ["journal", "export", str(homes), "--out", str(out)])
+    assert done.stdout == f"Wrote 8 rows to {out}.\n"
+    with out.open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["peer_name"] for row in table] == ["a"] * 4 + ["b"] * 4
+    assert [row["event"] for row in table[:4]] == ["traffic", "state", "inner_step", "inner_step"]
+    assert table[0]["sent.microbatch"] == "100"
+    assert table[1]["waiting"] == "'=1+1"
+    assert [row["loss"] for row in table[2:4]] == ["", "2.0"]
+    assert table[3]["step"] == "2"
+
+
+def test_a_parquet_file_keeps_types(homes: Path, tmp_path: Path) -> None:
+    export_journals([homes], tmp_path / "out.parquet", TableFormat.PARQUET)
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    kinds = {field.name: str(field.type) for field in table.schema}
+    assert kinds["step"] == "int64"
+    assert kinds["progress"] == kinds["device_s"] == kinds["at"] == "double"
+    assert kinds["waiting"] == "string"
+    assert table.num_rows == 8
+    assert table.column("loss").to_pylist()[:4] == [None, None, None, 2.0]
+
+
+def test_nothing_is_written_over_and_nothing_half(homes: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    out.write_text("mine")
+    with pytest.raises(UserError, match="there already"):
+        export_journals([homes], out, TableFormat.CSV)
+    with pytest.raises(UserError, match="Cannot write"):
+        export_journals([homes], tmp_path / "none" / "out.csv", TableFormat.CSV)
+    with pytest.raises(UserError, match="no journal"):
+        export_journals([tmp_path / "none"], tmp_path / "new.csv", TableFormat.CSV)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.csv", "swarm"]
+    assert CliRunner().invoke(app, ["journal", "export", str(homes), "--out", "x", "--to", "xls"]).exit_code == 2
+
+
+def test_tensorboard_is_asked_for_where_it_is_missing(
+    homes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match="not installed"):
+        export_journals([homes], tmp_path / "curves", TableFormat.TENSORBOARD)
+    assert not (tmp_path / "curves").exists()
