@@ -37,7 +37,7 @@ from noloco_node.cli.options import (
 )
 from noloco_node.errors import COMPLAINT, Exit, UserError, leaves, user_error_of
 from noloco_node.limits.budget import read_owner_limits
-from noloco_node.run.config import Rule
+from noloco_node.run.config import AdmissionRule
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def init(
         typer.Option("--from", metavar="DIR", help="Go on from an exported checkpoint.", show_default=False),
     ] = None,
     admission: Annotated[
-        Rule | None,
+        AdmissionRule | None,
         typer.Option(
             metavar="RULE",
             help="Give the run an owner who says who may take part: open (a ticket for whoever works for it), invited "

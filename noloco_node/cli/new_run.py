@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
-from noloco_node.run.config import Rule
+from noloco_node.run.config import AdmissionRule
 from noloco_node.run.presets import run_text, with_owner, write_text
 
 
-def write_run(path: Path, preset: str, origin: Path | None, rule: Rule | None, *, overwrite: bool) -> str:
+def write_run(path: Path, preset: str, origin: Path | None, rule: AdmissionRule | None, *, overwrite: bool) -> str:
     """Write a run file, with an owner where there is a rule, and return what was done; a key that is there stays.
 
     `origin`: a checkpoint to go on from.

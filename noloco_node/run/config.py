@@ -116,7 +116,7 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     deferrals_before_solo: int = 4
 
 
-class Rule(StrEnum):
+class AdmissionRule(StrEnum):
     """By which peers are let into a run that has an owner."""
 
     OPEN = "open"
@@ -129,7 +129,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     owner: str | None = None
     """The public half of the owner's key, 64 hexadecimal digits."""
-    rule: Rule = Rule.OPEN
+    rule: AdmissionRule = AdmissionRule.OPEN
     """open: whoever has an invite gets a ticket from a bootstrap peer; invited: each invite is for one identity;
     listed: tickets are for peer ids that the owner names."""
 
