@@ -45,7 +45,7 @@ async def network(daemon: Daemon | None) -> AsyncIterator[Libp2pNetwork]:
     exchange = StreamContext(switchboard, KnownPeers(), "/test/", PATIENT)
     parts: Any = None
     made = Libp2pNetwork(
-        NetworkSettings(prefix="/test/", timeouts=PATIENT),
+        NetworkSettings(run="ab" * 32, timeouts=PATIENT),
         LinkContext(parts, Path(), exchange, Reachability.OPEN),
         print,
     )
