@@ -466,6 +466,9 @@ def test_a_second_window_fills_what_a_first_leaves_idle() -> None:
     assert used == two.microbatches * len(two.stages)
 
 
-def test_the_scenario_of_a_run_file_says_how_to_make_it() -> None:
+def test_a_scenario_whose_run_file_is_not_there_names_the_field(tmp_path: Path) -> None:
+    alone = tmp_path / "7b.toml"
+    alone.write_text((SCENARIOS / "7b.toml").read_text())
     with pytest.raises(UserError, match=r"swarm\.run"):
-        put_together(SCENARIOS / "7b.toml", SimulationFlags())
+        put_together(alone, SimulationFlags())
+    put_together(SCENARIOS / "7b.toml", SimulationFlags())
