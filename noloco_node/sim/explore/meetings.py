@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gossip.events import OuterStepTaken
 from gossip.exchange.formats import Format
-from gossip.rule.staleness import ROUND_BOUND
 from noloco_node.sim.explore.life_records import LifeRecord
 from noloco_node.sim.explore.observation import CheckerContext
 
@@ -165,9 +164,8 @@ class MeetingChecker:
 
 
 def _of_one_meeting(one: MeetingSide, other: MeetingSide) -> bool:
-    """Say whether two sides are of one meeting: the same gap, numbers that healing may leave, and about one time."""
+    """Say whether two sides are of one meeting: the same gap, and about one time. Their numbers may be far apart: one
+    that was cut off moves up by one an opening."""
     if one.name == other.name or not math.isclose(one.gap, other.gap, rel_tol=1e-4, abs_tol=NO_GAP):
         return False
-    if max(one.begun_s, other.begun_s) > min(one.stepped_s, other.stepped_s) + LATE_S:
-        return False
-    return abs(one.round - other.round) <= ROUND_BOUND
+    return max(one.begun_s, other.begun_s) <= min(one.stepped_s, other.stepped_s) + LATE_S
