@@ -35,11 +35,9 @@ from noloco_node.machine.device import Device
 from noloco_node.machine.interface import Reporter
 from noloco_node.network import wire
 from noloco_node.network.schema import Schema
-from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import state_schema
 from noloco_node.state_sync.download import DownloadLink, StateDownload
 from noloco_node.storage.partial_download import PartialDownloadFile
-from noloco_node.swarm.roster import PeerRecord
 
 STARTS_S = 1800.0
 """Guards against waiting for ever; a child loads torch before it begins."""
@@ -146,8 +144,8 @@ def fingerprint(state: ReplicaState) -> str:
 # The child.
 
 
-async def copy(directory: Path, port: int, section_bytes: int, round: int) -> None:
-    """Copy the state of a donor in this round, and tell of it line by line: what happened, the bytes that are there,
+async def copy(directory: Path, port: int, section_bytes: int) -> None:
+    """Copy the state of a donor, and tell of it line by line: what happened, the bytes that are there,
     the state at the end.
     """
 
@@ -160,8 +158,7 @@ async def copy(directory: Path, port: int, section_bytes: int, round: int) -> No
     keep = PartialDownloadFile(directory, "run", 0, section_bytes, lambda line: print(line, file=sys.stderr))
     line = DownloadLink(Lanes(port), device, 600.0)  # type: ignore[arg-type]
     copying = StateDownload(0, shapes, line, reporter, keep)  # type: ignore[arg-type]
-    living = (PeerRecord(peer="donor", stage=0, state=PeerState.TRAINING, round=round),)
-    state = await copying.attempt(("donor",), lambda: living)
+    state = await copying.attempt(("donor",))
     assert isinstance(state, ReplicaState), state
     print(json.dumps({"what": "state", "is": fingerprint(state)}), flush=True)
     device.close()
@@ -200,7 +197,7 @@ async def kill_many(directory: Path, *, kills: int, megabytes: float, seed: int)
             # The last life is left alone. Where none has left a whole piece so far, there are more, and longer ones.
             kill = killed < kills or not resumed
             delay_s = rng.uniform(0.0, 1.6 * max(1.0, killed / kills)) if kill else STARTS_S
-            asked = (str(directory), str(port), str(section_bytes), str(present["state"].round))
+            asked = (str(directory), str(port), str(section_bytes))
             lines, finished = await live_and_die(asked, delay_s)
             first = lines[0]
             assert first["what"] in ("began", "resumed"), lines
@@ -270,7 +267,6 @@ if __name__ == "__main__":
     parser.add_argument("directory", type=Path)
     parser.add_argument("port", type=int)
     parser.add_argument("section_bytes", type=int)
-    parser.add_argument("round", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    asyncio.run(copy(options.directory, options.port, options.section_bytes, options.round))
+    asyncio.run(copy(options.directory, options.port, options.section_bytes))

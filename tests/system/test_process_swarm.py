@@ -299,7 +299,8 @@ def gone(command: Command) -> None:
     assert "Traceback" not in command.complaint
     assert command.left_behind() == []
     assert not command.daemons()
-    assert {path.name for path in command.home.glob("*")} <= {"lock", "identity.key", "journal.jsonl", "run.toml"}
+    kept = {"lock", "identity.key", "journal.jsonl", "run.toml", "invite", "reached.json"}
+    assert {path.name for path in command.home.glob("*")} <= kept
 
 
 # What is wrong, why, and what to try. Commands that do not load torch stand for all, where all share the code.

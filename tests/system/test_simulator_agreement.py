@@ -282,7 +282,8 @@ def test_with_one_replica_a_stage_weights_and_momenta_are_equal(one_by_one: Pair
     """
     for real, simulated in each(one_by_one):
         assert real.saved.tensors.keys() == simulated.saved.tensors.keys()
-        for group in ("slow", "fast", "momentum"):
+        assert {"slow", "fast"} <= real.saved.tensors.keys()
+        for group in real.saved.tensors:
             for one, other in zip(real.saved.tensors[group], simulated.saved.tensors[group], strict=True):
                 assert torch.equal(one, other), group
 
@@ -322,7 +323,8 @@ def test_two_by_two_write_the_same_kinds_of_events(two_by_two: Pair) -> None:
             # others have had a round copies them.
             states = [event.state for event in trace.of(StateChanged) if event.state is not PeerState.CATCHING_UP]
             assert list(dict.fromkeys(states)) == [PeerState.JOINING, PeerState.TRAINING]
-        assert structs.replace(real.started, at=0.0) == structs.replace(simulated.started, at=0.0)
+        assert real.started.pid > 0
+        assert structs.replace(real.started, at=0.0, pid=0) == structs.replace(simulated.started, at=0.0)
 
 
 @pytest.mark.parametrize("which", Pair._fields)
@@ -344,10 +346,12 @@ def test_two_by_two_book_each_meeting_on_both_sides(two_by_two: Pair, which: str
         one, other = stage
         assert {event.partner for event in one.met} == {other.started.peer}
         assert {event.partner for event in other.met} == {one.started.peer}
-        rounds = [event.round for event in one.met]
-        assert rounds == [event.round for event in other.met]
-        assert rounds == sorted(set(rounds))
-        assert len(rounds) >= MEETINGS
+        # The two may number a meeting differently: one that was behind moves up by one an opening.
+        assert [event.gap for event in one.met] == pytest.approx([event.gap for event in other.met], rel=1e-3, abs=1e-6)
+        for side in stage:
+            rounds = [event.round for event in side.met]
+            assert rounds == sorted(set(rounds))
+            assert len(rounds) >= MEETINGS
 
 
 def test_two_by_two_send_as_many_bytes(two_by_two: Pair) -> None:
@@ -363,6 +367,7 @@ def test_two_by_two_send_as_many_bytes(two_by_two: Pair) -> None:
 def _microbatch_bytes(trace: Trace, way: str) -> float:
     """Return what a microbatch costs. Two sources have no more in flight than a queue takes: none is sent twice."""
     counts: dict[str, int] = getattr(trace.of(Traffic)[-1], way)
-    # The run file travels only where processes join by an invite, and a state only to whoever comes late.
-    assert counts.keys() - {"run", "state"} == {"microbatch", "gossip"}
+    # The run file and how far the run had come travel only where processes join by an invite, and a state only to
+    # whoever comes late.
+    assert counts.keys() - {"run", "reached", "state"} == {"microbatch", "gossip"}
     return counts["microbatch"] / trace.trained
