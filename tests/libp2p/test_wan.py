@@ -34,6 +34,8 @@ T = TypeVar("T")
 SUPPORT = ROOT / "tests" / "support"
 ONE_WAY_S = 0.025
 LOSS = 0.002
+GREETINGS = 200
+"""By which a hole is punched, or nobody tries any more: some twenty seconds."""
 NEVER = threading.Event()
 
 
@@ -101,6 +103,12 @@ class Peer:
         line = self.process.stdout.readline()
         assert line, f"it ended: {request}"
         return dict(json.loads(line))
+
+    def end(self) -> None:
+        """Let it leave."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(LAST_RESORT_S) == 0
 
     def greet(self, other: Peer) -> float:
         """Send a number to another peer and take it back; return the seconds."""
@@ -381,9 +389,15 @@ def test_two_peers_behind_routers_meet_directly_once_others_know_where_they_come
         assert any("nobody can dial us" in text for text in peer.said), peer.said
 
     def met_directly() -> bool:
-        one.greet(other)
-        return one.is_direct
+        # libp2p tries when a connection through a relay has begun, and then no more. Where that was too early, because
+        # one of the two did not yet know where it comes from, it takes a new connection.
+        caller = country.peer("one")
+        caller.begin(bootstrap=doors)
+        met = any(caller.greet(other) > 0.0 and caller.is_direct for _ in range(GREETINGS))
+        caller.end()
+        return met
 
+    one.end()
     country.until(met_directly, "a hole is punched")
     for router in ("one-r", "other-r"):
         assert country.dropped(router) > 0
