@@ -1,7 +1,7 @@
 """What hostile peers cost a simulated swarm: one attack a row, beside the same swarm without it.
 
     python -m benchmarks.robustness.attacks  # all rows of the protocol
-    python -m benchmarks.robustness.attacks expired rounds  # some of them
+    python -m benchmarks.robustness.attacks expired rounds --seeds 0 1 2  # some of them, of three seeds
 
 Production nodes in virtual time, 2 stages x 4 replicas of the cheap model, 20 rounds of 5 inner steps if the row does
 not say otherwise. Where one replica is hostile it is one of four of its stage. Each row prints its goal, the figure
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 from msgspec import structs
@@ -23,10 +24,10 @@ from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.attacks import FASTEST_S, Attack, Identities, boast, hang, in_round, refuse
 from noloco_node.sim.peer import SimulatedPeer
-from noloco_node.sim.scenario.faults import Crash, Fault, Join
+from noloco_node.sim.scenario.faults import Crash, Join
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
-from noloco_node.sim.world import World, simulate
+from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.messages import Reason
 
@@ -37,7 +38,7 @@ LIAR = "s1r0"
 SWARM = SwarmConfig(stages=2, replicas=4, rounds=20, duration_s=36_000.0)
 
 
-class Seen:
+class Seen(Watcher):
     """What an honest observer of the whole world counts; `hostile`: whose events are not looked at."""
 
     def __init__(self, world: World, hostile: Sequence[str]) -> None:
@@ -57,12 +58,6 @@ class Seen:
             case OuterStepTaken(partner=str()):
                 self.meetings += 1
                 self.adopted += event.adopted
-
-    def struck(self, fault: Fault) -> None:
-        """Faults do not matter."""
-
-    def look(self) -> None:
-        """Nothing has to be polled."""
 
 
 class Outcome(NamedTuple):
@@ -128,7 +123,7 @@ def attacked(world: World, seen: Seen, attack: Attack, peer: str = LIAR) -> None
     world.peers[peer].attack = attack
 
 
-def crowd(world: World, seen: Seen, record: PeerRecord, count: int, samples: int = 0) -> None:
+def add_identities(world: World, seen: Seen, record: PeerRecord, count: int, samples: int = 0) -> None:
     """Let identities appear."""
     setting = world.setting
     names = [f"x{number}" for number in range(count)]
@@ -141,7 +136,7 @@ def crowd(world: World, seen: Seen, record: PeerRecord, count: int, samples: int
     seen.tasks.append(asyncio.create_task(appear()))
 
 
-def ghost(stage: int, **fields: object) -> PeerRecord:
+def record_without_node(stage: int, **fields: object) -> PeerRecord:
     """Return the record of an identity."""
     return PeerRecord(peer="", stage=stage, state=PeerState.TRAINING, **fields)  # type: ignore[arg-type]
 
@@ -193,9 +188,9 @@ MOVING = scenario(rounds=400, moves=True)
 
 
 def _claims_rounds(world: World, seen: Seen) -> None:
-    record = ghost(1, round=HUGE, device_s=0.15)
+    record = record_without_node(1, round=HUGE, device_s=0.15)
     attacked(world, seen, ROUNDS)
-    crowd(world, seen, record, 5)
+    add_identities(world, seen, record, 5)
 
 
 def _in_round_huge(record: PeerRecord) -> PeerRecord:
@@ -206,7 +201,7 @@ ROUNDS = Attack(record=_in_round_huge, say=in_round(HUGE))
 
 
 def _claims_samples(world: World, seen: Seen, count: int) -> None:
-    crowd(world, seen, ghost(0), count, samples=world.setting.run.budget_samples)
+    add_identities(world, seen, record_without_node(0), count, samples=world.setting.run.budget_samples)
 
 
 ROWS = (
@@ -234,7 +229,7 @@ ROWS = (
         "stage0",
         "B12: somebody stays at stage 0",
         places,
-        partial(crowd, record=ghost(0, device_s=FASTEST_S), count=10),
+        partial(add_identities, record=record_without_node(0, device_s=FASTEST_S), count=10),
         MOVING,
         (),
     ),
@@ -242,7 +237,7 @@ ROWS = (
         "newcomer",
         "B8: the newcomer trains",
         joined,
-        partial(crowd, record=ghost(1, device_s=0.15), count=200),
+        partial(add_identities, record=record_without_node(1, device_s=0.15), count=200),
         LATE,
         (),
     ),
@@ -259,15 +254,16 @@ def main() -> None:
     """Print the rows that were asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(row.name for row in ROWS))
-    wanted = parser.parse_args().rows
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    wanted = parser.parse_args()
     known: dict[tuple[Scenario, tuple[str, ...]], Outcome] = {}
-    for row in ROWS:
-        if wanted and row.name not in wanted:
+    for row, seed in product(ROWS, wanted.seeds):
+        if wanted.rows and row.name not in wanted.rows:
             continue
-        print(f"{row.name}: {row.goal}", flush=True)
+        print(f"{row.name}, seed {seed}: {row.goal}", flush=True)
         cases = {"clean": row.scenario, "absent": absent(row), "attacked": row.scenario}
         for case, played in cases.items():
-            place = (played, row.hostile)
+            place = (structs.replace(played, seed=seed), row.hostile)
             if case == "absent" and not row.hostile:
                 continue
             if case != "attacked" and place not in known:

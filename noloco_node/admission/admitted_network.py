@@ -19,7 +19,7 @@ from noloco_node.admission.ticket import TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
 from noloco_node.network.schema import MessageSpec, Schema, Violation
-from noloco_node.network.wrapper import NetworkWrapper
+from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
 
 TOPIC = "admit"
 PATIENCE_S = 20.0
@@ -182,21 +182,14 @@ class AdmittedNetwork(NetworkWrapper):
             raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
 
 
-class _CheckedConversation:
+class _CheckedConversation(ConversationWrapper):
     """A conversation that ends when its peer is shut out, or its ticket expires."""
 
-    __slots__ = ("_conversation", "_right", "_state")
+    __slots__ = ("_right", "_state")
 
     def __init__(self, conversation: Conversation, state: AdmissionState, right: Right) -> None:
-        self._conversation, self._state, self._right = conversation, state, right
-
-    @property
-    def peer(self) -> str:
-        return self._conversation.peer
-
-    @property
-    def is_quiet(self) -> bool:
-        return self._conversation.is_quiet
+        super().__init__(conversation)
+        self._state, self._right = state, right
 
     def check(self) -> None:
         if self._right not in self._state.rights(self.peer):
@@ -205,10 +198,10 @@ class _CheckedConversation:
 
     async def send(self, message: Any) -> None:
         self.check()
-        await self._conversation.send(message)
+        await super().send(message)
 
     async def receive(self) -> Any:
-        message = await self._conversation.receive()
+        message = await super().receive()
         self.check()
         return message
 

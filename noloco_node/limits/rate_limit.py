@@ -26,7 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 from noloco_node.limits.budget import SMALL_BYTES, OwnerLimits, full_bucket, give_back, take
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
 from noloco_node.network.schema import Schema
-from noloco_node.network.wrapper import NetworkWrapper
+from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes, format_rate
 
@@ -173,22 +173,18 @@ class RateLimitedNetwork(NetworkWrapper):
         return counts
 
 
-class RateLimitedConversation:
-    """Implements `network.interface.Conversation`: another one whose messages wait for their bytes."""
+class RateLimitedConversation(ConversationWrapper):
+    """A conversation whose messages wait for their bytes."""
 
     def __init__(self, conversation: Conversation, schema: Schema, up: FairLimiter, down: FairLimiter) -> None:
-        self._conversation, self._schema, self._up, self._down = conversation, schema, up, down
+        super().__init__(conversation)
+        self._schema, self._up, self._down = schema, up, down
         self._come: deque[Any] = deque()
-
-    @property
-    def peer(self) -> str:
-        """The other's peer id."""
-        return self._conversation.peer
 
     @property
     def is_quiet(self) -> bool:
         """Whether both ends are open, and no message waits."""
-        return not self._come and self._conversation.is_quiet
+        return not self._come and super().is_quiet
 
     async def send(self, message: Any) -> None:
         """Send one message as the budget has room for it."""

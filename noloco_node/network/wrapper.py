@@ -1,9 +1,10 @@
-"""A network around another one, which changes some of what it does and leaves the rest as it is."""
+"""A network, or a conversation, around another one: it changes some of what that does, and leaves the rest as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
 from noloco_node.network.schema import Schema
@@ -48,3 +49,30 @@ class NetworkWrapper:
     def statistics(self) -> dict[str, int | float]:
         """See `interface.PeerNetwork.statistics`."""
         return self._network.statistics()
+
+
+class ConversationWrapper:
+    """Implements `interface.Conversation` by `conversation`, method by method."""
+
+    __slots__ = ("_conversation",)
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+
+    @property
+    def peer(self) -> str:
+        """The other's peer id."""
+        return self._conversation.peer
+
+    @property
+    def is_quiet(self) -> bool:
+        """See `interface.Conversation.is_quiet`."""
+        return self._conversation.is_quiet
+
+    async def send(self, message: Any) -> None:
+        """See `interface.Conversation.send`."""
+        await self._conversation.send(message)
+
+    async def receive(self) -> Any:
+        """See `interface.Conversation.receive`."""
+        return await self._conversation.receive()

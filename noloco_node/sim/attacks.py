@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gossip.exchange.messages import Accepted, Declined, Offer, Probe
-from noloco_node.network.wrapper import NetworkWrapper
+from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
 from noloco_node.run.protocols import GOSSIP, MICROBATCH
 from noloco_node.swarm.peer_records import Published
 from noloco_node.swarm.roster import PeerRecord
@@ -103,25 +103,15 @@ async def _opened(
         yield _Lying(conversation, say)
 
 
-class _Lying:
+class _Lying(ConversationWrapper):
     """A conversation in which what is sent is another thing than was meant."""
 
     def __init__(self, conversation: Conversation, say: Callable[[Any], Any]) -> None:
-        self._conversation, self._say = conversation, say
-
-    @property
-    def peer(self) -> str:
-        return self._conversation.peer
-
-    @property
-    def is_quiet(self) -> bool:
-        return self._conversation.is_quiet
+        super().__init__(conversation)
+        self._say = say
 
     async def send(self, message: Any) -> None:
-        await self._conversation.send(self._say(message))
-
-    async def receive(self) -> Any:
-        return await self._conversation.receive()
+        await super().send(self._say(message))
 
 
 # Arithmetic.
