@@ -336,10 +336,9 @@ class Stage:
         return optimiser
 
     def optimiser_state(self) -> OptimiserState:
-        """Return a copy of AdamW's memory (float32, CPU); exact."""
+        """Return AdamW's memory itself, on the device: it moves with the next step."""
         state = self._optimiser.state
-        moments = tuple(state[weight][name].to("cpu", copy=True) for name in _MOMENTS for weight in self._weights)
-        return OptimiserState(self._taken, moments)
+        return OptimiserState(self._taken, tuple(state[weight][name] for name in _MOMENTS for weight in self._weights))
 
     def load_optimiser_state(self, state: OptimiserState) -> None:
         """Continue from another optimiser's memory; raise ValueError if its shapes are not this stage's."""
@@ -353,6 +352,10 @@ class Stage:
                 memory[name].copy_(next(moments))
 
     # Fast weights, one tensor a parameter, in the order of `names`.
+
+    def current_weights(self) -> tuple[Tensor, ...]:
+        """Return the fast weights themselves, on the device: they move with the next change."""
+        return tuple(weight.detach() for weight in self._weights)
 
     def weights(self) -> tuple[Tensor, ...]:
         """Return a copy of the fast weights (float32, CPU)."""
