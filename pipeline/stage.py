@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from pipeline.codec import decode
-from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.activations.codec import decode
+from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.decoder_slice import Slice, multiplied_weights
 from pipeline.forward_pass import (
     Graph,

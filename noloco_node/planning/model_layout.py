@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
-from pipeline.codec_formats import check_width
+from pipeline.activations.formats import check_width
 from pipeline.partition import (
     Prepared,
     cut,

@@ -25,7 +25,7 @@ from noloco_node.run.config import (
     PipelineConfig,
     RunConfig,
 )
-from pipeline.codec_formats import check_width
+from pipeline.activations.formats import check_width
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")

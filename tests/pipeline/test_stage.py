@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from pipeline.codec import decode, encode, seed_of
-from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.activations.codec import decode, encode, seed_of
+from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import PendingForward
 from pipeline.messages import Gradient
