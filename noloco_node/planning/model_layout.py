@@ -107,18 +107,17 @@ def make_stage(
     `graphs`: how many microbatches that wait for their gradient keep their graph; None for all.
     """
     from noloco_node.machine.device import autocast_dtype
-    from pipeline.stage import Inner, Stage
+    from pipeline.inner_optimiser import Inner
+    from pipeline.stage import Stage, StageSettings
 
     inner = run.inner
     return Stage(
         build_stage(run, plan, number, device),
         Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm),
+        StageSettings(device, autocast_dtype(device, run.precision), graphs),
         first=number == 0,
         last=number == run.pipeline.stages - 1,
-        device=device,
-        autocast=autocast_dtype(device, run.precision),
         codec=run.pipeline.codec,
-        graphs=graphs,
     )
 
 
