@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import AdmittedNetwork
-from noloco_node.admission.entry_pass import EntryPass
+from noloco_node.admission.invite_credential import EntryPass
 from noloco_node.admission.owner_files import key_file, load_key, load_members, members_file, public_half
 from noloco_node.admission.peer_keys import read_key
 from noloco_node.admission.ticket import MEMBER, Right, encode

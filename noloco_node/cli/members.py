@@ -7,7 +7,7 @@ import time
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.entry_pass import EntryPass
+from noloco_node.admission.invite_credential import EntryPass
 from noloco_node.admission.owner_files import (
     IssuedEntry,
     MemberList,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from noloco_node.admission.entry_pass import EntryPass, parse_pass
+from noloco_node.admission.invite_credential import EntryPass, parse_pass
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
 

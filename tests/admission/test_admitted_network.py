@@ -11,7 +11,7 @@ from admission_keys import NOW_S, OWNER, RUN, key, member, public
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import LIST_LIFETIME_S, AdmittedNetwork
-from noloco_node.admission.entry_pass import EntryPass
+from noloco_node.admission.invite_credential import EntryPass
 from noloco_node.admission.peer_keys import peer_of
 from noloco_node.admission.revocation import encode_list, signed_list
 from noloco_node.admission.ticket import MEMBER, Right, encode, grant

@@ -8,7 +8,7 @@ from admission_keys import NOW_S, OWNER, RUN, key, public
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.admission.entry_pass import EntryPass, parse_pass
+from noloco_node.admission.invite_credential import EntryPass, parse_pass
 from noloco_node.admission.peer_keys import key_of, peer_of
 from noloco_node.admission.proof_of_work import is_work, work
 from noloco_node.admission.ticket import MEMBER, Chain, Right, decode, encode, extended, facts_of, grant

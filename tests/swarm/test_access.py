@@ -12,7 +12,7 @@ from admission_keys import NOW_S, OWNER, key, public
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import AdmittedNetwork
-from noloco_node.admission.entry_pass import EntryPass
+from noloco_node.admission.invite_credential import EntryPass
 from noloco_node.admission.peer_keys import KEY_HEADER, peer_of
 from noloco_node.admission.proof_of_work import is_work, work
 from noloco_node.admission.revocation import encode_list, signed_list
