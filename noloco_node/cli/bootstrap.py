@@ -75,7 +75,7 @@ async def host(options: BootstrapOptions) -> None:
             history = run_history.RunHistory(home.run_history, recipe.digest, say)
             await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
             addresses = await network.addresses()
-            invite = invites.format(recipe.digest, addresses, admissions.entry)
+            invite = invites.format(recipe.digest, addresses, admissions.credential)
             print(invite, flush=True)
             kept = KeptInvite(home.invite, invites.parse(invite), (), say)
             kept.keep()
