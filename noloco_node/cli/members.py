@@ -35,7 +35,7 @@ def administer(action: MemberAction, options: MemberOptions) -> str:
         raise config_error(
             f"The run of {options.run} has no owner.",
             "its section [admission] names no key, so everybody who holds an invite takes part",
-            "`noloco-node init` makes a key and a run file that names it",
+            "`noloco-node init --admission RULE` makes a key and a run file that names it",
         )
     if action is MemberAction.LIST:
         return _listed(load_members(options.run))

@@ -51,9 +51,10 @@ def problems(run: RunConfig) -> Iterator[Problem]:
 def _admission(admission: AdmissionConfig) -> Iterator[Problem]:
     if admission.owner is None and admission.rule != "open":
         why = "without an owner nobody could sign the tickets"
-        yield Problem("admission.rule", repr(admission.rule), why, "admission.owner, as `noloco-node init` writes it")
+        hint = "admission.owner, as `noloco-node init --admission RULE` writes it"
+        yield Problem("admission.rule", repr(admission.rule), why, hint)
     if admission.owner is not None and not re.fullmatch(r"[0-9a-f]{64}", admission.owner):
-        hint = "the 64 hexadecimal digits that `noloco-node init` wrote"
+        hint = "the 64 hexadecimal digits that `noloco-node init --admission RULE` wrote"
         yield Problem("admission.owner", repr(admission.owner), "it is no public key", hint)
 
 
