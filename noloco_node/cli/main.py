@@ -262,7 +262,9 @@ def generate(
 @app.command()
 def demo(
     stages: Annotated[int, typer.Option(min=1, help="Stages of the model.")] = 2,
-    replicas: Annotated[int, typer.Option(min=1, help="Replicas of each stage.")] = 2,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Replicas of each stage; by default 3, or 2 where memory is short.")
+    ] = None,
     minutes: Annotated[float, typer.Option(min=0.2, help="About how long to train.")] = 2.0,
     home: Annotated[Path, typer.Option(help="Directory for journals, logs, picture and checkpoint.")] = Path(
         "noloco-demo"
@@ -272,18 +274,24 @@ def demo(
         bool,
         typer.Option("--heterogeneous", help="Slow one replica down to a quarter: rounds follow each one's speed."),
     ] = False,
+    kill: Annotated[
+        bool, typer.Option("--kill/--no-kill", help="Kill one peer on the way, and start it again.")
+    ] = True,
 ) -> None:
     """Train a small model with a whole swarm on this machine, and take the model home."""
-    from noloco_node.demo.options import SLOWDOWN, DemoConfig
+    import psutil
+
+    from noloco_node.demo.options import SLOWDOWN, DemoConfig, fitting_replicas
     from noloco_node.demo.run import demonstrate
 
     config = DemoConfig(
         stages=stages,
-        replicas=replicas,
+        replicas=replicas or fitting_replicas(stages, psutil.virtual_memory().available),
         minutes=minutes,
         home=home,
         seed=seed,
         slowdown=SLOWDOWN if heterogeneous else 1.0,
+        outage=kill,
     )
     run(demonstrate(config))
 
