@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gossip.exchange.messages import ReplicaState
     from gossip.transfer.assembly import ChunkStore
     from gossip.transfer.held_copy import HeldCopy
-    from pipeline.stage import OptimiserState, StepReport
+    from pipeline.inner_optimiser import OptimiserState, StepReport
 
 T = TypeVar("T")
 
