@@ -11,9 +11,7 @@ steps = st.tuples(st.integers(128, 255), st.integers(-100, 60)).map(lambda each:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.integers(0, 2**31), steps, st.sampled_from([0.0, 0.5, 3.0, 2.0**10, 2.0**20, 2.0**60]), st.booleans()
-)
+@given(st.integers(0, 2**31), steps, st.sampled_from([0.0, 0.5, 3.0, 2.0**10, 2.0**20, 2.0**60]), st.booleans())
 def test_what_a_sender_reads_of_its_own_is_what_its_codes_say(seed: int, step: float, far: float, high: bool) -> None:
     """In whole steps, between two of them, and where float32 has none between its numbers any more."""
     source = torch.Generator().manual_seed(seed)
