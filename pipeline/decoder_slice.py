@@ -124,20 +124,15 @@ def _leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
 
 
 class Slice(nn.Module):
-    """One stage's part of a decoder, under the parameter names of the whole.
+    """One stage's part of a decoder, under the parameter names of the whole. `head`: that of its vocabulary head."""
 
-    `known_as`: for each parameter the names under which a checkpoint may keep it, the best first. `head`: the name of
-    the vocabulary head in the whole model.
-    """
-
-    def __init__(self, whole: Any, cut: Cut, known_as: dict[str, tuple[str, ...]], head: str) -> None:
+    def __init__(self, whole: Any, cut: Cut, head: str) -> None:
         super().__init__()
         for name, child in whole.named_children():
             self.add_module(name, child)
         # In a tuple, so that the model that we call is not registered as a part of us under a second name.
         self._whole = (whole,)
         self.cut = cut
-        self.known_as = known_as
         self.head = head
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -171,17 +166,12 @@ def multiplied_weights(module: nn.Module) -> frozenset[str]:
     )
 
 
-def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut, tied: bool) -> Slice:
-    """Take the parts of `cut` out of `whole`, which is used up. `tied`: checkpoints keep the head as the embedding."""
+def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut) -> Slice:
+    """Take the parts of `cut` out of `whole`, which is used up."""
     if not cut.head and whole.base_model is whole:
         raise ValueError(f"{type(whole).__name__} has no model below its head: it cannot be cut into stages")
     _leave_out(whole, anatomy, cut)
-    prefix = f"{whole.base_model_prefix}."
-    known_as: dict[str, tuple[str, ...]] = {}
-    for name, _ in whole.named_parameters():
-        kept = f"{anatomy.embedding}.weight" if tied and name == f"{anatomy.head}.weight" else name
-        known_as[name] = (kept, kept.removeprefix(prefix))
-    return Slice(whole, cut, known_as, anatomy.head)
+    return Slice(whole, cut, anatomy.head)
 
 
 def _materialise(module: nn.Module) -> None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,6 +31,10 @@ Config = Any
 """A transformers config; the library has no types."""
 
 
+UNSET = "null"
+"""Stands in a run file for a field that is None."""
+
+
 class Prepared(NamedTuple):
     """A config ready to be cut. `tied`: embedding and vocabulary head were one tensor before."""
 
@@ -38,7 +42,8 @@ class Prepared(NamedTuple):
     tied: bool
 
 
-def _dropout_fields(config: Config) -> list[str]:
+def dropout_fields(config: Config) -> list[str]:
+    """Return the names of the fields of a config that set some dropout."""
     return [
         name
         for name, value in vars(config).items()
@@ -55,10 +60,11 @@ def family_config(architecture: str, sizes: Mapping[str, Any]) -> Config:
     default = family()
     known = {name for name in vars(default) if not name.startswith("_")} | set(family.attribute_map)
     if "rope_parameters" in known:
-        known |= {"rope_theta", "rope_scaling"}
+        # Some families read a width of heads that their configs do not declare.
+        known |= {"rope_theta", "rope_scaling", "head_dim"}
     if unknown := sorted(sizes.keys() - known):
         raise ValueError(f"a {architecture} config has no field {', '.join(unknown)}")
-    if fixed := sorted(sizes.keys() & set(_dropout_fields(default))):
+    if fixed := sorted(sizes.keys() & set(dropout_fields(default))):
         raise ValueError(f"{', '.join(fixed)}: all dropout is set in one place, not in the sizes")
     # The default special tokens of a family mean nothing in a smaller vocabulary.
     vocabulary = sizes.get("vocab_size", default.vocab_size)
@@ -68,9 +74,16 @@ def family_config(architecture: str, sizes: Mapping[str, Any]) -> Config:
         if isinstance(token := getattr(default, name, None), int) and token >= vocabulary and name not in sizes
     }
     try:
-        return family(**alien, **sizes)
+        return family(**alien, **_with_none(sizes))
     except (TypeError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"transformers refuses these sizes of {architecture}: {error}") from error
+
+
+def _with_none(value: Any) -> Any:
+    """Return sizes as transformers wants them: a run file has no other way to unset a field."""
+    if isinstance(value, dict):
+        return {name: _with_none(each) for name, each in value.items()}
+    return None if value == UNSET else value
 
 
 def prepare(config: Config, dropout: float = 0.0) -> Prepared:
@@ -88,7 +101,7 @@ def prepare(config: Config, dropout: float = 0.0) -> Prepared:
     config.use_cache = False
     config.dtype = torch.float32
     config._attn_implementation = None
-    for name in _dropout_fields(config):
+    for name in dropout_fields(config):
         setattr(config, name, 0.0 if name == "layerdrop" else dropout)
     return Prepared(config, tied)
 
@@ -225,7 +238,7 @@ def multiplied_parameters(config: Config, cut: Cut) -> int:
 
 def _empty_slice(config: Config, cut: Cut) -> Slice:
     whole = skeleton(config)
-    return slice_decoder(whole, find_decoder_parts(whole, config.num_hidden_layers), cut, tied=False)
+    return slice_decoder(whole, find_decoder_parts(whole, config.num_hidden_layers), cut)
 
 
 def forward_flops(config: Config, cuts: Sequence[Cut], sequence_length: int) -> tuple[int, ...]:
@@ -244,29 +257,9 @@ def build(prepared: Prepared, cut: Cut, seed: int, device: torch.device | str = 
     whole = skeleton(prepared.config)
     anatomy = find_decoder_parts(whole, prepared.config.num_hidden_layers)
     embedding = whole.get_submodule(anatomy.embedding)
-    part = slice_decoder(whole, anatomy, cut, prepared.tied)
+    part = slice_decoder(whole, anatomy, cut)
     initialise(whole, anatomy, seed, tied_to=embedding if prepared.tied and cut.head else None)
     return part.to(device)
-
-
-@torch.no_grad()
-def load(part: Slice, read: Callable[[str], Tensor | None]) -> None:
-    """Fill a slice from a checkpoint.
-
-    `read` returns the tensor of a name, or None if the checkpoint has none. It is asked for the slice's own parameters
-    only, each under all the names that it may have there. Raises ValueError naming what is missing or of another shape.
-    """
-    wrong = []
-    for name, weight in part.named_parameters():
-        found = next((tensor for known in part.known_as[name] if (tensor := read(known)) is not None), None)
-        if found is None:
-            wrong.append(f"{name} is missing")
-        elif found.shape != weight.shape:
-            wrong.append(f"{name} is {list(found.shape)}, not {list(weight.shape)}")
-        else:
-            weight.copy_(found)
-    if wrong:
-        raise ValueError(f"the checkpoint does not fit the model: {'; '.join(wrong)}")
 
 
 def _tiny(config: Config) -> Config:

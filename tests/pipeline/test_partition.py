@@ -25,7 +25,6 @@ from pipeline.partition import (
     cut,
     family_config,
     forward_flops,
-    load,
     parameter_shapes,
     prepare,
     skeleton,
@@ -293,48 +292,6 @@ def test_preparing_copies_the_config_and_sets_all_dropout() -> None:
     assert not any(
         isinstance(m, nn.Dropout) and m.p for m in build(prepared("gpt2"), Cut(0, 4, True, True), 0).modules()
     )
-
-
-def test_loading_asks_for_its_own_tensors_only() -> None:
-    recipe = prepared("gpt2")
-    source = union(slices(recipe, 1, seed=1))
-    asked: list[str] = []
-
-    def read(name: str) -> Tensor | None:
-        asked.append(name)
-        return source.get(name)
-
-    parts = slices(recipe, 3)
-    load(parts[1], read)
-    assert all(name.startswith("transformer.h.") for name in asked)
-    for part in parts:
-        load(part, source.get)
-    assert all(torch.equal(weight, source[name]) for name, weight in union(parts).items())
-
-
-def test_loading_a_tied_checkpoint_of_the_base_model() -> None:
-    """As GPT-2's own on the hub: no prefix, no head, and half precision."""
-    recipe = prepared("gpt2")
-    whole = union(slices(recipe, 1, seed=1))
-    del whole["lm_head.weight"]
-    bare = {name.removeprefix("transformer."): weight.bfloat16() for name, weight in whole.items()}
-    parts = slices(recipe, 2)
-    for part in parts:
-        load(part, bare.get)
-    filled = union(parts)
-    assert torch.equal(filled["lm_head.weight"], bare["wte.weight"].float())
-    assert all(torch.equal(filled[name], weight.bfloat16().float()) for name, weight in whole.items())
-
-
-def test_a_checkpoint_that_does_not_fit_is_named() -> None:
-    recipe = prepared("llama")
-    source = union(slices(recipe, 1))
-    source["model.layers.3.mlp.up_proj.weight"] = torch.zeros(2, 2)
-    del source["lm_head.weight"]
-    first, last = slices(recipe, 2)
-    load(first, source.get)
-    with pytest.raises(ValueError, match=r"up_proj.weight is \[2, 2\], not \[48, 32\]; lm_head.weight is missing"):
-        load(last, source.get)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
