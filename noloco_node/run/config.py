@@ -29,8 +29,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sizes: dict[str, Any] = {}
     """Fields of the architecture's config in transformers, under the names that it uses there; "null" unsets one."""
     weights: tuple[WeightFile, ...] = ()
-    """Files of a checkpoint to continue from, as `init --from` lists them. They travel through the swarm: whoever has
-    them gives `--weights DIR` to `bootstrap` or `join`."""
+    """Files of a checkpoint to continue from (`file`, `size_bytes`, `digest`), as `init --from` lists them. They travel
+    through the swarm: whoever has them gives `--weights DIR` to `bootstrap` or `join`."""
     hub: str | None = None
     """A model of the hub to continue from, owner/name."""
     commit: str | None = None
