@@ -65,7 +65,7 @@ def continuing_text(directory: Path, preset: str) -> str:
 
 def sizes_of(config: Any) -> dict[str, Any]:
     """Return the fields of a config that make its model what it is, as a run file says them."""
-    from pipeline.partition import UNSET, dropout_fields
+    from pipeline.model_config import UNSET, dropout_fields
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

@@ -22,7 +22,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from noloco_node.errors import UserError, config_error
 from pipeline.decoder_slice import find_decoder_parts
-from pipeline.partition import Prepared, skeleton
+from pipeline.model_config import Prepared
+from pipeline.partition import skeleton
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Name and shape of parameters."""

@@ -11,16 +11,9 @@ from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.activations.formats import check_width
-from pipeline.partition import (
-    Prepared,
-    cut,
-    family_config,
-    forward_flops,
-    multiplied_parameters,
-    parameter_shapes,
-    prepare,
-    verify_family,
-)
+from pipeline.decoder_slice import NotSliceableError
+from pipeline.model_config import Prepared, family_config, prepare
+from pipeline.partition import cut, forward_flops, multiplied_parameters, parameter_shapes, verify_family
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +61,12 @@ def model_layout(run: RunConfig) -> ModelLayout:
         )
         shapes = tuple(parameter_shapes(prepared.config, part) for part in cuts)
         work = forward_flops(prepared.config, cuts, run.pipeline.sequence_length)
+    except NotSliceableError as error:
+        raise config_error(
+            "The run's model cannot be trained in stages.",
+            str(error),
+            "a model of another family, such as llama or qwen3; docs/families.md lists them",
+        ) from error
     except ValueError as error:
         raise config_error(
             "The run file describes a model that cannot be built.",

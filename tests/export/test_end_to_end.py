@@ -56,7 +56,7 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters, save
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
-from pipeline.partition import prepare
+from pipeline.model_config import prepare
 
 CONTINUED: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA, "num_key_value_heads": 1, "sliding_window": None},

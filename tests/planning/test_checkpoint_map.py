@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.checkpoint_map import CheckpointMap, check_files, read_parameters
-from pipeline.partition import Prepared, cut, family_config, parameter_shapes, prepare
+from pipeline.model_config import Prepared, family_config, prepare
+from pipeline.partition import cut, parameter_shapes
 
 EXPERTS = {**LLAMA, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from noloco_node.storage.weight_store import described
-from pipeline.partition import family_config
+from pipeline.model_config import family_config
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 384,
