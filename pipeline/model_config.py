@@ -113,7 +113,7 @@ def tiny_config(config: Config) -> Config:
         shrunk[name] = 4 * head_width
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            shrunk[name] = value[:3]
+            shrunk[name] = (3 * value)[:3]
     for name, value in shrunk.items():
         if getattr(config, name, None) is not None:
             setattr(tiny, name, value)

@@ -63,7 +63,7 @@ def save(directory: Path, checkpoint: Checkpoint, keep: int = KEPT) -> Path:
 
 def store(directory: Path, counters: Counters, arrays: list[tensor_file.Array], keep: int) -> Path:
     """Do what `save` does, the tensors being bytes already: for whoever has no torch."""
-    directory.mkdir(parents=True, exist_ok=True)
+    atomic_file.make_directory(directory)
     atomic_file.sweep(directory)
     earlier = files(directory)
     path = directory / f"{_serial(earlier[-1]) + 1 if earlier else 1:08d}-{counters.inner_steps:010d}.safetensors"
