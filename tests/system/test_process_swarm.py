@@ -238,9 +238,6 @@ def check_checkpoint(directory: Path) -> None:
     assert logits.isfinite().all()
 
 
-# Leaving in a hurry, or before there was anything to leave.
-
-
 def test_a_run_goes_on_from_a_checkpoint_that_one_machine_has(commands: Commands) -> None:
     """`init --from`, and one flag for whoever has the files: nodes without them begin with its weights, and train."""
     checkpoint, run = commands.directory / "checkpoint", commands.directory / "continued.toml"
@@ -254,7 +251,8 @@ def test_a_run_goes_on_from_a_checkpoint_that_one_machine_has(commands: Commands
     refused = commands.start("bootstrap", "--run", str(run), "--listen", LOCAL, "--weights", str(wrong), home=True)
     complains(refused, Exit.CONFIG, "are not the weights that the run starts from", "another file than the run file")
     bootstrap, invite = host(commands, run)
-    assert "until a peer gives --weights DIR" in bootstrap.complaint
+    missing = "until a peer gives --weights DIR"
+    commands.until(lambda: missing in bootstrap.complaint, "what is missing is said", alive=[bootstrap])
     first = join(commands, invite, 1)
     commands.until(lambda: "waiting for the weights" in first.complaint, "a node waits", alive=[bootstrap, first])
     owner = commands.start(
@@ -270,6 +268,9 @@ def test_a_run_goes_on_from_a_checkpoint_that_one_machine_has(commands: Commands
     for command in (owner, first, bootstrap):
         command.interrupt()
         assert command.wait() == Exit.OK, command.complaint
+
+
+# Leaving in a hurry, or before there was anything to leave.
 
 
 def test_a_second_signal_ends_a_node_at_once(lone: Lone) -> None:
