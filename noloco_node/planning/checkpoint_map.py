@@ -78,7 +78,11 @@ class CheckpointMap:
                 wrong.append(f"{name} is missing")
                 continue
             if made[0] is not origin:
-                made = (origin, self._made(origin, read))
+                try:
+                    made = (origin, self._made(origin, read))
+                except RuntimeError as error:  # of torch: these tensors cannot be one
+                    wrong.append(f"{origin.first} cannot be put together: {error}")
+                    continue
             tensor = made[1].get(name if origin.converter is not None else origin.first)
             if tensor is None:
                 wrong.append(f"{name} is missing")
@@ -127,18 +131,23 @@ def read_parameters(prepared: Prepared, shapes: Shapes, paths: Sequence[Path]) -
         with _opened(paths) as files:
             return CheckpointMap(prepared, files).load(shapes, lambda name: files[name].get_tensor(name))
     except (ValueError, OSError, SafetensorError) as error:
-        raise _unfit(paths, error) from error
+        raise unfit(_directory_of(paths), error) from error
 
 
 def check_files(prepared: Prepared, stages: Iterable[Shapes], paths: Sequence[Path]) -> None:
     """Raise `UserError` (CONFIG) unless safetensors files hold the parameters of all stages; reads headers alone."""
     try:
         with _opened(paths) as files:
-            found, outline = CheckpointMap(prepared, files), _outline(files)
-            for shapes in stages:
-                found.load(shapes, outline)
+            check_shapes(prepared, stages, {name: file.get_slice(name).get_shape() for name, file in files.items()})
     except (ValueError, OSError, SafetensorError) as error:
-        raise _unfit(paths, error) from error
+        raise unfit(_directory_of(paths), error) from error
+
+
+def check_shapes(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError unless tensors of these shapes, by their names in a checkpoint, make all stages' parameters."""
+    outline = CheckpointMap(prepared, found)
+    for shapes in stages:
+        outline.load(shapes, lambda name: torch.empty(tuple(found[name]), device="meta"))
 
 
 @contextmanager
@@ -154,12 +163,12 @@ def _opened(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
         yield where
 
 
-def _outline(files: dict[str, Any]) -> Callable[[str], Tensor]:
-    return lambda name: torch.empty(files[name].get_slice(name).get_shape(), device="meta")
+def _directory_of(paths: Sequence[Path]) -> str:
+    return str(paths[0].parent) if paths else "this directory"
 
 
-def _unfit(paths: Sequence[Path], error: Exception) -> UserError:
-    where = paths[0].parent if paths else "this directory"
+def unfit(where: str, error: Exception) -> UserError:
+    """Return the error of weights that are not this model's."""
     return config_error(
         f"The weights in {where} cannot be loaded.",
         " ".join(str(error).split())[:500],

@@ -125,6 +125,28 @@ def hub_directory(model: ModelConfig) -> Path | None:
     return Path(snapshot_download(model.hub, revision=model.commit, allow_patterns=list(WEIGHT_PATTERNS)))
 
 
+def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
+    """Raise `UserError` (CONFIG) if the headers of a model on the hub are of another one; nothing if no hub answers."""
+    if model.hub is None:
+        return
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    from noloco_node.planning.checkpoint_map import check_shapes, unfit
+
+    try:
+        files = get_safetensors_metadata(model.hub, revision=model.commit).files_metadata.values()
+    except OSError:
+        return  # what is there already needs no network
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise unfit(model.hub, error) from error
+    try:
+        shapes = {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
+        check_shapes(layout.prepared, layout.shapes, shapes)
+    except ValueError as error:
+        raise unfit(model.hub, error) from error
+
+
 def check_download(model: ModelConfig, most_bytes: int | None) -> None:
     """Raise `UserError` (Exit.STORAGE) if the run's model on the hub is more than its owner allows, or than is free."""
     if model.hub is None:

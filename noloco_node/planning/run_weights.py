@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from noloco_node.planning.checkpoint_map import CheckpointMap, read_parameters
+from noloco_node.planning.checkpoint_map import CheckpointMap, read_parameters, unfit
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore
 
@@ -16,9 +16,15 @@ class RunWeights:
         self._layout, self.store = layout, store
 
     def pieces(self, stage: int) -> list[FilePieceKey]:
-        """Return the pieces that hold a stage's parameters; the headers of all files are here."""
-        names = self.store.tensors()
-        return self.store.pieces_of(CheckpointMap(self._layout.prepared, names).sources(self._layout.shapes[stage]))
+        """Return the pieces that hold a stage's parameters; the headers of all files are here.
+
+        Raises `UserError` where these are none.
+        """
+        try:
+            names = self.store.tensors()
+            return self.store.pieces_of(CheckpointMap(self._layout.prepared, names).sources(self._layout.shapes[stage]))
+        except ValueError as error:
+            raise unfit(str(self.store.directory), error) from error
 
     def read(self, stage: int) -> list[Tensor]:
         """Return a stage's parameters; its pieces are here. Raises `UserError` where the files are of another model."""

@@ -152,7 +152,10 @@ def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
     for name, entry in table.items() if isinstance(table, dict) else ():
         if name == "__metadata__":
             continue
-        start, stop = entry["data_offsets"] if isinstance(entry, dict) else (0, -1)
+        try:
+            start, stop = entry["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            start, stop = 0, -1
         if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop <= size - begin):
             raise ValueError(f"the header of {path.name} places {name!r} outside the file")
         found[name] = (begin + start, begin + stop)

@@ -22,7 +22,7 @@ import msgspec
 
 from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.storage.atomic_file import SPARE_BYTES, lacking, write
-from noloco_node.storage.tensor_file import tensor_ranges
+from noloco_node.storage.tensor_file import LARGEST_HEADER_BYTES, tensor_ranges
 from noloco_node.units import format_bytes
 
 PIECE_BYTES = 2**19
@@ -157,8 +157,8 @@ class WeightStore:
         found = []
         for number, file in enumerate(self.files):
             with (self.directory / file.file).open("rb") as opened:
-                end = 8 + int.from_bytes(opened.read(8), "little")
-            found += self._covering(number, 0, min(end, file.size_bytes))
+                length = min(int.from_bytes(opened.read(8), "little"), LARGEST_HEADER_BYTES)
+            found += self._covering(number, 0, min(8 + length, file.size_bytes))
         return found
 
     def tensors(self) -> dict[str, int]:

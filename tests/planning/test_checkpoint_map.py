@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
+import msgspec
 import pytest
 import torch
 from checkpoints import LLAMA, write_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.checkpoint_map import CheckpointMap, check_files, read_parameters
+from noloco_node.planning.model_layout import check_hub_weights, model_layout
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import cut, parameter_shapes
 
@@ -91,3 +98,38 @@ def test_what_is_missing_or_no_file_is_named(tmp_path: Path) -> None:
     for paths in ([tmp_path / "torn.safetensors"], [tmp_path / "none.safetensors"], []):
         with pytest.raises(UserError, match="cannot be loaded"):
             check_files(prepared, stages, paths)
+
+
+def test_check_reads_the_header_of_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunConfig(model=ModelConfig(architecture="mixtral", sizes=FAMILIES["mixtral"]))
+    run = msgspec.structs.replace(run, pipeline=PipelineConfig(sequence_length=32))
+    layout = model_layout(run)
+    model = AutoModelForCausalLM.from_config(family_config("mixtral", FAMILIES["mixtral"]))
+    shapes = {name: list(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
+    asked: list[str] = []
+
+    def metadata(repository: str, revision: str | None) -> Any:
+        asked.append(repository)
+        tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors)})
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", metadata)
+    on_hub = ModelConfig(hub="some/model", commit="0" * 40)
+    check_hub_weights(on_hub, layout)
+    check_hub_weights(run.model, layout)
+    assert asked == ["some/model"], "a model that is not there is not asked for"
+    name = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    for wrong, says in ((None, "experts.gate_up_proj"), ([40, 32], "some/model")):
+        before = shapes.pop(name)
+        if wrong is not None:
+            shapes[name] = wrong
+        with pytest.raises(UserError, match="The weights in some/model cannot be loaded") as caught:
+            check_hub_weights(on_hub, layout)
+        assert says in str(caught.value)
+        shapes[name] = before
+
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("no hub")
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", away)
+    check_hub_weights(on_hub, layout)
