@@ -225,7 +225,7 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _value(value: Any) -> str:
-    if value is None:
+    if value is None or value == ():
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
@@ -241,9 +241,11 @@ def _type(annotation: Any) -> str:
         words = [_type(each) for each in arguments if each is not NoneType]
         return " or ".join([*words, "null"] if NoneType in arguments else words)
     if origin is tuple:
-        return f"list of {_type(arguments[0])}"
+        return f"list of {_type(arguments[0])}{'s' if _is_struct(arguments[0]) else ''}"
     if origin is dict or annotation is dict:
         return "table" if not arguments or arguments[1] is Any else f"table of {_type(arguments[1])}"
+    if _is_struct(annotation):
+        return "table"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return " or ".join(_value(each.value) for each in annotation)
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[annotation]

@@ -2,8 +2,8 @@
 
 Every decoder of transformers has one list of layers. On the way from the whole model down to that list hang a few side
 modules: what has weights and is registered before the list feeds the first layer (embeddings), what comes after reads
-the last (final norm, vocabulary head), what has no weights serves all layers (rotary frequencies). No name of any
-family is needed for this.
+the last (final norm, vocabulary head), even without weights; what has buffers alone serves all layers (rotary
+frequencies). No name of any family is needed for this, only that a final norm registered early is called so.
 
 A slice is the whole model in which every foreign part is replaced by one that lets its input through (or adds nothing,
 for position embeddings). So a parameter keeps the name that it has in the whole model, layers keep their numbers, and
@@ -24,6 +24,10 @@ import torch
 from torch import Tensor, nn
 
 
+class NotSliceableError(ValueError):
+    """A model has another shape than a stack of layers that can be run apart; the text is for people."""
+
+
 class Cut(NamedTuple):
     """What one stage owns: layers `first_layer` to `end_layer` (exclusive), the embeddings, the vocabulary head."""
 
@@ -34,7 +38,7 @@ class Cut(NamedTuple):
 
 
 class DecoderParts(NamedTuple):
-    """Dotted names of the parts of a decoder. `before` and `after`: side modules with weights, in call order."""
+    """Dotted names of the parts of a decoder. `before` and `after`: side modules at its ends, in call order."""
 
     spine: tuple[str, ...]
     """The containers from the whole model ("") down to the list of layers, the last one."""
@@ -43,6 +47,8 @@ class DecoderParts(NamedTuple):
     dropouts: tuple[str, ...]
     embedding: str
     head: str
+    tuples: bool = False
+    """Whether layers return tuples, activations first."""
 
 
 class _PassThrough(nn.Module):
@@ -50,6 +56,13 @@ class _PassThrough(nn.Module):
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
+
+
+class _PassThroughInTuple(nn.Module):
+    """Stands where a foreign layer was that returns a tuple: activations first."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+        return (hidden_states,)
 
 
 class _Nothing(nn.Module):
@@ -67,7 +80,9 @@ def _shallowest_list(whole: nn.Module, depth: int) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == depth
     )
     if not found or (len(found) > 1 and found[0][0] == found[1][0]):
-        raise ValueError(f"{type(whole).__name__} has no single list of {depth} layers: it cannot be cut into stages")
+        raise NotSliceableError(
+            f"{type(whole).__name__} has no single list of {depth} layers: it cannot be cut into stages"
+        )
     return found[0][1]
 
 
@@ -75,7 +90,7 @@ def _name_of(whole: nn.Module, part: nn.Module | None) -> str:
     for name, module in whole.named_modules():
         if module is part:
             return str(name)
-    raise ValueError(f"{type(whole).__name__} has no token embedding or no vocabulary head of its own")
+    raise NotSliceableError(f"{type(whole).__name__} has no token embedding or no vocabulary head of its own")
 
 
 def find_decoder_parts(whole: Any, depth: int) -> DecoderParts:
@@ -90,7 +105,9 @@ def find_decoder_parts(whole: Any, depth: int) -> DecoderParts:
     for inside, following in pairwise(spine):
         container, passed = whole.get_submodule(inside), False
         if next(container.parameters(recurse=False), None) is not None:
-            raise ValueError(f"{type(container).__name__} has weights outside its parts: it cannot be cut into stages")
+            raise NotSliceableError(
+                f"{type(container).__name__} has weights outside its parts: it cannot be cut into stages"
+            )
         for child, module in container.named_children():
             name = f"{inside}.{child}".removeprefix(".")
             if name == following:
@@ -98,9 +115,26 @@ def find_decoder_parts(whole: Any, depth: int) -> DecoderParts:
             elif isinstance(module, nn.Dropout):
                 # Such a dropout acts on the embeddings in every family, wherever it is registered.
                 dropouts.append(name)
-            elif name not in (embedding, head) and next(module.parameters(), None) is not None:
-                (after if passed else before).append(name)
+            elif name not in (embedding, head) and _belongs_to_an_end(module, passed):
+                (after if passed or child.startswith("final_") else before).append(name)
     return DecoderParts(spine, tuple(before), (*after, head), tuple(dropouts), embedding, head)
+
+
+def _belongs_to_an_end(module: nn.Module, passed: bool) -> bool:
+    """Say whether a side module feeds the first layer or reads the last, rather than serving all. `passed`: its place
+    is behind the layers."""
+    weights = next(module.parameters(), None) is not None
+    return weights or (passed and next(module.buffers(), None) is None)
+
+
+@torch.no_grad()
+def layers_return_tuples(whole: Any, depth: int, ids: Tensor) -> bool:
+    """Say whether the layers of a model return tuples, activations first; it is run to see."""
+    returned: list[object] = []
+    layer = whole.get_submodule(_shallowest_list(whole, depth))[0]
+    with layer.register_forward_hook(lambda _module, _inputs, output: returned.append(output)):
+        whole(input_ids=ids, use_cache=False)
+    return isinstance(returned[0], tuple)
 
 
 def _leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
@@ -115,7 +149,8 @@ def _leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
     for name in foreign:
         gone = whole.get_submodule(name)
         adds = isinstance(gone, nn.Embedding) and name != anatomy.embedding
-        stand_in = _Nothing() if adds else _PassThrough()
+        in_tuple = anatomy.tuples and name.startswith(f"{anatomy.spine[-1]}.")
+        stand_in = _Nothing() if adds else _PassThroughInTuple() if in_tuple else _PassThrough()
         # A family's loop may ask a layer what kind it is.
         for key, value in vars(gone).items():
             if not key.startswith("_") and isinstance(value, str | int | float) and not hasattr(stand_in, key):
@@ -124,20 +159,15 @@ def _leave_out(whole: nn.Module, anatomy: DecoderParts, cut: Cut) -> None:
 
 
 class Slice(nn.Module):
-    """One stage's part of a decoder, under the parameter names of the whole.
+    """One stage's part of a decoder, under the parameter names of the whole. `head`: that of its vocabulary head."""
 
-    `known_as`: for each parameter the names under which a checkpoint may keep it, the best first. `head`: the name of
-    the vocabulary head in the whole model.
-    """
-
-    def __init__(self, whole: Any, cut: Cut, known_as: dict[str, tuple[str, ...]], head: str) -> None:
+    def __init__(self, whole: Any, cut: Cut, head: str) -> None:
         super().__init__()
         for name, child in whole.named_children():
             self.add_module(name, child)
         # In a tuple, so that the model that we call is not registered as a part of us under a second name.
         self._whole = (whole,)
         self.cut = cut
-        self.known_as = known_as
         self.head = head
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -171,17 +201,12 @@ def multiplied_weights(module: nn.Module) -> frozenset[str]:
     )
 
 
-def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut, tied: bool) -> Slice:
-    """Take the parts of `cut` out of `whole`, which is used up. `tied`: checkpoints keep the head as the embedding."""
+def slice_decoder(whole: Any, anatomy: DecoderParts, cut: Cut) -> Slice:
+    """Take the parts of `cut` out of `whole`, which is used up."""
     if not cut.head and whole.base_model is whole:
-        raise ValueError(f"{type(whole).__name__} has no model below its head: it cannot be cut into stages")
+        raise NotSliceableError(f"{type(whole).__name__} has no model below its head")
     _leave_out(whole, anatomy, cut)
-    prefix = f"{whole.base_model_prefix}."
-    known_as: dict[str, tuple[str, ...]] = {}
-    for name, _ in whole.named_parameters():
-        kept = f"{anatomy.embedding}.weight" if tied and name == f"{anatomy.head}.weight" else name
-        known_as[name] = (kept, kept.removeprefix(prefix))
-    return Slice(whole, cut, known_as, anatomy.head)
+    return Slice(whole, cut, anatomy.head)
 
 
 def _materialise(module: nn.Module) -> None:

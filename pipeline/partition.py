@@ -14,83 +14,27 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-from pipeline.decoder_slice import Cut, Slice, find_decoder_parts, initialise, multiplied_weights, slice_decoder
-
-Config = Any
-"""A transformers config; the library has no types."""
-
-
-class Prepared(NamedTuple):
-    """A config ready to be cut. `tied`: embedding and vocabulary head were one tensor before."""
-
-    config: Config
-    tied: bool
-
-
-def _dropout_fields(config: Config) -> list[str]:
-    return [
-        name
-        for name, value in vars(config).items()
-        if ("dropout" in name or name.endswith("pdrop") or name == "layerdrop") and isinstance(value, int | float)
-    ]
-
-
-def family_config(architecture: str, sizes: Mapping[str, Any]) -> Config:
-    """Return the config of a transformers model type with `sizes` in it; raise ValueError naming what is unknown."""
-    try:
-        family = type(AutoConfig.for_model(architecture))
-    except ValueError as error:
-        raise ValueError(f"transformers knows no model type {architecture!r}") from error
-    default = family()
-    known = {name for name in vars(default) if not name.startswith("_")} | set(family.attribute_map)
-    if "rope_parameters" in known:
-        known |= {"rope_theta", "rope_scaling"}
-    if unknown := sorted(sizes.keys() - known):
-        raise ValueError(f"a {architecture} config has no field {', '.join(unknown)}")
-    if fixed := sorted(sizes.keys() & set(_dropout_fields(default))):
-        raise ValueError(f"{', '.join(fixed)}: all dropout is set in one place, not in the sizes")
-    # The default special tokens of a family mean nothing in a smaller vocabulary.
-    vocabulary = sizes.get("vocab_size", default.vocab_size)
-    alien = {
-        name: None
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        if isinstance(token := getattr(default, name, None), int) and token >= vocabulary and name not in sizes
-    }
-    try:
-        return family(**alien, **sizes)
-    except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"transformers refuses these sizes of {architecture}: {error}") from error
-
-
-def prepare(config: Config, dropout: float = 0.0) -> Prepared:
-    """Copy a config with embedding and head untied, no cache, float32 weights and this dropout.
-
-    Attention is left to the library: PyTorch's own (SDPA) wherever the family has it. Raises ValueError if the heads
-    of keys and values do not divide those of queries, which the library notices in the first forward pass only.
-    """
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    if groups and heads % groups:
-        raise ValueError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}")
-    tied = bool(config.tie_word_embeddings)
-    config = copy.deepcopy(config)
-    config.tie_word_embeddings = False
-    config.use_cache = False
-    config.dtype = torch.float32
-    config._attn_implementation = None
-    for name in _dropout_fields(config):
-        setattr(config, name, 0.0 if name == "layerdrop" else dropout)
-    return Prepared(config, tied)
+from pipeline.decoder_slice import (
+    Cut,
+    NotSliceableError,
+    Slice,
+    find_decoder_parts,
+    initialise,
+    layers_return_tuples,
+    multiplied_weights,
+    slice_decoder,
+)
+from pipeline.model_config import Config, Prepared, prepare, tiny_config
 
 
 @contextmanager
@@ -225,7 +169,7 @@ def multiplied_parameters(config: Config, cut: Cut) -> int:
 
 def _empty_slice(config: Config, cut: Cut) -> Slice:
     whole = skeleton(config)
-    return slice_decoder(whole, find_decoder_parts(whole, config.num_hidden_layers), cut, tied=False)
+    return slice_decoder(whole, find_decoder_parts(whole, config.num_hidden_layers), cut)
 
 
 def forward_flops(config: Config, cuts: Sequence[Cut], sequence_length: int) -> tuple[int, ...]:
@@ -243,52 +187,26 @@ def build(prepared: Prepared, cut: Cut, seed: int, device: torch.device | str = 
     """Build one slice with its initial weights, which depend on (seed, parameter name) and not on the cut."""
     whole = skeleton(prepared.config)
     anatomy = find_decoder_parts(whole, prepared.config.num_hidden_layers)
+    anatomy = anatomy._replace(tuples=_layers_return_tuples(prepared.config))
     embedding = whole.get_submodule(anatomy.embedding)
-    part = slice_decoder(whole, anatomy, cut, prepared.tied)
+    part = slice_decoder(whole, anatomy, cut)
     initialise(whole, anatomy, seed, tied_to=embedding if prepared.tied and cut.head else None)
     return part.to(device)
 
 
-@torch.no_grad()
-def load(part: Slice, read: Callable[[str], Tensor | None]) -> None:
-    """Fill a slice from a checkpoint.
-
-    `read` returns the tensor of a name, or None if the checkpoint has none. It is asked for the slice's own parameters
-    only, each under all the names that it may have there. Raises ValueError naming what is missing or of another shape.
-    """
-    wrong = []
-    for name, weight in part.named_parameters():
-        found = next((tensor for known in part.known_as[name] if (tensor := read(known)) is not None), None)
-        if found is None:
-            wrong.append(f"{name} is missing")
-        elif found.shape != weight.shape:
-            wrong.append(f"{name} is {list(found.shape)}, not {list(weight.shape)}")
-        else:
-            weight.copy_(found)
-    if wrong:
-        raise ValueError(f"the checkpoint does not fit the model: {'; '.join(wrong)}")
+_tuples: dict[type, bool] = {}
+"""Of which families the layers return tuples."""
 
 
-def _tiny(config: Config) -> Config:
-    """Shrink a config to three layers of two heads and a vocabulary of 32, all its other choices kept."""
-    tiny = copy.deepcopy(config)
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shrunk: dict[str, Any] = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    shrunk |= {"num_attention_heads": 2, "hidden_size": 2 * head_width, "num_hidden_layers": 3}
-    for name in ("num_key_value_heads", "num_kv_heads"):
-        if groups := getattr(config, name, None):
-            shrunk[name] = 2 if groups == config.num_attention_heads else 1
-    if getattr(config, "word_embed_proj_dim", None) == config.hidden_size:
-        shrunk["word_embed_proj_dim"] = 2 * head_width
-    for name in ("intermediate_size", "moe_intermediate_size", "ffn_dim"):
-        shrunk[name] = 4 * head_width
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            shrunk[name] = value[:3]
-    for name, value in shrunk.items():
-        if getattr(config, name, None) is not None:
-            setattr(tiny, name, value)
-    return tiny
+def _layers_return_tuples(config: Config) -> bool:
+    if type(config) not in _tuples:
+        tiny = prepare(tiny_config(config)).config
+        with torch.random.fork_rng(devices=[]):
+            whole = AutoModelForCausalLM.from_config(tiny).eval()
+        _tuples[type(config)] = layers_return_tuples(
+            whole, tiny.num_hidden_layers, torch.zeros(1, 2, dtype=torch.int64)
+        )
+    return _tuples[type(config)]
 
 
 _verified: set[str] = set()
@@ -299,15 +217,17 @@ _verified: set[str] = set()
 def verify_family(config: Config) -> None:
     """Check, at tiny sizes, that the stages one after the other compute what the whole model does, and causally.
 
-    Raises ValueError naming the family where they do not: it touches activations outside its layers (rescales
+    Raises NotSliceableError naming the family where they do not: it touches activations outside its layers (rescales
     `inputs_embeds`, say), or hands them on in a form that slices cannot.
     """
     family = config.model_type
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise NotSliceableError(f"a {family} model is no causal language model: it predicts no next token")
     ids = torch.arange(16).remainder(7).view(2, 8)
     changed = ids.clone()
     changed[:, -1] = 9
     try:
-        tiny = _tiny(config)
+        tiny = tiny_config(config)
         described = tiny.to_json_string(use_diff=False)
         if described in _verified:
             return
@@ -321,14 +241,15 @@ def verify_family(config: Config) -> None:
         hidden = ids
         for part in parts:
             hidden = part(hidden)
+    except NotSliceableError as error:
+        raise NotSliceableError(f"a {family} model cannot be cut into stages: {error}") from error
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        # A family without a decoder would be followed by the names of two hundred that have one.
-        why = str(error).partition("\nModel type should be one of")[0]
-        raise ValueError(f"a {family} model does not run in slices: {why}") from error
-    if list(weights) != [name for name, _ in whole.named_parameters()]:
-        raise ValueError(f"the slices of a {family} model do not hold each of its weights once")
+        why = "its parts do not run apart from each other, one after the other"
+        raise NotSliceableError(f"a {family} model cannot be cut into stages: {why}") from error
+    if sorted(weights) != sorted(name for name, _ in whole.named_parameters()):
+        raise NotSliceableError(f"the slices of a {family} model do not hold each of its weights once")
     if not torch.dist(hidden, expected) <= 1e-5 * expected.norm():
-        raise ValueError(f"a {family} model computes something outside its layers that slices do not")
+        raise NotSliceableError(f"a {family} model computes something outside its layers that slices do not")
     if not torch.dist(otherwise[:, :-1], expected[:, :-1]) <= 1e-5 * expected.norm():
-        raise ValueError(f"a {family} model looks at the tokens that it has to predict")
+        raise NotSliceableError(f"a {family} model looks at the tokens that it has to predict")
     _verified.add(described)

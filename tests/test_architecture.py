@@ -169,9 +169,10 @@ def importers(library: str) -> set[str]:
 @pytest.mark.parametrize("package", ["gossip", "pipeline"])
 def test_siblings_know_neither_each_other_nor_the_shell(package: str) -> None:
     allowed = {"torch", package} | sys.stdlib_module_names
+    of_models = {"pipeline.partition": {"transformers"}, "pipeline.model_config": {"transformers", "huggingface_hub"}}
     for name in SOURCE.modules:
         if name.split(".")[0] == package:
-            extra = {"transformers", "huggingface_hub"} if name == "pipeline.partition" else set()
+            extra = of_models.get(name, set())
             foreign = {target.split(".")[0] for target in imported(name)} - allowed - extra
             assert not foreign, f"{name} imports {foreign}"
 

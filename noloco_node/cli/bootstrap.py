@@ -20,7 +20,10 @@ from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
 from noloco_node.observe.metrics_server import follow, metrics_served
 from noloco_node.run.runfile import read_run_text
+from noloco_node.state_sync import weight_exchange
+from noloco_node.state_sync.weight_exchange import WeightServer
 from noloco_node.storage.home import Home
+from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history, speed_test
 from noloco_node.swarm.connection import connected
@@ -37,6 +40,8 @@ async def host(options: BootstrapOptions) -> None:
     """Serve the run file until asked to leave; print the invite on the standard output."""
     share_arenas()
     recipe = RunFileText(read_run_text(options.run), str(options.run))
+    files = recipe.run.model.weights
+    store = None if options.weights is None else await asyncio.to_thread(WeightStore.whole, options.weights, files)
     known = None if options.invite is None else _invite_of_same_run(options.invite, recipe, options.run)
     with Home.open(options.home or default_home("bootstrap")) as home:
         admissions = HostedAdmissions(recipe, options.run, home.identity, known)
@@ -61,6 +66,9 @@ async def host(options: BootstrapOptions) -> None:
             network = await admissions.admitted(libp2p_network)
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
+            if store is not None:
+                server = WeightServer(store, asyncio.to_thread)
+                await network.serve(weight_exchange.TOPIC, weight_exchange.SCHEMA, server.serve)
             history = run_history.RunHistory(home.run_history, recipe.digest, say)
             await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
             addresses = await network.addresses()
@@ -71,6 +79,8 @@ async def host(options: BootstrapOptions) -> None:
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
             say(admissions.rule)
             say(admissions.advice(invite, from_where(addresses)))
+            if files:
+                say(weights_line(options.weights))
             if relays:
                 say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
@@ -84,6 +94,16 @@ async def host(options: BootstrapOptions) -> None:
                 await leaving.asked.wait()
                 for task in tasks:
                     task.cancel()
+
+
+def weights_line(directory: Path | None) -> str:
+    """Say where newcomers have the weights from that the run starts from."""
+    if directory is not None:
+        return f"the run starts from the checkpoint in {directory}, which newcomers fetch from here"
+    return (
+        "the run starts from a checkpoint, and it is not served here: until a peer gives --weights DIR, those who begin"
+        " the run wait for it"
+    )
 
 
 def _invite_of_same_run(given: str, recipe: RunFileText, run_file: Path) -> invites.Invite:

@@ -8,18 +8,26 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.errors import config_error
+from noloco_node.errors import UserError, config_error
 from noloco_node.export.provenance import NOTES, run_of
 from noloco_node.run.presets import numbers_of, written
+from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 
 _MODEL = """\
 [model]
-# A Hugging Face directory to go on from. Every peer needs the same files at this path: their content is part of the
-# run's id. Or the same checkpoint on the hub: hub = "owner/name" with commit = 40 hexadecimal digits.
-path = {path}
+# The model of a checkpoint, and its files. They are no path: whoever has the checkpoint gives --weights DIR to
+# noloco-node bootstrap, or to join, and the others fetch from there what their stage needs.
+architecture = {architecture}
 # Share of activations zeroed in training; 0 is best as long as no text is seen twice.
 dropout = 0.0
+
+[model.sizes]
+{sizes}
+
+{weights}
 """
+_NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
+"""Of a config: what says nothing of the model's shape, or is the run's to say."""
 
 
 def continuing_text(directory: Path, preset: str) -> str:
@@ -27,17 +35,16 @@ def continuing_text(directory: Path, preset: str) -> str:
 
     Cut and sequences are those of the run that the checkpoint came from, if it says so, else the preset's as far as the
     model has the layers and positions for it; the learning rate is a tenth of the preset's, for it no longer has far to
-    go. A checkpoint whose tokenizer is not ByT5's is read with its own.
+    go. A checkpoint whose tokenizer is not ByT5's is read with its own. The files are read whole, for their digests.
     """
     directory = directory.expanduser().absolute()
-    given, config = numbers_of(preset), _config_of(directory)
-    layers = _count(config, "num_hidden_layers", "n_layer") or given.layers
-    positions = _count(config, "max_position_embeddings", "n_positions") or given.sequence_length
-    stages, length, tokenizer = min(given.stages, layers), min(given.sequence_length, positions), str(directory)
+    given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
+    positions = getattr(config, "max_position_embeddings", None) or given.sequence_length
+    stages, length, tokenizer = min(given.stages, config.num_hidden_layers), min(given.sequence_length, positions), ""
     if (directory / NOTES).exists():
         before = run_of(directory)
         stages, length = before.pipeline.stages, before.pipeline.sequence_length
-        tokenizer = "byt5" if before.data.tokenizer == "byt5" else tokenizer
+        tokenizer = before.data.tokenizer if before.data.tokenizer == "byt5" else ""
     numbers = msgspec.structs.replace(
         given,
         about="going on from a finished model",
@@ -46,25 +53,96 @@ def continuing_text(directory: Path, preset: str) -> str:
         sequence_length=length,
         learning_rate=f"{float(given.learning_rate) / 10:g}",
     )
-    model = _MODEL.format(path=json.dumps(str(directory)))
-    return written(numbers, "continued", 0, model=model, tokenizer=json.dumps(tokenizer))
+    model = _MODEL.format(
+        architecture=_toml(config.model_type),
+        sizes="\n".join(f"{name} = {_toml(value)}" for name, value in sizes_of(config).items()),
+        weights="\n\n".join(_section(path) for path in files),
+    )
+    text = written(numbers, "continued", 0, model=model, tokenizer=_toml(tokenizer or str(directory)))
+    _check(text, files)
+    return text
 
 
-def _count(config: dict[str, Any], *names: str) -> int | None:
-    """Return the first of these numbers that a config has; None where it has none, or something else there."""
-    return next((found for name in names if isinstance(found := config.get(name), int) and found > 0), None)
+def sizes_of(config: Any) -> dict[str, Any]:
+    """Return the fields of a config that make its model what it is, as a run file says them."""
+    from pipeline.model_config import UNSET, dropout_fields
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        return UNSET if value is None else value
+
+    default = type(config)()
+    known = {*vars(default), "head_dim"} - _NO_SIZE - set(dropout_fields(default))
+    return {name: plain(value) for name, value in config.to_diff_dict().items() if name in known and name[0] != "_"}
 
 
-def _config_of(directory: Path) -> dict[str, Any]:
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint; `UserError` (CONFIG) where there are none."""
+    index = directory / "model.safetensors.index.json"
     try:
-        found = json.loads((directory / "config.json").read_bytes())
-        if isinstance(found, dict):
-            return found
-        why = "config.json is no table"
-    except (OSError, ValueError) as error:
-        why = str(error)
-    raise config_error(
+        if index.is_file():
+            return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_model(directory, f"{index.name} cannot be read: {error}") from error
+    whole = directory / "model.safetensors"
+    found = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+    if not found:
+        raise _no_model(directory, "it has no safetensors file")
+    return found
+
+
+def _section(path: Path) -> str:
+    try:
+        file = described(path)
+    except OSError as error:
+        raise _no_model(path.parent, str(error)) from error
+    if file.size_bytes > LARGEST_FILE_BYTES:
+        why = f"{path.name} is larger than {LARGEST_FILE_BYTES // 2**30} GiB"
+        raise config_error(f"{path.parent} cannot travel.", why, "save it in shards of 5 GB, as transformers does")
+    lines = (f"{name} = {_toml(value)}" for name, value in msgspec.structs.asdict(file).items())
+    return "\n".join(("[[model.weights]]", *lines))
+
+
+def _check(text: str, files: list[Path]) -> None:
+    """Raise `UserError` where the files do not hold the model that the run file describes."""
+    from noloco_node.planning.checkpoint_map import check_files
+    from noloco_node.planning.model_layout import model_layout
+    from noloco_node.run.runfile import decode_run
+
+    layout = model_layout(decode_run(text, "the new run file"))
+    check_files(layout.prepared, layout.shapes, files)
+
+
+def _toml(value: Any) -> str:
+    """Return a value of JSON in TOML, in a line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
+
+
+def _config_of(directory: Path) -> Any:
+    if not (directory / "config.json").is_file():
+        raise _no_model(directory, "it has no config.json")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        why = str(error).partition("\n")[0]
+        raise _no_model(directory, f"its config.json is none that transformers knows: {why}") from error
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        raise _no_model(directory, f"a {config.model_type} model has no list of layers")
+    if getattr(config, "quantization_config", None) is not None:
+        raise _no_model(directory, "its weights are quantised")
+    return config
+
+
+def _no_model(directory: Path, why: str) -> UserError:
+    return config_error(
         f"{directory} holds no model to go on from.",
         why=why,
-        hint="a Hugging Face directory, such as noloco-node export writes",
+        hint="a Hugging Face directory with safetensors files, such as noloco-node export writes",
     )

@@ -6,6 +6,7 @@ It stands beside the command that makes it, and not in `noloco_node.machine`: it
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,14 @@ from noloco_node.machine.device import Device
 from noloco_node.planning.bandwidth import bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.planning.plan import device_needs, graphs_that_fit, in_flight
+from noloco_node.planning.run_weights import RunWeights
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore
 from noloco_node.storage.home import Home
 from noloco_node.storage.partial_download import PartialDownloadFile
 from noloco_node.storage.snapshot_store import SnapshotDirectory
 from noloco_node.storage.state_file import StateFile
+from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 from pipeline.stage import Stage
@@ -42,6 +45,7 @@ class HostMachine:
         torch_device: torch.device,
         recipe: RunFileText,
         layout: ModelLayout,
+        first_weights: RunWeights | None,
         peer: str,
     ) -> None:
         self._options, self._home, self._torch_device = options, home, torch_device
@@ -50,6 +54,7 @@ class HostMachine:
         self.needs_bytes, self.graph_bytes, self.beside_bytes = map(list, needs)
         self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
+        self.first_weights = first_weights
         self._text = BackgroundOpen(partial(TextSource, recipe.run, options.data, peer, layout.vocabulary))
         self.device = Device(torch_device, options.slowdown)
 
@@ -111,6 +116,22 @@ class HostMachine:
 
     def line_s(self, stage: int) -> float:
         return bandwidth_seconds(microbatch_bytes(self._recipe.run, self._layout, stage), self._options.allowance)
+
+
+def first_weights(options: JoinOptions, home: Home, recipe: RunFileText, layout: ModelLayout) -> RunWeights | None:
+    """Return the weights that a run starts from, or where they are to come; None where its seed says them.
+
+    Those of other runs are removed. Raises `UserError` where the owner named a directory with other files; reads all
+    of them, which takes a while.
+    """
+    files, directory = recipe.run.model.weights, home.path / "weights"
+    own = directory / recipe.digest[:32]
+    for other in directory.iterdir() if directory.exists() else ():
+        if other != own:
+            shutil.rmtree(other, ignore_errors=True)
+    if options.weights is not None:
+        return RunWeights(layout, WeightStore.whole(options.weights, files))
+    return RunWeights(layout, WeightStore.filling(own, files, options.most_disk_bytes)) if files else None
 
 
 def _save(directory: Path, checkpoint: Checkpoint, keep: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from datetime import datetime
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from msgspec import structs
 
 from noloco_node.admission.ticket import MEMBER
-from noloco_node.cli.host_machine import HostMachine
+from noloco_node.cli.host_machine import HostMachine, first_weights
 from noloco_node.cli.options import JoinOptions, default_home, metrics_place
 from noloco_node.data.blocks import check_source
 from noloco_node.doctor.machine_checks import require_disk
@@ -36,6 +37,7 @@ from noloco_node.node.shifts import Shifts
 from noloco_node.observe.metrics_server import follow, metrics_served
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
+from noloco_node.planning.run_weights import RunWeights
 from noloco_node.run.permissions import check_text, summary
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
@@ -101,7 +103,7 @@ class _Participant:
     ) -> None:
         self._access, self._options, self._home, self._torch_device = access, options, home, torch_device
         self._reporter, self._leaving, self._metrics = reporter, leaving, metrics
-        self._run: tuple[RunFileText, ModelLayout] | None = None
+        self._run: tuple[RunFileText, ModelLayout, RunWeights | None] | None = None
 
     async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
         """Live as a node until the shift is over, or the run."""
@@ -109,11 +111,12 @@ class _Participant:
         network = await self._access.enter(network)
         # In the first shift alone: in a later one nobody of the invite may be there to ask.
         self._run = self._run or await self._fetch_run(network)
-        recipe, layout = self._run
+        recipe, layout, weights = self._run
         history = run_history.RunHistory(self._home.run_history, recipe.digest, say)
-        host = HostMachine(self._options, self._home, self._torch_device, recipe, layout, network.peer_id)
+        host = HostMachine(self._options, self._home, self._torch_device, recipe, layout, weights, network.peer_id)
         with closing(host):
-            options = _node_options(self._options, await self._reached(network, history))
+            reached = await self._reached(network, history)
+            options = _node_options(self._options, reached, self._asked(network))
             node = Node(recipe, layout, network, host, options, self._reporter)
             self._leaving.polite = True
             kept = KeptInvite(self._home.invite, self._access.invite, await network.addresses(), say)
@@ -135,7 +138,7 @@ class _Participant:
         """Return the peers of the invite, without ourselves: it may be our own."""
         return list(dict.fromkeys(each.peer for each in self._access.invite.addresses if each.peer != network.peer_id))
 
-    async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout]:
+    async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout, RunWeights | None]:
         options = self._options
         recipe = await fetch(network, self._asked(network), self._access.invite.digest, options.local or ())
         self._access.pin(recipe.run)
@@ -146,10 +149,10 @@ class _Participant:
         await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
         self._home.keep_run_file(recipe.text)
         layout = await asyncio.to_thread(model_layout, recipe.run)
-        weights = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in enumerate(layout.shapes)}
-        wished = {stage: size for stage, size in weights.items() if stage == self._options.stage}
-        require_disk(self._home.path, wished or weights, self._options.keep)
-        return recipe, layout
+        sizes = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in enumerate(layout.shapes)}
+        wished = {stage: size for stage, size in sizes.items() if stage == self._options.stage}
+        require_disk(self._home.path, wished or sizes, self._options.keep)
+        return recipe, layout, await asyncio.to_thread(first_weights, options, self._home, recipe, layout)
 
 
 def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> NetworkSettings:
@@ -166,7 +169,7 @@ def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> Ne
     )
 
 
-def _node_options(options: JoinOptions, reached: float) -> NodeOptions:
+def _node_options(options: JoinOptions, reached: float, bootstrap_peers: Sequence[str]) -> NodeOptions:
     return NodeOptions(
         stage=options.stage,
         moves=options.stage is None and not options.stay,
@@ -174,6 +177,7 @@ def _node_options(options: JoinOptions, reached: float) -> NodeOptions:
         refresh_s=options.refresh,
         keep_snapshots=options.keep_snapshots,
         slowest_bytes_per_s=slowest_bytes_per_s(options.allowance, SLOWEST_BYTES_PER_S),
+        bootstrap_peers=tuple(bootstrap_peers),
         reached=reached,
         begin_anew=options.begin_anew,
         name=checked_name(options.name),

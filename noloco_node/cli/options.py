@@ -85,8 +85,8 @@ LocalOption = Annotated[
     typer.Option(
         "--local",
         metavar="DIR",
-        help="A directory of this machine that the run file may name, with a model or a tokenizer. May be given more "
-        "than once. The file comes from others: nothing else of this machine is read for it.",
+        help="A directory of this machine that the run file may name, with a tokenizer. May be given more than "
+        "once. The file comes from others: nothing else of this machine is read for it.",
         show_default=False,
     ),
 ]
@@ -127,6 +127,18 @@ MetricsOpenOption = Annotated[
 ]
 
 
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="DIR",
+        help="The checkpoint that the run goes on from (init --from DIR): others fetch it from here. One peer that has "
+        "it is enough.",
+        show_default=False,
+    ),
+]
+
+
 def default_home(kind: str) -> Path:
     """Return where a node, or a bootstrap peer, lives unless its owner says otherwise."""
     return Path.home() / ".noloco" / kind
@@ -149,6 +161,7 @@ class BootstrapOptions:
             show_default=False,
         ),
     ] = None
+    weights: WeightsOption = None
     relays: Annotated[
         int,
         typer.Option(
@@ -185,6 +198,7 @@ class JoinOptions:
         ),
     ] = None
     local: LocalOption = None
+    weights: WeightsOption = None
     home: HomeOption = None
     listen: ListenOption = None
     announce: AnnounceOption = None

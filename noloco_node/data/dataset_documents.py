@@ -18,7 +18,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +36,8 @@ CHUNK_ROWS = 8192
 CHUNK_CHARACTERS = 8 * 1024 * 1024
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 """Pauses before the tries after the first; then the source is given up."""
+OPENING_PAUSES = 3
+"""So many of them when a source is opened: whoever starts a node waits for it."""
 SUFFIXES = {
     "json": tuple(f".{kind}{packed}" for kind in ("jsonl", "json", "ndjson") for packed in ("", ".gz", ".zst", ".xz")),
     "parquet": (".parquet",),
@@ -59,7 +61,7 @@ class RowDocuments:
         self._rows_left: Iterator[Any] | None = None
         self._shard: Any = None
         self.retries = 0
-        self._stream: Any = self._persist(lambda: _narrow(load(), data.field))
+        self._stream: Any = self._persist(lambda: _narrow(load(), data.field), PAUSES_S[:OPENING_PAUSES])
         self._shards: int = self._stream.num_shards
         self._epoch = self._turn = self._number = self._index = self._in_epoch = 0
         self._state: Any = None
@@ -170,12 +172,12 @@ class RowDocuments:
             )
         return text
 
-    def _persist(self, attempt: Callable[[], T]) -> T:
+    def _persist(self, attempt: Callable[[], T], pauses_s: Sequence[float] | None = None) -> T:
         """Call until it succeeds, with pauses; raise `UserError` where trying again cannot help, or no longer."""
         from datasets.exceptions import DatasetsError
         from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
-        for pause_s in (*PAUSES_S, None):
+        for pause_s in (*(PAUSES_S if pauses_s is None else pauses_s), None):
             try:
                 return attempt()
             except (

@@ -198,12 +198,13 @@ def _instant(day: date, minutes: int, like: datetime) -> float:
 # The calendar month.
 
 
-class MonthUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one calendar month, such as 2026-11."""
+class MonthUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Bytes of one calendar month, such as 2026-11. `before`: of the month that was counted before it."""
 
     month: str
     sent_bytes: int = 0
     received_bytes: int = 0
+    before: MonthUsage | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -217,9 +218,12 @@ def month_of(now: datetime) -> str:
 
 
 def spend(spent: MonthUsage, now: datetime, sent_bytes: int, received_bytes: int) -> MonthUsage:
-    """Add to what was spent; another month begins with nothing."""
-    if month_of(now) != spent.month:
-        return MonthUsage(month=month_of(now), sent_bytes=sent_bytes, received_bytes=received_bytes)
+    """Add to what was spent; another month begins with nothing, except the one before, which a clock set back means."""
+    month = month_of(now)
+    if month != spent.month:
+        known, before = spent.before, msgspec.structs.replace(spent, before=None)
+        again = known if known is not None and known.month == month else MonthUsage(month=month)
+        spent = msgspec.structs.replace(again, before=before)
     return msgspec.structs.replace(
         spent, sent_bytes=spent.sent_bytes + sent_bytes, received_bytes=spent.received_bytes + received_bytes
     )

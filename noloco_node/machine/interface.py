@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from noloco_node.journal import events
 from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.storage.weight_store import FilePieceKey, WeightStore
 from pipeline import worker
 
 if TYPE_CHECKING:
@@ -179,8 +180,29 @@ class TextHost(Protocol):
         """Return the training text."""
 
 
+class FirstWeights(Protocol):
+    """The weights that a run starts from, where they are those of a checkpoint.
+
+    `noloco_node.planning.run_weights.RunWeights` is the real one.
+    """
+
+    @property
+    def store(self) -> WeightStore:
+        """The files, or what has come of them."""
+
+    def pieces(self, stage: int, /) -> list[FilePieceKey]:
+        """Return the pieces that a stage needs; the headers of the files are here."""
+
+    def read(self, stage: int, /) -> Sequence[Tensor]:
+        """Return a stage's parameters; its pieces are here. Raises `UserError` where the files are of another model."""
+
+
 class StorageHost(Protocol):
     """What lies on this peer's disk."""
+
+    @property
+    def first_weights(self) -> FirstWeights | None:
+        """The weights that the run starts from; None where its seed says them, or its model on the hub."""
 
     @property
     def former(self) -> ArchivedStages:

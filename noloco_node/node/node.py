@@ -24,6 +24,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.node.stage_tenure import StageTenure, TenureEnd, violations_journalled
 from noloco_node.node.training import StageWork
 from noloco_node.run.peer_state import PeerState
+from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.snapshot_server import FormerStageServer
 from noloco_node.storage.checkpoint_writer import CheckpointWriter
@@ -116,6 +117,10 @@ class Node:
             await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
             answer = violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, answer)
+            first_weights = context.host.first_weights
+            if first_weights is not None:
+                server = weight_exchange.WeightServer(first_weights.store, context.host.device.beside)
+                await network.serve(weight_exchange.TOPIC, weight_exchange.SCHEMA, server.serve)
             record(events.StateChanged(state=PeerState.JOINING))
             saved = await self._serve_stages(leave)
             await context.membership.withdraw()

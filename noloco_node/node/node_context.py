@@ -22,7 +22,7 @@ class NodeOptions:
     `slowest_bytes_per_s`: of a line that weights may travel on; deadlines follow from it. `moves`: goes to another
     stage when it is needed there. `keep_snapshots`: rounds between two snapshots of another stage; 0 keeps none.
     `reached`: progress at which the run was last seen, 0 if nobody knows; `begin_anew`: from its first weights even so.
-    `name`: that others show beside our id.
+    `name`: that others show beside our id. `bootstrap_peers`: who may have the weights that the run starts from.
     """
 
     stage: int | None = None
@@ -36,6 +36,7 @@ class NodeOptions:
     reached: float = 0.0
     begin_anew: bool = False
     name: str = ""
+    bootstrap_peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,4 +79,5 @@ class NodeContext:
             deadlines=self.options.deadlines,
             reached=self.options.reached,
             begin_anew=self.options.begin_anew,
+            bootstrap_peers=self.options.bootstrap_peers,
         )

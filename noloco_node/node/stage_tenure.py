@@ -66,6 +66,8 @@ class StageTenure:
         self._shapes = tuple(context.dimensions.shapes[start.number].values())
         self._served: dict[str, Schema] = {}
         """What is said here about each topic."""
+        self._meetings: set[asyncio.Task[object]] = set()
+        """Others' offers that are being answered, which may take as long as an exchange."""
         self._donor = Donor(replica.state, context.host.device.beside, self._shapes, self._donor_limits())
         self.migration = MigrationWatcher(
             context.newcomer(context.options.stage),
@@ -103,6 +105,7 @@ class StageTenure:
         finished = training.farewell(self.replica)
         context.work.rest()
         self._donor.close()
+        await self._end_meetings()
         return TenureEnd(saved, moves + 1, training.move, self.migration.device_s, finished)
 
     # What others may ask of us.
@@ -113,7 +116,7 @@ class StageTenure:
         run, number = context.run_file.run, replica.config.stage
         if number > 0:
             await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
-        await self._serve(GOSSIP, gossip_schema(run, self._shapes), replica.rounds.serve)
+        await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
         await self._serve(STATE, state_schema(self._shapes), self._donor.serve)
         self._announce(PeerState.TRAINING)
         context.reporter.record(events.StateChanged(state=PeerState.TRAINING))
@@ -123,6 +126,23 @@ class StageTenure:
         self._served[name] = schema
         handler = violations_journalled(self._context.reporter.record, protocol, handler)
         await self._context.network.serve(name, schema, handler)
+
+    async def _meet(self, conversation: Conversation) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._meetings.add(task)
+        try:
+            await self.replica.rounds.serve(conversation)
+        finally:
+            self._meetings.discard(task)
+
+    async def _end_meetings(self) -> None:
+        """Break off what is left of meetings: each holds the replica in memory, and nothing comes of it any more."""
+        left = set(self._meetings)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
 
     def _donor_limits(self) -> DonorLimits:
         """Return the limits of copies: one outlives its newcomer's patience, so that one that comes back finds it."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,20 +11,12 @@ from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
 from pipeline.activations.formats import check_width
-from pipeline.partition import (
-    Prepared,
-    cut,
-    family_config,
-    forward_flops,
-    multiplied_parameters,
-    parameter_shapes,
-    prepare,
-    verify_family,
-)
+from pipeline.decoder_slice import NotSliceableError
+from pipeline.model_config import Prepared, family_config, prepare
+from pipeline.partition import cut, forward_flops, multiplied_parameters, parameter_shapes, verify_family
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from pipeline.decoder_slice import Cut, Slice
     from pipeline.stage import Stage
@@ -71,6 +61,12 @@ def model_layout(run: RunConfig) -> ModelLayout:
         )
         shapes = tuple(parameter_shapes(prepared.config, part) for part in cuts)
         work = forward_flops(prepared.config, cuts, run.pipeline.sequence_length)
+    except NotSliceableError as error:
+        raise config_error(
+            "The run's model cannot be trained in stages.",
+            str(error),
+            "a model of another family, such as llama or qwen3; docs/families.md lists them",
+        ) from error
     except ValueError as error:
         raise config_error(
             "The run file describes a model that cannot be built.",
@@ -81,21 +77,20 @@ def model_layout(run: RunConfig) -> ModelLayout:
 
 
 def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.device) -> Slice:
-    """Build stage `number` with the weights that the run starts from: the seed's, or those of a checkpoint."""
-    from pipeline.partition import build, load
+    """Build stage `number` with the weights of the run's seed, or of its model on the hub.
+
+    Those that travel through the swarm take their place when a stage is to begin with them.
+    """
+    from pipeline.partition import build
 
     part = build(plan.prepared, plan.cuts[number], run.seed, device)
-    directory = model_directory(run.model)
+    directory = hub_directory(run.model)
     if directory is not None:
-        with ExitStack() as files:
-            try:
-                load(part, _reader(directory, files))
-            except (ValueError, OSError) as error:
-                raise config_error(
-                    f"The model in {directory} cannot be loaded.",
-                    str(error),
-                    "give a Hugging Face directory with safetensors files of the same architecture",
-                ) from error
+        from noloco_node.planning.checkpoint_map import read_parameters
+
+        found = read_parameters(plan.prepared, plan.shapes[number], sorted(directory.glob("*.safetensors")))
+        for weight, tensor in zip(part.parameters(), found, strict=True):
+            weight.data.copy_(tensor)
     return part
 
 
@@ -121,15 +116,35 @@ def make_stage(
     )
 
 
-def model_directory(model: ModelConfig) -> Path | None:
-    """Return the local directory of the checkpoint that a run starts from, fetched from the hub if need be, or None."""
-    if model.path is not None:
-        return Path(model.path).expanduser()
-    if model.hub is not None:
-        from huggingface_hub import snapshot_download
+def hub_directory(model: ModelConfig) -> Path | None:
+    """Return the directory of a run's model on the hub, fetched if need be; None where it is not from there."""
+    if model.hub is None:
+        return None
+    from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model.hub, revision=model.commit, allow_patterns=list(WEIGHT_PATTERNS)))
-    return None
+    return Path(snapshot_download(model.hub, revision=model.commit, allow_patterns=list(WEIGHT_PATTERNS)))
+
+
+def check_hub_weights(model: ModelConfig, layout: ModelLayout) -> None:
+    """Raise `UserError` (CONFIG) if the headers of a model on the hub are of another one; nothing if no hub answers."""
+    if model.hub is None:
+        return
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    from noloco_node.planning.checkpoint_map import check_shapes, unfit
+
+    try:
+        files = get_safetensors_metadata(model.hub, revision=model.commit).files_metadata.values()
+    except OSError:
+        return  # what is there already needs no network
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise unfit(model.hub, error) from error
+    try:
+        shapes = {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
+        check_shapes(layout.prepared, layout.shapes, shapes)
+    except ValueError as error:
+        raise unfit(model.hub, error) from error
 
 
 def check_download(model: ModelConfig, most_bytes: int | None) -> None:
@@ -161,23 +176,7 @@ def _config(model: ModelConfig) -> Any:
         return family_config(model.architecture, model.sizes)
     from transformers import AutoConfig
 
-    if model.path is not None and not Path(model.path).expanduser().is_dir():
-        raise ValueError(f"there is no directory {model.path} on this machine")
-    where = model.hub if model.path is None else str(Path(model.path).expanduser())
     try:
-        return AutoConfig.from_pretrained(where, revision=model.commit, trust_remote_code=False)
+        return AutoConfig.from_pretrained(model.hub, revision=model.commit, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{where} holds no model config that transformers knows: {error}") from error
-
-
-def _reader(directory: Path, files: ExitStack) -> Callable[[str], Tensor | None]:
-    """Return a function that reads one tensor by name from the safetensors files of a directory."""
-    from safetensors import safe_open
-
-    where: dict[str, Any] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        file = files.enter_context(safe_open(path, framework="pt"))
-        where |= dict.fromkeys(file.keys(), file)
-    if not where:
-        raise ValueError(f"there is no safetensors file in {directory}")
-    return lambda name: where[name].get_tensor(name) if name in where else None
+        raise ValueError(f"{model.hub} holds no model config that transformers knows: {error}") from error

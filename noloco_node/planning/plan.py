@@ -131,9 +131,10 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan(run: RunConfig) -> RunPlan:
     """Work out what a run means; raise `UserError` (Exit.CONFIG) where model, cut or tokenizer do not fit together."""
-    from noloco_node.planning.model_layout import model_layout
+    from noloco_node.planning.model_layout import check_hub_weights, model_layout
 
     drawn = model_layout(run)
+    check_hub_weights(run.model, drawn)
     check_vocabulary(run.data, drawn.vocabulary)
     stage_shapes = [tuple(named.values()) for named in drawn.shapes]
     stages = tuple(

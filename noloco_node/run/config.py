@@ -13,21 +13,24 @@ from typing import Any, Literal
 
 import msgspec
 
+from noloco_node.storage.weight_store import WeightFile
+
 MOST_SLOWDOWN = 1000.0
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which decoder to train.
 
-    Exactly one of: `architecture` (a transformers model type, with `sizes` for its config), `path` (a local Hugging
-    Face directory to continue from), `hub` with `commit` (likewise from the hub).
+    Exactly one of: `architecture` (a transformers model type, with `sizes` for its config; it starts from random
+    weights, or from those of `weights`), `hub` with `commit` (a model of the hub to continue from).
     """
 
     architecture: str | None = None
     sizes: dict[str, Any] = {}
-    """Fields of the architecture's config in transformers, under the names that it uses there."""
-    path: str | None = None
-    """A local Hugging Face directory to continue from, the same on all peers; its content is part of the run's id."""
+    """Fields of the architecture's config in transformers, under the names that it uses there; "null" unsets one."""
+    weights: tuple[WeightFile, ...] = ()
+    """Files of a checkpoint to continue from (`file`, `size_bytes`, `digest`), as `init --from` lists them. They travel
+    through the swarm: whoever has them gives `--weights DIR` to `bootstrap` or `join`."""
     hub: str | None = None
     """A model of the hub to continue from, owner/name."""
     commit: str | None = None

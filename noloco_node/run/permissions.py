@@ -1,8 +1,8 @@
 """What a run file that others sent may do on this machine: name no path of it but those that its owner allows.
 
 What is read on a machine goes to others: text becomes the targets that the next stage receives. So local text is read
-where the owner of the machine names it (`--data`), and a directory with a model or a tokenizer where the owner has
-allowed that directory (`--local`). What lies on the hub may be fetched; the libraries that do it prefer a directory of
+where the owner of the machine names it (`--data`), and a directory with a tokenizer where the owner has allowed that
+directory (`--local`). What lies on the hub may be fetched; the libraries that do it prefer a directory of
 that name below the current one, which is therefore a path as well.
 """
 
@@ -14,13 +14,12 @@ from pathlib import Path
 from noloco_node.errors import config_error
 from noloco_node.run.config import RunConfig
 from noloco_node.run.decode_errors import short
+from noloco_node.units import format_bytes
 
 
 def local_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the fields that name files of this machine, but for the text, each with its path."""
     model, data = run.model, run.data
-    if model.path is not None:
-        yield "model.path", model.path
     if data.tokenizer != "byt5" and data.tokenizer_commit is None:
         yield "data.tokenizer", data.tokenizer
     on_hub = [("model.hub", model.hub), ("data.path", data.path if data.source == "hub" else None)]
@@ -55,13 +54,14 @@ def check_text(run: RunConfig, own_source: str | None) -> None:
 def summary(run: RunConfig) -> list[str]:
     """Say in a few lines what a run is, before anything is fetched for it."""
     model, cut, data = run.model, run.pipeline, run.data
-    origin = f"{model.hub} of the hub" if model.hub is not None else f"the directory {model.path}"
+    size = format_bytes(sum(each.size_bytes for each in model.weights))
+    begin = f"from a checkpoint of {size}" if model.weights else "from its first step"
     tokens = run.budget_samples * cut.sequence_length
     text = {"stdlib": "Python's standard library", "hub": f"{data.path} of the hub"}.get(data.source, "your own")
     where = "" if data.tokenizer_commit is None else " of the hub"
     return [
         f"run {short(run.name)!r}: {cut.stages} stages, {cut.replicas} replicas planned of each, "
         f"{tokens:,} tokens to train on",
-        "model: " + short(f"{model.architecture}, from its first step" if model.architecture else f"from {origin}"),
+        "model: " + short(f"{model.architecture}, {begin}" if model.architecture else f"from {model.hub} of the hub"),
         f"text: {short(text)}; tokenizer: {short(data.tokenizer)}{where}",
     ]

@@ -5,7 +5,7 @@ fault. The digest of a run is its id: keys and protocol names follow from it, so
 
 The digest is taken over the *decoded* run, defaults filled in: comments, order and spelled-out defaults do not matter,
 and every value does. To it come the version of the wire format, and the content of what the file only names: a local
-model or tokenizer directory enters by a hash of its files, one on the hub by its commit. Not pinned is the text of
+tokenizer directory enters by a hash of its files, what lies on the hub by its commit. Not pinned is the text of
 `data`: peers may well train on different text, and a local file differs between machines without harm.
 """
 
@@ -142,6 +142,9 @@ def canonical(run: RunConfig, contents: Mapping[str, str]) -> bytes:
     fields = msgspec.to_builtins(run)
     if run.admission == AdmissionConfig():
         del fields["admission"]  # which earlier versions did not have
+    fields["model"]["path"] = None  # which they had
+    if not run.model.weights:
+        del fields["model"]["weights"]
     everything = {"wire": WIRE_VERSION, "run": fields, "contents": dict(contents)}
     return json.dumps(everything, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -158,8 +161,6 @@ def content_hashes(run: RunConfig) -> dict[str, str]:
     commit. Raises `UserError` if a directory is not there.
     """
     hashes = {}
-    if run.model.path is not None:
-        hashes["model.path"] = _hash_of_directory(run.model.path, "model.path")
     if run.model.hub is not None:
         hashes["model.hub"] = f"{run.model.hub}@{run.model.commit}"
     if run.data.tokenizer_commit is not None:

@@ -12,9 +12,11 @@ from typing import Any
 from noloco_node.run.config import AdmissionConfig, DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.outer_validation import outer_problems
 from noloco_node.run.problem import Problem, within
+from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, WeightFile
 from pipeline.activations.formats import check_width
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_WEIGHT_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
@@ -67,13 +69,13 @@ def layers_of(model: ModelConfig) -> int | None:
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:
-    given = [name for name in ("architecture", "path", "hub") if getattr(model, name) is not None]
+    given = [name for name in ("architecture", "hub") if getattr(model, name) is not None]
     if len(given) != 1:
         yield Problem(
             "model",
             " and ".join(given) or "nothing",
             "a model comes from exactly one place",
-            "`architecture` with `sizes` to start anew, or `path` (a local directory), or `hub` with `commit`",
+            "`architecture` with `sizes`, or `hub` with `commit`; `noloco-node init --from DIR` writes a checkpoint's",
         )
         return
     if model.architecture is not None and not model.sizes:
@@ -87,10 +89,26 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("model.sizes", "given", f"the sizes come with the model at model.{given[0]}", "leave `sizes` out")
     if given[0] != "architecture" and not getattr(model, given[0]):
         yield Problem(f"model.{given[0]}", "''", "it is empty", "a directory, or owner/name")
+    if model.architecture is None and model.weights:
+        yield Problem("model.weights", "given", "the weights come with the model on the hub", "leave them out")
+    yield from _weights(model.weights)
     yield from _hub("model", "hub", model.hub, model.commit)
     for name, value in model.sizes.items():
         yield from _size(f"model.sizes.{name}", value, _LARGEST_SIZE.get(name, 2**31), depth=0)
     yield from within("model.dropout", model.dropout, 0.0, 0.95)
+
+
+def _weights(files: tuple[WeightFile, ...]) -> Iterator[Problem]:
+    hint = "as `noloco-node init --from DIR` writes them"
+    if len({each.file for each in files}) < len(files):
+        yield Problem("model.weights", "given", "two of its files have one name", hint)
+    for number, each in enumerate(files):
+        field = f"model.weights.{number}"
+        if not _WEIGHT_FILE.fullmatch(each.file):
+            yield Problem(f"{field}.file", repr(each.file), "it is no name of a safetensors file", hint)
+        if not re.fullmatch(r"[0-9a-f]{64}", each.digest):
+            yield Problem(f"{field}.digest", repr(each.digest), "it is no SHA-256", hint)
+        yield from within(f"{field}.size_bytes", each.size_bytes, 9, LARGEST_FILE_BYTES)
 
 
 def _hub(section: str, field: str, name: str | None, commit: str | None) -> Iterator[Problem]:

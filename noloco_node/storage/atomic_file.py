@@ -46,6 +46,14 @@ def sweep(directory: Path) -> None:
         left.unlink(missing_ok=True)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it that are missing; after a loss of power they are there still."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        flush(each.parent)
+
+
 def flush(path: Path) -> None:
     """Have the disk hold what was written to a file or a directory."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -73,7 +73,7 @@ def store(
     read: Callable[[], None] = lambda: None,
 ) -> Path:
     """Do what `save` does, the tensors being bytes already: for whoever has no torch."""
-    directory.mkdir(parents=True, exist_ok=True)
+    atomic_file.make_directory(directory)
     atomic_file.sweep(directory)
     earlier = files(directory)
     path = directory / f"{_serial(earlier[-1]) + 1 if earlier else 1:08d}-{counters.inner_steps:010d}.safetensors"

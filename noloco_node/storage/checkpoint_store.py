@@ -77,7 +77,7 @@ class CheckpointStore:
             left = [(path, each.stage) for path, each in self._of_run(self._present) if each.stage != own]
             for path, stage in reversed(left):
                 directory = self._former / str(stage)
-                directory.mkdir(parents=True, exist_ok=True)
+                atomic_file.make_directory(directory)
                 there = files(directory)
                 serial = int(there[-1].name.split("-")[0]) + 1 if there else 1
                 os.replace(path, directory / f"{serial:08d}-{path.name.split('-')[-1]}")

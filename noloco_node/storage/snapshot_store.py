@@ -7,6 +7,7 @@ import errno
 import shutil
 from pathlib import Path
 
+from noloco_node.storage.atomic_file import make_directory
 from noloco_node.storage.checkpoint import Checkpoint, load_latest, save
 from noloco_node.units import format_bytes
 
@@ -28,7 +29,7 @@ class SnapshotDirectory:
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         directory = self._directory / str(checkpoint.counters.stage)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         needed = ROOM * sum(tensor.nbytes for tensors in checkpoint.tensors.values() for tensor in tensors)
         free = shutil.disk_usage(directory).free
         if free < needed:

@@ -162,3 +162,25 @@ def _blanked(head: bytes, promised: str) -> bytes:
 
 def _promise(digest: str) -> bytes:
     return b'"%s":"%s"' % (_SUM.encode(), digest.encode())
+
+
+def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """Return where in a file each tensor lies: first byte, and the one behind the last. Reads the header alone.
+
+    Raises ValueError for what is no such file, `OSError` where it cannot be read.
+    """
+    with path.open("rb") as file:
+        head, size = _head_of(file), os.fstat(file.fileno()).st_size
+    table, begin = json.loads(head), _LENGTH.size + len(head)
+    found = {}
+    for name, entry in table.items() if isinstance(table, dict) else ():
+        if name == "__metadata__":
+            continue
+        try:
+            start, stop = entry["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            start, stop = 0, -1
+        if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop <= size - begin):
+            raise ValueError(f"the header of {path.name} places {name!r} outside the file")
+        found[name] = (begin + start, begin + stop)
+    return found

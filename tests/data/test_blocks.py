@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import subprocess
+import sys
 import sysconfig
 import threading
 from collections.abc import Callable
@@ -19,6 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from limits import LAST_RESORT_S
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -456,11 +459,45 @@ def failing(calls: list[int]) -> Callable[[], Any]:
 
 
 def test_a_network_that_stays_away_is_given_up_in_the_end(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_documents, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(dataset_documents, "PAUSES_S", (0.0,) * 7)
     calls: list[int] = []
     with pytest.raises(UserError, match="TimeoutError: no answer"):
         RowDocuments(config(corpus, "json"), ReadingOrder("train", 0, "p", True), failing(calls))
-    assert len(calls) == 3
+    assert len(calls) == 4, "whoever starts a node waits for it"
+
+
+HUB = """
+import http.server, os, sys, threading
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RevisionNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    do_HEAD = do_GET
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": sys.argv[1], "HF_HUB_OFFLINE": "0"}
+from noloco_node.data.blocks import open_blocks
+from noloco_node.errors import UserError
+from noloco_node.run.config import DataConfig
+try:
+    open_blocks(DataConfig(source="hub", path="some/data", commit="0" * 40), 32, 0, "peer")
+except UserError as trouble:
+    print(trouble)
+os._exit(0)
+"""
+
+
+@pytest.mark.processes
+def test_a_commit_that_the_hub_has_not_is_said_at_once(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HUB, str(tmp_path)], capture_output=True, text=True, timeout=LAST_RESORT_S, check=True
+    )
+    assert "The data source hub some/data cannot be read." in done.stdout
+    assert "doesn't exist for dataset 'some/data'" in done.stdout
+    assert "trying again" not in done.stderr
 
 
 def test_closing_ends_a_pause(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

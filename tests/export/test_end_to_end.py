@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from checkpoints import LLAMA, write_model
 from dead_stage import seen
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +43,7 @@ from noloco_node.inference.evaluation import evaluate
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
+from noloco_node.planning.run_weights import RunWeights
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.presets import PRESETS, demo_run_text, run_text
 from noloco_node.run.protocols import STATE, state_schema, topic
@@ -51,9 +53,17 @@ from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.replica_mean import FACTOR, ReplicaSummary, drop_outliers
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
+from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.model_config import prepare
 
+CONTINUED: dict[str, dict[str, Any]] = {
+    "mistral": {**LLAMA, "num_key_value_heads": 1, "sliding_window": None},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64},
+    "gemma3_text": {**LLAMA, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 5},
+    "qwen3_moe": {**LLAMA, "num_key_value_heads": 1, "num_experts": 8, "moe_intermediate_size": 24, "head_dim": 32},
+}
 TEXT = demo_run_text(stages=2, replicas=2, steps=100, seed=0)
 """A run whose model has 0.75 million parameters."""
 
@@ -521,27 +531,57 @@ def test_a_run_that_goes_on_from_an_export_begins_with_exactly_that_model(
 ) -> None:
     """Export, `init --from`, the first weights of the run that this makes, export: the same bits."""
     _, _, out = taken
-    again = Homes(tmp_path, continuing_text(out, "tiny"))
+    text = continuing_text(out, "tiny")
+    assert str(out) not in text
+    again = Homes(tmp_path, text)
     run_ = again.recipe.run
-    assert run_.model.path == str(out)
     assert (run_.pipeline.stages, run_.pipeline.sequence_length) == (2, 128)
-    homes = [again.make(f"again-{stage}", stage, again.weights(stage)) for stage in (0, 1)]
+    first = RunWeights(again.plan, WeightStore.whole(out, run_.model.weights))
+    homes = [again.make(f"again-{stage}", stage, tuple(first.read(stage))) for stage in (0, 1)]
     asyncio.run(export(tmp_path / "again", homes=tuple(homes)))
     assert same(exported(out), exported(tmp_path / "again"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_can_go_on_from_a_checkpoint_of_any_depth(tmp_path: Path, preset: str) -> None:
-    config = {"num_hidden_layers": 3, "max_position_embeddings": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_model(tmp_path, sizes={**LLAMA, "num_hidden_layers": 3})
     plan = decode_run(continuing_text(tmp_path, preset), "the test's run file")
     assert plan.pipeline.stages <= 3
     assert plan.pipeline.sequence_length == 64
     assert plan.data.tokenizer == str(tmp_path)
     assert plan.inner.learning_rate < decode_run(run_text(preset), "a preset").inner.learning_rate
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="no model to go on from"):
-        continuing_text(tmp_path, preset)
+    assert len(plan.model.weights) == len(list(tmp_path.glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("family", CONTINUED)
+def test_a_run_that_goes_on_has_the_model_of_the_checkpoint(tmp_path: Path, family: str) -> None:
+    model = write_model(tmp_path, family, CONTINUED[family])
+    layout = model_layout(decode_run(continuing_text(tmp_path, "tiny"), "the test's run file"))
+    given, found = prepare(model.config).config.to_dict(), layout.prepared.config.to_dict()
+    told = {"architectures", "transformers_version", "_name_or_path"}
+    assert {name: value for name, value in found.items() if value != given.get(name)}.keys() <= told
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda at: (at / "config.json").unlink(), "no config.json"),
+        (lambda at: (at / "config.json").write_text("[]"), "none that transformers knows"),
+        (lambda at: (at / "config.json").write_text('{"model_type": "nosuch"}'), "none that transformers knows"),
+        (lambda at: [path.unlink() for path in at.glob("*.safetensors*")], "it has no safetensors file"),
+        (lambda at: (at / "model.safetensors.index.json").write_text("{}"), "index.json cannot be read"),
+        (lambda at: sorted(at.glob("*.safetensors"))[0].write_bytes(b"torn" * 30), "deserializing header"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused_before_a_run_file_is_written(
+    tmp_path: Path, spoil: Callable[[Path], object], why: str
+) -> None:
+    write_model(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(UserError) as caught:
+        continuing_text(tmp_path, "tiny")
+    assert caught.value.code is Exit.CONFIG
+    assert why in caught.value.why
 
 
 def test_evaluation_of_homes_is_that_of_the_export_and_of_each_replica(
@@ -614,7 +654,7 @@ def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], 
     assert said == typed("generate", str(tmp_path / "model"), *greedy, "--seed", "5")
     assert said.startswith(prompt)
     typed("init", str(tmp_path / "run.toml"), "--from", str(tmp_path / "model"))
-    assert str(tmp_path / "model") in (tmp_path / "run.toml").read_text()
+    assert "[[model.weights]]" in (tmp_path / "run.toml").read_text()
 
 
 def test_a_model_that_is_not_there_is_said_before_anything_is_printed(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from noloco_node.inference.evaluation import Loss, evaluate, open_model, unigram
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.run.presets import demo_run_text
 from pipeline.decoder_slice import Slice
-from pipeline.partition import Prepared, build, cut, family_config, prepare
+from pipeline.model_config import Prepared, family_config, prepare
+from pipeline.partition import build, cut
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {

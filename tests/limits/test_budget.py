@@ -229,6 +229,18 @@ def test_what_was_spent_is_that_of_this_month(steps: list[tuple[int, int, int]])
         assert not budget.is_spent(spent, None, moment)
 
 
+@given(st.datetimes(datetime(2025, 1, 1), datetime(2035, 1, 1)), st.integers(-4000, 4000))
+def test_a_clock_that_was_set_wrong_and_right_again_forgets_nothing(moment: datetime, days: int) -> None:
+    here = moment.replace(tzinfo=UTC)
+    spent = budget.spend(MonthUsage(month=budget.month_of(here)), here, 3, 4)
+    wrong = budget.spend(spent, here + timedelta(days=days), 1, 0)
+    again = budget.spend(budget.spend(wrong, here, 0, 0), here, 10, 0)
+    same = budget.month_of(here + timedelta(days=days)) == budget.month_of(here)
+    assert again.total_bytes == 17 + same
+    assert wrong.total_bytes == 1 + 7 * same
+    assert again.before is None or again.before.before is None, "the file stays small"
+
+
 # The bucket.
 
 

@@ -6,6 +6,8 @@ The nodes are the production's, in memory and virtual time.
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 from random import Random
 from typing import TypeVar
@@ -15,13 +17,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
-from memory_swarms import until
+from memory_swarms import Peer, recipe, until
 from real_nodes import RealNodes
 
+from gossip.events import OuterStepTaken
+from gossip.rounds.rounds import Rounds
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, StageModel
+from noloco_node.network.interface import Conversation
 from noloco_node.node.node_context import NodeOptions
+from noloco_node.node.replica import Replica
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.memory_store import MemoryStore
@@ -421,3 +427,33 @@ def test_however_many_say_that_they_are_on_their_way_those_at_work_are_asked() -
     asked = asked_of(Roster(stages=((*many, *working), ())), "me", Random(1))
     assert {record.peer for record in working} <= set(asked)
     assert len(asked) <= MOST_ASKED + MOST_ASKED // 4
+
+
+def test_a_meeting_that_is_still_answered_keeps_no_replica_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partner may take as long as an exchange to end one, and two stages at once may not fit the memory."""
+    serve = Rounds.serve
+
+    async def lingering(self: Rounds, conversation: Conversation) -> None:
+        await serve(self, conversation)
+        await asyncio.sleep(1000.0)
+
+    monkeypatch.setattr(Rounds, "serve", lingering)
+
+    async def main() -> None:
+        hub, what = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3)
+        names = ("a0", "b0", "c0", "d0", "e1")
+        peers = [Peer(hub, what, name, int(name[1]), job_s=0.5, moves=True) for name in names]
+        replicas = dict[str, weakref.ref[Replica]]()
+        while not any(peer.of(events.Moved) for peer in peers):
+            replicas |= {peer.name: weakref.ref(peer.node.replica) for peer in peers if peer.node.replica is not None}
+            await asyncio.sleep(0.1)
+        (mover,) = [peer for peer in peers if peer.of(events.Moved)]
+        await until(lambda: len(mover.stages) == 2)
+        assert mover.of(OuterStepTaken), "it has met others, who may have asked it"
+        gc.collect()
+        assert replicas[mover.name]() is None
+        for peer in peers:
+            peer.leave.set()
+        await asyncio.gather(*[peer.task for peer in peers])
+
+    run(main())

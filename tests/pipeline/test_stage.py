@@ -20,7 +20,8 @@ from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import PendingForward
 from pipeline.inner_optimiser import Inner, OptimiserState
 from pipeline.messages import Gradient
-from pipeline.partition import Prepared, build, cut, family_config, prepare
+from pipeline.model_config import Prepared, family_config, prepare
+from pipeline.partition import build, cut
 from pipeline.stage import Stage, StageSettings
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from noloco_node.planning.message_sizes import PROBE_BYTES
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.planning.plan import RunPlan, graphs_that_fit, mean_steps_per_round, memories, plan
 from noloco_node.planning.plan_text import describe, report
-from noloco_node.run.config import ModelConfig, RunConfig
+from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.runfile import decode_run, validate
 from pipeline.inner_optimiser import Inner
@@ -322,10 +322,3 @@ def test_the_report_is_text_or_json(tmp_path: Path) -> None:
     for part in ("754,816 parameters in 2 stages", found.run_id[:16], "0 to 1", "221 kB", "3.28 million"):
         assert part in text
     assert all(len(line) <= 130 for line in text.splitlines())
-
-
-def test_a_model_directory_that_is_not_there_is_called_that() -> None:
-    with pytest.raises(UserError) as caught:
-        model_layout(RunConfig(model=ModelConfig(path="/nowhere/model")))
-    assert caught.value.why == "there is no directory /nowhere/model on this machine"
-    assert "noloco-node check" not in caught.value.hint

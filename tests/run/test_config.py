@@ -34,6 +34,7 @@ from noloco_node.run.runfile import (
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
+WEIGHTS = f'[[model.weights]]\nfile = "model.safetensors"\nsize_bytes = 1000\ndigest = "{"ab" * 32}"\n'
 SECTIONS = ("model", "pipeline", "data", "inner", "outer", "admission")
 
 
@@ -69,13 +70,18 @@ def test_it_loads_without_torch_or_transformers() -> None:
     ("text", "field", "advice"),
     [
         ("", "model is missing", "architecture"),
-        ("[model]\n", "model = nothing", "path"),
-        (MODEL + 'path = "x"\n', "model = architecture and path", ""),
+        ("[model]\n", "model = nothing", "hub"),
+        (MODEL + 'hub = "x"\n', "model = architecture and hub", ""),
         ("[model]\narchitecture = 'llama'\n", "model.sizes", "hidden_size"),
         ("[model]\nhub = 'a/b'\n", "model.commit = None", "40 hexadecimal"),
         (f"[model]\nhub = '../b'\ncommit = '{COMMIT}'\n", "model.hub", "owner/name"),
-        (f"[model]\npath = 'x'\ncommit = '{COMMIT}'\n", "model.commit", "leave it out"),
-        ("[model]\npath = 'x'\nsizes = {hidden_size = 3}\n", "model.sizes", "leave"),
+        (MODEL + f"commit = '{COMMIT}'\n", "model.commit", "leave it out"),
+        (f"[model]\nhub = 'x'\ncommit = '{COMMIT}'\nsizes = {{hidden_size = 3}}\n", "model.sizes", "leave"),
+        (f"[model]\nhub = 'x'\ncommit = '{COMMIT}'\n" + WEIGHTS, "model.weights = given", "leave"),
+        (MODEL + WEIGHTS + WEIGHTS, "model.weights = given", "init --from"),
+        (MODEL + WEIGHTS.replace("model.safe", "../model.safe"), "model.weights.0.file", "init --from"),
+        (MODEL + WEIGHTS.replace("abab", "ABAB"), "model.weights.0.digest", "init --from"),
+        (MODEL + WEIGHTS.replace("1000", "99999999999999"), "model.weights.0.size_bytes", "a value from"),
         ("[model]\narchitecture = 'llama'\nsizes = {hidden_size = 1e9}\n", "model.sizes.hidden_size", "65,536"),
         ("[model]\narchitecture = 'llama'\nsizes = {a = 2020-01-01}\n", "model.sizes.a", "number"),
         ("[model]\narchitecture = 'llama'\nsizes = {a = [[[[[1]]]]]}\n", "model.sizes.a.0.0.0.0", ""),
@@ -351,7 +357,7 @@ def test_the_digest_sees_every_field(section: str, name: str) -> None:
 def test_the_digest_sees_contents_and_the_wire_version(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_with()
     assert run_digest(run, {"a": "1", "b": "2"}) == run_digest(run, {"b": "2", "a": "1"})
-    assert run_digest(run, {"model.path": "a"}) != run_digest(run, {"model.path": "b"}) != run_digest(run, {})
+    assert run_digest(run, {"data.tokenizer": "a"}) != run_digest(run, {"data.tokenizer": "b"}) != run_digest(run, {})
     before = run_digest(run, {})
     monkeypatch.setattr(runfile, "WIRE_VERSION", runfile.WIRE_VERSION + 1)
     assert run_digest(run, {}) != before
@@ -367,16 +373,16 @@ def test_what_lies_in_directories_is_pinned_by_content(tmp_path: Path) -> None:
 
     def hashes(name: str) -> dict[str, str]:
         path = str(tmp_path / name)
-        return content_hashes(RunConfig(model=ModelConfig(path=path), data=DataConfig(tokenizer=path)))
+        return content_hashes(RunConfig(model=ModelConfig(architecture="llama"), data=DataConfig(tokenizer=path)))
 
-    assert set(hashes("a")) == {"model.path", "data.tokenizer"}
+    assert set(hashes("a")) == {"data.tokenizer"}
     assert hashes("a") == hashes("b")
     (tmp_path / "b" / "sub" / "config.json").write_text("{ }")
     assert hashes("a") != hashes("b")
     (tmp_path / "b" / "sub" / "config.json").rename(tmp_path / "b" / "config.json")
     (tmp_path / "b" / "config.json").write_text("{}")
     assert hashes("a") != hashes("b"), "the same bytes under another name"
-    with pytest.raises(UserError, match=r"model\.path.*no directory"):
+    with pytest.raises(UserError, match=r"data\.tokenizer.*no directory"):
         hashes("c")
 
 
@@ -428,7 +434,7 @@ def test_another_source_keeps_the_tokenizer(source: str, expected: dict[str, Any
     data = DataConfig(source="hub", path="o/c", commit="x", subset="en", split="all", field="body", tokenizer="t")
     found = with_source(data, source)
     assert found == msgspec.convert({"field": "body", "tokenizer": "t", **expected}, DataConfig)
-    validate(RunConfig(model=ModelConfig(path="m"), data=found))
+    validate(RunConfig(model=ModelConfig(architecture="llama", sizes={"hidden_size": 8}), data=found))
 
 
 @pytest.mark.parametrize("source", ["", "hub:o/d", "text:", "hub:@" + COMMIT])
@@ -458,7 +464,7 @@ def test_a_preset_is_a_run_with_every_field_explained(preset: str) -> None:
     names = [
         name
         for section, name in leaves()
-        if (section, name) not in {("model", n) for n in ("sizes", "path", "hub", "commit")}
+        if (section, name) not in {("model", n) for n in ("sizes", "weights", "hub", "commit")}
     ]
     for name in names:
         places = [k for k, line in enumerate(lines) if line.removeprefix("# ").startswith(f"{name} = ")]

@@ -14,17 +14,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = '[model]\narchitecture = "llama"\nsizes = {hidden_size = 8, num_hidden_layers = 4}\n'
 
 
-@pytest.mark.parametrize(
-    ("text", "field"),
-    [
-        ('[model]\npath = "/etc"\n', "model.path"),
-        (MODEL + '[data]\ntokenizer = "~/.ssh"\n', "data.tokenizer"),
-    ],
-)
-def test_a_directory_is_named_only_where_it_is_allowed(text: str, field: str) -> None:
-    run = decode_run(text, "a stranger's")
+def test_a_directory_is_named_only_where_it_is_allowed() -> None:
+    run = decode_run(MODEL + '[data]\ntokenizer = "~/.ssh"\n', "a stranger's")
     ((_, path),) = local_paths(run)
-    with pytest.raises(UserError, match=field) as caught:
+    with pytest.raises(UserError, match=r"data\.tokenizer") as caught:
         check_paths(run, ["/elsewhere"])
     assert caught.value.code is Exit.CONFIG
     check_paths(run, ["/elsewhere", path])

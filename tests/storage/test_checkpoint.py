@@ -166,3 +166,15 @@ def test_a_process_killed_at_random_instants_leaves_a_whole_checkpoint_every_tim
 def test_checkpoints_are_written_without_torch() -> None:
     program = "import sys, noloco_node.storage.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=LAST_RESORT_S).returncode == 0
+
+
+def test_directories_that_are_new_are_flushed_into_those_above_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(atomic_file, "flush", flushed.append)
+    atomic_file.make_directory(tmp_path / "home" / "checkpoint")
+    assert {tmp_path, tmp_path / "home"} <= set(flushed)
+    flushed.clear()
+    atomic_file.make_directory(tmp_path / "home" / "checkpoint")
+    assert flushed == []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossip.transfer.assembly import ChunkStore
 from noloco_node.journal import events
-from noloco_node.machine.interface import Reporter, SnapshotStore
+from noloco_node.machine.interface import FirstWeights, Reporter, SnapshotStore
 from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.planning.model_layout import ModelLayout, make_stage, model_layout
@@ -127,6 +127,7 @@ class Peer:
         snapshots: SnapshotStore | None = None,
         keep: Callable[[int, int], ChunkStore] | None = None,
         moves: bool = False,
+        first_weights: FirstWeights | None = None,
         **options: Any,
     ) -> None:
         self.name, self.leave = name, asyncio.Event()
@@ -147,6 +148,7 @@ class Peer:
             open_text=self._open_text,
             save=self._save,
             snapshots=snapshots,
+            first_weights=first_weights,
         )
         host.chunk_store, host.copied_stages = keep, self.copied_stages
         self.node = Node(

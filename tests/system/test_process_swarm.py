@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from checkpoints import LLAMA, write_model
 from process_swarm import LOCAL, host, is_finished, join, look, peer, run_file, steps
 from processes import Command, Commands
 
@@ -235,6 +236,38 @@ def check_checkpoint(directory: Path) -> None:
     logits = model(torch.arange(8).view(1, 8)).logits
     assert logits.shape == (1, 8, 384)
     assert logits.isfinite().all()
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_one_machine_has(commands: Commands) -> None:
+    """`init --from`, and one flag for whoever has the files: nodes without them begin with its weights, and train."""
+    checkpoint, run = commands.directory / "checkpoint", commands.directory / "continued.toml"
+    write_model(checkpoint)
+    made = commands.start("init", str(run), "--from", str(checkpoint))
+    assert made.wait() == Exit.OK, made.complaint
+    run.write_text(re.sub(r"(?m)^tokenizer = .*$", 'tokenizer = "byt5"', run.read_text()))
+    assert str(commands.directory) not in run.read_text()
+    wrong = commands.directory / "wrong"
+    write_model(wrong, sizes={**LLAMA, "intermediate_size": 40})
+    refused = commands.start("bootstrap", "--run", str(run), "--listen", LOCAL, "--weights", str(wrong), home=True)
+    complains(refused, Exit.CONFIG, "are not the weights that the run starts from", "another file than the run file")
+    bootstrap, invite = host(commands, run)
+    missing = "until a peer gives --weights DIR"
+    commands.until(lambda: missing in bootstrap.complaint, "what is missing is said", alive=[bootstrap])
+    first = join(commands, invite, 1)
+    commands.until(lambda: "waiting for the weights" in first.complaint, "a node waits", alive=[bootstrap, first])
+    owner = commands.start(
+        *("join", invite, "--stage", "0", "--listen", LOCAL, "--refresh", "1", "--threads", "1"),
+        *("--weights", str(checkpoint)),
+        home=True,
+    )
+    commands.until(lambda: steps(owner) > 2 and steps(first) > 2, "both train", alive=[bootstrap, first, owner])
+    for node in (first, owner):
+        assert "begins with the weights of the checkpoint" in node.complaint
+    assert list(first.home.glob("weights/*/*.safetensors"))
+    assert not (owner.home / "weights").exists()
+    for command in (owner, first, bootstrap):
+        command.interrupt()
+        assert command.wait() == Exit.OK, command.complaint
 
 
 # Leaving in a hurry, or before there was anything to leave.

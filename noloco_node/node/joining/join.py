@@ -19,6 +19,8 @@ from gossip.transfer import download
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
+from noloco_node.node.joining.first_weights import put_first_weights
+from noloco_node.node.joining.first_weights import waiting_line as no_weights_line
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.joining.revival import revive
 from noloco_node.node.joining.stage_claim import build_stage, claim_stage
@@ -38,7 +40,7 @@ from noloco_node.node.joining.state_source import (
 )
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync.deadlines import copying_s
-from noloco_node.state_sync.download import DownloadLink, StateDownload, waiting_line
+from noloco_node.state_sync.download import COPY_AGAIN_S, DownloadLink, StateDownload, waiting_line
 from noloco_node.state_sync.starting_state import StartingState, from_checkpoint, from_donor, from_seed, started
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord
@@ -123,7 +125,12 @@ class _StateSearch:
                 return outcome
             attempts = attempts.after(outcome)
 
-    async def _from_seed(self, lost: bool) -> StartingState:
+    async def _from_seed(self, lost: bool) -> StartingState | None:
+        weights = self._newcomer.host.first_weights
+        if weights is not None and not await put_first_weights(self._newcomer, weights, self._number, self._stage):
+            self._say(no_weights_line(self._number, COPY_AGAIN_S))
+            await self._wait_for("the weights that the run starts from", COPY_AGAIN_S)
+            return None
         if lost:
             self._say(
                 f"STAGE {self._number} HAS LOST ITS WEIGHTS: no replica of it lives, nobody in the roster gives a"
@@ -197,9 +204,15 @@ class _StateSearch:
 
     async def _wait(self, seconds: float, for_replica: bool) -> None:
         """Look again a while later; say for whom we wait and since when, to our owner and in our record."""
+        what = None
         if for_replica:
             self._say(waiting_line(self._number, self._since_unix_s, self._newcomer.host.unix_time(), seconds))
-            self._announce(f"a replica of stage {self._number} that gives its state")
+            what = f"a replica of stage {self._number} that gives its state"
+        await self._wait_for(what, seconds)
+
+    async def _wait_for(self, what: str | None, seconds: float) -> None:
+        if what is not None:
+            self._announce(what)
         await asyncio.sleep(seconds)
         await self._newcomer.membership.peek()
 

@@ -21,7 +21,8 @@ class Newcomer:
 
     `requested_stage`: the one that its owner asked for, or to which it moves; then `device_s` is what a microbatch will
     take it there, as far as it knows. `slowest_bytes_per_s`: a donor whose line is slower is given up. `deadlines`:
-    False waits for a copy without end. `reached`, `begin_anew`: as in `NodeOptions`.
+    False waits for a copy without end. `reached`, `begin_anew`, `bootstrap_peers`: as in
+    `NodeOptions`.
     """
 
     run_file: RunFileText
@@ -36,6 +37,7 @@ class Newcomer:
     deadlines: bool = True
     reached: float = 0.0
     begin_anew: bool = False
+    bootstrap_peers: tuple[str, ...] = ()
 
     @property
     def me(self) -> str:

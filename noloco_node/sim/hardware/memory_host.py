@@ -9,7 +9,7 @@ from dataclasses import replace
 from gossip.exchange.messages import ReplicaState
 from gossip.transfer.assembly import ChunkStore
 from gossip.transfer.held_copy import CopyInMemory, HeldCopy
-from noloco_node.machine.interface import Runner, SnapshotStore, StageModel, Text
+from noloco_node.machine.interface import FirstWeights, Runner, SnapshotStore, StageModel, Text
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.storage.checkpoint import Checkpoint
 
@@ -30,8 +30,10 @@ class MemoryHost:
         open_text: Callable[[], Awaitable[Text]],
         save: Callable[[Checkpoint], Awaitable[str]],
         snapshots: SnapshotStore | None = None,
+        first_weights: FirstWeights | None = None,
     ) -> None:
         self.device, self.former, self.snapshots = device, disk, snapshots
+        self.first_weights = first_weights
         self.needs_bytes: list[int] = []
         self.graph_bytes: list[int] = []
         self.beside_bytes: list[int] = []

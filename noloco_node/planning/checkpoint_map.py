@@ -1,0 +1,176 @@
+"""Which tensors of a checkpoint make which parameters of a model.
+
+On disk a family may keep other names, and other tensors, than its modules have in memory: Mixtral's experts lie one by
+one and are computed with as one. transformers knows how one becomes the other (`transformers.conversion_mapping`), and
+does so for a whole model at once; a stage asks the same rules for its own parameters, and reads nothing else. With
+tensors on the meta device they say whether a checkpoint fits before any of it is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from noloco_node.errors import UserError, config_error
+from pipeline.decoder_slice import find_decoder_parts
+from pipeline.model_config import Prepared
+from pipeline.partition import skeleton
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Name and shape of parameters."""
+
+
+class _Origin(NamedTuple):
+    """What makes a parameter, and perhaps others: `first`, the first of them. `converter`: None renames one tensor.
+
+    `tensors`: names in the checkpoint, each with the pattern of the converter that it fits.
+    """
+
+    first: str
+    converter: Any
+    tensors: list[tuple[str, str | None]]
+
+
+class CheckpointMap:
+    """The way from the tensors of one checkpoint, by their names, to the parameters of a model."""
+
+    def __init__(self, prepared: Prepared, names: Iterable[str]) -> None:
+        self._whole = skeleton(prepared.config)
+        self._state: dict[str, Tensor] = self._whole.state_dict()
+        rules = get_model_conversion_mapping(self._whole)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._origins: dict[str, _Origin] = {}
+        # Tensors of a list, such as experts, are taken in the order of their numbers.
+        for name in sorted(names, key=dot_natural_key):
+            self._add(name)
+        if prepared.tied:
+            anatomy = find_decoder_parts(self._whole, prepared.config.num_hidden_layers)
+            embedding = self._origins.get(f"{anatomy.embedding}.weight")
+            if embedding is not None:
+                self._origins[f"{anatomy.head}.weight"] = embedding
+
+    def sources(self, parameters: Iterable[str]) -> list[str]:
+        """Return the names in the checkpoint of what makes these parameters."""
+        origins = (self._origins[name] for name in parameters if name in self._origins)
+        return list(dict.fromkeys(name for origin in origins for name, _ in origin.tensors))
+
+    def load(self, shapes: Shapes, read: Callable[[str], Tensor]) -> list[Tensor]:
+        """Return these parameters as float32, in their order; `read` returns a tensor of the checkpoint by its name.
+
+        Raises ValueError naming what is missing or of another shape.
+        """
+        found: list[Tensor] = []
+        wrong: list[str] = []
+        made: tuple[_Origin | None, dict[str, Tensor]] = (None, {})
+        for name, shape in shapes.items():
+            origin = self._origins.get(name)
+            if origin is None:
+                wrong.append(f"{name} is missing")
+                continue
+            if made[0] is not origin:
+                try:
+                    made = (origin, self._made(origin, read))
+                except RuntimeError as error:  # of torch: these tensors cannot be one
+                    wrong.append(f"{origin.first} cannot be put together: {error}")
+                    continue
+            tensor = made[1].get(name if origin.converter is not None else origin.first)
+            if tensor is None:
+                wrong.append(f"{name} is missing")
+            elif tuple(tensor.shape) != shape:
+                wrong.append(f"{name} is {list(tensor.shape)}, not {list(shape)}")
+            else:
+                found.append(tensor.to(torch.float32))
+        if wrong:
+            more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise ValueError(f"the checkpoint does not fit the model: {'; '.join(wrong[:3])}{more}")
+        return found
+
+    def _add(self, name: str) -> None:
+        prefix = self._whole.base_model_prefix
+        first, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._state)
+        if first not in self._state and name in self._state:
+            first, pattern = name, None
+        if first not in self._state:
+            return  # of something that this model has not, such as another head
+        origin = self._origins.get(first)
+        if origin is None:
+            converter = None if pattern is None else self._converter_of(pattern)
+            origin = _Origin(first, converter, [])
+            targets = [""] if converter is None else converter.target_patterns
+            for target in targets:
+                self._origins.setdefault(first.replace(targets[0], target) if target else first, origin)
+        origin.tensors.append((name, pattern))
+
+    def _converter_of(self, pattern: str) -> Any:
+        # As transformers chooses: of several the last.
+        return next(each for each in reversed(self._converters) if pattern in each.source_patterns)
+
+    def _made(self, origin: _Origin, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        if origin.converter is None:
+            return {origin.first: read(origin.tensors[-1][0])}
+        converter = copy.deepcopy(origin.converter)
+        for name, pattern in origin.tensors:
+            converter.add_tensor(origin.first, name, pattern, read(name))
+        made = converter.convert(origin.first, model=self._whole, config=self._whole.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def read_parameters(prepared: Prepared, shapes: Shapes, paths: Sequence[Path]) -> list[Tensor]:
+    """Return parameters from safetensors files; `UserError` (CONFIG) where these are of another model."""
+    try:
+        with _opened(paths) as files:
+            return CheckpointMap(prepared, files).load(shapes, lambda name: files[name].get_tensor(name))
+    except (ValueError, OSError, SafetensorError) as error:
+        raise unfit(_directory_of(paths), error) from error
+
+
+def check_files(prepared: Prepared, stages: Iterable[Shapes], paths: Sequence[Path]) -> None:
+    """Raise `UserError` (CONFIG) unless safetensors files hold the parameters of all stages; reads headers alone."""
+    try:
+        with _opened(paths) as files:
+            check_shapes(prepared, stages, {name: file.get_slice(name).get_shape() for name, file in files.items()})
+    except (ValueError, OSError, SafetensorError) as error:
+        raise unfit(_directory_of(paths), error) from error
+
+
+def check_shapes(prepared: Prepared, stages: Iterable[Shapes], found: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError unless tensors of these shapes, by their names in a checkpoint, make all stages' parameters."""
+    outline = CheckpointMap(prepared, found)
+    for shapes in stages:
+        outline.load(shapes, lambda name: torch.empty(tuple(found[name]), device="meta"))
+
+
+@contextmanager
+def _opened(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the file of each tensor, by its name."""
+    with ExitStack() as stack:
+        where: dict[str, Any] = {}
+        for path in paths:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            where |= dict.fromkeys(file.keys(), file)
+        if not where:
+            raise ValueError("there is no tensor in any safetensors file there")
+        yield where
+
+
+def _directory_of(paths: Sequence[Path]) -> str:
+    return str(paths[0].parent) if paths else "this directory"
+
+
+def unfit(where: str, error: Exception) -> UserError:
+    """Return the error of weights that are not this model's."""
+    return config_error(
+        f"The weights in {where} cannot be loaded.",
+        " ".join(str(error).split())[:500],
+        "a Hugging Face directory with safetensors files of the model's own family and sizes",
+    )

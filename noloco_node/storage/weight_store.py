@@ -1,0 +1,228 @@
+"""The files of a checkpoint that a run starts from: whole in a directory of their owner's, or filling piece by piece.
+
+A run file lists them, each with its size and a digest: the SHA-256 over the SHA-256 of its pieces. So a list of
+pieces' digests is believed if its own digest is the one of the run file, and a piece if its digest stands in that list.
+Nothing else is believed, and nothing that lies on a disk: a piece is hashed when it is read. A file that is still
+filling has its full size from the first piece on, and holes where pieces are missing.
+
+Nothing here needs torch: a bootstrap peer serves these files.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from noloco_node.errors import Exit, UserError, config_error, reason_of
+from noloco_node.storage.atomic_file import SPARE_BYTES, lacking, write
+from noloco_node.storage.tensor_file import LARGEST_HEADER_BYTES, tensor_ranges
+from noloco_node.units import format_bytes
+
+PIECE_BYTES = 2**19
+"""Of a file in one message; its last piece may be shorter."""
+LARGEST_FILE_BYTES = 15 * 2**30
+"""Of which the digests of all pieces fit into one message."""
+DIGEST_BYTES = 32
+
+
+class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of the weights that a run starts from. `digest`: SHA-256 over the SHA-256 of its pieces."""
+
+    file: str
+    size_bytes: int
+    digest: str
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces it has."""
+        return -(-self.size_bytes // PIECE_BYTES)
+
+
+class FilePieceKey(NamedTuple):
+    """One piece of one of the files, both by number."""
+
+    file: int
+    number: int
+
+
+class WeightStore:
+    """Some or all pieces of these files, in `directory`. Everything here reads or writes a disk: work for a thread."""
+
+    def __init__(self, directory: Path, files: Sequence[WeightFile], most_bytes: int | None = None) -> None:
+        self.directory, self.files, self._most_bytes = directory, tuple(files), most_bytes
+        self._digests: dict[int, bytes] = {}
+        self._right: set[FilePieceKey] = set()
+
+    @classmethod
+    def filling(cls, directory: Path, files: Sequence[WeightFile], most_bytes: int | None = None) -> WeightStore:
+        """Return a store that takes pieces; what an earlier life has put there is found again.
+
+        `most_bytes`: that its owner allows to be fetched; None: as much as is free.
+        """
+        store = cls(directory, files, most_bytes)
+        for number in range(len(files)):
+            try:
+                store._learn(number, store._list_of(number).read_bytes())
+            except (OSError, ValueError):
+                continue  # it is asked for anew
+        return store
+
+    @classmethod
+    def whole(cls, directory: Path, files: Sequence[WeightFile]) -> WeightStore:
+        """Return the store of a directory that holds all the files; `UserError` (CONFIG) where it does not."""
+        directory = directory.expanduser()
+        store = cls(directory, files)
+        if not files:
+            raise _not_these(directory, "the run file lists none: the run starts from its seed, or from the hub")
+        for number, file in enumerate(files):
+            try:
+                content = piece_digests(directory / file.file)
+            except OSError as error:
+                raise _not_these(directory, f"{file.file} cannot be read: {reason_of(error)}") from error
+            try:
+                store._learn(number, content)
+            except ValueError:
+                raise _not_these(directory, f"{file.file} is another file than the run file lists") from None
+        return store
+
+    def digests(self, file: int) -> bytes | None:
+        """Return the digests of a file's pieces, one after the other; None where they are not known."""
+        return self._digests.get(file)
+
+    def learn(self, file: int, digests: bytes) -> None:
+        """Take the digests of a file's pieces, and keep them; ValueError where they are not those of the run file."""
+        self._learn(file, digests)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write(self._list_of(file), digests)
+
+    def read(self, key: FilePieceKey) -> bytes | None:
+        """Return a piece, if it is here and right."""
+        known = self._digests.get(key.file)
+        if known is None or not 0 <= key.number < self.files[key.file].pieces:
+            return None
+        try:
+            with (self.directory / self.files[key.file].file).open("rb") as file:
+                file.seek(key.number * PIECE_BYTES)
+                data = file.read(PIECE_BYTES)
+        except OSError:
+            return None
+        return data if hashlib.sha256(data).digest() == self._expected(key) else None
+
+    def write(self, key: FilePieceKey, data: bytes) -> None:
+        """Take a piece; ValueError where it is not what its digest says, `OSError` where the disk refuses."""
+        if hashlib.sha256(data).digest() != self._expected(key):
+            raise ValueError(f"piece {key.number} of {self.files[key.file].file} is not what its digest says")
+        path = self.directory / self.files[key.file].file
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.truncate(descriptor, self.files[key.file].size_bytes)
+            os.pwrite(descriptor, data, key.number * PIECE_BYTES)
+        finally:
+            os.close(descriptor)
+        self._right.add(key)
+
+    def missing(self, keys: Iterable[FilePieceKey]) -> list[FilePieceKey]:
+        """Return which of these pieces are not here."""
+        found = []
+        for key in keys:
+            if key not in self._right and self.read(key) is None:
+                found.append(key)
+            else:
+                self._right.add(key)
+        return found
+
+    def check_room(self, pieces: int) -> None:
+        """Raise `OSError` where the disk has no room for so many pieces more, or they may not have it."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free_bytes, needed_bytes = shutil.disk_usage(self.directory).free, pieces * PIECE_BYTES
+        if self._most_bytes is not None and needed_bytes > self._most_bytes:
+            needed, most = format_bytes(needed_bytes), format_bytes(self._most_bytes)
+            raise OSError(errno.ENOSPC, f"{needed} are needed, and --max-disk allows {most}")
+        if needed_bytes + SPARE_BYTES > free_bytes:
+            raise OSError(errno.ENOSPC, lacking(needed_bytes, free_bytes))
+
+    def first_pieces(self) -> list[FilePieceKey]:
+        """Return the piece of each file in which its header begins."""
+        return [FilePieceKey(file, 0) for file in range(len(self.files))]
+
+    def header_pieces(self) -> list[FilePieceKey]:
+        """Return the pieces that hold the headers of the files; their first pieces are here."""
+        found = []
+        for number, file in enumerate(self.files):
+            with (self.directory / file.file).open("rb") as opened:
+                length = min(int.from_bytes(opened.read(8), "little"), LARGEST_HEADER_BYTES)
+            found += self._covering(number, 0, min(8 + length, file.size_bytes))
+        return found
+
+    def tensors(self) -> dict[str, int]:
+        """Return the names of all tensors, each with its file's number; the headers are here."""
+        return {name: number for number, name, _ in self._ranges()}
+
+    def pieces_of(self, names: Iterable[str]) -> list[FilePieceKey]:
+        """Return the pieces that hold these tensors, and the headers."""
+        wanted = set(names)
+        found = dict.fromkeys(self.header_pieces())
+        for number, name, (start, stop) in self._ranges():
+            if name in wanted:
+                found |= dict.fromkeys(self._covering(number, start, stop))
+        return list(found)
+
+    def _ranges(self) -> Iterator[tuple[int, str, tuple[int, int]]]:
+        for number, file in enumerate(self.files):
+            for name, place in tensor_ranges(self.directory / file.file).items():
+                yield number, name, place
+
+    def _covering(self, file: int, start: int, stop: int) -> list[FilePieceKey]:
+        return [FilePieceKey(file, number) for number in range(start // PIECE_BYTES, -(-stop // PIECE_BYTES))]
+
+    def _learn(self, file: int, digests: bytes) -> None:
+        described = self.files[file]
+        if len(digests) != DIGEST_BYTES * described.pieces or hashlib.sha256(digests).hexdigest() != described.digest:
+            raise ValueError(f"these are not the digests of {described.file}")
+        self._digests[file] = digests
+
+    def _expected(self, key: FilePieceKey) -> bytes:
+        return self._digests[key.file][DIGEST_BYTES * key.number : DIGEST_BYTES * (key.number + 1)]
+
+    def _list_of(self, file: int) -> Path:
+        return self.directory / f"{self.files[file].file}.digests"
+
+
+def piece_digests(path: Path) -> bytes:
+    """Return the SHA-256 of each piece of a file, one after the other."""
+    found = []
+    with path.open("rb") as file:
+        while data := file.read(PIECE_BYTES):
+            found.append(hashlib.sha256(data).digest())
+    return b"".join(found)
+
+
+def described(path: Path) -> WeightFile:
+    """Return what a run file says of a file."""
+    digest = hashlib.sha256(piece_digests(path)).hexdigest()
+    return WeightFile(file=path.name, size_bytes=path.stat().st_size, digest=digest)
+
+
+def _not_these(directory: Path, why: str) -> UserError:
+    return config_error(
+        f"The files in {directory} are not the weights that the run starts from.",
+        why,
+        "the directory that `noloco-node init --from` was given, or a copy of it",
+    )
+
+
+def refused_by_disk(directory: Path, error: OSError) -> UserError:
+    """Return the error of a disk that does not take the weights."""
+    return UserError(
+        f"The weights that the run starts from cannot be kept in {directory}.",
+        why=reason_of(error),
+        hint="free some space, or give another directory with --home",
+        code=Exit.STORAGE,
+    )

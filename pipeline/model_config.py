@@ -1,0 +1,120 @@
+"""A model's config, as transformers has it: made from sizes, prepared to be cut, and shrunk to be tried."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
+from pipeline.decoder_slice import NotSliceableError
+
+Config = Any
+"""A transformers config; the library has no types."""
+
+
+UNSET = "null"
+"""Stands in a run file for a field that is None."""
+
+
+class Prepared(NamedTuple):
+    """A config ready to be cut. `tied`: embedding and vocabulary head were one tensor before."""
+
+    config: Config
+    tied: bool
+
+
+def dropout_fields(config: Config) -> list[str]:
+    """Return the names of the fields of a config that set some dropout."""
+    return [
+        name
+        for name, value in vars(config).items()
+        if ("dropout" in name or name.endswith("pdrop") or name == "layerdrop") and isinstance(value, int | float)
+    ]
+
+
+def family_config(architecture: str, sizes: Mapping[str, Any]) -> Config:
+    """Return the config of a transformers model type with `sizes` in it; raise ValueError naming what is unknown."""
+    try:
+        family = type(AutoConfig.for_model(architecture))
+    except ValueError as error:
+        raise ValueError(f"transformers knows no model type {architecture!r}") from error
+    default = family()
+    known = {name for name in vars(default) if not name.startswith("_")} | set(family.attribute_map)
+    if "rope_parameters" in known:
+        # Some families read a width of heads that their configs do not declare.
+        known |= {"rope_theta", "rope_scaling", "head_dim"}
+    if unknown := sorted(sizes.keys() - known):
+        raise ValueError(f"a {architecture} config has no field {', '.join(unknown)}")
+    if fixed := sorted(sizes.keys() & set(dropout_fields(default))):
+        raise ValueError(f"{', '.join(fixed)}: all dropout is set in one place, not in the sizes")
+    # The default special tokens of a family mean nothing in a smaller vocabulary.
+    vocabulary = sizes.get("vocab_size", default.vocab_size)
+    alien = {
+        name: None
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if isinstance(token := getattr(default, name, None), int) and token >= vocabulary and name not in sizes
+    }
+    try:
+        return family(**alien, **_with_none(sizes))
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"transformers refuses these sizes of {architecture}: {error}") from error
+
+
+def _with_none(value: Any) -> Any:
+    """Return sizes as transformers wants them: a run file has no other way to unset a field."""
+    if isinstance(value, dict):
+        return {name: _with_none(each) for name, each in value.items()}
+    return None if value == UNSET else value
+
+
+def prepare(config: Config, dropout: float = 0.0) -> Prepared:
+    """Copy a config with embedding and head untied, no cache, float32 weights and this dropout.
+
+    Attention is left to the library: PyTorch's own (SDPA) wherever the family has it. Raises ValueError if the heads
+    of keys and values do not divide those of queries, which the library notices in the first forward pass only.
+    """
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if not heads:
+        raise NotSliceableError(
+            f"a {config.model_type} model has no attention heads: only stacks of such layers are cut"
+        )
+    if groups and heads % groups:
+        raise ValueError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}")
+    chosen, experts = getattr(config, "num_experts_per_tok", None), getattr(config, "num_experts", None)
+    if chosen and experts and chosen > experts:
+        raise ValueError(f"num_experts_per_tok = {chosen} is more than num_experts = {experts}")
+    tied = bool(config.tie_word_embeddings)
+    config = copy.deepcopy(config)
+    config.tie_word_embeddings = False
+    config.use_cache = False
+    config.dtype = torch.float32
+    config._attn_implementation = None
+    for name in dropout_fields(config):
+        setattr(config, name, 0.0 if name == "layerdrop" else dropout)
+    return Prepared(config, tied)
+
+
+def tiny_config(config: Config) -> Config:
+    """Shrink a config to three layers of two heads and a vocabulary of 32, all its other choices kept."""
+    tiny = copy.deepcopy(config)
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shrunk: dict[str, Any] = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    shrunk |= {"num_attention_heads": 2, "hidden_size": 2 * head_width, "num_hidden_layers": 3}
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if groups := getattr(config, name, None):
+            shrunk[name] = 2 if groups == config.num_attention_heads else 1
+    if getattr(config, "word_embed_proj_dim", None) == config.hidden_size:
+        shrunk["word_embed_proj_dim"] = 2 * head_width
+    for name in ("intermediate_size", "moe_intermediate_size", "ffn_dim"):
+        shrunk[name] = 4 * head_width
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            shrunk[name] = (3 * value)[:3]
+    for name, value in shrunk.items():
+        if getattr(config, name, None) is not None:
+            setattr(tiny, name, value)
+    return tiny

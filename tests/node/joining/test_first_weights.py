@@ -1,0 +1,161 @@
+"""A run that goes on from a checkpoint: its weights come from whoever has them, and newcomers wait where nobody has."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from admission_keys import NOW_S, OWNER, key, public
+from checkpoints import weights_section, write_model
+from memory_swarms import Peer, recipe, until
+from toy_gossip import at_once
+
+from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.admitted_network import AdmittedNetwork
+from noloco_node.admission.peer_keys import key_of, peer_of
+from noloco_node.admission.ticket import MEMBER, Right, encode, grant
+from noloco_node.journal import events
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.planning.run_weights import RunWeights
+from noloco_node.run.config import AdmissionRule
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.state_sync import weight_exchange
+from noloco_node.state_sync.weight_exchange import WeightDownload, WeightServer
+from noloco_node.storage.weight_store import WeightStore
+from noloco_node.swarm.run_distribution import RunFileText
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
+
+
+class Continued:
+    """A run that goes on from a checkpoint, and what nodes of it are given."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = write_model(directory / "checkpoint", sizes=SIZES, shard_size="3KB")
+        plain = recipe(steps=40).text
+        section = weights_section(directory / "checkpoint")
+        self.recipe = RunFileText(plain.replace("[pipeline]", f"{section}[pipeline]"), "the test's run file")
+        self.layout = model_layout(self.recipe.run)
+        self.hub = SimNetwork()
+
+    def whole(self) -> WeightStore:
+        return WeightStore.whole(self.directory / "checkpoint", self.recipe.run.model.weights)
+
+    def peer(self, name: str, stage: int, store: WeightStore | None = None, **more: Any) -> Peer:
+        store = store or WeightStore.filling(self.directory / name, self.recipe.run.model.weights)
+        return Peer(self.hub, self.recipe, name, stage, first_weights=RunWeights(self.layout, store), **more)
+
+    async def bootstrap(self) -> None:
+        server = WeightServer(self.whole(), at_once)
+        await self.hub.network("bootstrap").serve(weight_exchange.TOPIC, weight_exchange.SCHEMA, server.serve)
+
+    def begins_with_the_checkpoint(self, peer: Peer, stage: int) -> bool:
+        own, shapes = dict(self.model.named_parameters()), self.layout.shapes[stage]
+        return all(torch.equal(own[name], each) for name, each in zip(shapes, peer.begun_with, strict=True))
+
+
+@pytest.fixture(name="made")
+def _made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Continued:
+    begun = Peer._record
+
+    def record(self: Peer, event: events.Event) -> None:
+        if isinstance(event, events.StateChanged) and event.state == "training":
+            self.begun_with = self.stages[-1].weights()
+        begun(self, event)
+
+    monkeypatch.setattr(Peer, "_record", record)
+    return Continued(tmp_path)
+
+
+async def leave(*peers: Peer) -> None:
+    for peer in peers:
+        peer.leave.set()
+    await asyncio.gather(*[peer.task for peer in peers])
+
+
+def test_newcomers_fetch_their_part_from_the_bootstrap_peer(made: Continued) -> None:
+    async def main() -> None:
+        await made.bootstrap()
+        peers = [made.peer(f"peer-{stage}", stage, bootstrap_peers=("bootstrap",)) for stage in (0, 1)]
+        await until(lambda: all(peer.of(events.InnerStep) for peer in peers))
+        assert all(made.begins_with_the_checkpoint(peer, stage) for stage, peer in enumerate(peers))
+        await leave(*peers)
+
+    run(main())
+
+
+def test_who_has_nobody_to_ask_waits_and_says_for_what(made: Continued) -> None:
+    async def main() -> None:
+        waiting = made.peer("waiting", 0)
+        wanted = "the weights that the run starts from"
+        await until(lambda: any(record.waiting == wanted for record in waiting.node.roster.stage(0)))
+        (line,) = {line for line in waiting.said if line.startswith("waiting for the weights")}
+        assert line == (
+            "waiting for the weights that the run starts from: nobody reached has all of stage 0's; asking again in"
+            " 10 s. Whoever has the checkpoint gives --weights DIR to noloco-node bootstrap, or to join"
+        )
+        assert not waiting.of(events.InnerStep)
+        owner = made.peer("owner", 1, made.whole())
+        await until(lambda: bool(waiting.of(events.InnerStep) and owner.of(events.InnerStep)))
+        assert made.begins_with_the_checkpoint(waiting, 0)
+        assert made.begins_with_the_checkpoint(owner, 1)
+        # Who comes later takes the state of those who trained, though it could have the checkpoint.
+        await until(lambda: waiting.node.roster.stage(0)[0].round > 0)
+        late = made.peer("late", 0, bootstrap_peers=("bootstrap",))
+        await until(lambda: bool(late.of(events.InnerStep)))
+        assert late.copied_stages == [0]
+        assert not (made.directory / "late").exists()
+        await leave(waiting, owner, late)
+
+    run(main())
+
+
+def test_a_download_that_was_cut_is_resumed_from_another(made: Continued) -> None:
+    async def main() -> None:
+        files = made.recipe.run.model.weights
+        half, whole = WeightStore.filling(made.directory / "half", files), made.whole()
+        for number in range(len(files)):
+            half.learn(number, whole.digests(number) or b"")
+        only = whole.first_pieces()[0]
+        half.write(only, whole.read(only) or b"")
+        newcomer = made.peer("newcomer", 0)
+        partial = made.peer("partial", 1, half)
+        await until(lambda: any("waiting for the weights" in line for line in newcomer.said))
+        mine = WeightStore.filling(made.directory / "newcomer", files)
+        assert mine.missing(whole.first_pieces()) == whole.first_pieces()[1:], "what one had has come"
+        await leave(newcomer, partial)
+        await made.bootstrap()
+        again = made.peer("newcomer again", 0, mine, bootstrap_peers=("bootstrap",))
+        await until(lambda: any("begins with the weights" in line for line in again.said))
+        await leave(again)
+
+    run(main())
+
+
+def test_members_alone_are_given_the_weights_of_a_run_with_an_owner(made: Continued) -> None:
+    async def main() -> None:
+        def network(number: int, rights: Right) -> AdmittedNetwork:
+            state, peer = AdmissionState(made.recipe.digest, lambda: NOW_S), peer_of(public(number))
+            state.pin(OWNER, AdmissionRule.OPEN)
+            link = grant(key(0), made.recipe.digest, rights, NOW_S + 10**6, key_of(peer) or b"")
+            return AdmittedNetwork(made.hub.network(peer), state, encode((link,)))
+
+        owner, member, looker = network(1, MEMBER), network(2, MEMBER), network(3, Right.LOOK)
+        await owner.serve(weight_exchange.TOPIC, weight_exchange.SCHEMA, WeightServer(made.whole(), at_once).serve)
+        for name, line, given in (("member", member, True), ("looker", looker, False)):
+            store = WeightStore.filling(made.directory / name, made.recipe.run.model.weights)
+            assert await WeightDownload(line, store, at_once).digests([owner.peer_id]) is given
+
+    run(main())

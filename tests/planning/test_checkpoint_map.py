@@ -1,0 +1,135 @@
+"""The tensors of a checkpoint become the parameters of stages, as transformers itself would have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import msgspec
+import pytest
+import torch
+from checkpoints import LLAMA, write_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from noloco_node.errors import Exit, UserError
+from noloco_node.planning.checkpoint_map import CheckpointMap, check_files, read_parameters
+from noloco_node.planning.model_layout import check_hub_weights, model_layout
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
+from pipeline.model_config import Prepared, family_config, prepare
+from pipeline.partition import cut, parameter_shapes
+
+EXPERTS = {**LLAMA, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    # As GPT-2's own: the head is the embedding.
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64},
+    # Twelve, so that ten comes after nine and not after one.
+    "mixtral": {**EXPERTS, "num_local_experts": 12},
+    "qwen3_moe": {**EXPERTS, "num_experts": 12, "moe_intermediate_size": 24},
+    "phi3": {**LLAMA, "pad_token_id": 0},
+}
+
+
+def layout(family: str, stages: int = 2) -> tuple[Prepared, list[dict[str, tuple[int, ...]]]]:
+    prepared = prepare(family_config(family, FAMILIES[family]))
+    return prepared, [parameter_shapes(prepared.config, each) for each in cut(prepared.config, stages, None, 32)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_stage_reads_its_part_of_what_transformers_wrote(family: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path, family, FAMILIES[family])
+    own = dict(model.named_parameters())
+    own.setdefault("lm_head.weight", model.get_output_embeddings().weight)
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    prepared, stages = layout(family)
+    check_files(prepared, stages, paths)
+    for shapes in stages:
+        found = read_parameters(prepared, shapes, paths)
+        assert all(torch.equal(own[name], tensor) for name, tensor in zip(shapes, found, strict=True))
+    names = CheckpointMap(prepared, [name for path in paths for name in load_file(path)])
+    asked = [set(names.sources(shapes)) for shapes in stages]
+    shared = asked[0] & asked[1]
+    assert shared == ({"transformer.wte.weight"} if family == "gpt2" else set()), "only the tied head is read twice"
+
+
+def test_a_checkpoint_of_the_base_model_in_half_precision(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "gpt2", FAMILIES["gpt2"])
+    paths, bare = sorted(tmp_path.glob("*.safetensors")), dict[str, torch.Tensor]()
+    for path in paths:
+        own = {name.removeprefix("transformer."): tensor.bfloat16() for name, tensor in load_file(path).items()}
+        save_file(own, path)
+        bare |= own
+    prepared, stages = layout("gpt2", 1)
+    found = dict(zip(stages[0], read_parameters(prepared, stages[0], paths), strict=True))
+    assert torch.equal(found["lm_head.weight"], bare["wte.weight"].float())
+    assert torch.equal(found["transformer.h.1.attn.c_attn.weight"], bare["h.1.attn.c_attn.weight"].float())
+    assert found.keys() >= dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_weights_of_another_model_are_refused_by_their_headers(family: str, tmp_path: Path) -> None:
+    write_model(tmp_path, family, {**FAMILIES[family], "intermediate_size": 40})
+    prepared, stages = layout(family)
+    for look in (
+        lambda: check_files(prepared, stages, sorted(tmp_path.glob("*.safetensors"))),
+        lambda: read_parameters(prepared, stages[0], sorted(tmp_path.glob("*.safetensors"))),
+    ):
+        with pytest.raises(UserError, match="cannot be loaded") as caught:
+            look()
+        assert caught.value.code is Exit.CONFIG
+        assert "does not fit the model" in caught.value.why
+        assert ", not [" in caught.value.why
+
+
+def test_what_is_missing_or_no_file_is_named(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    prepared, stages = layout("llama")
+    for path in tmp_path.glob("*.safetensors"):
+        tensors = {name: each for name, each in load_file(path).items() if "layers.0.mlp" not in name}
+        save_file(tensors, path)
+    with pytest.raises(UserError) as caught:
+        check_files(prepared, stages, sorted(tmp_path.glob("*.safetensors")))
+    assert "model.layers.0.mlp.gate_proj.weight is missing" in caught.value.why
+    (tmp_path / "torn.safetensors").write_bytes(b"no header")
+    for paths in ([tmp_path / "torn.safetensors"], [tmp_path / "none.safetensors"], []):
+        with pytest.raises(UserError, match="cannot be loaded"):
+            check_files(prepared, stages, paths)
+
+
+def test_check_reads_the_header_of_a_model_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunConfig(model=ModelConfig(architecture="mixtral", sizes=FAMILIES["mixtral"]))
+    run = msgspec.structs.replace(run, pipeline=PipelineConfig(sequence_length=32))
+    layout = model_layout(run)
+    model = AutoModelForCausalLM.from_config(family_config("mixtral", FAMILIES["mixtral"]))
+    shapes = {name: list(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
+    asked: list[str] = []
+
+    def metadata(repository: str, revision: str | None) -> Any:
+        asked.append(repository)
+        tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors)})
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", metadata)
+    on_hub = ModelConfig(hub="some/model", commit="0" * 40)
+    check_hub_weights(on_hub, layout)
+    check_hub_weights(run.model, layout)
+    assert asked == ["some/model"], "a model that is not there is not asked for"
+    name = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    for wrong, says in ((None, "experts.gate_up_proj"), ([40, 32], "some/model")):
+        before = shapes.pop(name)
+        if wrong is not None:
+            shapes[name] = wrong
+        with pytest.raises(UserError, match="The weights in some/model cannot be loaded") as caught:
+            check_hub_weights(on_hub, layout)
+        assert says in str(caught.value)
+        shapes[name] = before
+
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("no hub")
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", away)
+    check_hub_weights(on_hub, layout)

@@ -1,0 +1,75 @@
+"""The files of a checkpoint on a disk: nothing is believed that a digest of the run file does not say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from weight_files import write_file
+
+from noloco_node.errors import Exit, UserError
+from noloco_node.storage.weight_store import FilePieceKey, WeightStore
+
+
+def test_a_directory_holds_the_weights_or_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    files = [write_file(tmp_path / name, seed=seed) for seed, name in enumerate(("a.safetensors", "b.safetensors"))]
+    store = WeightStore.whole(tmp_path, files)
+    assert store.missing([FilePieceKey(file, number) for file in (0, 1) for number in range(4)]) == []
+    content = bytearray((tmp_path / "b.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "b.safetensors").write_bytes(content)
+    for directory, given, why in (
+        (tmp_path, files, "b.safetensors is another file than the run file lists"),
+        (tmp_path / "no", files, "a.safetensors cannot be read: No such file or directory"),
+        (tmp_path, [], "the run file lists none"),
+    ):
+        with pytest.raises(UserError, match="are not the weights that the run starts from") as caught:
+            WeightStore.whole(directory, given)
+        assert why in caught.value.why
+        assert caught.value.code is Exit.CONFIG
+    assert store.read(FilePieceKey(1, 3)) is None, "a piece that has changed since is not given"
+    assert store.read(FilePieceKey(1, 9)) is None
+
+
+def test_pieces_come_in_any_order_and_are_found_again(tmp_path: Path) -> None:
+    file = write_file(tmp_path / "from" / "a.safetensors")
+    whole = WeightStore.whole(tmp_path / "from", [file])
+    store = WeightStore.filling(tmp_path / "to", [file])
+    keys = [FilePieceKey(0, number) for number in (3, 0, 2)]
+    assert store.digests(0) is None
+    assert store.missing(keys) == keys
+    store.learn(0, whole.digests(0) or b"")
+    for key in keys[:2]:
+        store.write(key, whole.read(key) or b"")
+    again = WeightStore.filling(tmp_path / "to", [file])
+    assert again.missing(keys) == keys[2:]
+    assert (tmp_path / "to" / "a.safetensors").stat().st_size == file.size_bytes
+    assert again.header_pieces() == [FilePieceKey(0, 0)]
+    assert again.tensors() == {"early": 0, "late": 0}
+    assert again.pieces_of(["late"]) == [FilePieceKey(0, 0), FilePieceKey(0, 3)]
+
+
+def test_what_its_digest_does_not_say_is_not_written(tmp_path: Path) -> None:
+    file = write_file(tmp_path / "from" / "a.safetensors")
+    digests = WeightStore.whole(tmp_path / "from", [file]).digests(0) or b""
+    store = WeightStore.filling(tmp_path / "to", [file])
+    for wrong in (b"", digests[:-32], digests[32:] + digests[:32]):
+        with pytest.raises(ValueError, match="not the digests"):
+            store.learn(0, wrong)
+    store.learn(0, digests)
+    with pytest.raises(ValueError, match="not what its digest says"):
+        store.write(FilePieceKey(0, 1), b"lies")
+    assert not (tmp_path / "to" / "a.safetensors").exists()
+    (tmp_path / "to" / "a.safetensors.digests").write_bytes(b"torn")
+    assert WeightStore.filling(tmp_path / "to", [file]).digests(0) is None
+
+
+def test_a_disk_without_room_says_so(tmp_path: Path) -> None:
+    store = WeightStore.filling(tmp_path, [write_file(tmp_path / "a.safetensors")])
+    store.check_room(1)
+    with pytest.raises(OSError, match="are needed"):
+        store.check_room(2**40)
+    allowed = WeightStore.filling(tmp_path, store.files, most_bytes=2**20)
+    allowed.check_room(2)
+    with pytest.raises(OSError, match=r"1.57 MB are needed, and --max-disk allows 1.05 MB"):
+        allowed.check_room(3)
