@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,7 +48,10 @@ class ReplicaConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaContext:
-    """What a replica sees of the swarm. `record` takes journal events. `vocabulary`: of the model, in tokens."""
+    """What a replica sees of the swarm. `record` takes journal events. `vocabulary`: of the model, in tokens.
+
+    `unix_time`: by our clock.
+    """
 
     network: PeerNetwork
     roster: Callable[[], Roster]
@@ -55,6 +59,7 @@ class ReplicaContext:
     microbatch_schema: Schema
     gossip_schema: Schema
     vocabulary: int
+    unix_time: Callable[[], float] = time.time
 
 
 def round_settings(config: ReplicaConfig, weight_bytes: int) -> RoundSettings:

@@ -125,7 +125,7 @@ class NodeMetrics:
             case events.Lost():
                 self._losses.labels(self._bounded("what", event.what)).inc(event.count)
             case events.PeerViolation():
-                self._violations.inc()
+                self._violations.inc(event.count)
             case events.Finished():
                 self._stage.set(-1)
 

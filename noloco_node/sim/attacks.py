@@ -244,9 +244,23 @@ class Identities:
             await asyncio.sleep(self._refresh_s)
 
     async def _publish(self, network: PeerNetwork, record: PeerRecord, samples: int, serial: int) -> None:
-        own = msgspec.structs.replace(record, peer=network.peer_id)
-        raw = msgspec.msgpack.encode(Published(serial, own))
-        await network.publish(f"{self._run_id}/stage/{record.stage}", network.peer_id, raw, 4 * self._refresh_s)
-        if samples:
-            said = msgspec.msgpack.encode(SourceRecord(samples, False))
-            await network.publish(f"{self._run_id}/sources", network.peer_id, said, SOURCE_LIFETIME_S)
+        await publish_identity(network, self._run_id, record, serial, 4 * self._refresh_s, samples)
+
+
+async def publish_identity(
+    network: PeerNetwork,
+    run_id: str,
+    record: PeerRecord,
+    serial: int,
+    lifetime_s: float,
+    samples: int = 0,
+    *,
+    finished: bool = False,
+) -> None:
+    """Publish once what one identity says of itself, and its samples as a source where there are any."""
+    own = msgspec.structs.replace(record, peer=network.peer_id)
+    raw = msgspec.msgpack.encode(Published(serial, own))
+    await network.publish(f"{run_id}/stage/{record.stage}", network.peer_id, raw, lifetime_s)
+    if samples:
+        said = msgspec.msgpack.encode(SourceRecord(samples, finished))
+        await network.publish(f"{run_id}/sources", network.peer_id, said, SOURCE_LIFETIME_S)
