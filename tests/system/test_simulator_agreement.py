@@ -308,7 +308,7 @@ def _counters(saved: Checkpoint) -> dict[str, Any]:
 # Two by two: the same laws.
 
 ALWAYS = {Started, StateChanged, InnerStep, OuterStepTaken, Traffic, Finished}
-SOMETIMES = {CatchUp, RoundDeferred, RefusedMicrobatch}
+SOMETIMES = {CatchUp, Receipts, RoundDeferred, RefusedMicrobatch}
 """A replica that is late for a round defers, one that comes when the others have had a round copies them, and a full
 queue refuses: a matter of timing, and of no concern."""
 
