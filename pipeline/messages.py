@@ -41,7 +41,7 @@ class Microbatch:
     `targets`: token ids to predict [batch, sequence], int64.
     `progress`: share of the run's token budget whose gradient had come back when it was drawn, 0 to 1.
     `budget_s`: seconds left until nobody wants the reply any more.
-    `source`: the peer that drew it, as whoever passes it on says.
+    `source`: the peer that drew it, as whoever passes it on says; empty from the source itself, whom the line names.
     """
 
     hidden: Tensor
@@ -56,7 +56,7 @@ class Gradient:
     """The reply to a microbatch: the gradient of its mean loss with respect to `hidden`, coded (None at stage 0).
 
     `loss`: mean cross-entropy in nats a token. `tokens`: how many tokens it is a mean over.
-    `computed_by`: the peer that computed the loss, as whoever passes it back says.
+    `computed_by`: the peer that computed the loss, as whoever passes it back says; empty from that peer itself.
     """
 
     hidden: Tensor | None

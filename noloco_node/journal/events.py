@@ -147,7 +147,7 @@ class PeerViolation(_Event, frozen=True, tag="violation"):
 
 
 class Receipts(_Event, frozen=True, tag="receipts"):
-    """Tokens of each other source, the largest of them: as it claims them, and as receipts cover them."""
+    """How far other sources' work is covered. `claimed`: tokens of the largest, as they say; `covered`: by receipts."""
 
     claimed: dict[str, int]
     covered: dict[str, int]

@@ -76,7 +76,6 @@ class MicrobatchSource:
             targets=tokens[:, 1:],
             progress=self._progress(self.samples),
             budget_s=self._budget_s,
-            source=self._me,
         )
         match await self._process(microbatch, self._me):
             case Gradient(computed_by=signer):

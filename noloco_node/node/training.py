@@ -23,7 +23,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.observed_work import ObservedWork
-from noloco_node.swarm.roster import Roster
+from noloco_node.swarm.roster import Derived, Roster
 from noloco_node.tasks import loop_s, until_event
 from pipeline.migration import Move
 from pipeline.schedule import run_over
@@ -63,6 +63,7 @@ class StageWork:
         self._run, self._me, self._membership = run, me, membership
         self._open_text, self._reporter = open_text, reporter
         self._source: MicrobatchSource | None = None
+        self._credited = Derived(lambda: membership.roster, _credited)
         self._resumed: Counters | None = None
         self._reached = 0
         """Samples of the whole run when we began at this stage, as far as was known."""
@@ -145,8 +146,8 @@ class StageWork:
         """Return the samples of the run that receipts cover, or work which we have seen, `own_samples` being ours."""
         roster = self._membership.roster
         if self._run.pipeline.stages > 1:
-            return self._reached + (own_samples - self._own_then) + roster.credited_samples
-        records = roster.stage(min(1, self._run.pipeline.stages - 1))
+            return self._reached + (own_samples - self._own_then) + self._credited().all
+        records = roster.stage(0)
         if self._observed is None:
             self._observed = ObservedWork(records, from_start=not self._reached)
         elif roster is not self._last_roster:
@@ -165,10 +166,8 @@ class StageWork:
         roster, source = self._membership.roster, self._source
         if self._run.pipeline.stages == 1 or source is None:
             return run_over(roster.sources, roster.sources_finished)
-        present = {record.peer for record in roster.stage(0)}
-        done = {credit.peer: credit.credited for credit in roster.credits if credit.finished or credit.peer in present}
-        finished = sum(done[credit.peer] for credit in roster.credits if credit.finished)
-        if run_over(own_samples - self._own_then + sum(done.values()), finished):
+        credited = self._credited()
+        if run_over(own_samples - self._own_then + credited.present, credited.finished):
             return True
         nearly = self._covered(own_samples) >= NEARLY_OVER * self._run.budget_samples
         idle = loop_s() - source.returned_s > IDLE_S
@@ -185,6 +184,21 @@ class StageWork:
         nearly = replica.progress.value >= NEARLY_OVER
         idle = loop_s() - max(begun_s, served.returned_s) > IDLE_S
         return (nearly or idle) and run_over(roster.sources, roster.sources_finished)
+
+
+class _Credited(NamedTuple):
+    """Samples of other sources that are believed: of all, of those at work or finished, and of the finished."""
+
+    all: int
+    present: int
+    finished: int
+
+
+def _credited(roster: Roster) -> _Credited:
+    there = {record.peer for record in roster.stage(0)}
+    finished = sum(credit.credited for credit in roster.credits if credit.finished)
+    at_work = sum(credit.credited for credit in roster.credits if not credit.finished and credit.peer in there)
+    return _Credited(sum(credit.credited for credit in roster.credits), finished + at_work, finished)
 
 
 class Ending(NamedTuple):

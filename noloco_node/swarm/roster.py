@@ -101,11 +101,6 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return self.run_samples - self.own_samples
 
     @property
-    def credited_samples(self) -> int:
-        """Sequences done by all others since we began to count, as far as we believe receipts."""
-        return sum(credit.credited for credit in self.credits)
-
-    @property
     def covered_samples(self) -> int:
         """Our own sequences, and those of all others that receipts cover."""
         return self.own_samples + sum(credit.covered for credit in self.credits)

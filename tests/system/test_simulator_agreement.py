@@ -37,6 +37,7 @@ from noloco_node.journal.events import (
     Finished,
     Hops,
     InnerStep,
+    Receipts,
     RefusedMicrobatch,
     Started,
     StateChanged,
