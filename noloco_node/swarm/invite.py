@@ -70,7 +70,7 @@ def parse(text: str) -> Invite:
         raise _malformed(
             f"it is of a format that this version does not know: {newer[0]}"
             if newer
-            else f"it does not start with {_SCHEME!r}: {text[:24]!r}"
+            else f"it starts with neither {_SCHEME!r} nor {_CREDENTIAL_SCHEME!r}: {text[:24]!r}"
         )
     digest, separator, places = text.removeprefix(_SCHEME).partition("@")
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
