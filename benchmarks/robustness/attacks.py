@@ -205,7 +205,7 @@ ROUNDS = Attack(record=_in_round_huge, say=in_round(HUGE))
 def _collude(world: World, seen: Seen) -> None:
     """Let a source claim what a replica of the last stage signs for it, and both work."""
     attacked(world, seen, Attack(samples=lambda own: own + HUGE), peer="s0r0")
-    attacked(world, seen, Attack(receipts=lambda signed: signed | {"s0r0": HUGE + signed.get("s0r0", 0)}))
+    attacked(world, seen, Attack(receipts=lambda signed: signed | {"s0r0": 1000 * signed.get("s0r0", 0)}))
 
 
 def _end_the_run(world: World, seen: Seen) -> None:
@@ -237,7 +237,7 @@ ROWS = (
         LONG,
         ("s0r0",),
     ),
-    Row("collusion", "B3 by two: 90 % of the clean steps", seconds, _collude, LONG, ("s0r0", LIAR)),
+    Row("collusion", "B3 by two: 90 % of the clean steps", seconds, _collude, scenario(rounds=40), ("s0r0", LIAR)),
     Row("finished", "B3, says it is over: 95 % of the clean steps", seconds, _end_the_run, hostile=()),
     Row(
         "identities",

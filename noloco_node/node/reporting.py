@@ -16,6 +16,7 @@ from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.tasks import loop_s
 
 LINE_EVERY_S = 10.0
+RECEIPTS_EVERY_S = 60.0
 MOST_SOURCES = 16
 """Whose receipts are journalled."""
 
@@ -41,7 +42,7 @@ class ProgressReporter:
 
     async def run(self) -> NoReturn:
         """Tell until cancelled."""
-        said_at, totals_at, waited_for = -LINE_EVERY_S, 0.0, None
+        said_at, totals_at, receipts_at, waited_for = -LINE_EVERY_S, 0.0, loop_s(), None
         while True:
             await asyncio.sleep(min(self._refresh_s, LINE_EVERY_S) / 2)
             state = self._announce()
@@ -49,6 +50,9 @@ class ProgressReporter:
             if now_s - totals_at >= self._refresh_s:
                 totals_at = now_s
                 self.record_totals()
+            if now_s - receipts_at >= RECEIPTS_EVERY_S:
+                receipts_at = now_s
+                self.record_receipts()
             waiting = self._replica.waiting()
             waits_for = waiting and waiting.partition(", for")[0]
             if waits_for != waited_for:
@@ -75,10 +79,9 @@ class ProgressReporter:
                 if name.startswith(prefix):
                     purpose = name.removeprefix(prefix).partition("/")[0]
                     counts[purpose] = counts.get(purpose, 0) + int(value)
-        self._record_receipts()
         self._reporter.record(events.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
 
-    def _record_receipts(self) -> None:
+    def record_receipts(self) -> None:
         """Journal what the largest sources claim, and what of that is covered, where anything is known of it."""
         largest = sorted(self._roster().credits, key=lambda credit: (-credit.claimed, credit.peer))[:MOST_SOURCES]
         if any(credit.covered for credit in largest):

@@ -95,6 +95,7 @@ class StageTenure:
                 try:
                     ending = await training.run(self.replica, leave, self._in_pause, moves=context.options.moves)
                     self._progress.record_totals()
+                    self._progress.record_receipts()
                     training.tell(self.replica, ending)
                 except ExceptionGroup:
                     await self._save()

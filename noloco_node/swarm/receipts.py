@@ -101,8 +101,11 @@ class ReceiptLedger:
 
     def __init__(self) -> None:
         self._books: dict[str, _SignerBook] = {}
-        self._has_read = False
-        self._settled: defaultdict[str, float] = defaultdict(float)
+        self._covered: Counter[str] = Counter()
+        self._has_read = self._counts = False
+        self._shares: dict[str, float] = {}
+        """Of our own samples, by who computed them, as of the last reading."""
+        self._settled: dict[str, float] = {}
         self._window: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """What was signed for each source since the last window was over, by signer."""
         self._proved: Counter[str] = Counter()
@@ -112,7 +115,8 @@ class ReceiptLedger:
 
     def begin(self) -> None:
         """Begin to count: what was signed until now is over."""
-        for counts in (self._settled, self._window, self._proved, self._proved_before):
+        self._counts = True
+        for counts in (self._settled, self._window, self._proved, self._proved_before, self._shares):
             counts.clear()
 
     def prove(self, signer: str, samples: int) -> None:
@@ -125,27 +129,30 @@ class ReceiptLedger:
         """Note what a reading of the receipts' key found."""
         proved = self._proved.keys() | self._proved_before.keys()
         known = self._books.keys() | proved
-        for signer in sorted(raws, key=lambda peer: (peer not in known, peer))[:MOST_SIGNERS]:
+        known_first = sorted(raws, key=lambda peer: (peer not in proved, peer not in known, peer))
+        for signer in known_first[:MOST_SIGNERS]:
             record = decode_receipts(raws[signer])
-            if record is None or (signer not in self._books and len(self._books) >= 2 * MOST_SIGNERS):
+            if record is None or (signer not in known and len(self._books) >= 2 * MOST_SIGNERS):
                 continue
             most = MOST_TALLIED if signer in proved else MOST_OF_STRANGER
             grown = self._books.setdefault(signer, _SignerBook()).take(record, most)
-            for source, count in grown.items() if self._has_read else ():
+            self._covered.update(grown)
+            for source, count in grown.items() if self._has_read and self._counts else ():
                 self._window[source][signer] += count
         self._has_read = True
+        self._shares = self._shares_now()
         if self._proved.total() >= ENOUGH * self._microbatch * max(1, len(self._proved)):
             self._settle()
 
     def covered(self, source: str) -> int:
         """Return all samples of a source for which anybody signed."""
-        return sum(book.total[source] for book in self._books.values())
+        return self._covered[source]
 
     def credited(self, source: str) -> int:
         """Return the samples of a source, since we began, that are believed."""
-        return int(self._settled[source] + self._believed(self._window.get(source), self._shares()))
+        return int(self._settled.get(source, 0.0) + self._believed(self._window.get(source)))
 
-    def _shares(self) -> dict[str, float]:
+    def _shares_now(self) -> dict[str, float]:
         proved = self._proved + self._proved_before
         # A signer whose receipts do not reach us says nothing of anybody.
         for unread in proved.keys() - self._books.keys():
@@ -154,15 +161,16 @@ class ReceiptLedger:
         return {signer: count / total for signer, count in proved.items()}
 
     def _settle(self) -> None:
-        shares = self._shares()
         for source, signed in self._window.items():
-            self._settled[source] += self._believed(signed, shares)
+            if believed := self._believed(signed):
+                self._settled[source] = self._settled.pop(source, 0.0) + believed
         for idle in list(islice(self._settled, max(0, len(self._settled) - MOST_TALLIED))):
             del self._settled[idle]
         self._window.clear()
         self._proved_before, self._proved = self._proved, Counter()
 
-    def _believed(self, signed: Mapping[str, int] | None, shares: Mapping[str, float]) -> float:
+    def _believed(self, signed: Mapping[str, int] | None) -> float:
+        shares = self._shares
         if not signed or not shares:
             return 0.0
         typical = _weighted_median({signer: signed.get(signer, 0) / share for signer, share in shares.items()}, shares)
