@@ -41,12 +41,14 @@ class Microbatch:
     `targets`: token ids to predict [batch, sequence], int64.
     `progress`: share of the run's token budget whose gradient had come back when it was drawn, 0 to 1.
     `budget_s`: seconds left until nobody wants the reply any more.
+    `source`: the peer that drew it, as whoever passes it on says; empty from the source itself, whom the line names.
     """
 
     hidden: Tensor
     targets: Tensor
     progress: float
     budget_s: float
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +56,13 @@ class Gradient:
     """The reply to a microbatch: the gradient of its mean loss with respect to `hidden`, coded (None at stage 0).
 
     `loss`: mean cross-entropy in nats a token. `tokens`: how many tokens it is a mean over.
+    `computed_by`: the peer that computed the loss, as whoever passes it back says; empty from that peer itself.
     """
 
     hidden: Tensor | None
     loss: float
     tokens: int
+    computed_by: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

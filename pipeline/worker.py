@@ -176,7 +176,7 @@ class Worker:
         back = _Work(clock, lambda: forward.backward(gradient))
         outcome = WindowOutcome(microbatch.progress, below.loss, below.tokens, slot.stale)
         hidden = await self._finish(back, lambda _: self._succeeded(slot, outcome, ahead.seconds + back.seconds))
-        return Gradient(hidden=hidden, loss=below.loss, tokens=below.tokens)
+        return replace(below, hidden=hidden)
 
     async def _ask_below(
         self, slot: Slot, microbatch: Microbatch, ahead: _Work[WorkerForward], deadline_s: float

@@ -123,7 +123,9 @@ def attacked(world: World, seen: Seen, attack: Attack, peer: str = LIAR) -> None
     world.peers[peer].attack = attack
 
 
-def add_identities(world: World, seen: Seen, record: PeerRecord, count: int, samples: int = 0) -> None:
+def add_identities(
+    world: World, seen: Seen, record: PeerRecord, count: int, samples: int = 0, *, finished: bool = False
+) -> None:
     """Let identities appear."""
     setting = world.setting
     names = [f"x{number}" for number in range(count)]
@@ -131,7 +133,7 @@ def add_identities(world: World, seen: Seen, record: PeerRecord, count: int, sam
 
     async def appear() -> None:
         await asyncio.sleep(APPEAR_S)
-        await identities.run(record, samples)
+        await identities.run(record, samples, finished=finished)
 
     seen.tasks.append(asyncio.create_task(appear()))
 
@@ -200,6 +202,16 @@ def _in_round_huge(record: PeerRecord) -> PeerRecord:
 ROUNDS = Attack(record=_in_round_huge, say=in_round(HUGE))
 
 
+def _collude(world: World, seen: Seen) -> None:
+    """Let a source claim what a replica of the last stage signs for it, and both work."""
+    attacked(world, seen, Attack(samples=lambda own: own + HUGE), peer="s0r0")
+    attacked(world, seen, Attack(receipts=lambda signed: signed | {"s0r0": 1000 * signed.get("s0r0", 0)}))
+
+
+def _end_the_run(world: World, seen: Seen) -> None:
+    add_identities(world, seen, record_without_node(0), 10, samples=1, finished=True)
+
+
 def _claims_samples(world: World, seen: Seen, count: int) -> None:
     add_identities(world, seen, record_without_node(0), count, samples=world.setting.run.budget_samples)
 
@@ -224,6 +236,16 @@ ROWS = (
         partial(attacked, attack=Attack(samples=lambda own: own + HUGE), peer="s0r0"),
         LONG,
         ("s0r0",),
+    ),
+    Row("collusion", "B3 by two: 90 % of the clean steps", seconds, _collude, scenario(rounds=40), ("s0r0", LIAR)),
+    Row("finished", "B3, says it is over: 95 % of the clean steps", seconds, _end_the_run, hostile=()),
+    Row(
+        "identities",
+        "B7: 95 % of the speed",
+        seconds,
+        partial(add_identities, record=record_without_node(1, device_s=0.15), count=200),
+        scenario(rounds=80),
+        (),
     ),
     Row(
         "stage0",

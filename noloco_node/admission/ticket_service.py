@@ -7,7 +7,6 @@ networks is not. Whoever comes through a relay shows no address of its own, and 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.peer_keys import key_of
 from noloco_node.admission.proof_of_work import is_work
 from noloco_node.admission.ticket import MEMBER, Chain, Right, encode, extended
+from noloco_node.network.bans import address_prefix
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 
@@ -85,14 +85,7 @@ class PrefixQuota:
 
 def prefix_of(origin: str) -> str:
     """Return the prefix of the address that a peer comes from (a multiaddr); `relayed` where it shows none."""
-    parts = origin.split("/")
-    if len(parts) < 3 or "p2p-circuit" in parts:
-        return "relayed"
-    try:
-        host = ipaddress.ip_address(parts[2])
-    except ValueError:
-        return "relayed"
-    return str(ipaddress.ip_network(f"{host}/{24 if host.version == 4 else 48}", strict=False))
+    return str(address_prefix(origin) or "relayed")
 
 
 class TicketService:

@@ -20,6 +20,9 @@ from noloco_node.swarm.peer_name import shown_name
 from noloco_node.swarm.roster import PeerRecord, Roster, some_addresses
 from noloco_node.swarm.run_distribution import RunFileText
 
+MOST_CREDITS = 64
+"""Sources that the table shows."""
+
 
 async def look(invite: str, *, as_json: bool, visitor: Visitor = Visitor()) -> str:  # noqa: B008 - it is frozen
     """Return a table, or one JSON object, of all peers of a run."""
@@ -42,6 +45,8 @@ def summary(recipe: RunFileText, roster: Roster, invite: str) -> dict[str, Any]:
         "left_s": view.left_s,
         "bottleneck": view.bottleneck,
         "samples": roster.run_samples,
+        "samples_covered": roster.covered_samples,
+        "credits": roster.credits,
         "budget_samples": recipe.run.budget_samples,
         "sources": roster.sources,
         "sources_finished": roster.sources_finished,
@@ -86,12 +91,18 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     moving = {each.peer: f"moves to stage {each.moves_to}" for each in peers if each.moves_to is not None}
     waits = [(each.peer, each.waiting or moving.get(each.peer)) for each in peers]
     budgets = [(each.peer, each.budget) for each in peers]
+    tokens = recipe.run.pipeline.sequence_length
+    credits = [
+        (each.peer, f"{each.claimed * tokens:,} claimed, {each.covered * tokens:,} covered by receipts")
+        for each in roster.credits
+    ]
     names = [(each.peer, shown_name(each.name)) for each in peers]
     for title, rows in (
         ("Names:", names),
         ("No news:", silent),
         ("Waiting for:", waits),
         ("Bandwidth used, of what a budget allows:", budgets),
+        ("Tokens of each source:", credits[:MOST_CREDITS]),
     ):
         said = [(peer, words) for peer, words in rows if words]
         if said:

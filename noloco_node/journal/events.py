@@ -138,11 +138,19 @@ class Lost(_Event, frozen=True, tag="lost"):
 
 
 class PeerViolation(_Event, frozen=True, tag="violation"):
-    """A peer sent what no peer may send. `topic`: of the conversation."""
+    """A peer sent what no peer may send. `topic`: of the conversation. `count`: so often since it was told last."""
 
     peer: str
     topic: str
     why: str
+    count: int = 1
+
+
+class Receipts(_Event, frozen=True, tag="receipts"):
+    """How far other sources' work is covered. `claimed`: tokens of the largest, as they say; `covered`: by receipts."""
+
+    claimed: dict[str, int]
+    covered: dict[str, int]
 
 
 class CatchUp(_Event, frozen=True, tag="catch_up"):
@@ -188,6 +196,7 @@ NodeEvent = (
     | RefusedMicrobatch
     | Lost
     | PeerViolation
+    | Receipts
     | CatchUp
     | Finished
 )

@@ -68,12 +68,13 @@ class MessageSpec(NamedTuple):
 
     The name is given and not the class's: a class may be renamed, and peers of other versions must still understand.
     The other fields are scalars, checked against their annotations. `header_bytes` caps the encoded header, and with it
-    every text in it.
+    every text in it. `added`: texts that the message once had not, and that are not written where they are empty.
     """
 
     name: str
     tensors: Mapping[str, Layout | OneOf] = {}
     header_bytes: int = HEADER_BYTES
+    added: tuple[str, ...] = ()
 
 
 class Schema:
@@ -206,7 +207,7 @@ def _rule(kind: type, spec: MessageSpec) -> _Rule:
         raise TypeError(f"{kind.__name__} is not a dataclass")
     if not 0 < spec.header_bytes <= LONG_HEADER_BYTES:
         raise ValueError(f"{spec.name}: header_bytes is {spec.header_bytes}, at most {LONG_HEADER_BYTES} allowed")
-    parts = _parts(kind, spec.name)
+    parts = _parts(kind, spec.name, spec.added)
     if set(parts.tensors) != set(spec.tensors):
         raise ValueError(
             f"{spec.name} has the tensors {_listing(parts.tensors)}, the schema says {_listing(spec.tensors)}"
@@ -219,14 +220,15 @@ def _rule(kind: type, spec: MessageSpec) -> _Rule:
 
 
 @lru_cache(maxsize=64)
-def _parts(kind: type, message_name: str) -> _Parts:
+def _parts(kind: type, message_name: str, added: tuple[str, ...]) -> _Parts:
     """Take a message's class apart: once, for the peers of a simulation make thousands of equal schemas."""
     hints = get_type_hints(kind, localns={"Tensor": _TensorMark})
     names = [field.name for field in dataclass_fields(kind)]
     tensors = tuple(name for name in names if _mentions_tensor(hints[name]))
-    scalars = msgspec.defstruct(
-        message_name, [(name, hints[name]) for name in names if name not in tensors], forbid_unknown_fields=True
-    )
+    fields: list[Any] = [
+        (name, hints[name], "") if name in added else (name, hints[name]) for name in names if name not in tensors
+    ]
+    scalars = msgspec.defstruct(message_name, fields, forbid_unknown_fields=True, omit_defaults=True, kw_only=True)
     header = msgspec.defstruct(
         message_name,
         [("fields", scalars), ("tensors", dict[str, _Announced])],

@@ -65,6 +65,11 @@ class ConversationWrapper:
         return self._conversation.peer
 
     @property
+    def origin(self) -> str:
+        """The multiaddr that the other comes from; empty where that is not known."""
+        return str(getattr(self._conversation, "origin", ""))
+
+    @property
     def is_quiet(self) -> bool:
         """See `interface.Conversation.is_quiet`."""
         return self._conversation.is_quiet

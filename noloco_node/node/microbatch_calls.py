@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from noloco_node.journal import events
@@ -14,6 +15,7 @@ from noloco_node.network.timeouts import AdaptiveTimeout, TimeoutBounds
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, topic
+from noloco_node.swarm.receipts import Tally
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
 from pipeline.activations.formats import ACTIVATION_CODECS, ActivationCode
@@ -90,6 +92,8 @@ class MicrobatchClient:
                 _check(ACTIVATION_CODECS[self._config.run.pipeline.codec].back, reply.hidden)
             self._timeout.took(peer, loop_s() - begun_s)
             self._bound_first(share * self._timeout.deadline_s(peer))
+            if self._config.stage + 2 == self._config.run.pipeline.stages:
+                reply = replace(reply, computed_by=peer)
         return reply
 
     def _limit(self, most_s: float, begun_s: float) -> asyncio.Timeout:
@@ -119,6 +123,11 @@ class MicrobatchServer:
 
     def __init__(self, config: ReplicaConfig, context: ReplicaContext, worker: Worker) -> None:
         self._config, self._context, self._worker = config, context, worker
+        # By the clock of the world, so that a later life's is higher.
+        self.tally = Tally(int(1000 * context.unix_time()))
+        """What came back from here, by source."""
+        self.returned_s = -math.inf
+        """When something did last (loop seconds)."""
         self._idle: dict[Conversation, asyncio.Timeout] = {}
         """The waits for another microbatch; the longest comes first."""
         self._closed = False
@@ -170,7 +179,12 @@ class MicrobatchServer:
         if int(least) < 0 or int(greatest) >= self._context.vocabulary:
             raise Violation(f"targets outside the vocabulary of {self._context.vocabulary}")
         _check(ACTIVATION_CODECS[self._config.run.pipeline.codec].down, microbatch.hidden)
+        if self._config.stage == 1:
+            microbatch = replace(microbatch, source=conversation.peer)
         reply = await self._worker.process(microbatch, conversation.peer)
+        if isinstance(reply, Gradient):
+            self.returned_s = loop_s()
+            self.tally.add(microbatch.source, len(microbatch.targets))
         try:
             if not conversation.is_quiet:
                 raise Violation("spoke again, or left, before it had its answer")

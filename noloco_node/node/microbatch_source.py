@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
+from noloco_node.tasks import loop_s
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class MicrobatchSource:
         process: Process,
         progress: Callable[[int], float],
         *,
+        prove: Callable[[str, int], None],
         me: str,
         budget_s: float,
         rng: Random,
@@ -46,10 +48,13 @@ class MicrobatchSource:
         """Hand in the callables.
 
         `draw`: the next tokens [batch, sequence + 1], int64. `process`: the worker's. `progress`: the run's progress,
-        given this source's own samples so far. `budget_s`: how long one microbatch may travel.
+        given this source's own samples so far. `prove`: takes who computed the loss of how many samples.
+        `budget_s`: how long one microbatch may travel.
         """
         self.samples = 0
-        self._draw, self._process, self._progress = draw, process, progress
+        self.returned_s = loop_s()
+        """When a gradient came back last, or we began."""
+        self._draw, self._process, self._progress, self._prove = draw, process, progress, prove
         self._me, self._budget_s, self._rng = me, budget_s, rng
 
     async def run(self, in_flight: int) -> None:
@@ -73,8 +78,10 @@ class MicrobatchSource:
             budget_s=self._budget_s,
         )
         match await self._process(microbatch, self._me):
-            case Gradient():
+            case Gradient(computed_by=signer):
                 self.samples += len(tokens)
+                self.returned_s = loop_s()
+                self._prove(signer, len(tokens))
                 return True
             case Refused(retry_after_s=retry_after_s):
                 # The estimate is a stranger's: not a number reads as none.

@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable
+from dataclasses import replace
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
+from noloco_node.journal.throttle import JournalThrottle
 from noloco_node.machine.interface import Dimensions, Host, Reporter
+from noloco_node.network.bans import BanningNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.timeouts import AdaptiveTimeoutNetwork
 from noloco_node.node.health import HealthMonitor
@@ -55,7 +58,7 @@ class Node:
         options: NodeOptions,
         reporter: Reporter,
     ) -> None:
-        run = run_file.run
+        run, reporter = run_file.run, replace(reporter, record=JournalThrottle(reporter.record))
         membership = Membership(
             network,
             run_file.digest,
@@ -68,7 +71,7 @@ class Node:
         context = self._context = NodeContext(
             run_file=run_file,
             dimensions=dimensions,
-            network=AdaptiveTimeoutNetwork(network),
+            network=AdaptiveTimeoutNetwork(BanningNetwork(network)),
             host=host,
             options=options,
             reporter=reporter,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ class ReplicaConfig:
 class ReplicaContext:
     """What a replica sees of the swarm and of its machine. `record` takes journal events.
 
-    `hold`: copies a state to where it stands still. `vocabulary`: of the model, in tokens.
+    `hold`: copies a state to where it stands still. `vocabulary`: of the model, in tokens. `unix_time`: by our clock.
     """
 
     network: PeerNetwork
@@ -61,6 +62,7 @@ class ReplicaContext:
     microbatch_schema: Schema
     gossip_schema: Schema
     vocabulary: int
+    unix_time: Callable[[], float] = time.time
 
 
 def round_settings(config: ReplicaConfig, weight_bytes: int) -> RoundSettings:

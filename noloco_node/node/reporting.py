@@ -12,16 +12,19 @@ from noloco_node.machine.interface import Reporter
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.replica import Replica
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.roster import PeerRecord
+from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.tasks import loop_s
 
 LINE_EVERY_S = 10.0
+RECEIPTS_EVERY_S = 60.0
+MOST_SOURCES = 16
+"""Whose receipts are journalled."""
 
 
 class ProgressReporter:
     """Keeps everybody up to date about one replica; `run` beside the training.
 
-    `announce`: renews our record, and returns the state that it says.
+    `announce`: renews our record, and returns the state that it says. `roster`: as we read it last.
     """
 
     def __init__(
@@ -31,13 +34,15 @@ class ProgressReporter:
         reporter: Reporter,
         refresh_s: float,
         announce: Callable[[], PeerState],
+        roster: Callable[[], Roster],
     ) -> None:
+        self._roster = roster
         self._replica, self._network, self._reporter = replica, network, reporter
         self._refresh_s, self._announce = refresh_s, announce
 
     async def run(self) -> NoReturn:
         """Tell until cancelled."""
-        said_at, totals_at, waited_for = -LINE_EVERY_S, 0.0, None
+        said_at, totals_at, receipts_at, waited_for = -LINE_EVERY_S, 0.0, loop_s(), None
         while True:
             await asyncio.sleep(min(self._refresh_s, LINE_EVERY_S) / 2)
             state = self._announce()
@@ -45,6 +50,9 @@ class ProgressReporter:
             if now_s - totals_at >= self._refresh_s:
                 totals_at = now_s
                 self.record_totals()
+            if now_s - receipts_at >= RECEIPTS_EVERY_S:
+                receipts_at = now_s
+                self.record_receipts()
             waiting = self._replica.waiting()
             waits_for = waiting and waiting.partition(", for")[0]
             if waits_for != waited_for:
@@ -72,6 +80,15 @@ class ProgressReporter:
                     purpose = name.removeprefix(prefix).partition("/")[0]
                     counts[purpose] = counts.get(purpose, 0) + int(value)
         self._reporter.record(events.Traffic(sent=bytes_by["bytes.sent."], received=bytes_by["bytes.received."]))
+
+    def record_receipts(self) -> None:
+        """Journal what the largest sources claim, and what of that is covered, where anything is known of it."""
+        largest = sorted(self._roster().credits, key=lambda credit: (-credit.claimed, credit.peer))[:MOST_SOURCES]
+        if any(credit.covered for credit in largest):
+            tokens = self._replica.config.run.pipeline.sequence_length
+            claimed = {credit.peer: credit.claimed * tokens for credit in largest}
+            covered = {credit.peer: credit.covered * tokens for credit in largest}
+            self._reporter.record(events.Receipts(claimed=claimed, covered=covered))
 
 
 def progress_line(record: PeerRecord) -> str:

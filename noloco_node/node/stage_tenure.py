@@ -80,7 +80,12 @@ class StageTenure:
         )
         self._training = Training(self.migration, context.work, self._depart, context.reporter)
         self._progress = ProgressReporter(
-            replica, context.network, context.reporter, context.options.refresh_s, self._announce_training
+            replica,
+            context.network,
+            context.reporter,
+            context.options.refresh_s,
+            self._announce_training,
+            lambda: context.membership.roster,
         )
 
     async def run(self, leave: asyncio.Event) -> TenureEnd:
@@ -92,6 +97,7 @@ class StageTenure:
                 try:
                     ending = await training.run(self.replica, leave, self._in_pause, moves=context.options.moves)
                     self._progress.record_totals()
+                    self._progress.record_receipts()
                     training.tell(self.replica, ending)
                 except ExceptionGroup:
                     await self._save()
@@ -116,6 +122,7 @@ class StageTenure:
         run, number = context.run_file.run, replica.config.stage
         if number > 0:
             await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
+        context.membership.tally = replica.microbatches.tally if replica.config.last and number > 0 else None
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
         await self._serve(STATE, state_schema(self._shapes), self._donor.serve)
         self._announce(PeerState.TRAINING)
@@ -243,6 +250,7 @@ def _make_replica(context: NodeContext, start: Start) -> Replica:
         microbatch_schema=microbatch_schema(run, context.dimensions.width),
         gossip_schema=gossip_schema(run, start.stage.shapes),
         vocabulary=context.dimensions.vocabulary,
+        unix_time=context.host.unix_time,
     )
     context.reporter.record(
         events.Started(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from random import Random
 from typing import Any, NamedTuple
 
@@ -22,13 +23,15 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.observed_work import ObservedWork
-from noloco_node.swarm.roster import Roster
+from noloco_node.swarm.roster import Derived, Roster
 from noloco_node.tasks import loop_s, until_event
 from pipeline.migration import Move
 from pipeline.schedule import run_over
 
 ASKED = "asked to leave"
 LAST_ROUND_S = 20.0
+NEARLY_OVER, IDLE_S = 0.95, 300.0
+"""Progress from which on, and time without any work after which, sources that we have seen do nothing may end a run."""
 UNSEEN_TIMES = 2
 """Times our own samples that each source counts for, until the first of the work on them is seen."""
 DRAIN_S, LONGEST_DRAIN_S = 10.0, 60.0
@@ -44,7 +47,8 @@ class StageWork:
     the unlisted ones: what the run had reached beyond these when we began. They are those of sources that the DHT had
     forgotten. One that is heard of later brings along what it had done before, and as many fewer are unlisted.
 
-    All of it counts as far as we have seen it worked on (`noloco_node.swarm.observed_work`).
+    What others do from then on counts as far as receipts cover it (`noloco_node.swarm.receipts`). In a run of one stage
+    nobody can give any: there it counts as far as we have seen steps taken (`noloco_node.swarm.observed_work`).
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class StageWork:
         self._run, self._me, self._membership = run, me, membership
         self._open_text, self._reporter = open_text, reporter
         self._source: MicrobatchSource | None = None
+        self._credited = Derived(lambda: membership.roster, _credited)
         self._resumed: Counters | None = None
         self._reached = 0
         """Samples of the whole run when we began at this stage, as far as was known."""
@@ -98,8 +103,11 @@ class StageWork:
             source = await self._make_source(replica)
             await source.run(self._run.pipeline.microbatches_per_step * self._run.pipeline.windows_in_flight)
             return
-        while not run_over(self._membership.roster.sources, self._membership.roster.sources_finished):
-            await self._membership.changed()
+        begun_s = loop_s()
+        while not self._is_over_below(replica, begun_s):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_S):
+                    await self._membership.changed()
 
     async def _make_source(self, replica: Replica) -> MicrobatchSource:
         opened, resumed = self.text is None, self._resumed
@@ -114,6 +122,7 @@ class StageWork:
             replica.worker.process,
             self._progress,
             me=self._me,
+            prove=self._membership.receipts.prove,
             budget_s=self._run.pipeline.budget_s,
             rng=Random(f"{self._run.seed}|source|{self._me}"),
         )
@@ -121,21 +130,24 @@ class StageWork:
         own = self._source.samples = max(self._membership.roster.own_samples, resumed.samples if resumed else 0)
         self._own_then, self._own_seen, self._observed, self._last_roster = own, own, None, None
         self._unlisted = max(0, self._reached - own - self._begun.others_samples)
+        self._membership.begin_counting()
         return self._source
 
     def _progress(self, own_samples: int) -> float:
         """Return the progress of the whole run, our own samples being so many."""
         roster = self._membership.roster
-        if run_over(roster.sources, roster.sources_finished):
+        if self._is_over(own_samples):
             return 1.0
         unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
         claimed = own_samples + roster.others_samples + unlisted
         return min(1.0, max(own_samples, min(claimed, self._covered(own_samples))) / self._run.budget_samples)
 
     def _covered(self, own_samples: int) -> float:
-        """Return the samples of the run that the work which we have seen covers, `own_samples` being ours."""
+        """Return the samples of the run that receipts cover, or work which we have seen, `own_samples` being ours."""
         roster = self._membership.roster
-        records = roster.stage(min(1, self._run.pipeline.stages - 1))
+        if self._run.pipeline.stages > 1:
+            return self._reached + (own_samples - self._own_then) + self._credited().all
+        records = roster.stage(0)
         if self._observed is None:
             self._observed = ObservedWork(records, from_start=not self._reached)
         elif roster is not self._last_roster:
@@ -148,6 +160,45 @@ class StageWork:
             # The first readings: sources that begin with us have done about as much.
             return self._reached + UNSEEN_TIMES * max(1, roster.sources) * (own_samples - self._own_then)
         return self._reached + steps * self._run.samples_per_step
+
+    def _is_over(self, own_samples: int) -> bool:
+        """Say whether the sources that did most of the work since we began have finished."""
+        roster, source = self._membership.roster, self._source
+        if self._run.pipeline.stages == 1 or source is None:
+            return run_over(roster.sources, roster.sources_finished)
+        credited = self._credited()
+        if run_over(own_samples - self._own_then + credited.present, credited.finished):
+            return True
+        nearly = self._covered(own_samples) >= NEARLY_OVER * self._run.budget_samples
+        idle = loop_s() - source.returned_s > IDLE_S
+        return (nearly or idle) and run_over(roster.sources, roster.sources_finished)
+
+    def _is_over_below(self, replica: Replica, begun_s: float) -> bool:
+        """Say the same at a later stage, where we know ourselves who had work done."""
+        roster, served = self._membership.roster, replica.microbatches
+        finished = {credit.peer for credit in roster.credits if credit.finished}
+        present = finished | {record.peer for record in roster.stage(0)}
+        done = {peer: served.tally.samples.get(peer, 0) for peer in present}
+        if run_over(sum(done.values()), sum(done[peer] for peer in finished)):
+            return True
+        nearly = replica.progress.value >= NEARLY_OVER
+        idle = loop_s() - max(begun_s, served.returned_s) > IDLE_S
+        return (nearly or idle) and run_over(roster.sources, roster.sources_finished)
+
+
+class _Credited(NamedTuple):
+    """Samples of other sources that are believed: of all, of those at work or finished, and of the finished."""
+
+    all: int
+    present: int
+    finished: int
+
+
+def _credited(roster: Roster) -> _Credited:
+    there = {record.peer for record in roster.stage(0)}
+    finished = sum(credit.credited for credit in roster.credits if credit.finished)
+    at_work = sum(credit.credited for credit in roster.credits if not credit.finished and credit.peer in there)
+    return _Credited(sum(credit.credited for credit in roster.credits), finished + at_work, finished)
 
 
 class Ending(NamedTuple):

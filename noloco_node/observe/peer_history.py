@@ -121,7 +121,7 @@ class PeerHistory:
             case events.Lost():
                 self.lost[event.what] += event.count
             case events.PeerViolation():
-                self.violations += 1
+                self.violations += event.count
             case events.Finished():
                 self.finished, self.waiting, self.since = event.why, None, event.at
 

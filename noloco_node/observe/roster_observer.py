@@ -1,8 +1,8 @@
 """A swarm as its peers' records in the DHT tell it.
 
-Nobody vouches for what a record says of its own peer, but the tokens of the run are counted as every node counts them
-(`noloco_node.swarm.run_progress`). Their growth is the swarm's speed; until they have been watched for long enough, it
-is what the sources say of theirs.
+Nobody vouches for what a record says of its own peer. Tokens of the run count as far as sources claim them
+(`noloco_node.swarm.run_progress`), and either receipts cover them or most replicas are that far. Their growth is the
+swarm's speed; until they have been watched for long enough, it is what the sources say of theirs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Mapping
+from statistics import median_low
 from types import MappingProxyType
 
 from noloco_node.observe.bottleneck import Cause, cause_of
@@ -24,9 +25,9 @@ from noloco_node.observe.swarm_view import (
     swarm_view,
 )
 from noloco_node.run.config import RunConfig
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.swarm.peer_name import shown_name
-from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.roster import PeerRecord, Roster, SourceCredit
 
 LEAST_SPAN_S, SPAN_S = 20.0, 60.0
 """For which the run's tokens are watched before their growth is believed, and over which it is measured."""
@@ -54,31 +55,45 @@ class RosterObserver:
         records = {record.peer: record for stage in roster.stages for record in stage}
         if roster.old_since_s is None:
             self._note_changes(records, at)
+        samples = self._samples(roster)
         totals = RunTotals(
             name=run.name,
             run_id=self._run_id,
-            progress=min(1.0, roster.run_samples / run.budget_samples),
-            tokens=roster.run_samples * self._tokens,
+            progress=min(1.0, samples / run.budget_samples),
+            tokens=samples * self._tokens,
             budget_tokens=run.budget_samples * self._tokens,
-            tokens_per_s=self._tokens_per_s(roster, at),
+            tokens_per_s=self._tokens_per_s(roster, samples, at),
             trouble=_age(roster),
         )
-        peers = [self._peer_view(record, at, late.get(record.peer)) for record in records.values()]
+        credits = {credit.peer: credit for credit in roster.credits}
+        peers = [
+            self._peer_view(record, at, late.get(record.peer), credits.get(record.peer)) for record in records.values()
+        ]
         return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at)
 
-    def _tokens_per_s(self, roster: Roster, at: float) -> float:
+    def _samples(self, roster: Roster) -> int:
+        """Return the samples of the run that are believed. Receipts of replicas that are gone went with them."""
+        if self._run.pipeline.stages == 1 or not roster.credits:
+            return roster.run_samples
+        progress = [record.progress for stage in roster.stages for record in stage if record.state in AT_WORK]
+        reached = round(median_low(progress or [0.0]) * self._run.budget_samples)
+        return min(roster.run_samples, max(roster.covered_samples, reached))
+
+    def _tokens_per_s(self, roster: Roster, samples: int, at: float) -> float:
         seen = self._seen
         if roster.old_since_s is None:
-            seen.append((at, roster.run_samples))
+            seen.append((at, samples))
         while len(seen) > 2 and at - seen[1][0] >= SPAN_S:
             seen.popleft()
         if seen and seen[-1][0] - seen[0][0] >= LEAST_SPAN_S:
-            (then, before), (now, samples) = seen[0], seen[-1]
-            return max(0.0, self._tokens * (samples - before) / (now - then))
+            (then, before), (now, last) = seen[0], seen[-1]
+            return max(0.0, self._tokens * (last - before) / (now - then))
         sources = [record for record in roster.stages[0] if record.state is PeerState.TRAINING]
         return sum(record.tokens_per_s for record in sources if record.waiting is None)
 
-    def _peer_view(self, record: PeerRecord, at: float, silent_s: float | None) -> PeerView:
+    def _peer_view(
+        self, record: PeerRecord, at: float, silent_s: float | None, credit: SourceCredit | None
+    ) -> PeerView:
         waits, since_s = (SILENT, silent_s) if silent_s is not None else split_wait(record.waiting)
         if waits is None and record.moves_to is not None:
             waits = f"moves to stage {record.moves_to}"
@@ -100,6 +115,8 @@ class RosterObserver:
             gap=record.gap,
             waits=waits,
             since=None if since_s is None else at - since_s,
+            tokens_claimed=None if credit is None else credit.claimed * self._tokens,
+            tokens_covered=None if credit is None else credit.covered * self._tokens,
         )
 
     def _note_changes(self, records: dict[str, PeerRecord], at: float) -> None:

@@ -94,6 +94,9 @@ def _top(view: SwarmView, width: int, height: int) -> list[RenderableType]:
     bar = Text("━" * full, style="green", no_wrap=True).append("━" * (cells - full), style="dim")
     bar.append(f"  {figures}", style="bold").truncate(width, overflow="ellipsis")
     facts = [f"{tokens}{of} tokens"]
+    if claimed := sum(peer.tokens_claimed or 0 for peer in view.peers):
+        covered = sum(peer.tokens_covered or 0 for peer in view.peers)
+        facts.append(f"receipts for {format_count(covered)} of {format_count(claimed)} claimed")
     facts += [] if view.loss is None else [f"loss {view.loss:.3f}"]
     facts += [] if view.gap is None else [f"gap {view.gap:.2g}"]
     facts += [f"{there} peer{'s' * (there != 1)}", f"{len(view.stages)} stage{'s' * (len(view.stages) != 1)}"]

@@ -26,7 +26,8 @@ MOST_CHANGES = 100
 class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     """One peer. `busy`: share of its time for which its device works, or the line that limits it; None if unknown.
 
-    `waits`: what it waits for; `since`: since when, where that is known.
+    `waits`: what it waits for; `since`: since when, where that is known. `tokens_claimed`: that it says it drew as a
+    source; `tokens_covered`: for which it has receipts.
     """
 
     peer: str
@@ -42,6 +43,8 @@ class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     gap: float | None = None
     waits: str | None = None
     since: float | None = None
+    tokens_claimed: int | None = None
+    tokens_covered: int | None = None
 
     @property
     def trains(self) -> bool:

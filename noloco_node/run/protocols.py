@@ -55,8 +55,10 @@ def microbatch_schema(run: RunConfig, width: int) -> Schema:
     down, back = (TensorSpec((*cells, code.row(width)), code.dtype) for code in codec)
     return Schema(
         {
-            Microbatch: MessageSpec("Microbatch", {"hidden": down, "targets": TensorSpec(cells, "int64")}),
-            Gradient: MessageSpec("Gradient", {"hidden": back}),
+            Microbatch: MessageSpec(
+                "Microbatch", {"hidden": down, "targets": TensorSpec(cells, "int64")}, added=("source",)
+            ),
+            Gradient: MessageSpec("Gradient", {"hidden": back}, added=("computed_by",)),
             Refused: MessageSpec("Refused"),
         }
     )

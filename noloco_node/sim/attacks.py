@@ -19,6 +19,7 @@ from gossip.exchange.messages import Accepted, Declined, Offer, Probe
 from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
 from noloco_node.run.protocols import GOSSIP, MICROBATCH
 from noloco_node.swarm.peer_records import Published
+from noloco_node.swarm.receipts import ReceiptRecord
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, SourceRecord
 from pipeline.messages import Gradient, Reason, Refused
@@ -43,12 +44,13 @@ FASTEST_S = 1e-9
 class Attack:
     """Which acts of a node are replaced; None leaves them as they are.
 
-    `record`: what it publishes of itself. `samples`: what it claims as a source. `answer`: takes a call of the stage
-    before. `say`: what it says in gossip. `stage`: its arithmetic.
+    `record`: what it publishes of itself. `samples`: what it claims as a source. `receipts`: what it signs for sources.
+    `answer`: takes a call of the stage before. `say`: what it says in gossip. `stage`: its arithmetic.
     """
 
     record: Callable[[PeerRecord], PeerRecord] | None = None
     samples: Callable[[int], int] | None = None
+    receipts: Callable[[dict[str, int]], dict[str, int]] | None = None
     answer: Handler | None = None
     say: Callable[[Any], Any] | None = None
     stage: Callable[[StageModel], StageModel] | None = None
@@ -68,6 +70,10 @@ class HostileNetwork(NetworkWrapper):
             if attack.samples is not None:
                 said = msgspec.msgpack.decode(value, type=SourceRecord)
                 value = msgspec.msgpack.encode(SourceRecord(attack.samples(said.samples), said.finished))
+        elif key.endswith("/receipts"):
+            if attack.receipts is not None:
+                signed = msgspec.msgpack.decode(value, type=ReceiptRecord)
+                value = msgspec.msgpack.encode(ReceiptRecord(signed.epoch, attack.receipts(signed.samples)))
         elif attack.record is not None:
             told = msgspec.msgpack.decode(value, type=Published)
             value = msgspec.msgpack.encode(msgspec.structs.replace(told, record=attack.record(told.record)))
@@ -239,18 +245,39 @@ class Identities:
         self._networks = [medium.network(name) for name in names]
         self._run_id, self._refresh_s = run_id, refresh_s
 
-    async def run(self, record: PeerRecord, samples: int = 0) -> None:
-        """Publish `record` for each of them again and again, and `samples` as a source's where there are any."""
+    async def run(self, record: PeerRecord, samples: int = 0, *, finished: bool = False) -> None:
+        """Publish `record` for each of them again and again, and `samples` as a source's where there are any.
+
+        `finished`: they say that their part of the run is done.
+        """
         serial = 0
         while True:
             serial += 1
-            await asyncio.gather(*[self._publish(network, record, samples, serial) for network in self._networks])
+            await asyncio.gather(
+                *[
+                    publish_identity(
+                        network, self._run_id, record, serial, 4 * self._refresh_s, samples, finished=finished
+                    )
+                    for network in self._networks
+                ]
+            )
             await asyncio.sleep(self._refresh_s)
 
-    async def _publish(self, network: PeerNetwork, record: PeerRecord, samples: int, serial: int) -> None:
-        own = msgspec.structs.replace(record, peer=network.peer_id)
-        raw = msgspec.msgpack.encode(Published(serial, own))
-        await network.publish(f"{self._run_id}/stage/{record.stage}", network.peer_id, raw, 4 * self._refresh_s)
-        if samples:
-            said = msgspec.msgpack.encode(SourceRecord(samples, False))
-            await network.publish(f"{self._run_id}/sources", network.peer_id, said, SOURCE_LIFETIME_S)
+
+async def publish_identity(
+    network: PeerNetwork,
+    run_id: str,
+    record: PeerRecord,
+    serial: int,
+    lifetime_s: float,
+    samples: int = 0,
+    *,
+    finished: bool = False,
+) -> None:
+    """Publish once what one identity says of itself, and its samples as a source where there are any."""
+    own = msgspec.structs.replace(record, peer=network.peer_id)
+    raw = msgspec.msgpack.encode(Published(serial, own))
+    await network.publish(f"{run_id}/stage/{record.stage}", network.peer_id, raw, lifetime_s)
+    if samples:
+        said = msgspec.msgpack.encode(SourceRecord(samples, finished))
+        await network.publish(f"{run_id}/sources", network.peer_id, said, SOURCE_LIFETIME_S)

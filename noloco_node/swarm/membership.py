@@ -15,6 +15,9 @@ The DHT is written by strangers and read over lossy paths: `noloco_node.swarm.st
 a peer itself has written its record is for the network to say: records are signed.) A peer on its way out publishes
 that as its last record, and readers drop it at once.
 
+A source also reads the receipts for the samples of all others (`noloco_node.swarm.receipts`), and so does who looks on;
+a replica of the last stage publishes those that it gives.
+
 After a reading that fails the roster stays as it is, and says since when it is old (`Roster.old_since_s`): whoever is
 in it can still be called. How much of the run is done is read at the same time (`noloco_node.swarm.run_progress`).
 """
@@ -34,7 +37,8 @@ import msgspec
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S, RECORD_BYTES, Published
-from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.receipts import ReceiptLedger, Tally
+from noloco_node.swarm.roster import PeerRecord, Roster, SourceCredit
 from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, RunProgress, SourceCount
 from noloco_node.swarm.stage_records import StageRecords
 from noloco_node.tasks import loop_s
@@ -66,6 +70,8 @@ class Membership:
         """By how much our clock has been behind the others'."""
         self._records = StageRecords(network.peer_id, stages, lifetime_s, refresh_s)
         self._progress = RunProgress(network.peer_id)
+        self.tally: Tally | None = None
+        """What we give receipts for, at the last stage."""
         self._roster = Roster(stages=((),) * stages)
         self._change = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -93,6 +99,16 @@ class Membership:
     def watched(self) -> tuple[int, ...]:
         """The stages that are read, and of which the roster says something by now."""
         return self._records.known
+
+    @property
+    def receipts(self) -> ReceiptLedger:
+        """What others' receipts say."""
+        return self._progress.receipts
+
+    def begin_counting(self) -> None:
+        """Begin to count what other sources do from now on (`Roster.credits`)."""
+        self._progress.begin()
+        self._show(self._roster.read_at)
 
     def publish_now(self) -> None:
         """Publish and read at once."""
@@ -135,10 +151,17 @@ class Membership:
         """Read all records that we watch now, or of these stages for once, and return the new roster."""
         async with self._reading:
             watched = self._records.watched if stages is None else tuple(stages)
-            *found, sources = await self._network.read_all([*map(self._stage_key, watched), self._sources_key])
+            keys = [*map(self._stage_key, watched), self._sources_key]
+            # Who trains later stages sees for itself what passes.
+            counts = self._own is None or self._own.stage == 0
+            read = await self._network.read_all([*keys, self._receipts_key] if counts else keys)
+            receipts = read[-1] if counts else None
+            *found, sources = read[: len(keys)]
             self.complete = sources is not None and None not in found
             now_s = loop_s()
             self._records.take(dict(zip(watched, found, strict=True)), now_s, self._unix_time())
+            if receipts is not None:
+                self._progress.receipts.take(receipts)
             if sources is not None:
                 self._progress.take(sources, self._records.believed[0].values(), now_s)
             self._records.keep_only(watched)
@@ -178,6 +201,10 @@ class Membership:
     def _sources_key(self) -> str:
         return f"{self._run_id}/sources"
 
+    @property
+    def _receipts_key(self) -> str:
+        return f"{self._run_id}/receipts"
+
     def _stage_key(self, number: int) -> str:
         return f"{self._run_id}/stage/{number}"
 
@@ -195,6 +222,8 @@ class Membership:
         source = self._progress.sources.get(self._network.peer_id)
         if source is not None:
             await self._store(self._sources_key, msgspec.msgpack.encode(source.said), SOURCE_LIFETIME_S)
+        if self.tally is not None and self.tally.samples:
+            await self._store(self._receipts_key, self.tally.raw(), SOURCE_LIFETIME_S)
 
     async def _store(self, key: str, raw: bytes, lifetime_s: float) -> None:
         if len(raw) > RECORD_BYTES:
@@ -206,7 +235,8 @@ class Membership:
         """Make the new snapshot, and wake who waits if it differs."""
         before, me = self._roster, self._network.peer_id
         believed, old_since_s = self._records.believed, self._records.old_since_s(now_s)
-        self._roster = roster_of(me, self._own, believed, self._progress.sources, now_s, old_since_s)
+        sources, credits = self._progress.sources, self._progress.credits()
+        self._roster = roster_of(me, self._own, believed, sources, now_s, old_since_s, credits)
         if msgspec.structs.replace(before, read_at=now_s) != self._roster:
             self._change.set()
             self._change = asyncio.Event()
@@ -219,6 +249,7 @@ def roster_of(
     sources: Mapping[str, SourceCount],
     read_at: float,
     old_since_s: float | None,
+    credits: tuple[SourceCredit, ...] = (),
 ) -> Roster:
     """Return the roster of what one reader believes: others' records by stage and peer, its own, and all sources."""
     stages = []
@@ -239,4 +270,5 @@ def roster_of(
         first_samples=sum(source.first for peer, source in sources.items() if peer != me),
         sources=len(finished | at_work),
         sources_finished=len(finished),
+        credits=credits,
     )

@@ -1,9 +1,8 @@
-"""How much of the run one reader has seen worked on, to hold against what sources claim.
+"""How much of a run of one stage one reader has seen worked on, to hold against what sources claim.
 
-A source's samples are its own word. But every sample also passes a replica of the stage after the sources', which says
-in its record how many inner steps it has taken. So all claims together count as far as the growth of these numbers
-covers them: a lie of a source alone ends no run. (A source and a replica of that stage that lie together still do, as
-far as `MOST_TIMES` lets them; that takes receipts, which would come in here: as work that was signed for.)
+There nobody else has a source's samples pass through its hands, and so nobody can sign for them. But each replica says
+how many inner steps it has taken, and all claims together count as far as the growth of these numbers covers them: a
+lie about samples alone ends no run, and one about both goes as far as `MOST_TIMES` lets it.
 """
 
 from __future__ import annotations

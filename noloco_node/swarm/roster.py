@@ -63,6 +63,19 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return speed(self.device_s)
 
 
+class SourceCredit(msgspec.Struct, frozen=True):
+    """A source's samples: as it claims them, as receipts cover them, and as we believe them since we began.
+
+    `finished`: it says that its part is done.
+    """
+
+    peer: str
+    claimed: int
+    covered: int
+    credited: int
+    finished: bool
+
+
 class Roster(msgspec.Struct, frozen=True, kw_only=True):
     """All live records by stage, as of `read_at` (loop seconds)."""
 
@@ -71,7 +84,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     old_since_s: float | None = None
     """Since when nothing was learnt of anybody (loop seconds): the trouble is ours, and the others may be there."""
     run_samples: int = 0
-    """Sequences done in the whole run, records of departed sources included."""
+    """Sequences done in the whole run as sources claim them, records of departed ones included."""
     own_samples: int = 0
     """How many of them we are known for ourselves, from an earlier life too."""
     first_samples: int = 0
@@ -79,11 +92,18 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     sources: int = 0
     """Sources at work now, or finished. One that left early, or died, is neither: it ends no run and holds up none."""
     sources_finished: int = 0
+    credits: tuple[SourceCredit, ...] = ()
+    """The other sources, at work or not, with what receipts say of them."""
 
     @property
     def others_samples(self) -> int:
         """Sequences done by all others."""
         return self.run_samples - self.own_samples
+
+    @property
+    def covered_samples(self) -> int:
+        """Our own sequences, and those of all others that receipts cover."""
+        return self.own_samples + sum(credit.covered for credit in self.credits)
 
     @property
     def unserved(self) -> list[int]:

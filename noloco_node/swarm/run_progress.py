@@ -2,8 +2,8 @@
 
 Each source (a peer of stage 0) has a record under the run's `sources` key that lives for minutes. Readers remember each
 one's first and highest count (`counted`), so that none counts twice for whoever knew the run's progress before. Only
-peers that were seen at work are believed, and those that a newcomer's first reading finds. A source can still lie about
-its own samples, and so about the end of the run; about another's it cannot.
+peers that were seen at work are believed, and those that a newcomer's first reading finds. These counts are claims:
+what of them is covered is for receipts to say (`noloco_node.swarm.receipts`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import msgspec
 
 from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S, LARGEST_COUNT, MOST_RECORDS, at_most
-from noloco_node.swarm.roster import PeerRecord
+from noloco_node.swarm.receipts import ReceiptLedger
+from noloco_node.swarm.roster import PeerRecord, SourceCredit
 
 SOURCE_BYTES = 64
 SOURCE_LIFETIME_S = 600.0
@@ -51,10 +52,14 @@ class SourceCount(NamedTuple):
 
 
 class RunProgress:
-    """What one reader knows of all sources: `sources`, by peer."""
+    """What one reader knows of all sources: `sources`, by peer, and `receipts` for their samples."""
 
     def __init__(self, me: str) -> None:
         self.sources: dict[str, SourceCount] = {}
+        self.receipts = ReceiptLedger()
+        self._me = me
+        self._claimed_before: dict[str, int] = {}
+        """Of each source, when we began to count."""
         self._worked = {me}
         """Peers that may speak of samples: those seen at work, and those whom our first reading found."""
         self._has_read = False
@@ -81,6 +86,21 @@ class RunProgress:
             is_room = peer in self.sources or len(self.sources) < MOST_RECORDS
             if said is not None and peer in self._worked and is_room:
                 self.note(peer, said, now_s)
+
+    def begin(self) -> None:
+        """Begin to count what the others do from now on."""
+        self.receipts.begin()
+        self._claimed_before = {peer: source.samples for peer, source in self.sources.items()}
+
+    def credits(self) -> tuple[SourceCredit, ...]:
+        """Return of each other source what it claims, and what of that is covered."""
+        return tuple(self._credit(peer, source) for peer, source in sorted(self.sources.items()) if peer != self._me)
+
+    def _credit(self, peer: str, source: SourceCount) -> SourceCredit:
+        claimed, receipts = source.samples, self.receipts
+        since = max(0, claimed - self._claimed_before.get(peer, 0))
+        credited = min(since, receipts.credited(peer))
+        return SourceCredit(peer, claimed, min(claimed, receipts.covered(peer)), credited, source.said.finished)
 
 
 def counted(known: SourceCount | None, news: SourceRecord, now_s: float) -> SourceCount:

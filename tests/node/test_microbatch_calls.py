@@ -55,7 +55,7 @@ class Callee:
         self.caller, self._callee = self.network.network("a"), self.network.network("b")
         self.worker = Worker()
         config = ReplicaConfig(run=RUN, run_id="run", stage=1, peer="b")
-        context = SimpleNamespace(vocabulary=32, record=lambda event: None)
+        context = SimpleNamespace(vocabulary=32, record=lambda event: None, unix_time=lambda: 1e9)
         self.server = MicrobatchServer(config, context, self.worker)  # type: ignore[arg-type] # of their likes
 
     async def serve(self) -> None:

@@ -15,6 +15,10 @@ from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 
 
+def proved(signer: str, samples: int) -> None:
+    assert (signer, samples) == ("last", 2)
+
+
 @given(refusals=st.lists(st.booleans(), max_size=40), in_flight=st.integers(1, 5))
 def test_every_sample_is_trained_on_in_the_end(refusals: list[bool], in_flight: int) -> None:
     async def main() -> None:
@@ -35,9 +39,11 @@ def test_every_sample_is_trained_on_in_the_end(refusals: list[bool], in_flight: 
             if next(answers, False):
                 return Refused(reason=Reason.FULL, retry_after_s=0.5)
             trained.append(int(microbatch.hidden[0, 0]))
-            return Gradient(hidden=None, loss=1.0, tokens=8)
+            return Gradient(hidden=None, loss=1.0, tokens=8, computed_by="last")
 
-        source = MicrobatchSource(draw, process, lambda samples: samples / 20, me="me", budget_s=9.0, rng=Random(1))
+        source = MicrobatchSource(
+            draw, process, lambda samples: samples / 20, prove=proved, me="me", budget_s=9.0, rng=Random(1)
+        )
         await source.run(in_flight)
         # Those in flight when the budget was reached still come back.
         assert 20 <= source.samples == 2 * len(trained) < 20 + 2 * in_flight
@@ -58,9 +64,11 @@ def test_no_refusal_puts_a_source_to_sleep_for_long(named_s: float) -> None:
             return torch.zeros(2, 5)
 
         async def process(microbatch: Microbatch, sender: str) -> Reply:
-            return answers.pop() if answers else Gradient(hidden=None, loss=1.0, tokens=8)
+            return answers.pop() if answers else Gradient(hidden=None, loss=1.0, tokens=8, computed_by="last")
 
-        source = MicrobatchSource(draw, process, lambda samples: samples / 2, me="me", budget_s=9.0, rng=Random(1))
+        source = MicrobatchSource(
+            draw, process, lambda samples: samples / 2, prove=proved, me="me", budget_s=9.0, rng=Random(1)
+        )
         await source.run(1)
         assert source.samples == 2
         assert asyncio.get_running_loop().time() <= 1.2 * LONGEST_RETRY_S

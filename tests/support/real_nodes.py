@@ -56,7 +56,7 @@ class RealNodes:
 
     def __init__(self, setting: SimSetup) -> None:
         self._setting = setting
-        self._bootstrap: tuple[str, ...] = ()
+        self.bootstrap: tuple[str, ...] = ()
         self._open = AsyncExitStack()
         self.tasks: list[asyncio.Task[None]] = []
         self.peers: list[str] = []
@@ -83,9 +83,9 @@ class RealNodes:
     ) -> asyncio.Task[None]:
         """Start a daemon, and a node that lives until it is asked to leave. `forward_s`: of a forward pass."""
         setting = self._setting
-        settings = NetworkSettings(run=setting.recipe.digest, listen=(LOCAL,), bootstrap=self._bootstrap)
+        settings = NetworkSettings(run=setting.recipe.digest, listen=(LOCAL,), bootstrap=self.bootstrap)
         network = await self._open.enter_async_context(Libp2pNetwork.open(settings, print))
-        self._bootstrap = self._bootstrap or await network.addresses()
+        self.bootstrap = self.bootstrap or await network.addresses()
         paid = Paid()
         device = self._open.enter_context(closing(Device(torch.device("cpu"), wall=paid.wall())))
 

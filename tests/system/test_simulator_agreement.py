@@ -37,6 +37,7 @@ from noloco_node.journal.events import (
     Finished,
     Hops,
     InnerStep,
+    Receipts,
     RefusedMicrobatch,
     Started,
     StateChanged,
@@ -308,7 +309,7 @@ def _counters(saved: Checkpoint) -> dict[str, Any]:
 # Two by two: the same laws.
 
 ALWAYS = {Started, StateChanged, InnerStep, OuterStepTaken, Traffic, Finished}
-SOMETIMES = {CatchUp, RoundDeferred, RefusedMicrobatch}
+SOMETIMES = {CatchUp, Receipts, RoundDeferred, RefusedMicrobatch}
 """A replica that is late for a round defers, one that comes when the others have had a round copies them, and a full
 queue refuses: a matter of timing, and of no concern."""
 

@@ -1,0 +1,60 @@
+"""Keeps what strangers can cause at will from filling the journal: the first of a kind is told, of the rest how many.
+
+Refusals, losses and violations are told one by one up to a number an hour for each peer and kind; then whenever their
+count has doubled, with how many it has become since (`count`). So a flood of a million is some dozens of lines, and
+pushes nothing else out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from noloco_node.journal import events
+from noloco_node.tasks import loop_s
+
+ONE_BY_ONE = 32
+"""Refusals and losses by one peer of one kind; of violations the first alone."""
+PERIOD_S = 3600.0
+MOST_KINDS = 256
+"""That are counted apart; the others, of many identities, together."""
+
+
+class JournalThrottle:
+    """Hands events on to `record`, those of floods as counts."""
+
+    def __init__(self, record: Callable[[events.Event], None]) -> None:
+        self._record = record
+        self._since_s = -math.inf
+        self._counts: dict[tuple[object, ...], tuple[int, int]] = {}
+        """Events of each kind in this period, and how many of them were told."""
+
+    def __call__(self, event: events.Event) -> None:
+        """Take an event."""
+        if not isinstance(event, events.RefusedMicrobatch | events.Lost | events.PeerViolation):
+            self._record(event)
+            return
+        if loop_s() - self._since_s >= PERIOD_S:
+            self._since_s = loop_s()
+            self._counts.clear()
+        kind, most = _kind_of(event)
+        if kind not in self._counts and len(self._counts) >= MOST_KINDS:
+            kind = (type(event),)
+        seen, told = self._counts.get(kind, (0, 0))
+        seen += 1
+        if seen <= most or seen >= 2 * told:
+            self._record(msgspec.structs.replace(event, count=seen - told))
+            told = seen
+        self._counts[kind] = seen, told
+
+
+def _kind_of(event: events.RefusedMicrobatch | events.Lost | events.PeerViolation) -> tuple[tuple[object, ...], int]:
+    match event:
+        case events.RefusedMicrobatch():
+            return (type(event), event.peer, event.reason, event.here), ONE_BY_ONE
+        case events.Lost():
+            return (type(event), event.peer, event.what), ONE_BY_ONE
+        case events.PeerViolation():
+            return (type(event), event.peer, event.topic), 1

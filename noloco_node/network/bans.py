@@ -1,0 +1,161 @@
+"""Who sends what no peer may send is served for a while, and then not, and for longer each time.
+
+Violations count against the identity that is authenticated, and against the public address prefix that it comes from,
+where many identities share one person. They are forgotten by halves. So a peer that errs now and then is never shut
+out, and one identity that goes on does not get beyond a few. What fails in one moment counts as one: a peer that dies
+leaves several answers half sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Any, NamedTuple
+
+from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.network.schema import Schema, Violation
+from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
+
+MOST_VIOLATIONS = 5.0
+"""Of an identity, until it is shut out."""
+MOST_OF_PREFIX = 20.0
+"""Of an address prefix: a household, or an office, has several peers."""
+HALF_LIFE_S = 600.0
+MOMENT_S = 1.0
+FIRST_BAN_S, LONGEST_BAN_S = 60.0, 6 * 3600.0
+TIMES_LONGER = 4.0
+"""Each ban than the one before it, unless a day of good conduct lies between them."""
+FORGIVEN_S = 86_400.0
+MOST_KNOWN = 4096
+MOST_AT_ONCE = 256
+"""Conversations with one public address prefix that are answered at the same time."""
+
+
+class _Conduct(NamedTuple):
+    """Of one identity or prefix. `points`: violations, as many as were not forgotten at `at_s`."""
+
+    points: float = 0.0
+    at_s: float = -FORGIVEN_S
+    bans: int = 0
+    until_s: float = -FORGIVEN_S
+
+
+class BanList:
+    """Who is shut out until when; no clock of its own. It remembers the `MOST_KNOWN` that offended last."""
+
+    def __init__(self) -> None:
+        self._conduct: OrderedDict[str, _Conduct] = OrderedDict()
+
+    def note(self, who: str, now_s: float, most: float = MOST_VIOLATIONS) -> float:
+        """Count a violation; return for how long that shuts its sender out, 0 if it does not."""
+        known = self._conduct.pop(who, _Conduct())
+        ban_s = 0.0
+        if now_s - known.at_s >= MOMENT_S:
+            points = 1.0 + known.points * 0.5 ** ((now_s - known.at_s) / HALF_LIFE_S)
+            bans = known.bans if now_s - known.until_s < FORGIVEN_S else 0
+            known = _Conduct(points, now_s, bans, known.until_s)
+            if points > most - 0.5:
+                ban_s = min(LONGEST_BAN_S, FIRST_BAN_S * TIMES_LONGER**bans)
+                known = _Conduct(0.0, now_s, bans + 1, now_s + ban_s)
+        self._conduct[who] = known
+        if len(self._conduct) > MOST_KNOWN:
+            self._conduct.popitem(last=False)
+        return ban_s
+
+    def left_s(self, who: str, now_s: float) -> float:
+        """Return for how long somebody is shut out from now on."""
+        known = self._conduct.get(who)
+        return 0.0 if known is None else max(0.0, known.until_s - now_s)
+
+
+class BanningNetwork(NetworkWrapper):
+    """A network that neither serves nor calls who is shut out."""
+
+    def __init__(self, network: PeerNetwork) -> None:
+        super().__init__(network)
+        self._bans = BanList()
+        self._counts: Counter[str] = Counter()
+        self._answering: Counter[str] = Counter()
+        """Conversations by address prefix."""
+
+    @asynccontextmanager
+    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+        """Open a conversation; see `PeerNetwork.talk`. ConnectionRefusedError for who is shut out."""
+        self._refuse_banned(peer)
+        async with self._network.talk(peer, topic, schema) as conversation:
+            yield _WatchedConversation(conversation, self)
+
+    async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
+        """Answer conversations about `topic` with who is not shut out; see `PeerNetwork.serve`."""
+
+        async def guarded(conversation: Conversation) -> None:
+            place = address_prefix(getattr(conversation, "origin", ""))
+            prefix = str(place) if place is not None and place.is_global else ""
+            self._refuse_banned(conversation.peer)
+            if prefix:
+                self._refuse_banned(prefix)
+                if self._answering[prefix] >= MOST_AT_ONCE:
+                    self._counts["bans.crowded"] += 1
+                    raise ConnectionRefusedError(f"busy with {MOST_AT_ONCE} conversations from {prefix}")
+            self._answering[prefix] += 1
+            try:
+                await handler(conversation)
+            except Violation:
+                self.note(conversation.peer, prefix)
+                raise
+            finally:
+                self._answering[prefix] -= 1
+                if not self._answering[prefix]:
+                    del self._answering[prefix]
+
+        await self._network.serve(topic, schema, guarded)
+
+    def statistics(self) -> dict[str, int | float]:
+        """Return the network's counts, and those of bans, and of calls that these refused."""
+        return super().statistics() | self._counts
+
+    def note(self, peer: str, prefix: str = "") -> None:
+        """Count a violation against a peer, and the public prefix that it came from."""
+        now_s = asyncio.get_running_loop().time()
+        banned = self._bans.note(peer, now_s) > 0.0
+        if prefix:
+            banned |= self._bans.note(prefix, now_s, MOST_OF_PREFIX) > 0.0
+        self._counts["bans.begun"] += banned
+
+    def _refuse_banned(self, who: str) -> None:
+        left_s = self._bans.left_s(who, asyncio.get_running_loop().time())
+        if left_s > 0.0:
+            self._counts["bans.refused"] += 1
+            raise ConnectionRefusedError(f"{who} sent what no peer may send, and is shut out for {left_s:.0f} s more")
+
+
+class _WatchedConversation(ConversationWrapper):
+    """A conversation that we opened; a violation in it is noted."""
+
+    __slots__ = ("_network",)
+
+    def __init__(self, conversation: Conversation, network: BanningNetwork) -> None:
+        super().__init__(conversation)
+        self._network = network
+
+    async def receive(self) -> Any:
+        try:
+            return await super().receive()
+        except Violation:
+            self._network.note(self.peer)
+            raise
+
+
+def address_prefix(origin: str) -> IPv4Network | IPv6Network | None:
+    """Return the prefix, /24 or /48, of the address that a peer comes from (a multiaddr); None where it shows none."""
+    parts = origin.split("/")
+    if len(parts) < 3 or "p2p-circuit" in parts:
+        return None
+    try:
+        host = ip_address(parts[2])
+    except ValueError:
+        return None
+    return ip_network(f"{host}/{24 if host.version == 4 else 48}", strict=False)

@@ -1,0 +1,201 @@
+"""Receipts: what replicas of the last stage say that they computed a loss for, and how much of it one reader believes.
+
+Each replica of the last stage publishes one record of how many samples of which source it has computed: a receipt to
+each source, signed with its identity's key as every record in the DHT is, and renewed with one signature a refresh.
+Counts rise from zero in each life of a replica, its `epoch`: so a restart neither loses receipts nor counts them twice.
+
+A source's own claim counts as far as receipts cover it, so that who has done nothing counts for nothing. And receipts
+count as far as several signers agree: routes are drawn by chance, so every source's samples spread over the last stage
+as ours do, of which we know who computed them. A signer that gave us no gradient has no voice. What the others gave for
+a source, each by its share of ours, has a median, weighted by these shares; a signer counts up to `MOST_TIMES` what
+that makes its part. So one that signs for a friend adds its own part of that source's work once more, no more; with
+one replica at the last stage there is nobody to compare it with, and what it signs counts up to what is claimed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import islice
+
+import msgspec
+
+LARGEST_COUNT = 2**53
+RECEIPT_BYTES = 4096
+LONGEST_ID = 64
+MOST_LISTED = 48
+"""Sources in one record: those of which most was computed since the last."""
+MOST_TALLIED = 1024
+MOST_SIGNERS = 1024
+MOST_OF_STRANGER = 128
+"""Sources that are remembered of a signer who has proved nothing to us."""
+MOST_TIMES = 2.0
+SPARE = 4
+"""Microbatches of a window that a signer may have had more of, by chance."""
+ENOUGH = 16
+"""Microbatches of ours for each signer, after which a window is over."""
+
+
+class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Samples that one replica of the last stage has computed in its life, by source."""
+
+    epoch: int
+    samples: dict[str, int]
+
+
+class Tally:
+    """Samples that passed here and came back, by source. `epoch`: rises from one life of this replica to the next."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.samples: dict[str, int] = {}
+        self._told: Counter[str] = Counter()
+
+    def add(self, source: str, samples: int) -> None:
+        """Count a microbatch; of too many sources the one is forgotten that has been silent for longest."""
+        if not 0 < len(source) <= LONGEST_ID:
+            return
+        self.samples[source] = self.samples.pop(source, 0) + samples
+        if len(self.samples) > MOST_TALLIED:
+            forgotten = next(iter(self.samples))
+            del self.samples[forgotten], self._told[forgotten]
+
+    def raw(self) -> bytes:
+        """Return the record to publish."""
+        grown = {source: count - self._told[source] for source, count in self.samples.items()}
+        listed = sorted(grown, key=lambda source: (-grown[source], source))[:MOST_LISTED]
+        counts = {source: self.samples[source] for source in listed}
+        self._told.update({source: grown[source] for source in listed})
+        raw = msgspec.msgpack.encode(ReceiptRecord(self.epoch, counts))
+        assert len(raw) <= RECEIPT_BYTES
+        return raw
+
+
+class _SignerBook:
+    """What one signer has said: the samples of each source in its present life, and of all its lives."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.life: dict[str, int] = {}
+        self.total: Counter[str] = Counter()
+
+    def take(self, record: ReceiptRecord, most: int) -> dict[str, int]:
+        """Take a record, of at most so many sources; return by how much each source's count has grown."""
+        if record.epoch < self.epoch:
+            return {}
+        if record.epoch > self.epoch:
+            self.epoch, self.life = record.epoch, {}
+        grown = {}
+        for source, count in record.samples.items():
+            before = self.life.get(source, 0)
+            if count > before and (source in self.total or len(self.total) < most):
+                self.life[source] = count
+                self.total[source] += count - before
+                grown[source] = count - before
+        return grown
+
+
+class ReceiptLedger:
+    """What one reader makes of all receipts. `credited`: since it began to work itself (`begin`)."""
+
+    def __init__(self) -> None:
+        self._books: dict[str, _SignerBook] = {}
+        self._covered: Counter[str] = Counter()
+        self._has_read = self._counts = False
+        self._shares: dict[str, float] = {}
+        """Of our own samples, by who computed them, as of the last reading."""
+        self._settled: dict[str, float] = {}
+        self._window: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """What was signed for each source since the last window was over, by signer."""
+        self._proved: Counter[str] = Counter()
+        """Our own samples of this window, by who computed them."""
+        self._proved_before: Counter[str] = Counter()
+        self._microbatch = 1
+
+    def begin(self) -> None:
+        """Begin to count: what was signed until now is over."""
+        self._counts = True
+        for counts in (self._settled, self._window, self._proved, self._proved_before, self._shares):
+            counts.clear()
+
+    def prove(self, signer: str, samples: int) -> None:
+        """Note that a gradient of ours came back which `signer` computed."""
+        if signer in self._proved or (0 < len(signer) <= LONGEST_ID and len(self._proved) < MOST_SIGNERS):
+            self._proved[signer] += samples
+            self._microbatch = samples
+
+    def take(self, raws: Mapping[str, bytes]) -> None:
+        """Note what a reading of the receipts' key found."""
+        proved = self._proved.keys() | self._proved_before.keys()
+        known = self._books.keys() | proved
+        known_first = sorted(raws, key=lambda peer: (peer not in proved, peer not in known, peer))
+        for signer in known_first[:MOST_SIGNERS]:
+            record = decode_receipts(raws[signer])
+            if record is None or (signer not in known and len(self._books) >= 2 * MOST_SIGNERS):
+                continue
+            most = MOST_TALLIED if signer in proved else MOST_OF_STRANGER
+            grown = self._books.setdefault(signer, _SignerBook()).take(record, most)
+            self._covered.update(grown)
+            for source, count in grown.items() if self._has_read and self._counts else ():
+                self._window[source][signer] += count
+        self._has_read = True
+        self._shares = self._shares_now()
+        if self._proved.total() >= ENOUGH * self._microbatch * max(1, len(self._proved)):
+            self._settle()
+
+    def covered(self, source: str) -> int:
+        """Return all samples of a source for which anybody signed."""
+        return self._covered[source]
+
+    def credited(self, source: str) -> int:
+        """Return the samples of a source, since we began, that are believed."""
+        return int(self._settled.get(source, 0.0) + self._believed(self._window.get(source)))
+
+    def _shares_now(self) -> dict[str, float]:
+        proved = self._proved + self._proved_before
+        # A signer whose receipts do not reach us says nothing of anybody.
+        for unread in proved.keys() - self._books.keys():
+            del proved[unread]
+        total = proved.total()
+        return {signer: count / total for signer, count in proved.items()}
+
+    def _settle(self) -> None:
+        for source, signed in self._window.items():
+            if believed := self._believed(signed):
+                self._settled[source] = self._settled.pop(source, 0.0) + believed
+        for idle in list(islice(self._settled, max(0, len(self._settled) - MOST_TALLIED))):
+            del self._settled[idle]
+        self._window.clear()
+        self._proved_before, self._proved = self._proved, Counter()
+
+    def _believed(self, signed: Mapping[str, int] | None) -> float:
+        shares = self._shares
+        if not signed or not shares:
+            return 0.0
+        typical = _weighted_median({signer: signed.get(signer, 0) / share for signer, share in shares.items()}, shares)
+        spare = SPARE * self._microbatch
+        return sum(min(signed.get(signer, 0), MOST_TIMES * share * typical + spare) for signer, share in shares.items())
+
+
+def _weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Return the lower median of values, each with a weight; the weights' sum is 1."""
+    below = 0.0
+    for name in sorted(values, key=lambda name: (values[name], name)):
+        below += weights[name]
+        if below >= 0.5 - 1e-9:
+            break
+    return values[name]
+
+
+@lru_cache(maxsize=1024)  # for the many readers of a simulation
+def decode_receipts(raw: bytes) -> ReceiptRecord | None:
+    """Return what a replica signed, if it can be."""
+    if len(raw) > RECEIPT_BYTES:
+        return None
+    try:
+        record = msgspec.msgpack.decode(raw, type=ReceiptRecord)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    possible = 0 <= record.epoch <= LARGEST_COUNT and len(record.samples) <= MOST_LISTED
+    return record if possible and all(0 <= count <= LARGEST_COUNT for count in record.samples.values()) else None

@@ -1,0 +1,154 @@
+"""Who sends what no peer may send is shut out for longer and longer, and who errs now and then never."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_node.network.bans import (
+    FIRST_BAN_S,
+    HALF_LIFE_S,
+    LONGEST_BAN_S,
+    MOST_KNOWN,
+    MOST_VIOLATIONS,
+    BanList,
+    BanningNetwork,
+)
+from noloco_node.network.interface import Conversation
+from noloco_node.network.schema import MessageSpec, Schema, Violation
+from noloco_node.sim.clock import run
+from noloco_node.sim.network.sim_network import SimNetwork
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Word:
+    word: str
+
+
+SCHEMA = Schema({Word: MessageSpec("Word")})
+
+
+def test_one_that_goes_on_is_served_less_and_less() -> None:
+    """A violation a second for a day, as often as it is let: a dozen each ban, and few bans."""
+    bans, now_s, served = BanList(), 0.0, 0
+    lengths = []
+    while now_s < DAY_S:
+        served += 1
+        if ban_s := bans.note("x", now_s):
+            lengths.append(ban_s)
+        now_s += max(1.0, bans.left_s("x", now_s))
+    assert served <= 5 * (len(lengths) + 1) <= 60
+    assert lengths[0] == FIRST_BAN_S
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == LONGEST_BAN_S
+
+
+@given(st.lists(st.floats(HALF_LIFE_S, 10 * HALF_LIFE_S), max_size=50))
+def test_who_errs_now_and_then_is_never_shut_out(pauses_s: list[float]) -> None:
+    bans, now_s = BanList(), 0.0
+    for pause_s in pauses_s:
+        assert not bans.note("x", now_s)
+        now_s += pause_s
+
+
+def test_what_fails_in_one_moment_counts_once() -> None:
+    bans = BanList()
+    assert not any(bans.note("x", number * 0.01) for number in range(50))
+
+
+def test_a_day_of_good_conduct_makes_the_next_ban_a_short_one() -> None:
+    bans = BanList()
+    for start_s in (0.0, 200.0, 3 * DAY_S):
+        lengths = [bans.note("x", start_s + number) for number in range(int(MOST_VIOLATIONS))]
+        assert lengths[-1] == (4 * FIRST_BAN_S if start_s == 200.0 else FIRST_BAN_S)
+
+
+def test_what_is_remembered_of_strangers_is_bounded() -> None:
+    bans = BanList()
+    for number in range(2 * MOST_KNOWN):
+        bans.note(f"x{number}", 0.0)
+    assert len(bans._conduct) == MOST_KNOWN
+
+
+def test_a_hostile_peer_is_neither_served_nor_called_and_others_are() -> None:
+    async def main() -> None:
+        hub = SimNetwork()
+        served: list[str] = []
+
+        async def handler(conversation: Conversation) -> None:
+            served.append(conversation.peer)
+            if (await conversation.receive()).word == "bad":
+                raise Violation("a bad word")
+            await conversation.send(Word("yes"))
+
+        victim = BanningNetwork(hub.network("victim"))
+        await victim.serve("talk", SCHEMA, handler)
+        others = {name: hub.network(name) for name in ("liar", "honest")}
+        for network in others.values():
+            await network.serve("talk", SCHEMA, handler)
+
+        async def say(name: str, word: str) -> bool:
+            try:
+                async with others[name].talk("victim", "talk", SCHEMA) as conversation:
+                    await conversation.send(Word(word))
+                    return isinstance(await conversation.receive(), Word)
+            except ConnectionError:
+                return False
+
+        for _ in range(3600):
+            assert not await say("liar", "bad")
+            await asyncio.sleep(1.0)
+        assert served.count("liar") <= 30
+        assert victim.statistics()["bans.refused"] > 3500
+        assert not await say("liar", "good"), "not yet"
+        assert await say("honest", "good")
+        with pytest.raises(ConnectionRefusedError, match="shut out"):
+            async with victim.talk("liar", "talk", SCHEMA):
+                raise AssertionError("we call nobody whom we do not serve")
+        await asyncio.sleep(LONGEST_BAN_S)
+        assert await say("liar", "good"), "and then again"
+
+    run(main())
+
+
+def test_what_a_callee_sends_counts_as_well() -> None:
+    async def main() -> None:
+        hub = SimNetwork()
+
+        class Wrong:
+            """A conversation in which what comes is wrong."""
+
+            peer = "liar"
+            is_quiet = True
+
+            async def receive(self) -> None:
+                raise Violation("a bad word")
+
+        inner = hub.network("victim")
+        victim = BanningNetwork(inner)
+
+        @asynccontextmanager
+        async def talk(*_: Any) -> Any:
+            yield Wrong()
+
+        inner.talk = talk  # type: ignore[method-assign,assignment]
+        refused = 0
+        for _ in range(100):
+            try:
+                async with victim.talk("liar", "talk", SCHEMA) as conversation:
+                    await conversation.receive()
+            except Violation:
+                await asyncio.sleep(1.0)
+            except ConnectionRefusedError:
+                refused += 1
+        assert refused == 95
+
+    run(main())

@@ -1,0 +1,178 @@
+"""Receipts: none lost or counted twice, none believed of who did nothing for us, and little of a friend's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from limits import LAST_RESORT_S
+from real_nodes import LOCAL, RealNodes
+
+from noloco_node.journal import events
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.libp2p.network import Libp2pNetwork
+from noloco_node.machine.interface import Reporter
+from noloco_node.node.node_context import NodeOptions
+from noloco_node.run.peer_state import PeerState
+from noloco_node.sim.attacks import publish_identity
+from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
+from noloco_node.sim.scenario.setup import build_setup
+from noloco_node.swarm.receipts import (
+    LARGEST_COUNT,
+    MOST_LISTED,
+    RECEIPT_BYTES,
+    ReceiptLedger,
+    ReceiptRecord,
+    Tally,
+    decode_receipts,
+)
+from noloco_node.swarm.roster import PeerRecord
+
+
+def raw(epoch: int, **samples: int) -> bytes:
+    return msgspec.msgpack.encode(ReceiptRecord(epoch, samples))
+
+
+def test_receipts_survive_a_restart_and_count_once() -> None:
+    ledger = ReceiptLedger()
+    for record in (raw(1, a=5), raw(1, a=9), raw(1, a=7), raw(2, a=3), raw(1, a=11), raw(2, a=4), raw(2, a=4)):
+        ledger.take({"signer": record})
+    assert ledger.covered("a") == 9 + 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), max_size=20))
+def test_what_is_covered_never_shrinks(said: list[tuple[int, int]]) -> None:
+    ledger, before = ReceiptLedger(), 0
+    for epoch, count in said:
+        ledger.take({"signer": raw(epoch, a=count)})
+        assert before <= ledger.covered("a") <= sum(count for _, count in said)
+        before = ledger.covered("a")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"\xc1",
+        raw(-1),
+        raw(1, a=-1),
+        raw(1, a=LARGEST_COUNT + 1),
+        msgspec.msgpack.encode([1, {"a": 1.5}]),
+        raw(1, **{f"p{number}": 1 for number in range(MOST_LISTED + 1)}),
+        raw(1, **{"x" * RECEIPT_BYTES: 1}),
+    ],
+)
+def test_what_is_no_receipt_is_none(garbage: bytes) -> None:
+    assert decode_receipts(garbage) is None
+    ledger = ReceiptLedger()
+    ledger.take({"signer": garbage})
+    assert ledger.covered("a") == 0
+
+
+def test_a_record_of_a_thousand_sources_is_bounded_and_all_come_in_turn() -> None:
+    tally, ledger = Tally(1), ReceiptLedger()
+    names = [f"12D3KooW{number:044}" for number in range(1000)]
+    ledger.prove("signer", 1)
+    for name in names:
+        tally.add(name, 2**40)
+    for _ in range(len(names) // MOST_LISTED + 1):
+        record = tally.raw()
+        assert len(record) <= RECEIPT_BYTES
+        ledger.take({"signer": record})
+    assert all(ledger.covered(name) == 2**40 for name in names)
+
+
+class Swarm:
+    """Sources that draw routes by chance over signers of the last stage, read by one of them."""
+
+    def __init__(self, speeds: list[float], sources: int = 4, seed: int = 0) -> None:
+        self.rng, self.speeds = Random(seed), {f"y{number}": speed for number, speed in enumerate(speeds)}
+        self.tallies = {name: Tally(1) for name in self.speeds}
+        self.true: Counter[str] = Counter()
+        self.sources, self.ledger = [f"x{number}" for number in range(sources)], ReceiptLedger()
+        self.signed_for_nothing: dict[str, dict[str, int]] = {}
+        self.ledger.take({})
+        self.ledger.begin()
+
+    def refresh(self, microbatches: int = 40, batch: int = 2) -> None:
+        """Let each source have so many microbatches computed, and read what is signed."""
+        for source in ["me", *self.sources]:
+            for signer in self.rng.choices(list(self.speeds), list(self.speeds.values()), k=microbatches):
+                self.tallies[signer].add(source, batch)
+                self.true[source] += batch
+                if source == "me":
+                    self.ledger.prove(signer, batch)
+        raws = {name: tally.raw() for name, tally in self.tallies.items()}
+        for signer, lies in self.signed_for_nothing.items():
+            honest = decode_receipts(raws[signer]).samples if signer in raws else {}  # type: ignore[union-attr]
+            raws[signer] = msgspec.msgpack.encode(ReceiptRecord(1, honest | lies))
+        self.ledger.take(raws)
+
+
+@pytest.mark.parametrize("speeds", [[1.0], [1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [8.0, 1.0, 1.0], [1.0] * 10])
+@pytest.mark.parametrize("microbatches", [3, 40])
+def test_honest_work_is_credited(speeds: list[float], microbatches: int) -> None:
+    swarm = Swarm(speeds)
+    for _ in range(40):
+        swarm.refresh(microbatches)
+    for source in swarm.sources:
+        assert 0.95 * swarm.true[source] <= swarm.ledger.credited(source) <= swarm.true[source]
+
+
+def test_who_proved_nothing_to_us_has_no_voice() -> None:
+    swarm = Swarm([1.0] * 4)
+    swarm.signed_for_nothing = {f"z{number}": {"liar": 10**12, "x0": 10**12, "me": 40} for number in range(100)}
+    for _ in range(10):
+        swarm.refresh()
+    assert swarm.ledger.credited("liar") == 0
+    assert swarm.ledger.credited("x0") <= swarm.true["x0"]
+    assert swarm.ledger.covered("liar") == 100 * 10**12, "as anybody can see who looks"
+
+
+def test_a_signer_that_works_signs_little_more_for_its_friend() -> None:
+    """One of four signers and one of five sources are one person: the source's part of the run grows by a quarter."""
+    swarm = Swarm([1.0] * 4)
+    for number in range(1, 41):
+        swarm.signed_for_nothing = {"y0": {"x0": 10**9 * number, "friend": 10**9 * number}}
+        swarm.refresh()
+    assert swarm.ledger.credited("x0") < 1.45 * swarm.true["x0"]
+    assert swarm.ledger.credited("friend") < 0.3 * swarm.true["x1"]
+    assert all(swarm.ledger.credited(name) >= 0.9 * swarm.true[name] for name in ("x1", "x2", "x3"))
+
+
+@pytest.mark.network
+def test_a_run_of_real_nodes_ends_by_receipts_and_not_by_a_claim() -> None:
+    """Two sources, two signers, and an identity that claims a whole budget and has finished, from the beginning on."""
+    setting = build_setup(Scenario(swarm=SwarmConfig(stages=2, replicas=2, rounds=12, duration_s=3600.0)))
+    heard: list[list[events.Event]] = []
+
+    async def main() -> None:
+        leave = asyncio.Event()
+        async with RealNodes(setting) as nodes, asyncio.timeout(LAST_RESORT_S):
+            for stage in (0, 0, 1, 1):
+                heard.append([])
+                wishes = NodeOptions(stage=stage, refresh_s=0.5, linger_s=2.0)
+                await nodes.start(wishes, Reporter(record=heard[-1].append, say=print), leave, forward_s=0.01)
+            place = NetworkSettings(run=setting.recipe.digest, listen=(LOCAL,), bootstrap=nodes.bootstrap)
+            async with Libp2pNetwork.open(place, print) as liar:
+                record = PeerRecord(peer=liar.peer_id, stage=0, state=PeerState.TRAINING)
+                claim, serial = setting.run.budget_samples, 0
+                while not all(task.done() for task in nodes.tasks):
+                    serial += 1
+                    await publish_identity(liar, setting.recipe.digest, record, serial, 30.0, claim, finished=True)
+                    await asyncio.wait(nodes.tasks, timeout=0.5)
+            for task in nodes.tasks:
+                task.result()
+
+    asyncio.run(main())
+    for told in heard:
+        assert [event.why for event in told if isinstance(event, events.Finished)] == ["the run is over"]
+    steps = sum(isinstance(event, events.InnerStep) for told in heard[:2] for event in told)
+    assert steps * setting.run.samples_per_step >= 0.9 * setting.run.budget_samples
+    last = [[event for event in told if isinstance(event, events.Receipts)][-1] for told in heard[:2]]
+    assert all(set(each.covered.values()) > {0} for each in last), "the liar's, and more than that of the other source"
