@@ -35,6 +35,11 @@ class Step(NamedTuple):
     slow: Sides | None = None
     adopts: Coded | None = None
 
+    @property
+    def clipped(self) -> bool:
+        """Whether less than all of what a partner sent counts."""
+        return any(sides is not None and sides.share != 1.0 for sides in (self.fast, self.slow))
+
 
 class Owed(NamedTuple):
     """What a codec has left out of the fast and of the slow weights."""
@@ -125,7 +130,10 @@ class _Work:
             return out.copy_(weights[number].view(-1)[at])
         meant = owed.meant(weights, number, at, self._near)
         self._seen = own = seen.mine.read(number, at, meant, self._own) if seen.mine is not None else meant
-        torch.add(own, seen.theirs.read(number, at, meant, out), out=out).mul_(0.5)
+        theirs = seen.theirs.read(number, at, meant, out)
+        if seen.share != 1.0:
+            theirs = torch.lerp(own, theirs, seen.share)
+        torch.add(own, theirs, out=out).mul_(0.5)
         owed.settle(number, at, meant, own)
         return out
 
@@ -134,7 +142,7 @@ class _Seen:
     """Both sides' weights as both see them. `mine`: None where ours are exact, and not `lossy`."""
 
     def __init__(self, sides: Sides, own: Tensors) -> None:
-        self.lossy = sides.theirs.form is not Format.FLOAT32
+        self.lossy, self.share = sides.theirs.form is not Format.FLOAT32, sides.share
         self.mine = Reader(sides.mine, own) if self.lossy else None
         self.theirs = Reader(sides.theirs, own)
 

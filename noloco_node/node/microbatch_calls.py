@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from noloco_node.journal import events
@@ -16,7 +17,8 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
-from pipeline.codec_formats import ACTIVATION_CODECS, ActivationCode
+from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.influence import SizeBound
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 from pipeline.worker import Worker
@@ -36,6 +38,8 @@ class MicrobatchClient:
     def __init__(self, config: ReplicaConfig, context: ReplicaContext) -> None:
         self._config, self._context = config, context
         self._timeout = AdaptiveTimeout(REPLIES)
+        self.bound = SizeBound(ACTIVATION_CODECS[config.run.pipeline.codec].back)
+        """Of the gradients that are returned to us."""
         self._unbounded: dict[asyncio.Timeout, float] = {}
         """Calls that began before anybody had replied, and when (loop seconds)."""
         self._pool = ConversationPool(context.network, topic(MICROBATCH, config.stage + 1), context.microbatch_schema)
@@ -87,7 +91,7 @@ class MicrobatchClient:
             self._unbounded.pop(limit, None)
         if isinstance(reply, Gradient):
             if reply.hidden is not None:
-                _check(ACTIVATION_CODECS[self._config.run.pipeline.codec].back, reply.hidden)
+                reply = replace(reply, hidden=_checked(self.bound, peer, reply.hidden))
             self._timeout.took(peer, loop_s() - begun_s)
             self._bound_first(share * self._timeout.deadline_s(peer))
         return reply
@@ -119,6 +123,8 @@ class MicrobatchServer:
 
     def __init__(self, config: ReplicaConfig, context: ReplicaContext, worker: Worker) -> None:
         self._config, self._context, self._worker = config, context, worker
+        self.bound = SizeBound(ACTIVATION_CODECS[config.run.pipeline.codec].down)
+        """Of the activations that come."""
         self._idle: dict[Conversation, asyncio.Timeout] = {}
         """The waits for another microbatch; the longest comes first."""
         self._closed = False
@@ -169,8 +175,8 @@ class MicrobatchServer:
         least, greatest = microbatch.targets.aminmax()
         if int(least) < 0 or int(greatest) >= self._context.vocabulary:
             raise Violation(f"targets outside the vocabulary of {self._context.vocabulary}")
-        _check(ACTIVATION_CODECS[self._config.run.pipeline.codec].down, microbatch.hidden)
-        reply = await self._worker.process(microbatch, conversation.peer)
+        hidden = _checked(self.bound, conversation.peer, microbatch.hidden)
+        reply = await self._worker.process(replace(microbatch, hidden=hidden), conversation.peer)
         try:
             if not conversation.is_quiet:
                 raise Violation("spoke again, or left, before it had its answer")
@@ -183,12 +189,10 @@ class MicrobatchServer:
             self._context.record(events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True))
 
 
-def _check(code: ActivationCode, wire: Tensor) -> None:
-    """Raise Violation for numbers that no stage sends."""
-    from pipeline.codec import check
-
+def _checked(bound: SizeBound, peer: str, wire: Tensor) -> Tensor:
+    """Return what counts of a peer's numbers; raise Violation for those that no stage sends."""
     try:
-        check(code, wire)
+        return bound.bounded(peer, wire)
     except ValueError as error:
         raise Violation(str(error)) from None
 
