@@ -12,8 +12,9 @@ The median is over peers, of the median of each one's last messages: who sends m
 an even number the higher one in the middle counts, so that nobody can have honest messages refused by sending small
 ones. What is remembered of a message is what of it counted, so that no single one moves a median far.
 
-Until LEAST_KNOWN messages have come only what no model computes is refused, and where a message has too few values for
-a size to mean anything, what is not finite. The direction of a gradient is not looked
+Until LEAST_KNOWN messages have come only what no model computes is refused. Bounds are wider at first, for nothing
+changes sizes like the first steps of a run. Where a message has too few values for a size to mean anything, only what
+is not finite is refused. The direction of a gradient is not looked
 at: beside the noise of a microbatch it says nothing.
 """
 
@@ -34,9 +35,11 @@ REFUSE = 10.0
 LARGEST_SIZE = 2.0**16
 """Of what is let in where nothing is known: the values of trained models are smaller by far."""
 LEAST_KNOWN = 4
+CERTAIN = 32
+"""Messages after which bounds are half as wide again as they will be: the first steps of a run change sizes most."""
 LEAST_VALUES = 256
-MESSAGES, PEERS = 8, 64
-"""How much is remembered: messages of each peer, and peers."""
+MESSAGES, PEERS = 3, 16
+"""How much is remembered: the last messages of each peer, for sizes change with the weights, and the last peers."""
 
 
 class SizeBound:
@@ -45,6 +48,7 @@ class SizeBound:
     def __init__(self, code: ActivationCode) -> None:
         self._code = code
         self._seen: dict[str, deque[float]] = {}
+        self._known = 0
         self._counts: Counter[str] = Counter()
 
     def bounded(self, peer: str, wire: Tensor) -> Tensor:
@@ -59,14 +63,14 @@ class SizeBound:
         if few:
             return wire
         usual = self._usual()
-        if size > REFUSE * usual:
-            self._note(peer, SCALE * usual)
+        most = SCALE * (1.0 + CERTAIN / max(1, self._known)) * usual
+        self._note(peer, min(size, most))
+        if size > most * REFUSE / SCALE:
             raise self._refusal(f"values of the size {size:.3g}, where {usual:.3g} is usual")
-        self._note(peer, min(size, SCALE * usual))
-        if size <= SCALE * usual:
+        if size <= most:
             return wire
         self._counts["scaled"] += 1
-        return scaled(self._code, wire, SCALE * usual / size)
+        return scaled(self._code, wire, most / size)
 
     def statistics(self) -> dict[str, int | float]:
         """Return how many messages were scaled down and refused."""
@@ -74,11 +78,12 @@ class SizeBound:
 
     def _usual(self) -> float:
         """Return the median size; infinite while too little is known, and where all was zero."""
-        if sum(map(len, self._seen.values())) < LEAST_KNOWN:
+        if self._known < LEAST_KNOWN:
             return math.inf
         return median_high(median(sizes) for sizes in self._seen.values()) or math.inf
 
     def _note(self, peer: str, size: float) -> None:
+        self._known += 1
         sizes = self._seen.pop(peer, None)
         self._seen[peer] = sizes = deque(maxlen=MESSAGES) if sizes is None else sizes
         sizes.append(size)

@@ -38,9 +38,9 @@ from pipeline.stage import Stage, StepReport
 RUN = """
 name = "attacked"
 precision = "float32"
-inner = { steps = 48, learning_rate = 5e-3, warmup_steps = 0 }
+inner = { steps = 48, learning_rate = 5e-3, warmup_steps = 6 }
 outer = { inner_steps_per_round = 4, overlap_steps = 2 }
-pipeline = { replicas = 4, sequence_length = 32, microbatch_size = 4, microbatches_per_step = 4 }
+pipeline = { replicas = 4, sequence_length = 32, microbatch_size = 4, microbatches_per_step = 2 }
 
 [model]
 architecture = "llama"

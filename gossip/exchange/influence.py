@@ -15,13 +15,14 @@ show that.
 
 Whoever walks backwards stays within any distance. What gives it away is the direction: the cosine between what we have
 learned and where the partner stands, both seen from our slow weights. One of them is noise; the mean of a partner's
-last few is not.
+last few is not. It only counts beside partners that went our way: replicas that read unlike texts may all pull apart.
 
 Of fewer than LEAST_VALUES weights none of this says anything: they only have to be finite.
 
 One partner has few voices in the median, and all that was measured counts, what was refused too: if honest distances
-grow for a reason, the median follows them after some meetings, and nobody is shut out for ever. At the beginning stand
-PRIOR voices for a TYPICAL distance. A restart begins there again.
+grow for a reason, the median follows them after some meetings, and nobody is shut out for ever. It is never less than
+TYPICAL: a pair that always meets agrees to the last bit, and a third replica would be far from it. Where nothing is
+known, at the beginning and after a restart, it is that.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from gossip.rule.outer_step import Tensors
 CLIP = 4.0
 REFUSE = 8.0
 """Medians of the distance that counts whole, and that counts at all."""
-TYPICAL, PRIOR = 1.0, 3
-"""The distance of a partner before any is known, in our own pseudo-gradients, and as how many voices it counts."""
+TYPICAL = 1.0
+"""The least median, in our own pseudo-gradients: who is no farther than one step does no more than one step's harm."""
 VOICES, PARTNERS, MOVES = 4, 32, 16
 """How much is remembered: distances of each partner, partners, and norms of our own pseudo-gradients."""
-BACKWARDS, LEAST_DIRECTIONS, NEWEST = -0.1, 2, 0.4
-"""A partner whose mean cosine is less does not count, from so many meetings on; weight of the newest in the mean."""
+BACKWARDS, FORWARDS, LEAST_VOICES = -0.1, 0.1, 3
+"""A partner whose mean cosine is less does not count, where of so many or more partners the median has more."""
+LEAST_DIRECTIONS, NEWEST = 2, 0.4
+"""Meetings from which there is a mean, and the weight of the newest in it."""
 LEAST_ALIKE = 0.1
 """Cosine of a partner's weights and ours. Those of honest replicas have more, noise has none."""
-
-
 LEAST_VALUES = 256
 
 
@@ -59,7 +60,7 @@ class Deviation(NamedTuple):
 
     `values`: how many they are. `distance`: from ours. `own`: norm of our pseudo-gradient. `alike`: cosine of both
     weights. `direction`: cosine between what we have learned and where the partner's fast weights are, from our slow
-    ones; 0 of slow weights. Where one of two is nothing, `alike` is 1 and `direction` 0.
+    ones; 0 of slow weights. Weights that are all zero are not alike, unless ours are.
     """
 
     values: int
@@ -86,14 +87,14 @@ def measure(theirs: Coded, own: Tensors, owed: Feedback, slow: Tensors, fast: Te
     values = sum(tensor.numel() for tensor in own)
     if not math.isfinite(apart):
         return Deviation(values, math.inf, math.sqrt(learned))
-    alike = _cosine(ours + across, ours, ours + 2.0 * across + apart)
-    back = _cosine(learned - along, learned, learned - 2.0 * along + apart) if own is fast else None
-    return Deviation(values, math.sqrt(apart), math.sqrt(learned), 1.0 if alike is None else alike, back or 0.0)
+    alike = _cosine(ours + across, ours, ours + 2.0 * across + apart) if ours else 1.0
+    back = _cosine(learned - along, learned, learned - 2.0 * along + apart) if own is fast else 0.0
+    return Deviation(values, math.sqrt(apart), math.sqrt(learned), alike, back)
 
 
-def _cosine(product: float, square: float, other: float) -> float | None:
-    """Return the cosine of two vectors, given their product and the squares of their norms; None where one is zero."""
-    return product / math.sqrt(square * other) if square > 0.0 and other > 0.0 else None
+def _cosine(product: float, square: float, other: float) -> float:
+    """Return the cosine of two vectors, given their product and the squares of their norms; 0 where one is zero."""
+    return product / math.sqrt(square * other) if square > 0.0 and other > 0.0 else 0.0
 
 
 class _Seen:
@@ -139,13 +140,22 @@ class InfluenceBound:
         seen.add(ratio, deviation.direction if deviation.own >= unit / 2 else None)
         if ratio > REFUSE * most:
             raise Implausible(f"weights {ratio:.3g} of our own steps from ours, where {most:.3g} is usual")
-        if seen.directions >= LEAST_DIRECTIONS and seen.cosine < BACKWARDS:
+        if self._walks_backwards(seen):
             raise Implausible(f"weights against the way that ours went: cosine {seen.cosine:.2f} on the mean")
         return min(1.0, CLIP * most / ratio) if ratio else 1.0
 
+    def _walks_backwards(self, seen: _Seen) -> bool:
+        known = [other.cosine for other in self._seen.values() if other.directions >= LEAST_DIRECTIONS]
+        return (
+            seen.directions >= LEAST_DIRECTIONS
+            and seen.cosine < BACKWARDS
+            and len(known) >= LEAST_VOICES
+            and median(known) > FORWARDS
+        )
+
     def _typical(self) -> float:
         known = [ratio for seen in self._seen.values() for ratio in seen.ratios]
-        return median([*known, *[TYPICAL] * PRIOR])
+        return max(TYPICAL, median(known)) if known else TYPICAL
 
 
 def check_alike(theirs: Coded, own: Tensors) -> None:
