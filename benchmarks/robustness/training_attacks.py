@@ -249,7 +249,7 @@ def out_of_reach() -> Iterator[None]:
         for place in ("gossip.exchange.influence.LEAST_ALIKE", "gossip.exchange.influence.BACKWARDS"):
             patches.enter_context(mock.patch(place, -math.inf))
         for place in ("SCALE", "REFUSE", "LARGEST_SIZE"):
-            patches.enter_context(mock.patch(f"pipeline.influence.{place}", math.inf))
+            patches.enter_context(mock.patch(f"pipeline.activations.influence.{place}", math.inf))
         yield
 
 

@@ -17,8 +17,8 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
-from pipeline.codec_formats import ACTIVATION_CODECS
-from pipeline.influence import SizeBound
+from pipeline.activations.formats import ACTIVATION_CODECS
+from pipeline.activations.influence import SizeBound
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 from pipeline.worker import Worker

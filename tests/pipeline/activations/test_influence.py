@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.codec import bound_of_norm, decode, encode, scaled
-from pipeline.codec_formats import ACTIVATION_CODECS, ActivationCode
-from pipeline.influence import LEAST_KNOWN, REFUSE, SCALE, SizeBound
+from pipeline.activations.codec import bound_of_norm, decode, encode, scaled
+from pipeline.activations.formats import ACTIVATION_CODECS, ActivationCode
+from pipeline.activations.influence import LEAST_KNOWN, REFUSE, SCALE, SizeBound
 
 CODES = tuple(dict.fromkeys(code for codec in ACTIVATION_CODECS.values() for code in codec))
 PLAIN = ACTIVATION_CODECS["bfloat16"].down
@@ -23,7 +23,7 @@ quick = settings(max_examples=40, deadline=None)
 
 @pytest.fixture(autouse=True, scope="module")
 def enough_is_known() -> Iterator[None]:
-    with mock.patch("pipeline.influence.CERTAIN", 0):
+    with mock.patch("pipeline.activations.influence.CERTAIN", 0):
         yield
 
 
@@ -111,7 +111,7 @@ def test_small_messages_of_one_have_nobody_elses_refused() -> None:
 
 
 def test_little_knowledge_bounds_less() -> None:
-    with mock.patch("pipeline.influence.CERTAIN", 32):
+    with mock.patch("pipeline.activations.influence.CERTAIN", 32):
         bound = taught(PLAIN)
         wire = encode(PLAIN, numbers(0, SCALE * 3))
         assert bound.bounded("p0", wire) is wire

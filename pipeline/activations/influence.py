@@ -25,7 +25,7 @@ from collections import Counter, deque
 from statistics import median, median_high
 from typing import TYPE_CHECKING
 
-from pipeline.codec_formats import ActivationCode
+from pipeline.activations.formats import ActivationCode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class SizeBound:
 
     def bounded(self, peer: str, wire: Tensor) -> Tensor:
         """Return what counts of a message, itself where all does; raise ValueError where none does."""
-        from pipeline.codec import bound_of_norm, check, scaled
+        from pipeline.activations.codec import bound_of_norm, check, scaled
 
         check(self._code, wire)
         size = bound_of_norm(self._code, wire) / math.sqrt(max(1, wire.numel()))
