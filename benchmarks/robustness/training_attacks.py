@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from noloco_node.data.blocks import Blocks, open_blocks
+from noloco_node.journal import events
 from noloco_node.sim.attacks import Attack, TamperedStage, boast
+from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import SimSetup, build_setup
 from noloco_node.sim.world import Watcher, World, simulate
@@ -66,6 +69,7 @@ class Outcome(NamedTuple):
 
     loss: float
     counts: Counter[str]
+    violations: Counter[str]
 
 
 class Row(NamedTuple):
@@ -85,18 +89,34 @@ def prepared(seed: int) -> SimSetup:
         return build_setup(Scenario(seed=seed, swarm=swarm))
 
 
+class Violations(Watcher):
+    """What honest peers took for a violation, and whose it was."""
+
+    def __init__(self, hostile: str) -> None:
+        self._hostile = hostile
+        self.counts: Counter[str] = Counter()
+
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+        """Count a violation."""
+        if isinstance(event, events.PeerViolation) and peer.name != self._hostile:
+            whose = "hostile" if event.peer == self._hostile else "HONEST"
+            self.counts[f"{whose}: {re.sub(r'-?[0-9.]+(e[+-]?[0-9]+)?', 'N', event.why)}"] += 1
+
+
 def outcome(setup: SimSetup, hostile: str = "", attack: Attack | None = None) -> Outcome:
     """Train, and evaluate what the honest have learned."""
+
+    seen = Violations(hostile)
 
     def watch(world: World) -> Sequence[Watcher]:
         if hostile:
             world.peers[hostile].attack = attack
-        return ()
+        return [seen]
 
-    return simulate(setup, watch, lambda world: _ended(world, hostile))
+    return simulate(setup, watch, lambda world: _ended(world, hostile, seen.counts))
 
 
-def _ended(world: World, hostile: str) -> Outcome:
+def _ended(world: World, hostile: str, violations: Counter[str]) -> Outcome:
     honest = [peer for name, peer in world.peers.items() if name != hostile and peer.replica is not None]
     counts: Counter[str] = Counter()
     slow: dict[int, list[tuple[Tensor, ...]]] = {}
@@ -110,7 +130,7 @@ def _ended(world: World, hostile: str) -> Outcome:
         assert isinstance(stage, Stage)
         stage.set_weights([mean_of(each) for each in zip(*slow[number], strict=True)])
         stages.append(stage)
-    return Outcome(_loss(world.setting, stages), counts)
+    return Outcome(_loss(world.setting, stages), counts, violations)
 
 
 def _loss(setup: SimSetup, stages: Sequence[Stage]) -> float:
@@ -275,6 +295,8 @@ def main() -> None:
 def _show(name: str, seed: int, made: Outcome) -> None:
     counts = ", ".join(f"{key} {made.counts[key]}" for key in COUNTED if made.counts[key])
     print(f"{name:36} seed {seed}  {made.loss:.3f} nats  {counts}", flush=True)
+    for why, count in made.violations.most_common():
+        print(f"    {count} times {why}", flush=True)
 
 
 if __name__ == "__main__":
