@@ -46,9 +46,9 @@ TYPICAL = 1.0
 """The least median, in our own pseudo-gradients: who is no farther than one step does no more than one step's harm."""
 VOICES, PARTNERS, MOVES = 4, 32, 16
 """How much is remembered: distances of each partner, partners, and norms of our own pseudo-gradients."""
-BACKWARDS, FORWARDS, LEAST_VOICES = -0.1, 0.1, 3
+BACKWARDS, FORWARDS, LEAST_VOICES = -0.15, 0.1, 3
 """A partner whose mean cosine is less does not count, where of so many or more partners the median has more."""
-LEAST_DIRECTIONS, NEWEST = 2, 0.4
+LEAST_DIRECTIONS, NEWEST = 3, 0.4
 """Meetings from which there is a mean, and the weight of the newest in it."""
 LEAST_ALIKE = 0.1
 """Cosine of a partner's weights and ours. Those of honest replicas have more, noise has none."""
