@@ -14,8 +14,10 @@ ones. What is remembered of a message is what of it counted, so that no single o
 
 Until LEAST_KNOWN messages have come only what no model computes is refused. Bounds are wider at first, for nothing
 changes sizes like the first steps of a run. Where a message has too few values for a size to mean anything, only what
-is not finite is refused. The direction of a gradient is not looked
-at: beside the noise of a microbatch it says nothing.
+is not finite is refused.
+
+The direction of a gradient is not looked at: beside the noise of a microbatch it says nothing. To scale activations
+changes the bytes from which the dither of their gradient follows: who sent them reads it with twice the rounding noise.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ LARGEST_SIZE = 2.0**16
 """Of what is let in where nothing is known: the values of trained models are smaller by far."""
 LEAST_KNOWN = 4
 CERTAIN = 32
-"""Messages after which bounds are half as wide again as they will be: the first steps of a run change sizes most."""
+"""Messages after which bounds are still twice as wide as they will be."""
 LEAST_VALUES = 256
 MESSAGES, PEERS = 3, 16
 """How much is remembered: the last messages of each peer, for sizes change with the weights, and the last peers."""
