@@ -12,12 +12,11 @@ refused. `--undefended` also shows each row with the bounds out of reach.
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gossip.exchange.influence import InfluenceBound
 from noloco_node.data.blocks import Blocks, open_blocks
 from noloco_node.journal import events
 from noloco_node.sim.attacks import Attack, TamperedStage, boast
@@ -36,6 +36,7 @@ from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import SimSetup, build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.state_sync.replica_mean import mean_of
+from pipeline.activations.influence import SizeBound
 from pipeline.stage import Stage, StepReport
 
 RUN = """
@@ -262,14 +263,11 @@ ROWS = (
 
 @contextmanager
 def out_of_reach() -> Iterator[None]:
-    """Put the bounds where nothing finite meets them."""
-    with ExitStack() as patches:
-        for place in ("gossip.exchange.influence.CLIP", "gossip.exchange.influence.REFUSE"):
-            patches.enter_context(mock.patch(place, math.inf))
-        for place in ("gossip.exchange.influence.LEAST_ALIKE", "gossip.exchange.influence.BACKWARDS"):
-            patches.enter_context(mock.patch(place, -math.inf))
-        for place in ("SCALE", "REFUSE", "LARGEST_SIZE"):
-            patches.enter_context(mock.patch(f"pipeline.activations.influence.{place}", math.inf))
+    """Let everything count that the codecs let through."""
+    with (
+        mock.patch.object(InfluenceBound, "share", lambda bound, partner, deviation: 1.0),
+        mock.patch.object(SizeBound, "bounded", lambda bound, peer, wire: wire),
+    ):
         yield
 
 
