@@ -105,10 +105,11 @@ class Encoded(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """What both have sent."""
+    """What both have sent. `share`: of the way from ours to theirs that counts (`influence`)."""
 
     mine: Coded
     theirs: Coded
+    share: float = 1.0
 
 
 def encode(form: Format, weights: Tensors, residual: Tensors = (), steps: Sequence[float] = ()) -> Encoded:

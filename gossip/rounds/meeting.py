@@ -96,6 +96,7 @@ class Meetings:
             if round_state.meeting is not meeting:
                 raise ConnectionAbortedError("the round was given up meanwhile")
             round_state.counts["spared"] += result.spared
+            round_state.counts["clipped"] += result.clipped
             if result.step is None:
                 self._note_too_stale(meeting.partner, result)
                 return

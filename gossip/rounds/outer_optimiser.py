@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gossip.exchange.codec import Coded, Encoded, Feedback, Sides, check, common_steps, encode
 from gossip.exchange.formats import absolute
+from gossip.exchange.influence import InfluenceBound, check_alike, measure
 from gossip.exchange.swap import Compute, norm, probe_coordinates
 from gossip.interface import GossipReplica, RoundSettings
 from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
@@ -49,6 +50,8 @@ class OuterOptimiser:
         self._owed = self._nothing_owed()
         self._state = _of_rule(state, settings.outer.alpha)
         self.weights = WeightsLock()
+        self._bounds = InfluenceBound(), InfluenceBound()
+        """Of the fast and of the slow weights that partners bring."""
         self.version = 0
 
     @property
@@ -117,6 +120,19 @@ class OuterOptimiser:
         check(theirs, own, owed, mine.norm)
         return Sides(mine.coded, theirs)
 
+    async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
+        """Return what was heard with the part of it that counts; raise Implausible where none does."""
+        return await self._compute(self._bounded, partner, sides, snapshot.fast, snapshot.fast)
+
+    async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
+        """Do likewise with slow weights; the snapshot says how far ours have come since."""
+        return await self._compute(self._bounded, partner, sides, self.state.slow, snapshot.fast)
+
+    def _bounded(self, partner: str, sides: Sides, own: Tensors, fast: Tensors) -> Sides:
+        owed, bound = (self._owed.fast, self._bounds[0]) if own is fast else (self._owed.slow, self._bounds[1])
+        deviation = measure(sides.theirs, own, owed, self.state.slow, fast)
+        return sides._replace(share=bound.share(partner, deviation))
+
     async def adopting(self, wire: Tensors, snapshot: Snapshot) -> Step:
         """Check weights that we are to adopt; return the step to them."""
         theirs = Coded(absolute(self._codec), wire)
@@ -125,6 +141,7 @@ class OuterOptimiser:
 
     def _check_absolute(self, theirs: Coded, own: Tensors) -> None:
         check(theirs, own, Feedback(theirs.form), norm(own))
+        check_alike(theirs, own)
 
     # What follows from it.
 

@@ -35,6 +35,11 @@ class Step(NamedTuple):
     slow: Sides | None = None
     adopts: Coded | None = None
 
+    @property
+    def clipped(self) -> bool:
+        """Whether less than all of what a partner sent counts."""
+        return any(sides is not None and sides.share != 1.0 for sides in (self.fast, self.slow))
+
 
 class Owed(NamedTuple):
     """What a codec has left out of the fast and of the slow weights."""
@@ -126,6 +131,8 @@ class _Work:
         meant = owed.meant(weights, number, at, self._near)
         own, theirs = seen.read(number, at, meant, self._own, out)
         self._seen = own
+        if seen.share != 1.0:
+            theirs = torch.lerp(own, theirs, seen.share)
         torch.add(own, theirs, out=out).mul_(0.5)
         owed.settle(number, at, meant, own)
         return out
@@ -136,7 +143,7 @@ class _Seen:
 
     def __init__(self, sides: Sides, own: Tensors) -> None:
         form = sides.theirs.form
-        self.lossy, self._modular = form is not Format.FLOAT32, form.is_modular
+        self.lossy, self._modular, self.share = form is not Format.FLOAT32, form.is_modular, sides.share
         self._mine = Reader(sides.mine, own) if self.lossy else None
         self._theirs = Reader(sides.theirs, own)
 

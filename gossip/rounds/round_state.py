@@ -32,7 +32,8 @@ VAIN_AT_MOST = 3
 MOST_MET = 256
 """Partners that are remembered to have been met."""
 COUNTED = (
-    *("met", "solo", "deferred", "lost", "implausible", "retaken", "adopted", "too_stale", "sent_ahead", "spared"),
+    *("met", "solo", "deferred", "lost", "implausible", "clipped", "retaken"),
+    *("adopted", "too_stale", "sent_ahead", "spared"),
     *("offers_sent", "offers_received", "declined", "unanswered", "bytes_sent", "bytes_received"),
 )
 

@@ -27,7 +27,7 @@ class ExchangeResult(NamedTuple):
     """What a meeting came to. `step`: None where the partner's weights are too stale to count.
 
     `last_met`: of our weights after the step. `spared`: whether slow weights that had travelled ahead did not have to
-    travel again.
+    travel again. `clipped`: whether less than all of what the partner sent counts.
     """
 
     step: Step | None
@@ -39,6 +39,7 @@ class ExchangeResult(NamedTuple):
     bytes_received: int
     adopted: bool
     spared: bool
+    clipped: bool
 
 
 class _Swapped(NamedTuple):
@@ -104,6 +105,7 @@ async def exchange_weights(
         bytes_received=size_bytes(theirs, swapped.came),
         adopted=whose is ContributionWeights.THEIRS,
         spared=swapped.spared,
+        clipped=swapped.step is not None and swapped.step.clipped,
     )
 
 
@@ -121,7 +123,8 @@ async def _average(meeting: _Meeting, prefetcher: SlowWeightPrefetcher) -> _Swap
     sent = Weights(fast=fast.coded.wire, slow=() if slow is None else slow.coded.wire)
     came = await swap(conversation, sent)
 
-    sides = await optimiser.hear_fast(came.fast, snapshot, fast)
+    heard = await optimiser.hear_fast(came.fast, snapshot, fast)
+    sides = await optimiser.bound_fast(conversation.peer, heard, snapshot)
     slow_sides: Sides | None = None
     if came.slow and not optimiser.needs_slow:
         raise Implausible("slow weights, which gamma = beta does not need")
@@ -135,7 +138,10 @@ async def _average(meeting: _Meeting, prefetcher: SlowWeightPrefetcher) -> _Swap
         slow_sides = slow_sides._replace(mine=slow.coded)
     elif slow_sides is not None and given is not None:
         slow_sides = slow_sides._replace(mine=given.slow.mine)
-    return _Swapped(Step(snapshot.fast, sides, slow_sides), sent, came, spared=given is not None)
+    if slow_sides is not None:
+        slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides, snapshot)
+    step = Step(snapshot.fast, sides, slow_sides)
+    return _Swapped(step, sent, came, spared=given is not None)
 
 
 async def _lend(meeting: _Meeting) -> _Swapped:

@@ -18,7 +18,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from noloco_node.errors import Exit, UserError, reason_of
-from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary, drop_outliers, mean_of, norm_of
+from noloco_node.state_sync.replica_mean import (
+    LEAST_REPLICAS,
+    LeftOut,
+    ReplicaSummary,
+    drop_outliers,
+    drop_strangers,
+    mean_of,
+    norm_of,
+    products_of,
+)
 from noloco_node.storage import tensor_file
 from noloco_node.storage.checkpoint import Counters, counters_of, files
 from noloco_node.terminal import say
@@ -132,6 +141,13 @@ class ReplicaReader:
         """Return one replica's slow weights by name."""
         return {name: self._files[place].get_tensor(f"slow.{number}") for number, name in enumerate(self._names)}
 
+    def alike(self, places: Sequence[int]) -> tuple[list[int], dict[int, float]]:
+        """Return which of these replicas have as much in common as replicas of a stage do, and who has not."""
+        if len(places) < LEAST_REPLICAS:
+            return list(places), {}
+        tensors = ([file.get_tensor(f"slow.{number}") for file in self._files] for number in range(len(self._names)))
+        return drop_strangers(products_of(tensors), places)
+
     def mean(self, places: Sequence[int]) -> dict[str, Tensor]:
         """Return the mean of some replicas by name: in memory are it and one tensor of each."""
         return {
@@ -165,6 +181,11 @@ def merged(stage: int, filed: Sequence[ReplicaFile], shapes: Shapes, rounds_behi
         with ReplicaReader(filed, shapes) as opened:
             standings = [opened.standing(place) for place in range(len(filed))]
             kept, left_out = drop_outliers(standings, rounds_behind)
+            kept, strangers = opened.alike(kept)
+            left_out += [
+                LeftOut(peer=filed[place].peer, why=f"not like the others: cosine {cosine:.2f}")
+                for place, cosine in strangers.items()
+            ]
             if kept:
                 return MergedReplicas(opened.mean(kept), tuple(standings[place] for place in kept), tuple(left_out))
             why = "; ".join(f"{each.peer}: {each.why}" for each in left_out) or "no file holds any of its weights"

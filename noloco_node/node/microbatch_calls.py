@@ -18,7 +18,8 @@ from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.swarm.receipts import Tally
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
-from pipeline.activations.formats import ACTIVATION_CODECS, ActivationCode
+from pipeline.activations.formats import ACTIVATION_CODECS
+from pipeline.activations.influence import SizeBound
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 from pipeline.worker import Worker
@@ -38,6 +39,8 @@ class MicrobatchClient:
     def __init__(self, config: ReplicaConfig, context: ReplicaContext) -> None:
         self._config, self._context = config, context
         self._timeout = AdaptiveTimeout(REPLIES)
+        self.bound = SizeBound(ACTIVATION_CODECS[config.run.pipeline.codec].back)
+        """Of the gradients that are returned to us."""
         self._unbounded: dict[asyncio.Timeout, float] = {}
         """Calls that began before anybody had replied, and when (loop seconds)."""
         self._pool = ConversationPool(context.network, topic(MICROBATCH, config.stage + 1), context.microbatch_schema)
@@ -89,7 +92,7 @@ class MicrobatchClient:
             self._unbounded.pop(limit, None)
         if isinstance(reply, Gradient):
             if reply.hidden is not None:
-                _check(ACTIVATION_CODECS[self._config.run.pipeline.codec].back, reply.hidden)
+                reply = replace(reply, hidden=_checked(self.bound, peer, reply.hidden))
             self._timeout.took(peer, loop_s() - begun_s)
             self._bound_first(share * self._timeout.deadline_s(peer))
             if self._config.stage + 2 == self._config.run.pipeline.stages:
@@ -123,6 +126,8 @@ class MicrobatchServer:
 
     def __init__(self, config: ReplicaConfig, context: ReplicaContext, worker: Worker) -> None:
         self._config, self._context, self._worker = config, context, worker
+        self.bound = SizeBound(ACTIVATION_CODECS[config.run.pipeline.codec].down)
+        """Of the activations that come."""
         # By the clock of the world, so that a later life's is higher.
         self.tally = Tally(int(1000 * context.unix_time()))
         """What came back from here, by source."""
@@ -178,13 +183,12 @@ class MicrobatchServer:
         least, greatest = microbatch.targets.aminmax()
         if int(least) < 0 or int(greatest) >= self._context.vocabulary:
             raise Violation(f"targets outside the vocabulary of {self._context.vocabulary}")
-        _check(ACTIVATION_CODECS[self._config.run.pipeline.codec].down, microbatch.hidden)
-        if self._config.stage == 1:
-            microbatch = replace(microbatch, source=conversation.peer)
-        reply = await self._worker.process(microbatch, conversation.peer)
+        hidden = _checked(self.bound, conversation.peer, microbatch.hidden)
+        source = conversation.peer if self._config.stage == 1 else microbatch.source
+        reply = await self._worker.process(replace(microbatch, hidden=hidden, source=source), conversation.peer)
         if isinstance(reply, Gradient):
             self.returned_s = loop_s()
-            self.tally.add(microbatch.source, len(microbatch.targets))
+            self.tally.add(source, len(microbatch.targets))
         try:
             if not conversation.is_quiet:
                 raise Violation("spoke again, or left, before it had its answer")
@@ -197,12 +201,10 @@ class MicrobatchServer:
             self._context.record(events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True))
 
 
-def _check(code: ActivationCode, wire: Tensor) -> None:
-    """Raise Violation for numbers that no stage sends."""
-    from pipeline.activations.codec import check
-
+def _checked(bound: SizeBound, peer: str, wire: Tensor) -> Tensor:
+    """Return what counts of a peer's numbers; raise Violation for those that no stage sends."""
     try:
-        check(code, wire)
+        return bound.bounded(peer, wire)
     except ValueError as error:
         raise Violation(str(error)) from None
 

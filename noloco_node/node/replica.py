@@ -303,6 +303,8 @@ class Replica:
             "downstream": self.next_stage.statistics() if self.next_stage else {},
             "rounds": self.rounds.statistics(),
             "stage": self._stage.statistics(),
+            "activations": self.microbatches.bound.statistics(),
+            "gradients": self._client.bound.statistics(),
         }
         return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
 

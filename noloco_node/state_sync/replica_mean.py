@@ -1,6 +1,6 @@
 """Which replicas of a stage belong in its mean, and the mean.
 
-Replicas of one stage differ a little, by the nature of gossip, and their mean is better than any of them. Two kinds
+Replicas of one stage differ a little, by the nature of gossip, and their mean is better than any of them. Three kinds
 must stay out of it, and whoever is left out is named with the reason:
 
 - A gross outlier: weights that are not finite, or whose norm is more than twice, or less than half, the median norm of
@@ -9,6 +9,8 @@ must stay out of it, and whoever is left out is named with the reason:
 - A straggler: more than `staleness_at_most` rounds behind the median round of the stage (of an even number the higher
   one in the middle), as a round itself would judge it. A copy of a home that was at rest for a week would pull the mean
   back by a week.
+- A stranger to the others: of three or more, one whose cosine with the median of them is next to nothing. Replicas
+  began alike; the negative of honest weights, or noise, has their norm and nothing else of them.
 
 The median, and never the largest or the newest, is the measure: one liar moves nobody else out of the mean. Two
 replicas of which one lies are beyond any rule.
@@ -17,7 +19,7 @@ replicas of which one lies are beyond any rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median_high, median_low
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 FACTOR = 2.0
 """By which a norm may differ from the median."""
+LEAST_ALIKE = 0.1
+"""Cosine of two replicas. Those of honest ones have more."""
+LEAST_REPLICAS = 3
+"""Of which one can be told from the others."""
 
 
 class ReplicaSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +76,33 @@ def drop_outliers(standings: Sequence[ReplicaSummary], rounds_behind: int) -> tu
         if place not in kept
     ]
     return kept, left_out
+
+
+def drop_strangers(products: Tensor, places: Sequence[int]) -> tuple[list[int], dict[int, float]]:
+    """Return who of these places belongs in the mean; of the others, the cosine that most of them have with it at most.
+
+    `products`: of the weights of all, each with each. Where no half agrees, all belong in it.
+    """
+    if len(places) < LEAST_REPLICAS:
+        return list(places), {}
+    norms = products.diagonal().sqrt()
+    cosines = (products / norms / norms[:, None]).nan_to_num().tolist()
+    usual = {i: median_high(cosines[i][j] for j in places if j != i) for i in places}
+    kept = [place for place in places if usual[place] >= LEAST_ALIKE]
+    if not kept:
+        return list(places), {}
+    return kept, {place: usual[place] for place in places if place not in kept}
+
+
+def products_of(tensors: Iterable[Sequence[Tensor]]) -> Tensor:
+    """Return the products of replicas, each with each, given each tensor of all of them in turn."""
+    import torch
+
+    total = torch.zeros(())
+    for replicas in tensors:
+        rows = torch.stack([replica.to("cpu", torch.float32).flatten() for replica in replicas])
+        total = total + (rows @ rows.T).double()
+    return total
 
 
 def norm_of(read: Callable[[int], Tensor], count: int) -> float:

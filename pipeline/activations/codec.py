@@ -92,6 +92,29 @@ def seed_of(wire: Tensor) -> int:
     return int.from_bytes(blake2b(content.data, digest_size=8).digest(), "big")
 
 
+def bound_of_norm(code: ActivationCode, wire: Tensor) -> float:
+    """Return what the norm of all values in a message is at most; of plain numbers the norm itself.
+
+    Not finite where a value is not, or where the norm overflows float32.
+    """
+    if code.plain:
+        return float(torch.linalg.vector_norm(wire, dtype=torch.float32))
+    rows = wire.reshape(-1, wire.shape[-1])
+    scales = rows[:, TOP_BYTES : TOP_BYTES + code.width(wire.shape[-1]) // BLOCK]
+    largest = torch.linalg.vector_norm(_tops(rows).float() * _fractions(wire.device)[scales.int()])
+    beyond = 0.5 / _middle(code) if code.dithered else 0.0
+    return (1.0 + beyond) * math.sqrt(BLOCK) * float(largest)
+
+
+def scaled(code: ActivationCode, wire: Tensor, factor: float) -> Tensor:
+    """Return a message whose values are so many times those of another, in new memory."""
+    if code.plain:
+        return (wire.float() * factor).to(wire.dtype)
+    rows = wire.reshape(-1, wire.shape[-1]).clone()
+    rows[:, :TOP_BYTES] = (_tops(rows).float() * factor).bfloat16().view(torch.uint8)
+    return rows.view(wire.shape)
+
+
 def _encode_rows(code: ActivationCode, rows: Tensor, wire: Tensor, seed: int, place: int) -> None:
     """Code float32 [n, width] into uint8 [n, row]. `place`: number of the first value in the message."""
     blocks = rows.view(-1, BLOCK) @ _rotation(rows.device)

@@ -155,6 +155,9 @@ SPOILS: dict[str, tuple[Format, Callable[[tuple[Tensor, ...]], tuple[Tensor, ...
     "no codes": (Format.INT4, lambda wire: ()),
     "codes of another form": (Format.INT4, lambda wire: (wire[0].to(torch.int8),)),
     "another shape": (Format.BFLOAT16, lambda wire: (wire[0].reshape(2, -1),)),
+    "the other sign": (Format.FLOAT32, lambda wire: (-wire[0],)),
+    "noise of our norm": (Format.BFLOAT16, lambda wire: (drawn(9).sub(3.0).mul(3.2).bfloat16(),)),
+    "weights far from ours": (Format.FLOAT32, lambda wire: (wire[0] * 9.0,)),
     "infinity": (Format.BFLOAT16, lambda wire: (wire[0] * float("inf"),)),
 }
 

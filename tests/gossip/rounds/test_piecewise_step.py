@@ -60,20 +60,31 @@ def sent(form: Format, own: Tensors, residual: Tensors, other: Tensors) -> Sides
 
 
 def seen(sides: Sides, meant: Tensors) -> tuple[Tensors, Tensors]:
-    mine, theirs = (decode(side.form, side.wire, meant, side.steps) for side in sides)
-    return mine, theirs
+    mine, theirs = (decode(side.form, side.wire, meant, side.steps) for side in (sides.mine, sides.theirs))
+    if sides.share == 1.0:
+        return mine, theirs
+    return mine, tuple(torch.lerp(own, other, sides.share) for own, other in zip(mine, theirs, strict=True))
 
 
 @few
-@given(st.sampled_from(Format), outers, delays, st.integers(0, 2), seeds, st.booleans(), longest)
+@given(
+    st.sampled_from(Format),
+    outers,
+    delays,
+    st.integers(0, 2),
+    seeds,
+    st.booleans(),
+    longest,
+    st.sampled_from([1.0, 0.3]),
+)
 def test_a_pair_steps_as_the_rule_says_whatever_the_pieces(
-    form: Format, outer: Outer, delay: Delay, meetings: int, seed: int, owing: bool, longest: int
+    form: Format, outer: Outer, delay: Delay, meetings: int, seed: int, owing: bool, longest: int, share: float
 ) -> None:
     state, snapshot = state_of(seed, outer, delay, meetings), draw(seed, 4)
     owes = owing and form is not Format.FLOAT32
     residuals = [draw(seed, number, 0.01) if owes else () for number in (5, 6)]
     owed = Owed(*(Feedback(form, copied(each)) for each in residuals))
-    fast = sent(form, snapshot, residuals[0], plus(snapshot, draw(seed, 7, 0.05)))
+    fast = sent(form, snapshot, residuals[0], plus(snapshot, draw(seed, 7, 0.05)))._replace(share=share)
     slow = (
         None
         if outer.gamma == outer.beta

@@ -1,0 +1,301 @@
+"""What one hostile replica does to a model that is really trained: its loss on held-out text, an attack a row.
+
+    python -m benchmarks.robustness.training_attacks  # all rows, of one seed
+    python -m benchmarks.robustness.training_attacks flipped-1 noise --seeds 0 1 2 --undefended
+
+Production nodes in virtual time train a small Llama on the standard library's text: 2 stages x 4 replicas, 48 inner
+steps a source. One replica is hostile, of four of its stage. The loss is that of the mean of the honest replicas' slow
+weights, on text that nobody trains on. Beside it stand the meetings and microbatches that honest peers clipped and
+refused. `--undefended` also shows each row with the bounds out of reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gossip.exchange.influence import InfluenceBound
+from noloco_node.data.blocks import Blocks, open_blocks
+from noloco_node.journal import events
+from noloco_node.sim.attacks import Attack, TamperedStage, boast
+from noloco_node.sim.peer import SimulatedPeer
+from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
+from noloco_node.sim.scenario.setup import SimSetup, build_setup
+from noloco_node.sim.world import Watcher, World, simulate
+from noloco_node.state_sync.replica_mean import mean_of
+from pipeline.activations.influence import SizeBound
+from pipeline.stage import Stage, StepReport
+
+RUN = """
+name = "attacked"
+precision = "float32"
+inner = { steps = 48, learning_rate = 5e-3, warmup_steps = 6 }
+outer = { inner_steps_per_round = 4, overlap_steps = 2 }
+pipeline = { replicas = 4, sequence_length = 32, microbatch_size = 4, microbatches_per_step = 2 }
+
+[model]
+architecture = "llama"
+
+[model.sizes]
+vocab_size = 384
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 2
+max_position_embeddings = 64
+"""
+HELD_OUT = 48
+"""Batches of held-out text."""
+COUNTED = (
+    *("rounds.met", "rounds.clipped", "rounds.implausible", "rounds.solo", "downstream.gradients"),
+    *("activations.scaled", "activations.refused", "gradients.scaled", "gradients.refused", "stage.skipped_steps"),
+)
+
+
+class Outcome(NamedTuple):
+    """The loss in nats a token, and what honest peers counted."""
+
+    loss: float
+    counts: Counter[str]
+    violations: Counter[str]
+
+
+class Row(NamedTuple):
+    """An attack by one of the planned peers."""
+
+    name: str
+    peer: str
+    attack: Callable[[], Attack]
+
+
+def prepared(seed: int) -> SimSetup:
+    """Return the swarm."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.toml"
+        path.write_text(RUN)
+        swarm = SwarmConfig(run=str(path), model="transformer", duration_s=36_000.0)
+        return build_setup(Scenario(seed=seed, swarm=swarm))
+
+
+class Violations(Watcher):
+    """What honest peers took for a violation, and whose it was."""
+
+    def __init__(self, hostile: str) -> None:
+        self._hostile = hostile
+        self.counts: Counter[str] = Counter()
+
+    def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
+        """Count a violation."""
+        if isinstance(event, events.PeerViolation) and peer.name != self._hostile:
+            whose = "hostile" if event.peer == self._hostile else "HONEST"
+            self.counts[f"{whose}: {re.sub(r'-?[0-9.]+(e[+-]?[0-9]+)?', 'N', event.why)}"] += 1
+
+
+def outcome(setup: SimSetup, hostile: str = "", attack: Attack | None = None) -> Outcome:
+    """Train, and evaluate what the honest have learned."""
+
+    seen = Violations(hostile)
+
+    def watch(world: World) -> Sequence[Watcher]:
+        if hostile:
+            world.peers[hostile].attack = attack
+        return [seen]
+
+    return simulate(setup, watch, lambda world: _ended(world, hostile, seen.counts))
+
+
+def _ended(world: World, hostile: str, violations: Counter[str]) -> Outcome:
+    honest = [peer for name, peer in world.peers.items() if name != hostile and peer.replica is not None]
+    counts: Counter[str] = Counter()
+    slow: dict[int, list[tuple[Tensor, ...]]] = {}
+    for peer in honest:
+        assert peer.replica is not None
+        counts.update({name: int(count) for name, count in peer.replica.statistics().items()})
+        slow.setdefault(peer.replica.config.stage, []).append(peer.replica.rounds.state.slow)
+    stages = []
+    for number in range(world.setting.run.pipeline.stages):
+        stage = world.setting.build(number)
+        assert isinstance(stage, Stage)
+        stage.set_weights([mean_of(each) for each in zip(*slow[number], strict=True)])
+        stages.append(stage)
+    return Outcome(_loss(world.setting, stages), counts, violations)
+
+
+def _loss(setup: SimSetup, stages: Sequence[Stage]) -> float:
+    run = setup.run
+    blocks: Blocks = open_blocks(run.data, run.pipeline.sequence_length, run.seed, "", "validation")
+    losses = []
+    for batch in islice(blocks.batches(8), HELD_OUT):
+        hidden = batch[:, :-1]
+        for stage in stages:
+            hidden = stage.infer(hidden)
+        losses.append(float(functional.cross_entropy(hidden.flatten(0, 1), batch[:, 1:].flatten())))
+    return sum(losses) / len(losses)
+
+
+# The attacks.
+
+
+class Isolated(TamperedStage):
+    """One that lies about its weights takes nothing from others: what it says would be added to what it has."""
+
+    def correct(self, delta: Sequence[Tensor], /) -> None:
+        """Stay as it is."""
+
+
+class FreeRider(TamperedStage):
+    """Takes what others have learned, and learns nothing."""
+
+    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+        """Take a step of no length."""
+        return super().step(0.0, microbatches)
+
+
+class Ascending(TamperedStage):
+    """Steps along its gradient."""
+
+    def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
+        """Take a step with the gradient's sign changed."""
+        assert isinstance(self._stage, Stage)
+        for weight in self._stage._weights:
+            if weight.grad is not None:
+                weight.grad.neg_()
+        return super().step(learning_rate, microbatches)
+
+
+def weights(change: Callable[[Tensor], Tensor]) -> Callable[[], Attack]:
+    """Return an attack by what is said of each weight matrix."""
+    return lambda: Attack(stage=lambda stage: TamperedStage(stage, weights=change))
+
+
+def gradients(change: Callable[[Tensor], Tensor], *, boasts: bool = False) -> Callable[[], Attack]:
+    """Return an attack by the gradients that are returned."""
+    return lambda: Attack(record=boast if boasts else None, stage=lambda stage: TamperedStage(stage, gradient=change))
+
+
+def like(tensor: Tensor) -> Tensor:
+    """Return noise of the same norm."""
+    noise = torch.randn(tensor.shape)
+    return (noise * (tensor.float().norm() / noise.norm())).to(tensor.dtype)
+
+
+def biased(tensor: Tensor) -> Tensor:
+    """Return a gradient with the same added to each value, a third of what is typical."""
+    return (tensor.float() + 0.3 * tensor.float().square().mean().sqrt()).to(tensor.dtype)
+
+
+def first_weights() -> Attack:
+    """Return an attack with the weights that the run began with."""
+    kept: list[tuple[Tensor, ...]] = []
+
+    class Old(TamperedStage):
+        def weights(self) -> tuple[Tensor, ...]:
+            if not kept:
+                kept.append(super().weights())
+            return tuple(tensor.clone() for tensor in kept[0])
+
+    return Attack(stage=Old)
+
+
+def drift() -> Attack:
+    """Return an attack that knows the bounds: a push in one direction, too short to be clipped."""
+    return Attack(stage=Drifting)
+
+
+class Drifting(TamperedStage):
+    """Says its own weights, and an equal step of each in a direction of its own."""
+
+    LENGTH = 0.02
+
+    def correct(self, delta: Sequence[Tensor], /) -> None:
+        """Follow the others, so as to be near."""
+        self._stage.correct([each + push for each, push in zip(delta, self._push(), strict=True)])
+
+    def weights(self) -> tuple[Tensor, ...]:
+        """Say more than it has."""
+        return tuple(each + push for each, push in zip(self._stage.weights(), self._push(), strict=True))
+
+    def _push(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        return [self.LENGTH * torch.randn(shape, generator=generator) for shape in self.shapes]
+
+
+LAST, FIRST = "s1r0", "s0r0"
+ROWS = (
+    Row("flipped-1", LAST, weights(torch.neg)),
+    Row("flipped-0", FIRST, weights(torch.neg)),
+    Row("noise", LAST, weights(like)),
+    Row("longer", LAST, weights(partial(torch.mul, other=1.5))),
+    Row("shorter", LAST, weights(partial(torch.mul, other=0.5))),
+    Row("first-weights", LAST, first_weights),
+    Row("free-rider", LAST, lambda: Attack(stage=FreeRider)),
+    Row("ascends", LAST, lambda: Attack(stage=Ascending)),
+    Row("drift", LAST, drift),
+    Row("gradient-flipped", LAST, gradients(torch.neg)),
+    Row("gradient-flipped-boast", LAST, gradients(torch.neg, boasts=True)),
+    Row("gradient-zero", LAST, gradients(torch.zeros_like)),
+    Row("gradient-noise", LAST, gradients(like)),
+    Row("gradient-x2.9", LAST, gradients(partial(torch.mul, other=2.9))),
+    Row("gradient-x100", LAST, gradients(partial(torch.mul, other=100.0))),
+    Row("gradient-1e30", LAST, gradients(partial(torch.full_like, fill_value=1e30))),
+    Row("gradient-bias", LAST, gradients(biased)),
+    Row("gradient-invented", LAST, gradients(like, boasts=True)),
+    Row(
+        "activations-3e38",
+        FIRST,
+        lambda: Attack(stage=lambda stage: TamperedStage(stage, output=partial(torch.full_like, fill_value=3e38))),
+    ),
+)
+
+
+@contextmanager
+def out_of_reach() -> Iterator[None]:
+    """Let everything count that the codecs let through."""
+    with (
+        mock.patch.object(InfluenceBound, "share", return_value=1.0),
+        mock.patch.object(SizeBound, "bounded", lambda bound, peer, wire: wire),
+    ):
+        yield
+
+
+def main() -> None:
+    """Print the rows that were asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(("clean", *(row.name for row in ROWS))))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--undefended", action="store_true")
+    wanted = parser.parse_args()
+    torch.set_num_threads(1)
+    for seed in wanted.seeds:
+        setup = prepared(seed)
+        for row in (Row("clean", "", Attack), *ROWS):
+            if wanted.rows and row.name not in wanted.rows:
+                continue
+            _show(row.name, seed, outcome(setup, row.peer, row.attack()))
+            if wanted.undefended:
+                with out_of_reach():
+                    _show(f"{row.name}, undefended", seed, outcome(setup, row.peer, row.attack()))
+
+
+def _show(name: str, seed: int, made: Outcome) -> None:
+    counts = ", ".join(f"{key} {made.counts[key]}" for key in COUNTED if made.counts[key])
+    print(f"{name:36} seed {seed}  {made.loss:.3f} nats  {counts}", flush=True)
+    for why, count in made.violations.most_common():
+        print(f"    {count} times {why}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""How much of a partner's weights counts: as much as lies within the distance that partners have, and no more.
+
+Weights honestly differ, by what both have learned since they last agreed. So a partner's distance from our weights is
+measured in our own pseudo-gradient's norm, and compared with the median of what partners before it showed. Where fast
+and slow weights are nearly the same (a snapshot taken soon after a step) our own norm says little, and the ratio would
+diverge: the median of our own norms is its floor.
+
+    distance within CLIP medians       counts whole, to the bit as if nobody had looked
+    up to REFUSE medians               counts as far as CLIP medians go: the difference is scaled down
+    beyond, or not finite              is implausible: the meeting is lost
+
+Replicas of a stage began alike, so their weights have much in common: whoever sends the negative of them, or noise of
+the same norm, is not LEAST_ALIKE. In the first rounds, where weights are hardly longer than a step, no distance would
+show that.
+
+Whoever walks backwards stays within any distance. What gives it away is the direction: the cosine between what we have
+learned and where the partner stands, both seen from our slow weights. One of them is noise; the mean of a partner's
+last few is not. It only counts beside partners that went our way: replicas that read unlike texts may all pull apart.
+
+Of fewer than LEAST_VALUES weights none of this says anything: they only have to be finite.
+
+One partner has few voices in the median, and all that was measured counts, what was refused too: if honest distances
+grow for a reason, the median follows them after some meetings, and nobody is shut out for ever. It is never less than
+TYPICAL: a pair that always meets agrees to the last bit, and a third replica would be far from it. Where nothing is
+known, at the beginning and after a restart, it is that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from gossip.exchange.codec import Coded, Feedback, Reader
+from gossip.exchange.messages import Implausible
+from gossip.exchange.quantise import pieces, scratch
+from gossip.rule.outer_step import Tensors
+
+CLIP = 4.0
+REFUSE = 8.0
+"""Medians of the distance that counts whole, and that counts at all."""
+TYPICAL = 1.0
+"""The least median, in our own pseudo-gradients: who is no farther than one step does no more than one step's harm."""
+VOICES, PARTNERS, MOVES = 4, 32, 16
+"""How much is remembered: distances of each partner, partners, and norms of our own pseudo-gradients."""
+BACKWARDS, FORWARDS, LEAST_VOICES = -0.15, 0.1, 3
+"""A partner whose mean cosine is less does not count, where of so many or more partners the median has more."""
+LEAST_DIRECTIONS, NEWEST = 3, 0.4
+"""Meetings from which there is a mean, and the weight of the newest in it."""
+LEAST_ALIKE = 0.1
+"""Cosine of a partner's weights and ours. Those of honest replicas have more, noise has none."""
+LEAST_VALUES = 256
+
+
+class Deviation(NamedTuple):
+    """Where a partner's weights lie.
+
+    `values`: how many they are. `distance`: from ours. `own`: norm of our pseudo-gradient. `alike`: cosine of both
+    weights. `direction`: cosine between what we have learned and where the partner's fast weights are, from our slow
+    ones; 0 of slow weights. Weights that are all zero are not alike, unless ours are.
+    """
+
+    values: int
+    distance: float
+    own: float
+    alike: float = 1.0
+    direction: float = 0.0
+
+
+def measure(theirs: Coded, own: Tensors, owed: Feedback, slow: Tensors, fast: Tensors) -> Deviation:
+    """Measure what came beside our weights `own`, `slow` or `fast` themselves, of which `owed` is still to be sent."""
+    apart = learned = along = ours = across = 0.0
+    reader, memory, near = Reader(theirs, own), scratch(own), scratch(own)
+    for number, tensor in enumerate(own):
+        for at in pieces(theirs.form, tensor.numel()):
+            meant = owed.meant(own, number, at, near)
+            difference = torch.sub(reader.read(number, at, meant, memory), meant)
+            move = torch.sub(slow[number].view(-1)[at], fast[number].view(-1)[at])
+            apart += float(torch.dot(difference, difference))
+            learned += float(torch.dot(move, move))
+            along += float(torch.dot(move, difference))
+            ours += float(torch.dot(meant, meant))
+            across += float(torch.dot(meant, difference))
+    values = sum(tensor.numel() for tensor in own)
+    if not math.isfinite(apart):
+        return Deviation(values, math.inf, math.sqrt(learned))
+    alike = _cosine(ours + across, ours, ours + 2.0 * across + apart) if ours else 1.0
+    back = _cosine(learned - along, learned, learned - 2.0 * along + apart) if own is fast else 0.0
+    return Deviation(values, math.sqrt(apart), math.sqrt(learned), alike, back)
+
+
+def _cosine(product: float, square: float, other: float) -> float:
+    """Return the cosine of two vectors, given their product and the squares of their norms; 0 where one is zero."""
+    return product / math.sqrt(square * other) if square > 0.0 and other > 0.0 else 0.0
+
+
+class _Seen:
+    """What one partner has shown."""
+
+    def __init__(self) -> None:
+        self.ratios: deque[float] = deque(maxlen=VOICES)
+        self.cosine = 0.0
+        self.directions = 0
+
+    def add(self, ratio: float, cosine: float | None) -> None:
+        self.ratios.append(ratio)
+        if cosine is not None:
+            self.directions += 1
+            self.cosine += max(NEWEST, 1.0 / self.directions) * (cosine - self.cosine)
+
+
+class InfluenceBound:
+    """What partners have shown of one set of weights, and how much of the next one counts."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+        self._moves: deque[float] = deque(maxlen=MOVES)
+
+    def share(self, partner: str, deviation: Deviation) -> float:
+        """Return which part of the way to a partner's weights counts, 1 for all; raise Implausible where none does."""
+        if not math.isfinite(deviation.distance):
+            raise Implausible("weights too far to measure")
+        if deviation.values < LEAST_VALUES:
+            return 1.0
+        if deviation.alike < LEAST_ALIKE:
+            raise Implausible(f"weights that are not like ours: cosine {deviation.alike:.2f}")
+        self._moves.append(deviation.own)
+        unit = max(deviation.own, median(self._moves))
+        if not unit:
+            return 1.0  # we have learned nothing yet, and know no distance
+        ratio = deviation.distance / unit
+        most = self._typical()
+        self._seen[partner] = seen = self._seen.pop(partner, None) or _Seen()
+        if len(self._seen) > PARTNERS:
+            del self._seen[next(iter(self._seen))]
+        # A move that has hardly begun has no direction yet.
+        seen.add(ratio, deviation.direction if deviation.own >= unit / 2 else None)
+        if ratio > REFUSE * most:
+            raise Implausible(f"weights {ratio:.3g} of our own steps from ours, where {most:.3g} is usual")
+        if self._walks_backwards(seen):
+            raise Implausible(f"weights against the way that ours went: cosine {seen.cosine:.2f} on the mean")
+        return min(1.0, CLIP * most / ratio) if ratio else 1.0
+
+    def _walks_backwards(self, seen: _Seen) -> bool:
+        known = [other.cosine for other in self._seen.values() if other.directions >= LEAST_DIRECTIONS]
+        return (
+            seen.directions >= LEAST_DIRECTIONS
+            and seen.cosine < BACKWARDS
+            and len(known) >= LEAST_VOICES
+            and median(known) > FORWARDS
+        )
+
+    def _typical(self) -> float:
+        known = [ratio for seen in self._seen.values() for ratio in seen.ratios]
+        return max(TYPICAL, median(known)) if known else TYPICAL
+
+
+def check_alike(theirs: Coded, own: Tensors) -> None:
+    """Raise Implausible where weights that we are to go on from have nothing in common with ours."""
+    deviation = measure(theirs, own, Feedback(theirs.form), own, own)
+    if deviation.values >= LEAST_VALUES and deviation.alike < LEAST_ALIKE:
+        raise Implausible(f"weights to adopt that are not like ours: cosine {deviation.alike:.2f}")

@@ -1,0 +1,212 @@
+"""What a partner's weights may do: honest ones all they can, others a bounded amount or nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossip.exchange.codec import Feedback, Sides, encode
+from gossip.exchange.formats import Format
+from gossip.exchange.influence import (
+    BACKWARDS,
+    CLIP,
+    LEAST_ALIKE,
+    LEAST_DIRECTIONS,
+    REFUSE,
+    TYPICAL,
+    VOICES,
+    Deviation,
+    InfluenceBound,
+    check_alike,
+    measure,
+)
+from gossip.exchange.messages import Implausible
+from gossip.exchange.swap import norm
+from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
+from gossip.rule.outer_step import UNDELAYED, Outer, OuterState, Tensors, pseudo_gradient, step_pair
+
+SHAPES = ((20, 40), (300,))
+OUTER = Outer(alpha=0.0, beta=1.0, gamma=1.0)
+honest = st.floats(0.2, 2.0)
+quick = settings(max_examples=50, deadline=None)
+
+
+def draw(seed: int, length: float) -> Tensors:
+    source = torch.Generator().manual_seed(seed)
+    drawn = tuple(torch.randn(shape, generator=source) for shape in SHAPES)
+    return tuple(tensor * (length / norm(drawn)) for tensor in drawn)
+
+
+def plus(*summands: Tensors) -> Tensors:
+    return tuple(sum(tensors[1:], tensors[0]) for tensors in zip(*summands, strict=True))
+
+
+def at(ratio: float, **other: float) -> Deviation:
+    return Deviation(1000, ratio, 1.0, **{"alike": 0.9, "direction": 0.5, **other})
+
+
+def step_of(slow: Tensors, fast: Tensors, sides: Sides) -> Tensors:
+    """Return the slow weights after a meeting."""
+    owed = Owed(Feedback(Format.FLOAT32), Feedback(Format.FLOAT32))
+    copies = (tuple(tensor.clone() for tensor in each) for each in (fast, slow))
+    snapshot, state = next(copies), OuterState(next(copies))
+    return take_step(Step(snapshot, sides), state, owed, Rule(OUTER, UNDELAYED)).slow
+
+
+@quick
+@given(seed=st.integers(0, 2**31), distances=st.lists(honest, min_size=1, max_size=20))
+def test_an_honest_partner_is_never_altered(seed: int, distances: list[float]) -> None:
+    """The step is what it was without a bound, to the bit."""
+    bound, slow = InfluenceBound(), draw(seed, 10.0)
+    fast = plus(slow, draw(seed + 1, 1.0))
+    for number, distance in enumerate(distances):
+        theirs = plus(fast, draw(seed + 2 + number, distance))
+        coded = encode(Format.FLOAT32, theirs).coded
+        deviation = measure(coded, fast, Feedback(Format.FLOAT32), slow, fast)
+        sides = Sides(encode(Format.FLOAT32, fast).coded, coded, bound.share(f"p{number % 3}", deviation))
+        assert sides.share == 1.0
+        expected = step_pair(OuterState(slow), fast, theirs, None, OUTER).state.slow
+        assert all(map(torch.equal, step_of(slow, fast, sides), expected))
+
+
+@quick
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.floats(0.0, 1e12), min_size=1, max_size=12),
+    before=st.lists(honest, max_size=12),
+)
+def test_the_influence_of_any_partner_on_the_mean_is_bounded(
+    seed: int, lengths: list[float], before: list[float]
+) -> None:
+    """Whatever one partner brings and however often, beside three honest ones."""
+    bound, slow = InfluenceBound(), draw(seed, 10.0)
+    fast = plus(slow, draw(seed + 1, 1.0))
+    for number, distance in enumerate(before):
+        bound.share(f"p{number % 3}", at(distance))
+    usual = max([TYPICAL, *before])
+    for number, length in enumerate(lengths[: VOICES + len(before)]):
+        coded = encode(Format.FLOAT32, plus(fast, draw(seed + 2 + number, length))).coded
+        deviation = measure(coded, fast, Feedback(Format.FLOAT32), slow, fast)
+        try:
+            share = bound.share("liar", deviation)
+        except Implausible:
+            continue
+        after = step_of(slow, fast, Sides(encode(Format.FLOAT32, fast).coded, coded, share))
+        most = CLIP * usual if len(before) > VOICES else REFUSE * max(usual, *lengths)
+        assert norm(pseudo_gradient(after, fast)) <= most / 2 * 1.01
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_what_is_not_finite_never_passes(value: float) -> None:
+    fast = draw(1, 10.0)
+    theirs = tuple(torch.full_like(tensor, value) for tensor in fast)
+    coded = encode(Format.FLOAT32, fast).coded._replace(wire=theirs)
+    deviation = measure(coded, fast, Feedback(Format.FLOAT32), draw(2, 10.0), fast)
+    with pytest.raises(Implausible):
+        InfluenceBound().share("liar", deviation)
+
+
+@pytest.mark.parametrize("times", [-1.0, 0.0, "noise"])
+def test_weights_that_are_not_like_ours_do_not_count(times: float | str) -> None:
+    fast = draw(1, 1.0)
+    theirs = draw(9, 1.0) if isinstance(times, str) else tuple(tensor * times for tensor in fast)
+    coded = encode(Format.FLOAT32, theirs).coded
+    # A step as long as the weights: no distance would show it.
+    deviation = measure(coded, fast, Feedback(Format.FLOAT32), plus(fast, draw(3, 3.0)), fast)
+    assert deviation.alike < LEAST_ALIKE
+    with pytest.raises(Implausible, match="not like ours"):
+        InfluenceBound().share("liar", deviation)
+    with pytest.raises(Implausible, match="not like ours"):
+        check_alike(coded, fast)
+    check_alike(encode(Format.FLOAT32, plus(fast, draw(4, 1.0))).coded, fast)
+
+
+def test_whoever_walks_backwards_is_refused_and_one_odd_meeting_is_not() -> None:
+    bound = InfluenceBound()
+    for direction in (0.6, -0.5, 0.9):
+        for name in ("honest", "other"):
+            assert bound.share(name, at(1.0, direction=direction)) == 1.0
+    for _ in range(LEAST_DIRECTIONS - 1):
+        assert bound.share("liar", at(1.0, direction=2 * BACKWARDS)) == 1.0
+    with pytest.raises(Implausible, match="against"):
+        bound.share("liar", at(1.0, direction=2 * BACKWARDS))
+    for _ in range(9):
+        bound.share("honest", at(1.0))
+    for _ in range(5):
+        bound.share("slow", at(1.0, direction=-0.9)._replace(own=0.1))
+
+
+def test_where_all_pull_apart_nobody_is_refused_for_it() -> None:
+    bound = InfluenceBound()
+    for number in range(12):
+        assert bound.share(f"p{number % 3}", at(1.0, direction=-0.3)) == 1.0
+    alone = InfluenceBound()
+    for _ in range(5):
+        assert alone.share("p", at(1.0, direction=-0.9)) == 1.0
+
+
+def test_the_direction_is_seen_from_our_slow_weights() -> None:
+    slow = draw(1, 10.0)
+    learned = draw(2, 1.0)
+    fast = plus(slow, learned)
+    for sign in (1.0, -1.0):
+        coded = encode(Format.FLOAT32, plus(slow, tuple(sign * tensor for tensor in learned))).coded
+        assert measure(coded, fast, Feedback(Format.FLOAT32), slow, fast).direction == pytest.approx(sign, abs=1e-3)
+
+
+def test_distances_that_grow_shut_nobody_out_for_ever() -> None:
+    bound, refused = InfluenceBound(), 0
+    for number in range(8):
+        bound.share(f"p{number % 3}", at(1.0))
+    for number in range(30):
+        try:
+            bound.share(f"p{number % 3}", at(30.0))
+        except Implausible:
+            refused += 1
+    assert 0 < refused <= 3 * VOICES
+    assert bound.share("p0", at(30.0)) == 1.0
+
+
+def test_a_pair_that_agrees_to_the_bit_does_not_shut_out_a_third() -> None:
+    bound = InfluenceBound()
+    for _ in range(20):
+        bound.share("mate", at(1e-4))
+    assert bound.share("newcomer", at(CLIP * TYPICAL)) == 1.0
+
+
+def test_one_partner_alone_does_not_move_what_is_usual() -> None:
+    bound = InfluenceBound()
+    for number in range(9):
+        bound.share(f"p{number % 3}", at(1.0))
+    for _ in range(100):
+        with pytest.raises(Implausible):
+            bound.share("liar", at(1000.0))
+    assert bound.share("p0", at(2.0 * CLIP)) == pytest.approx(0.5)
+
+
+def test_a_short_move_of_ours_makes_nobody_seem_far() -> None:
+    bound = InfluenceBound()
+    for number in range(9):
+        bound.share(f"p{number % 3}", at(1.0))
+    assert bound.share("p0", at(1.0)._replace(own=1e-9)) == 1.0
+
+
+def test_few_values_only_have_to_be_finite() -> None:
+    few = Deviation(8, 1e6, 1.0, alike=-1.0, direction=-1.0)
+    assert InfluenceBound().share("p", few) == 1.0
+    with pytest.raises(Implausible):
+        InfluenceBound().share("p", few._replace(distance=math.inf))
+
+
+@pytest.mark.parametrize("form", list(Format))
+def test_every_form_is_measured_as_it_is_decoded(form: Format) -> None:
+    fast, apart = draw(1, 10.0), draw(2, 1.0)
+    steps = (0.02,) * len(SHAPES) if form.is_modular else ()
+    coded = encode(form, plus(fast, apart), (), steps).coded
+    deviation = measure(coded, fast, Feedback(form), fast, fast)
+    assert deviation.distance == pytest.approx(1.0, rel=0.2)
+    assert (deviation.values, deviation.own) == (1100, 0.0)
