@@ -13,12 +13,13 @@ from pathlib import Path
 
 from noloco_node.cli.admissions import HostedAdmissions
 from noloco_node.cli.options import BootstrapOptions, default_home, metrics_place
+from noloco_node.cli.served_views import views_served
+from noloco_node.cli.web_options import page_place
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
-from noloco_node.observe.metrics_server import follow, metrics_served
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
@@ -49,7 +50,9 @@ async def host(options: BootstrapOptions) -> None:
                 code=Exit.OTHER_RUN,
             )
         known = tuple(map(str, parsed.addresses))
+    metrics_at = metrics_place(options)
     with Home.open(options.home or default_home("bootstrap")) as home:
+        page_at = page_place(options.web, is_open=options.web_open, home=home.path)
         admissions = HostedAdmissions(recipe, options.run, home.identity, parsed)
         settings = NetworkSettings(
             run=recipe.digest,
@@ -65,7 +68,7 @@ async def host(options: BootstrapOptions) -> None:
         keys = [home.path / f"relay-{number}.key" for number in range(1, options.relays + 1)]
         async with (
             departure(say) as leaving,
-            metrics_served(metrics_place(options), recipe.digest) as metrics,
+            views_served(metrics_at, page_at, recipe.digest) as views,
             connected(settings) as whole,
             whole.relaying(keys) as relays,
         ):
@@ -87,9 +90,8 @@ async def host(options: BootstrapOptions) -> None:
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
                 followed = [each.follow(membership) for each in (history, kept)]
-                if metrics is not None:
-                    followed.append(follow(metrics, membership, network, recipe.run))
-                running = (membership.run(), _tell(membership), admissions.watch(), *followed)
+                showing = views.follow(membership, network, recipe)
+                running = (membership.run(), _tell(membership), admissions.watch(), showing, *followed)
                 tasks = [group.create_task(each) for each in running]
                 leaving.polite = True
                 await leaving.asked.wait()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import AsyncExitStack, closing
 from datetime import datetime
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec import structs
@@ -17,6 +15,8 @@ from msgspec import structs
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import HostMachine
 from noloco_node.cli.options import JoinOptions, default_home, metrics_place
+from noloco_node.cli.served_views import ServedViews, views_served
+from noloco_node.cli.web_options import page_place
 from noloco_node.data.blocks import check_source
 from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal import events
@@ -33,7 +33,6 @@ from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
-from noloco_node.observe.metrics_server import follow, metrics_served
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
 from noloco_node.run.permissions import check_text, summary
@@ -47,9 +46,6 @@ from noloco_node.swarm.peer_name import checked_name
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background
 from noloco_node.terminal import Bar, say
-
-if TYPE_CHECKING:
-    from noloco_node.observe.metrics import NodeMetrics
 
 
 async def join(invite: str | None, options: JoinOptions) -> None:
@@ -69,21 +65,19 @@ async def join(invite: str | None, options: JoinOptions) -> None:
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
         ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
-        async with departure(say) as leaving, metrics_served(metrics_place(options), parsed.digest) as metrics:
-            reporter = Reporter(record=partial(_record, journal, torch_device, metrics=metrics), say=say, draw=bar.draw)
-            participant = _Participant(access, options, home, torch_device, reporter, leaving, metrics)
+        page_at = page_place(options.web, is_open=options.web_open, home=home.path)
+        async with departure(say) as leaving, views_served(metrics_place(options), page_at, parsed.digest) as views:
+            reporter = Reporter(record=partial(_record, journal, views, torch_device), say=say, draw=bar.draw)
+            participant = _Participant(access, options, home, torch_device, reporter, leaving, views)
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
 
 
-def _record(
-    journal: Journal, torch_device: torch.device, event: events.Event, metrics: NodeMetrics | None = None
-) -> None:
-    """Write an event to the journal, to the first of a life what only this process knows; and count it."""
+def _record(journal: Journal, views: ServedViews, torch_device: torch.device, event: events.Event) -> None:
+    """Write an event to the journal, to the first of a life what only this process knows; and show it."""
     if isinstance(event, events.Started):
         event = structs.replace(event, device=str(torch_device), pid=os.getpid())
     journal.write(event)
-    if metrics is not None:
-        metrics.take(event, time.time())
+    views.take(event)
 
 
 class _Participant:
@@ -97,10 +91,10 @@ class _Participant:
         torch_device: torch.device,
         reporter: Reporter,
         leaving: Departure,
-        metrics: NodeMetrics | None,
+        views: ServedViews,
     ) -> None:
         self._access, self._options, self._home, self._torch_device = access, options, home, torch_device
-        self._reporter, self._leaving, self._metrics = reporter, leaving, metrics
+        self._reporter, self._leaving, self._views = reporter, leaving, views
         self._run: tuple[RunFileText, ModelLayout] | None = None
 
     async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
@@ -121,9 +115,8 @@ class _Participant:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(background(history.follow(node.membership)))
                 await stack.enter_async_context(background(kept.follow(node.membership)))
-                if self._metrics is not None:
-                    following = follow(self._metrics, node.membership, network, recipe.run)
-                    await stack.enter_async_context(background(following))
+                following = self._views.follow(node.membership, network, recipe)
+                await stack.enter_async_context(background(following))
                 await node.live(leave)
 
     async def _reached(self, network: PeerNetwork, history: run_history.RunHistory) -> float:

@@ -35,6 +35,7 @@ from noloco_node.cli.options import (
     metrics_place,
     taking,
 )
+from noloco_node.cli.web_options import WebOpenOption, WebOption, page_place
 from noloco_node.errors import COMPLAINT, Exit, UserError, leaves, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.run.config import AdmissionRule
@@ -131,7 +132,7 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
 
     # Before torch is loaded: a refusal is to come at once.
     _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
-    _ = metrics_place(options), checked_name(options.name)
+    _ = metrics_place(options), page_place(options.web, is_open=options.web_open), checked_name(options.name)
     from noloco_node.terminal import say
 
     say("starting: torch is loaded, which takes some seconds")
@@ -191,13 +192,16 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, instead of a picture.")] = False,
     home: HomeOption = None,
     local: LocalOption = None,
+    web: WebOption = None,
+    web_open: WebOpenOption = False,
 ) -> None:
     """Show what a swarm does and what holds it back: live on a terminal, in lines elsewhere. Ctrl-C ends it."""
     from noloco_node.cli import observation
 
     given = places or []
+    shown = observation.Shown(once, as_json, page_place(web, is_open=web_open))
     if journal:
-        _until_interrupted(observation.replay([Path(place) for place in given], once=once, as_json=as_json))
+        _until_interrupted(observation.replay([Path(place) for place in given], shown))
     elif len(given) > 1:
         raise typer.BadParameter("give one INVITE, or --journal and directories")
     else:
@@ -207,7 +211,7 @@ def watch(
         home = home or default_home("node")
         visitor = Visitor(tuple(local or ()), home)
         invite = found(invite_text(given[0]) if given else None, home)
-        _until_interrupted(observation.watch(invite, once=once, as_json=as_json, visitor=visitor))
+        _until_interrupted(observation.watch(invite, shown, visitor))
 
 
 @app.command()
@@ -379,7 +383,8 @@ def simulate(
     from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, repeat, search, simulate_scenario
 
     flags = SimulationFlags(options.peers, options.stages, options.rounds, options.seed)
-    wanted = SimulationRequest(options.out, options.as_json, options.trace)
+    page = page_place(options.web, is_open=options.web_open)
+    wanted = SimulationRequest(options.out, options.as_json, options.trace, page)
     try:
         if options.explore is not None:
             code = search(scenario, flags, wanted, options.explore, typer.echo)

@@ -12,7 +12,11 @@ from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import msgspec
+
 from noloco_node.observe.bottleneck import Cause, cause_of
+from noloco_node.observe.journal_observer import routes
+from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
     MOST_CHANGES,
     Change,
@@ -30,6 +34,8 @@ from noloco_node.swarm.roster import PeerRecord, Roster
 
 LEAST_SPAN_S, SPAN_S = 20.0, 60.0
 """For which the run's tokens are watched before their growth is believed, and over which it is measured."""
+MOST_TOKENS = 2**53
+"""That a peer is believed to have done: what a stranger says may be any number."""
 SILENT = "no news of it: it may be dead"
 _WAIT = re.compile(r"(.*), for ([0-9]{1,9}) s", re.DOTALL)
 
@@ -37,13 +43,18 @@ _WAIT = re.compile(r"(.*), for ([0-9]{1,9}) s", re.DOTALL)
 class RosterObserver:
     """Makes a view of each roster, and remembers what changed between them."""
 
-    def __init__(self, run: RunConfig, run_id: str) -> None:
+    def __init__(self, run: RunConfig, run_id: str, own: PeerHistory | None = None) -> None:
+        """`own`: what the peer does that watches, where it takes part itself."""
+        self._own = own
         self._run, self._run_id, self._tokens = run, run_id, run.pipeline.sequence_length
         self._microbatch_tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
         self._seen: deque[tuple[float, int]] = deque(maxlen=1000)
         self._before: dict[str, PeerRecord] | None = None
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
         self._course = Course()
+        self._window_tokens = run.pipeline.microbatches_per_step * self._microbatch_tokens
+        self._since: float | None = None
+        self._steps: dict[str, tuple[int, int, int]] = {}
 
     def view(self, roster: Roster, at: float, late: Mapping[str, float] = MappingProxyType({})) -> SwarmView:
         """Return what a roster that was read just now says.
@@ -54,6 +65,8 @@ class RosterObserver:
         records = {record.peer: record for stage in roster.stages for record in stage}
         if roster.old_since_s is None:
             self._note_changes(records, at)
+        self._since = at if self._since is None else self._since
+        self._count_steps(records)
         totals = RunTotals(
             name=run.name,
             run_id=self._run_id,
@@ -62,6 +75,8 @@ class RosterObserver:
             budget_tokens=run.budget_samples * self._tokens,
             tokens_per_s=self._tokens_per_s(roster, at),
             trouble=_age(roster),
+            since=self._since,
+            routes=None if self._own is None else tuple(routes(self._own)),
         )
         peers = [self._peer_view(record, at, late.get(record.peer)) for record in records.values()]
         return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at)
@@ -86,7 +101,7 @@ class RosterObserver:
         idle = waits is not None and cause_of(waits) in (Cause.MICROBATCHES, Cause.ROUTE)
         speed = record.tokens_per_s if record.state is PeerState.TRAINING and not idle else 0.0
         busy = speed / self._microbatch_tokens * record.device_s
-        return PeerView(
+        view = PeerView(
             peer=record.peer,
             name=called(record),
             stage=record.stage,
@@ -100,7 +115,28 @@ class RosterObserver:
             gap=record.gap,
             waits=waits,
             since=None if since_s is None else at - since_s,
+            met=record.partner,
+            tokens=min(MOST_TOKENS, self._window_tokens * self._steps[record.peer][2]),
+            budget=record.budget,
         )
+        own = self._own
+        if own is None or own.peer != record.peer:
+            return view
+        rates = {"sent_per_s": own.sent_per_s, "received_per_s": own.received_per_s}
+        return msgspec.structs.replace(view, tokens=own.tokens, busy=own.busy_share(at), **rates)
+
+    def tell(self, name: str, text: str, at: float) -> None:
+        """Add to what happened what no record says."""
+        self._changes.append(Change(at=at, name=name, text=text))
+
+    def _count_steps(self, records: Mapping[str, PeerRecord]) -> None:
+        """Count the steps that each peer has taken before our eyes: a newcomer takes over the count of its donor."""
+        now: dict[str, tuple[int, int, int]] = {}
+        for peer, record in records.items():
+            stage, steps, done = self._steps.get(peer, (record.stage, record.inner_steps, 0))
+            grown = record.inner_steps - steps if stage == record.stage and record.state == PeerState.TRAINING else 0
+            now[peer] = (record.stage, record.inner_steps, done + max(0, grown))
+        self._steps = now
 
     def _note_changes(self, records: dict[str, PeerRecord], at: float) -> None:
         before, self._before = self._before, records
