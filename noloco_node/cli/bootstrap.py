@@ -20,6 +20,7 @@ from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
+from noloco_node.observe.swarm_view import short
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
@@ -29,7 +30,7 @@ from noloco_node.swarm.kept_invite import KeptInvite, from_where
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
-from noloco_node.terminal import say
+from noloco_node.terminal import say, sign
 
 LINE_EVERY_S = 60.0
 
@@ -72,6 +73,7 @@ async def host(options: BootstrapOptions) -> None:
             connected(settings) as whole,
             whole.relaying(keys) as relays,
         ):
+            sign(short(whole.peer_id))
             network = await admissions.admitted(whole)
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)

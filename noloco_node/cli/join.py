@@ -33,6 +33,7 @@ from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
+from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
 from noloco_node.run.permissions import check_text, summary
@@ -45,7 +46,7 @@ from noloco_node.swarm.kept_invite import KeptInvite
 from noloco_node.swarm.peer_name import checked_name
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background
-from noloco_node.terminal import Bar, say
+from noloco_node.terminal import Bar, say, sign, warn
 
 
 async def join(invite: str | None, options: JoinOptions) -> None:
@@ -67,7 +68,8 @@ async def join(invite: str | None, options: JoinOptions) -> None:
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
         page_at = page_place(options.web, is_open=options.web_open, home=home.path)
         async with departure(say) as leaving, views_served(metrics_place(options), page_at, parsed.digest) as views:
-            reporter = Reporter(record=partial(_record, journal, views, torch_device), say=say, draw=bar.draw)
+            record = partial(_record, journal, views, torch_device)
+            reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)
             participant = _Participant(access, options, home, torch_device, reporter, leaving, views)
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
 
@@ -99,6 +101,7 @@ class _Participant:
 
     async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
         """Live as a node until the shift is over, or the run."""
+        sign(short(network.peer_id))
         say(f"we are {network.peer_id}")
         network = await self._access.enter(network)
         # In the first shift alone: in a later one nobody of the invite may be there to ask.

@@ -39,6 +39,7 @@ from noloco_node.cli.web_options import WebOpenOption, WebOption, page_place
 from noloco_node.errors import COMPLAINT, Exit, UserError, leaves, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.run.config import AdmissionRule
+from noloco_node.terminal import LogLevel, complain, configure
 
 T = TypeVar("T")
 
@@ -65,8 +66,12 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
+    log_level: Annotated[
+        LogLevel, typer.Option(metavar="LEVEL", help="Least that is said: debug, info, warning or error.")
+    ] = LogLevel.INFO,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Say it as JSON, one object a line.")] = False,
 ) -> None:
-    pass
+    configure(log_level, as_json=log_json)
 
 
 @app.command()
@@ -428,10 +433,10 @@ def main() -> None:
         trouble = user_error_of(error)
         if trouble is None:
             raise
-        typer.echo(f"{COMPLAINT}{trouble}", err=True)
+        complain(f"{COMPLAINT}{trouble}")
         sys.exit(trouble.code)
     except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `signals`
-        typer.echo(f"{COMPLAINT}interrupted", err=True)
+        complain(f"{COMPLAINT}interrupted")
         sys.exit(Exit.INTERRUPTED)
     finally:
         gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone

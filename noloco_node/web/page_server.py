@@ -87,7 +87,7 @@ class Page:
         self._encoded: tuple[int, bytes] = (0, b"")
         self._changed = asyncio.Event()
         self._keys: deque[str] = deque(maxlen=MOST_KEYS)
-        self.takes_keys, self.closed = takes_keys, False
+        self.takes_keys, self.closed, self.address = takes_keys, False, ""
 
     def show(self, view: SwarmView, playback: PlaybackState | None = None) -> None:
         """Show this from now on."""
@@ -152,7 +152,8 @@ async def page_served(where: PagePlace | None, *, takes_keys: bool = False) -> A
         except OSError as error:
             raise refused_place(where.place, "--web", error) from error
         path = f"/{where.token}/" if where.token else "/"
-        say(f"the swarm in a browser: {where.place.url(runner.addresses[0][1])}{path}")
+        page.address = where.place.url(runner.addresses[0][1]) + path
+        say(f"the swarm in a browser: {page.address}")
         yield page
     finally:
         page.close()
