@@ -40,7 +40,7 @@ from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background
 from noloco_node.web.page_server import Page, PagePlace, page_served
 
-STAGES, WIDTH, TOKENS = 5, 256, 512
+STAGES, WIDTH, TOKENS = 5, 128, 64
 READER = """
 import sys, urllib.request
 stream = urllib.request.urlopen(sys.argv[1])

@@ -67,7 +67,10 @@ async def join(invite: str | None, options: JoinOptions) -> None:
         ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
         page_at = page_place(options.web, is_open=options.web_open, home=home.path)
-        async with departure(say) as leaving, views_served(metrics_place(options), page_at, parsed.digest) as views:
+        async with (
+            departure(say) as leaving,
+            views_served(metrics_place(options), page_at, parsed.digest, checked_name(options.name)) as views,
+        ):
             record = partial(_record, journal, views, torch_device)
             reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)
             participant = _Participant(access, options, home, torch_device, reporter, leaving, views)

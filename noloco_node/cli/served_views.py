@@ -16,7 +16,7 @@ from noloco_node.observe.metrics_server import metrics_served
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.served_place import ServedPlace
-from noloco_node.observe.swarm_view import MOST_CHANGES
+from noloco_node.observe.swarm_view import MOST_CHANGES, short
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText
 
@@ -31,9 +31,10 @@ PAGE_EVERY_S = 1.0
 class ServedViews:
     """Keeps what is served up to date. Without metrics and page it does nothing."""
 
-    def __init__(self, metrics: NodeMetrics | None, page: Page | None) -> None:
+    def __init__(self, metrics: NodeMetrics | None, page: Page | None, name: str = "") -> None:
+        """`name`: that the owner gives our peer."""
         self._metrics, self._page = metrics, page
-        self._own = PeerHistory("this node", 0)
+        self._own = PeerHistory(name, 0)
         self._told: deque[tuple[str, float]] = deque(maxlen=MOST_CHANGES)
         self._observer: RosterObserver | None = None
 
@@ -56,7 +57,7 @@ class ServedViews:
             self._observer = RosterObserver(recipe.run, recipe.digest, self._own)
         while True:
             while self._told:
-                self._observer.tell(self._own.name, *self._told.popleft())
+                self._observer.tell(f"{short(self._own.peer or '')} {self._own.name}".strip(), *self._told.popleft())
             view = self._observer.view(membership.roster, time.time(), membership.news_age_s)
             if self._metrics is not None:
                 self._metrics.show(view, membership.watched, network.statistics())
@@ -67,7 +68,7 @@ class ServedViews:
 
 @asynccontextmanager
 async def views_served(
-    metrics_at: ServedPlace | None, page_at: PagePlace | None, run_id: str
+    metrics_at: ServedPlace | None, page_at: PagePlace | None, run_id: str, name: str = ""
 ) -> AsyncIterator[ServedViews]:
     """Serve what was asked for, as long as the body runs."""
     async with AsyncExitStack() as stack:
@@ -77,4 +78,4 @@ async def views_served(
             from noloco_node.web.page_server import page_served
 
             page = await stack.enter_async_context(page_served(page_at))
-        yield ServedViews(metrics, page)
+        yield ServedViews(metrics, page, name)

@@ -23,6 +23,9 @@ from noloco_node.run.peer_state import PeerState
 MAX_BYTES = 64 * 2**20
 """Size at which a journal is rotated, if nobody says otherwise: some 300,000 inner steps."""
 
+RUN_OVER = "the run is over"
+"""Why training has ended whose budget is used up (`Finished.why`)."""
+
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     at: float = 0.0

@@ -18,6 +18,7 @@ from noloco_node.journal.reader import read
 from noloco_node.journal.writer import rotated
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
+    ALL_ROUTES,
     MOST_CHANGES,
     Change,
     Course,
@@ -76,7 +77,7 @@ class JournalObserver:
             progress = max(progress, min(1.0, tokens / budget))
         elif progress > 0.0:
             budget = round(tokens / progress)
-        if sources and all(history.finished is not None for history in sources):
+        if sources and all(history.finished == events.RUN_OVER for history in sources):
             progress = 1.0  # what was in a partial window is in no inner step
         totals = RunTotals(
             name=self._name,
@@ -86,6 +87,7 @@ class JournalObserver:
             tokens_per_s=sum(history.tokens_per_s(now) for history in sources),
             since=self._begun,
             routes=tuple(chain.from_iterable(map(routes, self.histories))),
+            routes_told=ALL_ROUTES,
         )
         names = {history.peer: history.name for history in self.histories if history.peer}
         peers = [peer_view(history, names, now) for history in self.histories]

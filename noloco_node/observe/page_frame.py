@@ -80,7 +80,8 @@ class PageFrame(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageView, ...]
     peers: list[FramePeer]
     more_peers: int
-    routes: list[tuple[int, int, float]] | None
+    routes: list[tuple[int, int, float]]
+    routes_told: str
     changes: list[Change]
     course: FrameCourse
     playback: PlaybackState | None
@@ -109,7 +110,8 @@ def page_frame(view: SwarmView, playback: PlaybackState | None = None) -> PageFr
         stages=tuple(msgspec.structs.replace(each, waits=each.waits and plain(each.waits)) for each in view.stages),
         peers=[_peer(each, places, view.at) for each in shown],
         more_peers=len(view.peers) - len(shown),
-        routes=None if view.routes is None else _routes(view.routes, places),
+        routes=_routes(view.routes, places),
+        routes_told=view.routes_told,
         changes=[Change(at=each.at, name=plain(each.name), text=plain(each.text)) for each in view.changes],
         course=_course(view.course),
         playback=playback,

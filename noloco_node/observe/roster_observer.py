@@ -19,6 +19,8 @@ from noloco_node.observe.journal_observer import routes
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
     MOST_CHANGES,
+    NO_ROUTES,
+    OWN_ROUTES,
     Change,
     Course,
     PeerView,
@@ -44,7 +46,7 @@ class RosterObserver:
     """Makes a view of each roster, and remembers what changed between them."""
 
     def __init__(self, run: RunConfig, run_id: str, own: PeerHistory | None = None) -> None:
-        """`own`: what the peer does that watches, where it takes part itself."""
+        """`own`: what the peer does that watches, where it takes part itself; named as its owner names it."""
         self._own = own
         self._run, self._run_id, self._tokens = run, run_id, run.pipeline.sequence_length
         self._microbatch_tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
@@ -63,6 +65,8 @@ class RosterObserver:
         """
         run = self._run
         records = {record.peer: record for stage in roster.stages for record in stage}
+        if self._own is not None and self._own.peer in records:  # its name is added where it is published
+            records[self._own.peer] = msgspec.structs.replace(records[self._own.peer], name=self._own.name)
         if roster.old_since_s is None:
             self._note_changes(records, at)
         self._since = at if self._since is None else self._since
@@ -76,7 +80,8 @@ class RosterObserver:
             tokens_per_s=self._tokens_per_s(roster, at),
             trouble=_age(roster),
             since=self._since,
-            routes=None if self._own is None else tuple(routes(self._own)),
+            routes=() if self._own is None else tuple(routes(self._own)),
+            routes_told=NO_ROUTES if self._own is None or self._own.peer is None else OWN_ROUTES,
         )
         peers = [self._peer_view(record, at, late.get(record.peer)) for record in records.values()]
         return swarm_view(totals, len(roster.stages), peers, self._changes, self._course, at)
@@ -123,7 +128,7 @@ class RosterObserver:
         if own is None or own.peer != record.peer:
             return view
         rates = {"sent_per_s": own.sent_per_s, "received_per_s": own.received_per_s}
-        return msgspec.structs.replace(view, tokens=own.tokens, busy=own.busy_share(at), **rates)
+        return msgspec.structs.replace(view, tokens=own.tokens, **rates)
 
     def tell(self, name: str, text: str, at: float) -> None:
         """Add to what happened what no record says."""

@@ -22,6 +22,9 @@ MOST_WORDS = 200
 MOST_CHANGES = 100
 """Arrivals, departures and the like that a view remembers."""
 
+NO_ROUTES = "routes: each peer knows its own, and records do not tell them"
+OWN_ROUTES, ALL_ROUTES = "microbatches of this node that came back", "microbatches that came back"
+
 
 class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     """One peer. `busy`: share of its time for which its device works, or the line that limits it; None if unknown.
@@ -104,8 +107,8 @@ class SwarmView(msgspec.Struct, frozen=True, kw_only=True):
     """A swarm at one moment. `tokens`: trained so far, by all. `left_s`: None where nothing moves.
 
     `bottleneck`: what holds it back, in one sentence; `limit`: the stage that this names. `trouble`: why this may be
-    out of date. `since`: from when on what peers have done is counted. `routes`: those taken lately; None where nobody
-    here knows them.
+    out of date. `since`: from when on what peers have done is counted. `routes`: those taken lately, as far as they are
+    known here; `routes_told`: which these are.
     """
 
     name: str
@@ -126,7 +129,8 @@ class SwarmView(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...] = ()
     course: tuple[Moment, ...] = ()
     since: float | None = None
-    routes: tuple[Route, ...] | None = None
+    routes: tuple[Route, ...] = ()
+    routes_told: str = NO_ROUTES
 
 
 class Course:
@@ -157,7 +161,8 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     trouble: str | None = None
     since: float | None = None
-    routes: tuple[Route, ...] | None = None
+    routes: tuple[Route, ...] = ()
+    routes_told: str = NO_ROUTES
 
 
 def swarm_view(
@@ -196,6 +201,7 @@ def swarm_view(
         course=tuple(course.moments),
         since=totals.since,
         routes=totals.routes,
+        routes_told=totals.routes_told,
     )
 
 

@@ -127,7 +127,8 @@ function drawCurve(id, values, shown, fromZero) {
   const heights = points.map((point) => point[1]);
   let low = fromZero ? 0 : Math.min(...heights);
   let high = Math.max(...heights);
-  if (high - low < 1e-9) [low, high] = [low - 0.5 * Math.abs(low || 1), high + 0.5 * Math.abs(high || 1)];
+  if (fromZero && high <= 0) high = 1;
+  if (high - low < 1e-12) [low, high] = [low - 0.5 * Math.abs(low || 1), high + 0.5 * Math.abs(high || 1)];
   const x = (at) => left + ((width - left - 4) * (at - begin)) / Math.max(end - begin, 1e-9);
   const y = (value) => height - below - ((height - below - 8) * (value - low)) / (high - low);
   for (const value of [low, (low + high) / 2, high]) {
@@ -155,7 +156,7 @@ const HEAD = 62; // above the peers of a column
 function layout(width) {
   const columns = frame.stages.map((stage) => frame.peers.filter((peer) => peer.stage === stage.stage));
   const most = Math.max(1, ...columns.map((column) => column.length));
-  const step = Math.min(34, Math.max(13, 560 / most));
+  const step = Math.min(84, Math.max(13, 560 / most));
   const breadth = Math.max(66, width / columns.length);
   const places = new Map();
   columns.forEach((column, number) => {
@@ -167,7 +168,7 @@ function layout(width) {
 
 function radius(peer, column, step) {
   const even = peer.share === null || !column.length ? 0 : Math.sqrt(Math.min(4, peer.share * column.length));
-  return (0.16 + 0.17 * even) * Math.min(step, 26) + 1.5;
+  return (0.16 + 0.17 * even) * Math.min(step, 36) + 1.5;
 }
 
 function drawMap() {
@@ -189,16 +190,15 @@ function drawMap() {
     const mark = peer.id === chosen ? " chosen" : "";
     set(node, { class: `peer ${kind(peer)}${mark}`, transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})` });
     set(node.circle, { r: r.toFixed(1) });
-    set(node.label, { x: (0.33 * step + 7).toFixed(1) });
-    write(node.label, named ? peer.name.slice(0, Math.floor((0.62 * breadth - 16) / 7)) : "");
+    const above = step >= 40;
+    const place = above ? { x: 0, y: -r - 5, "text-anchor": "middle" } : { x: 0.33 * step + 7, y: 4, "text-anchor": "start" };
+    set(node.label, place);
+    write(node.label, named ? peer.name.slice(0, Math.floor(((above ? 0.7 : 0.62) * breadth - 16) / 7)) : "");
     write(node.tip, tip(peer));
     node.peer = peer;
   });
   set(picture, { "aria-label": frame.stages.map((s) => `stage ${s.stage}: ${s.replicas} replicas`).join(", ") });
-  const unknown = frame.routes === null;
-  byId("routes-key").classList.toggle("unknown", unknown);
-  const lines = "line: microbatches that came back";
-  write(byId("routes-key"), unknown ? "routes are told by journals, not by records" : lines);
+  write(byId("routes-key"), frame.routes_told);
 }
 
 function tip(peer) {
@@ -227,7 +227,7 @@ function drawStages(group, breadth, height) {
     const away = stage.replicas - stage.training;
     const census = stage.replicas ? `${stage.training}${away ? ` + ${away} idle` : " at work"}` : "nobody";
     group.append(text(x + 10, 16, `stage ${stage.stage}`, { class: "title" }));
-    group.append(text(x + 10, 31, census, { class: stage.training ? "quiet" : "quiet empty" }));
+    group.append(text(x + 10, 31, census, { class: stage.training || frame.progress >= 1 ? "quiet" : "quiet empty" }));
     if (limits && breadth >= 130) {
       group.append(text(x + breadth - 10, 16, "the limit", { class: "limit-word", "text-anchor": "end" }));
     }
@@ -243,8 +243,8 @@ function drawStages(group, breadth, height) {
 }
 
 function drawRoutes(group, places) {
-  const most = Math.max(1e-9, ...(frame.routes ?? []).map((route) => route[2]));
-  const routes = (frame.routes ?? []).map(([from, to, speed]) => ({ from: frame.peers[from], to: frame.peers[to], speed }));
+  const most = Math.max(1e-9, ...frame.routes.map((route) => route[2]));
+  const routes = frame.routes.map(([from, to, speed]) => ({ from: frame.peers[from], to: frame.peers[to], speed }));
   const drawn = routes.filter(({ from, to }) => places.has(from) && places.has(to));
   const crowd = Math.min(1, Math.sqrt(60 / Math.max(1, drawn.length))); // many lines together are as dark as few
   sync(group, drawn, ({ from, to }) => `${from.id} ${to.id}`, () => svg("path"), (path, { from, to, speed }) => {
@@ -397,7 +397,7 @@ function drawPlayback() {
   const position = byId("position");
   if (document.activeElement !== position || !position.held) position.value = played.at_s / Math.max(played.whole_s, 1e-9);
   set(position, { "aria-valuetext": `${span(played.at_s)} of ${span(played.whole_s)}` });
-  write(byId("pause"), played.paused ? "⏵" : "⏸");
+  write(byId("pause"), played.paused ? "▶" : "❚❚");
   write(byId("speed"), played.paused ? "paused" : played.at_end ? "at its end" : `× ${played.speed}`);
   write(byId("clock"), `${span(played.at_s)} of ${span(played.whole_s)}`);
 }
