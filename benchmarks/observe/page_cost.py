@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from noloco_node.cli.served_views import ServedViews
 from noloco_node.journal import events
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.served_place import ServedPlace
@@ -39,6 +38,7 @@ from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background
 from noloco_node.web.page_server import Page, PagePlace, page_served
+from noloco_node.web.served_views import ServedViews
 
 STAGES, WIDTH, TOKENS = 5, 128, 64
 READER = """

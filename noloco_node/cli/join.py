@@ -15,7 +15,6 @@ from msgspec import structs
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import HostMachine
 from noloco_node.cli.options import JoinOptions, default_home, metrics_place
-from noloco_node.cli.served_views import ServedViews, views_served
 from noloco_node.cli.web_options import page_place
 from noloco_node.data.blocks import check_source
 from noloco_node.doctor.machine_checks import require_disk
@@ -47,6 +46,7 @@ from noloco_node.swarm.peer_name import checked_name
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background
 from noloco_node.terminal import Bar, say, sign, warn
+from noloco_node.web.served_views import ServedViews, views_served
 
 
 async def join(invite: str | None, options: JoinOptions) -> None:

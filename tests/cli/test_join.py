@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from noloco_node.cli.join import _record
-from noloco_node.cli.served_views import ServedViews
 from noloco_node.journal import events, reader
 from noloco_node.journal.writer import Journal
+from noloco_node.web.served_views import ServedViews
 
 
 def test_the_journal_says_which_process_and_which_device(tmp_path: Path) -> None:
