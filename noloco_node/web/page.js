@@ -23,7 +23,7 @@ function span(seconds) {
 }
 
 const clock = (at) => (frame.virtual ? span(at) : new Date(1000 * at).toLocaleTimeString("en-GB"));
-const rate = (bytes) => (bytes === null ? "" : `${brief.format(8 * bytes)}bit/s`);
+const rate = (bytes) => (bytes === null ? "" : brief.format(8 * bytes).replace(/[A-Z]?$/, " $&bit/s"));
 
 function kind(peer) {
   if (peer.state === "gone" || peer.state === "finished") return peer.state;
@@ -292,12 +292,12 @@ const COLUMNS = [
   ["tokens", "given, tokens", (peer) => peer.tokens, (peer) => brief.format(peer.tokens)],
   ["tokens_per_s", "tokens/s", (peer) => peer.tokens_per_s, (peer) => english.format(peer.tokens_per_s)],
   ["share", "of its stage", (peer) => peer.share ?? -1, (peer) => percent(peer.share)],
+  ["waits", "waits for", (peer) => peer.waits_s ?? (peer.waits === null ? -1 : 0), (peer) => waits(peer)],
   ["busy", "device", (peer) => peer.busy ?? -1, (peer) => percent(peer.busy)],
   ["line", "line up / down", (peer) => peer.sent_per_s ?? -1, (peer) => line(peer)],
   ["round", "round", (peer) => peer.round, (peer) => String(peer.round)],
   ["loss", "loss", (peer) => peer.loss ?? -1, (peer) => fixed(peer.loss, 3)],
   ["gap", "gap", (peer) => peer.gap ?? -1, (peer) => fixed(peer.gap, 4)],
-  ["waits", "waits for", (peer) => peer.waits_s ?? (peer.waits === null ? -1 : 0), (peer) => waits(peer)],
 ];
 const WORDS = new Set(["name", "state", "waits"]);
 
