@@ -1,20 +1,121 @@
-"""What a node says to the person in front of it: plain lines with the time of day, one a fact."""
+"""What a node says to the person in front of it, or to a log: lines, one a fact, each with its time and its level.
+
+A line is plain text with the time of day; a JSON object, where a program reads it; or, where the systemd journal does,
+text behind the journal's own mark of the level, for it notes the time itself.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import shutil
 import sys
 import time
 from collections import deque
 from contextlib import suppress
+from enum import StrEnum
 from textwrap import fill
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 
+class LogLevel(StrEnum):
+    """How much a line matters."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+    @property
+    def number(self) -> int:
+        """The level as `logging` has it."""
+        return logging.getLevelNamesMapping()[self.upper()]
+
+
+PRIORITIES = {LogLevel.DEBUG: 7, LogLevel.INFO: 6, LogLevel.WARNING: 4, LogLevel.ERROR: 3}
+"""Of syslog, which the systemd journal takes."""
+
+
+class _Log:
+    """How lines are written. `peer`: short id of ours, once we have one."""
+
+    def __init__(self) -> None:
+        self.least, self.as_json, self.peer = LogLevel.INFO, False, ""
+
+    def write(self, level: LogLevel, text: str, source: str = "") -> None:
+        if level.number < self.least.number:
+            return
+        if self.as_json:
+            known = {"peer": self.peer, "source": source}
+            line = {"at": round(time.time(), 3), "level": level, **{k: v for k, v in known.items() if v}, "text": text}
+            print(json.dumps(line), file=sys.stderr, flush=True)
+        elif _reaches_systemd():
+            whose = f"{self.peer}: " if self.peer else ""
+            print(f"<{PRIORITIES[level]}>{whose}{text}", file=sys.stderr, flush=True)
+        else:
+            _print_plain(f"{level}: {text}" if level in (LogLevel.WARNING, LogLevel.ERROR) else text)
+
+
+_LOG = _Log()
+
+
+class _Handler(logging.Handler):
+    """Writes what libraries log as we write our own lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        known = [level for level in LogLevel if level.number <= record.levelno]
+        _LOG.write(known[-1] if known else LogLevel.DEBUG, record.getMessage(), record.name)
+
+
+_HANDLER = _Handler()
+
+
+def configure(least: LogLevel, *, as_json: bool) -> None:
+    """Say from now on what matters at least so much, and how; what libraries log too."""
+    _LOG.least, _LOG.as_json = least, as_json
+    root = logging.getLogger()
+    root.addHandler(_HANDLER)  # once, however often
+    if least is LogLevel.DEBUG:
+        root.setLevel(logging.DEBUG)
+
+
+def sign(peer: str) -> None:
+    """Put the short id of our peer to what is said from now on, where a log may be of several."""
+    _LOG.peer = peer
+
+
 def say(text: str) -> None:
-    """Print one line to the standard error, where it does not mix with what a command returns.
+    """Print one line to the standard error, where it does not mix with what a command returns."""
+    _LOG.write(LogLevel.INFO, text)
+
+
+def warn(text: str) -> None:
+    """Print one line that a person should look at."""
+    _LOG.write(LogLevel.WARNING, text)
+
+
+def complain(text: str) -> None:
+    """Print why a command has ended, which may take several lines."""
+    if _LOG.as_json:
+        _LOG.write(LogLevel.ERROR, text)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _reaches_systemd() -> bool:
+    """Say whether the standard error goes to the systemd journal, which names its own end of it."""
+    try:
+        end = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{end.st_dev}:{end.st_ino}"
+
+
+def _print_plain(text: str) -> None:
+    """Print a line with the time of day.
 
     On a terminal a long one goes on below its own beginning, and no word is broken: an invite can be copied whole.
     """

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
+import logging
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from noloco_node import terminal
 from noloco_node.terminal import say
 
 INVITE = "noloco1:" + "0" * 64 + "@/ip4/192.0.2.1/tcp/4001"
@@ -22,10 +28,10 @@ class Terminal(io.StringIO):
 
 def test_a_long_line_goes_on_below_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setattr(sys, "stderr", narrow := Terminal())
     say(TEXT)
     say(INVITE)
-    first, second, *invite = terminal.getvalue().splitlines()
+    first, second, *invite = narrow.getvalue().splitlines()
     assert max(map(len, (first, second))) <= 80
     assert second.startswith(" " * 10)
     assert f"{first[10:]} {second.strip()}" == TEXT
@@ -33,3 +39,60 @@ def test_a_long_line_goes_on_below_its_beginning(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stderr", file := io.StringIO())
     say(TEXT)
     assert file.getvalue().splitlines()[0].endswith(TEXT)
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    level = logging.getLogger().level
+    yield
+    terminal.configure(terminal.LogLevel.INFO, as_json=False)
+    terminal.sign("")
+    logging.getLogger().setLevel(level)
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_a_program_reads_an_object_a_line_with_the_level_and_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", heard := io.StringIO())
+    terminal.configure(terminal.LogLevel.INFO, as_json=True)
+    say("first")
+    terminal.sign("abcd1234")
+    terminal.warn("two\nlines")
+    logging.getLogger("some.library").error("%s went wrong", "that")
+    logging.getLogger("some.library").debug("a detail")
+    terminal.complain("the end")
+    lines = [json.loads(line) for line in heard.getvalue().splitlines()]
+    assert [(line["level"], line["text"]) for line in lines] == [
+        ("info", "first"),
+        ("warning", "two\nlines"),
+        ("error", "that went wrong"),
+        ("error", "the end"),
+    ]
+    assert [line.get("peer") for line in lines] == [None, "abcd1234", "abcd1234", "abcd1234"]
+    assert lines[2]["source"] == "some.library"
+
+
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize(("least", "count"), [("debug", 3), ("info", 3), ("warning", 2), ("error", 1)])
+def test_what_matters_less_is_not_said(monkeypatch: pytest.MonkeyPatch, least: str, count: int) -> None:
+    monkeypatch.setattr(sys, "stderr", heard := io.StringIO())
+    terminal.configure(terminal.LogLevel(least), as_json=False)
+    say("an information")
+    terminal.warn("a warning")
+    logging.getLogger("some.library").critical("the worst")
+    assert len(heard.getvalue().splitlines()) == count
+    assert "error: the worst" in heard.getvalue()
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_the_systemd_journal_is_told_the_level_and_not_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "journal").open("w+") as file:
+        end = os.fstat(file.fileno())
+        monkeypatch.setattr(sys, "stderr", file)
+        monkeypatch.setenv("JOURNAL_STREAM", f"{end.st_dev}:{end.st_ino}")
+        terminal.sign("abcd1234")
+        say("first")
+        terminal.warn("second")
+        file.seek(0)
+        assert file.read() == "<6>abcd1234: first\n<4>abcd1234: second\n"

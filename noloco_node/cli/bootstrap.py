@@ -13,12 +13,13 @@ from pathlib import Path
 
 from noloco_node.cli.admissions import HostedAdmissions
 from noloco_node.cli.options import BootstrapOptions, default_home, metrics_place
+from noloco_node.cli.web_options import page_place
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
-from noloco_node.observe.metrics_server import follow, metrics_served
+from noloco_node.observe.swarm_view import short
 from noloco_node.run.runfile import read_run_text
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.weight_exchange import WeightServer
@@ -31,7 +32,8 @@ from noloco_node.swarm.kept_invite import KeptInvite, from_where
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
-from noloco_node.terminal import say
+from noloco_node.terminal import say, sign
+from noloco_node.web.served_views import views_served
 
 LINE_EVERY_S = 60.0
 
@@ -43,7 +45,9 @@ async def host(options: BootstrapOptions) -> None:
     files = recipe.run.model.weights
     store = None if options.weights is None else await asyncio.to_thread(WeightStore.whole, options.weights, files)
     known = None if options.invite is None else _invite_of_same_run(options.invite, recipe, options.run)
+    metrics_at = metrics_place(options)
     with Home.open(options.home or default_home("bootstrap")) as home:
+        page_at = page_place(options.web, is_open=options.web_open, home=home.path)
         admissions = HostedAdmissions(recipe, options.run, home.identity, known)
         settings = NetworkSettings(
             run=recipe.digest,
@@ -59,10 +63,11 @@ async def host(options: BootstrapOptions) -> None:
         keys = [home.path / f"relay-{number}.key" for number in range(1, options.relays + 1)]
         async with (
             departure(say) as leaving,
-            metrics_served(metrics_place(options), recipe.digest) as metrics,
+            views_served(metrics_at, page_at, recipe.digest) as views,
             connected(settings) as libp2p_network,
             libp2p_network.relaying(keys) as relays,
         ):
+            sign(short(libp2p_network.peer_id))
             network = await admissions.admitted(libp2p_network)
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
@@ -86,9 +91,8 @@ async def host(options: BootstrapOptions) -> None:
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
                 followed = [each.follow(membership) for each in (history, kept)]
-                if metrics is not None:
-                    followed.append(follow(metrics, membership, network, recipe.run))
-                running = (membership.run(), _tell(membership), admissions.watch(), *followed)
+                showing = views.follow(membership, network, recipe)
+                running = (membership.run(), _tell(membership), admissions.watch(), showing, *followed)
                 tasks = [group.create_task(each) for each in running]
                 leaving.polite = True
                 await leaving.asked.wait()

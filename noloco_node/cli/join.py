@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from datetime import datetime
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec import structs
@@ -18,6 +16,7 @@ from msgspec import structs
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import HostMachine, first_weights
 from noloco_node.cli.options import JoinOptions, default_home, metrics_place
+from noloco_node.cli.web_options import page_place
 from noloco_node.data.blocks import check_source
 from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal import events
@@ -34,7 +33,7 @@ from noloco_node.node.node import Node
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
-from noloco_node.observe.metrics_server import follow, metrics_served
+from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
 from noloco_node.planning.run_weights import RunWeights
@@ -48,10 +47,8 @@ from noloco_node.swarm.kept_invite import KeptInvite
 from noloco_node.swarm.peer_name import checked_name
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background
-from noloco_node.terminal import Bar, say
-
-if TYPE_CHECKING:
-    from noloco_node.observe.metrics import NodeMetrics
+from noloco_node.terminal import Bar, say, sign, warn
+from noloco_node.web.served_views import ServedViews, views_served
 
 
 async def join(invite: str | None, options: JoinOptions) -> None:
@@ -71,21 +68,23 @@ async def join(invite: str | None, options: JoinOptions) -> None:
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
         ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
-        async with departure(say) as leaving, metrics_served(metrics_place(options), parsed.digest) as metrics:
-            reporter = Reporter(record=partial(_record, journal, torch_device, metrics=metrics), say=say, draw=bar.draw)
-            participant = _Participant(access, options, home, torch_device, reporter, leaving, metrics)
+        page_at = page_place(options.web, is_open=options.web_open, home=home.path)
+        async with (
+            departure(say) as leaving,
+            views_served(metrics_place(options), page_at, parsed.digest, checked_name(options.name)) as views,
+        ):
+            record = partial(_record, journal, views, torch_device)
+            reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)
+            participant = _Participant(access, options, home, torch_device, reporter, leaving, views)
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
 
 
-def _record(
-    journal: Journal, torch_device: torch.device, event: events.Event, metrics: NodeMetrics | None = None
-) -> None:
-    """Write an event to the journal, to the first of a life what only this process knows; and count it."""
+def _record(journal: Journal, views: ServedViews, torch_device: torch.device, event: events.Event) -> None:
+    """Write an event to the journal, to the first of a life what only this process knows; and show it."""
     if isinstance(event, events.Started):
         event = structs.replace(event, device=str(torch_device), pid=os.getpid())
     journal.write(event)
-    if metrics is not None:
-        metrics.take(event, time.time())
+    views.take(event)
 
 
 class _Participant:
@@ -99,14 +98,15 @@ class _Participant:
         torch_device: torch.device,
         reporter: Reporter,
         leaving: Departure,
-        metrics: NodeMetrics | None,
+        views: ServedViews,
     ) -> None:
         self._access, self._options, self._home, self._torch_device = access, options, home, torch_device
-        self._reporter, self._leaving, self._metrics = reporter, leaving, metrics
+        self._reporter, self._leaving, self._views = reporter, leaving, views
         self._run: tuple[RunFileText, ModelLayout, RunWeights | None] | None = None
 
     async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
         """Live as a node until the shift is over, or the run."""
+        sign(short(network.peer_id))
         say(f"we are {network.peer_id}")
         network = await self._access.enter(network)
         # In the first shift alone: in a later one nobody of the invite may be there to ask.
@@ -124,9 +124,8 @@ class _Participant:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(background(history.follow(node.membership)))
                 await stack.enter_async_context(background(kept.follow(node.membership)))
-                if self._metrics is not None:
-                    following = follow(self._metrics, node.membership, network, recipe.run)
-                    await stack.enter_async_context(background(following))
+                following = self._views.follow(node.membership, network, recipe)
+                await stack.enter_async_context(background(following))
                 await node.live(leave)
 
     async def _reached(self, network: PeerNetwork, history: run_history.RunHistory) -> float:

@@ -34,9 +34,11 @@ from noloco_node.cli.options import (
     invite_text,
     metrics_place,
 )
+from noloco_node.cli.web_options import page_place
 from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.run.config import AdmissionRule
+from noloco_node.terminal import LogLevel, complain, configure
 
 app = typer.Typer(
     name="noloco-node",
@@ -60,8 +62,12 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
+    log_level: Annotated[
+        LogLevel, typer.Option(metavar="LEVEL", help="Least that is said: debug, info, warning or error.")
+    ] = LogLevel.INFO,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Say it as JSON, one object a line.")] = False,
 ) -> None:
-    pass
+    configure(log_level, as_json=log_json)
 
 
 @app.command()
@@ -127,7 +133,7 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
 
     # Before torch is loaded: a refusal is to come at once.
     _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
-    _ = metrics_place(options), checked_name(options.name)
+    _ = metrics_place(options), page_place(options.web, is_open=options.web_open), checked_name(options.name)
     from noloco_node.terminal import say
 
     say("starting: torch is loaded, which takes some seconds")
@@ -308,7 +314,8 @@ def simulate(
     from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, repeat, search, simulate_scenario
 
     flags = SimulationFlags(options.peers, options.stages, options.rounds, options.seed)
-    wanted = SimulationRequest(options.out, options.as_json, options.trace)
+    page = page_place(options.web, is_open=options.web_open)
+    wanted = SimulationRequest(options.out, options.as_json, options.trace, page)
     try:
         if options.explore is not None:
             code = search(scenario, flags, wanted, options.explore, typer.echo)
@@ -330,10 +337,10 @@ def main() -> None:
         trouble = user_error_of(error)
         if trouble is None:
             raise
-        typer.echo(f"{COMPLAINT}{trouble}", err=True)
+        complain(f"{COMPLAINT}{trouble}")
         sys.exit(trouble.code)
     except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `signals`
-        typer.echo(f"{COMPLAINT}interrupted", err=True)
+        complain(f"{COMPLAINT}interrupted")
         sys.exit(Exit.INTERRUPTED)
     finally:
         gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from noloco_node.cli.web_options import WebOpenOption, WebOption
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
 
 if TYPE_CHECKING:
-    from noloco_node.observe.metrics_server import MetricsPlace
+    from noloco_node.observe.served_place import ServedPlace
 
 
 def invite_text(given: str | None) -> str | None:
@@ -173,6 +174,8 @@ class BootstrapOptions:
     ] = 4
     metrics: MetricsOption = None
     metrics_open: MetricsOpenOption = False
+    web: WebOption = None
+    web_open: WebOpenOption = False
 
 
 @dataclass(frozen=True)
@@ -286,6 +289,8 @@ class JoinOptions:
     ] = 1.0
     metrics: MetricsOption = None
     metrics_open: MetricsOpenOption = False
+    web: WebOption = None
+    web_open: WebOpenOption = False
 
     @cached_property
     def allowance(self) -> OwnerLimits:
@@ -329,10 +334,12 @@ class SimulateOptions:
         bool,
         typer.Option("--trace", help="Write every event; with --seed alone, replay that schedule of --explore."),
     ] = False
+    web: WebOption = None
+    web_open: WebOpenOption = False
 
 
-def metrics_place(options: BootstrapOptions | JoinOptions) -> MetricsPlace | None:
+def metrics_place(options: BootstrapOptions | JoinOptions) -> ServedPlace | None:
     """Return where metrics are to be served, if at all; raise `UserError` where they may not be."""
-    from noloco_node.observe.metrics_server import parse_place
+    from noloco_node.observe.metrics_server import metrics_place as place
 
-    return None if options.metrics is None else parse_place(options.metrics, is_open=options.metrics_open)
+    return None if options.metrics is None else place(options.metrics, is_open=options.metrics_open)

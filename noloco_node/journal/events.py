@@ -12,14 +12,19 @@ which are counted, and never the training: a journal is worth less than the run 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
+from msgspec import structs
 
 from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
 from noloco_node.run.peer_state import PeerState
 
 MAX_BYTES = 64 * 2**20
 """Size at which a journal is rotated, if nobody says otherwise: some 300,000 inner steps."""
+
+RUN_OVER = "the run is over"
+"""Why training has ended whose budget is used up (`Finished.why`)."""
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -219,6 +224,11 @@ class _Named(msgspec.Struct):
 _NAME: msgspec.json.Decoder[_Named] = msgspec.json.Decoder(_Named)
 _NODE_EVENT: msgspec.json.Decoder[NodeEvent] = msgspec.json.Decoder(NodeEvent)
 _ROUND_EVENT = {name: msgspec.json.Decoder(kind) for name, kind in ROUND_EVENTS.items()}
+
+
+def stamped(event: Event, at: float) -> Event:
+    """Return an event with its time, for whoever keeps it without a journal."""
+    return structs.replace(event, at=at) if isinstance(event, msgspec.Struct) else replace(event, at=at)
 
 
 def fields_of(event: Event) -> dict[str, object]:

@@ -254,7 +254,8 @@ class Host(ComputeHost, TextHost, StorageHost, ClockHost, BandwidthHost, Protoco
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reporter:
-    """How a node tells what it does: `record` to the journal, `say` to a person, a line each.
+    """How a node tells what it does: `record` to the journal, `say` to a person, a line each; `warn`: what should be
+    looked at.
 
     `draw`: a bar, full to a share from 0 to 1 and with a text behind it, gone at 1; False where none can be drawn.
     """
@@ -262,3 +263,4 @@ class Reporter:
     record: Callable[[events.Event], None]
     say: Callable[[str], None]
     draw: Callable[[float, str], bool] | None = None
+    warn: Callable[[str], None] | None = None

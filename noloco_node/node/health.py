@@ -129,6 +129,7 @@ class HealthMonitor:
         forgive: Callable[[float], None],
     ) -> None:
         self._membership, self._reporter, self._forgive = membership, reporter, forgive
+        self._warn = reporter.warn or reporter.say
         self._unix_time, self._asleep_s = unix_time, asleep_s
         self._clocks = self._look_at_clocks()
         self._served_now = Derived(lambda: membership.roster, _served)
@@ -153,7 +154,7 @@ class HealthMonitor:
         before, self._clocks = self._clocks, self._look_at_clocks()
         happened = compare(before, self._clocks, expected_s)
         for happening in happened:
-            self._reporter.say(sentence(happening))
+            self._warn(sentence(happening))
             self._reporter.record(events.Noticed(what=str(happening.kind), text=sentence(happening)))
         if happened:
             self._membership.publish_now()
@@ -169,7 +170,7 @@ class HealthMonitor:
         spoken, said = warnings_due(known, self._conditions, self._clocks.loop_s)
         self._said = said | kept
         for what, text, over in spoken:
-            self._reporter.say(text)
+            (self._reporter.say if over else self._warn)(text)
             self._reporter.record(events.Noticed(what=what, text=text, over=over))
 
     def _look_at_clocks(self) -> ClockSample:

@@ -279,7 +279,7 @@ class Training:
             self._reporter.record(events.Moved(origin=origin, target=target, why=why, discarded=ending.discarded))
             self._reporter.record(events.StateChanged(state=PeerState.JOINING))
             return
-        why = "the run is over" if ending.over else ASKED
+        why = events.RUN_OVER if ending.over else ASKED
         self._reporter.record(_finished(replica, why, ending.discarded))
 
     def farewell(self, replica: Replica) -> events.Finished:

@@ -15,6 +15,7 @@ time a microbatch, their speed, and what they wait for in words. It says the fir
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -57,6 +58,7 @@ WHILE = {
     Cause.REPLIES: "waited for replies",
     Cause.MICROBATCHES: "waited for microbatches",
 }
+_NAMED = re.compile(r"\b[Ss]tages? ([0-9]+)")
 SAID = (
     ("room at the next stage", Cause.ROOM),
     ("a replica of the next stage", Cause.ROUTE),
@@ -154,6 +156,12 @@ def present_bottleneck(loads: Sequence[StageLoad], tokens_per_s: float, *, is_ov
         f"No stage's devices are busy for more than {most}: replicas wait for each other, a line, a core, or the end "
         "of a window."
     )
+
+
+def named_stage(sentence: str) -> int | None:
+    """Return the stage that a sentence of this module names first, for a view that points at it; None for none."""
+    found = _NAMED.search(sentence)
+    return None if found is None else int(found[1])
 
 
 def _unserved(loads: Sequence[StageLoad]) -> str | None:

@@ -17,7 +17,17 @@ from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import rotated
 from noloco_node.observe.peer_history import PeerHistory
-from noloco_node.observe.swarm_view import MOST_CHANGES, Change, Course, PeerView, RunTotals, SwarmView, swarm_view
+from noloco_node.observe.swarm_view import (
+    ALL_ROUTES,
+    MOST_CHANGES,
+    Change,
+    Course,
+    PeerView,
+    Route,
+    RunTotals,
+    SwarmView,
+    swarm_view,
+)
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.runfile import decode_run
@@ -37,10 +47,12 @@ class JournalObserver:
         self._name, self.histories, self._run = name, list(histories), run
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
         self._course = Course()
+        self._begun: float | None = None
 
     def take(self, history: PeerHistory, event: events.Event) -> None:
         """Fold an event of one peer in."""
-        text = _change(event)
+        self._begun = event.at if self._begun is None else self._begun
+        text = change_text(event)
         if text is not None:
             self._changes.append(Change(at=event.at, name=history.name, text=text))
         history.take(event)
@@ -48,7 +60,11 @@ class JournalObserver:
     def note(self, history: PeerHistory, text: str, at: float) -> None:
         """Note what no journal can say of its peer: its end."""
         history.gone = text
-        self._changes.append(Change(at=at, name=history.name, text=text))
+        self.tell(history.name, text, at)
+
+    def tell(self, name: str, text: str, at: float) -> None:
+        """Add to what happened what is in no journal."""
+        self._changes.append(Change(at=at, name=name, text=text))
 
     def view(self, now: float) -> SwarmView:
         """Return the swarm as of `now` (unix seconds)."""
@@ -60,7 +76,7 @@ class JournalObserver:
             progress = max(progress, min(1.0, tokens / budget))
         elif progress > 0.0:
             budget = round(tokens / progress)
-        if sources and all(history.finished is not None for history in sources):
+        if sources and all(history.finished == events.RUN_OVER for history in sources):
             progress = 1.0  # what was in a partial window is in no inner step
         totals = RunTotals(
             name=self._name,
@@ -69,9 +85,12 @@ class JournalObserver:
             budget_tokens=budget,
             tokens_per_s=sum(history.tokens_per_s(now) for history in sources),
             is_speed_known=all(history.recent for history in sources if history.underway),
+            since=self._begun,
+            routes=tuple(chain.from_iterable(map(routes, self.histories))),
+            routes_told=ALL_ROUTES,
         )
         names = {history.peer: history.name for history in self.histories if history.peer}
-        peers = [_peer_view(history, names, now) for history in self.histories]
+        peers = [peer_view(history, names, now) for history in self.histories]
         stages = self._run.pipeline.stages if self._run else 1 + max((each.stage for each in self.histories), default=0)
         return swarm_view(totals, stages, peers, self._changes, self._course, now)
 
@@ -209,7 +228,15 @@ def _run_of(home: Path) -> RunConfig | None:
     return None
 
 
-def _peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> PeerView:
+def routes(history: PeerHistory) -> Iterator[Route]:
+    """Yield the routes on which a peer passes microbatches on."""
+    if history.is_there:
+        origin = history.peer or history.name
+        yield from (Route(origin=origin, target=target, per_s=per_s) for target, per_s in history.routes.items())
+
+
+def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> PeerView:
+    """Return a peer as its journal tells of it. `names`: of other peers, by id."""
     state = str(history.state or (PeerState.TRAINING if history.steps else "starting"))
     if history.finished is not None:
         state = str(PeerState.FINISHED)
@@ -230,10 +257,15 @@ def _peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pe
         gap=history.gap_last,
         waits=history.gone or history.waiting,
         since=history.since if history.gone is None and history.waiting is not None else None,
+        met=history.partner,
+        tokens=history.tokens,
+        sent_per_s=history.sent_per_s if history.is_there else None,
+        received_per_s=history.received_per_s if history.is_there else None,
     )
 
 
-def _change(event: events.Event) -> str | None:
+def change_text(event: events.Event) -> str | None:
+    """Return what an event means to a person; None where it is of every day."""
     match event:
         case events.Started():
             return f"began at stage {event.stage}"

@@ -3,62 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING
 
-from noloco_node.errors import Exit, UserError, reason_of
-from noloco_node.network.interface import PeerNetwork
-from noloco_node.observe.roster_observer import RosterObserver
-from noloco_node.run.config import RunConfig
-from noloco_node.swarm.membership import Membership
+from noloco_node.errors import Exit, UserError
+from noloco_node.observe.served_place import ServedPlace, parse_place, refused_place
 
 if TYPE_CHECKING:
     from noloco_node.observe.metrics import NodeMetrics
 
 PATH = "/metrics"
-USUAL_HOST = "127.0.0.1"
 REQUEST_BYTES = 8192
 REQUEST_S = 5.0
 """For which a request may take to arrive, and its answer to leave."""
 MOST_REQUESTS = 16
 """At once; one more is let go of unanswered."""
-LOOK_EVERY_S = 5.0
 
 
-class MetricsPlace(NamedTuple):
-    """Where metrics are served."""
-
-    host: str
-    port: int
-
-
-def parse_place(text: str, *, is_open: bool) -> MetricsPlace:
+def metrics_place(text: str, *, is_open: bool) -> ServedPlace:
     """Return the place that HOST:PORT, or PORT alone, names; raise `UserError` for none, and for one in the open."""
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") or USUAL_HOST
-    if not (port.isascii() and port.isdigit() and int(port) < 2**16):
+    place = parse_place(text, "--metrics")
+    if not is_open and not place.is_own:
         raise UserError(
-            f"{text!r} is no place to serve metrics at.",
-            why="it has no port between 0 and 65535",
-            hint="give a port, such as --metrics 9464, or an address and a port",
-            code=Exit.USAGE,
-        )
-    if not is_open and not _is_own(host):
-        raise UserError(
-            f"Metrics at {host} could be read by others.",
+            f"Metrics at {place.host} could be read by others.",
             why="they are served without a password, and say what this machine does and when",
             hint="leave the address out, or add --metrics-open where a firewall or a container keeps others away",
             code=Exit.USAGE,
         )
-    return MetricsPlace(host, int(port))
+    return place
 
 
 @asynccontextmanager
-async def metrics_served(place: MetricsPlace | None, run_id: str) -> AsyncIterator[NodeMetrics | None]:
+async def metrics_served(place: ServedPlace | None, run_id: str) -> AsyncIterator[NodeMetrics | None]:
     """Serve metrics for as long as the body runs; None where nobody asked for any."""
     if place is None:
         yield None
@@ -70,27 +47,13 @@ async def metrics_served(place: MetricsPlace | None, run_id: str) -> AsyncIterat
     try:
         server = await asyncio.start_server(page.answer, place.host, place.port, limit=REQUEST_BYTES)
     except OSError as error:
-        raise UserError(
-            f"Cannot serve metrics at {place.host}:{place.port}.",
-            why="another program listens there" if error.errno == errno.EADDRINUSE else reason_of(error),
-            hint="give another port with --metrics, or 0 for any that is free",
-            code=Exit.PORT_TAKEN,
-        ) from error
+        raise refused_place(place, "--metrics", error) from error
     async with server:
         port = server.sockets[0].getsockname()[1]
         from noloco_node.terminal import say
 
-        say(f"metrics for Prometheus: http://{place.host}:{port}{PATH}")
+        say(f"metrics for Prometheus: {place.url(port)}{PATH}")
         yield metrics
-
-
-async def follow(metrics: NodeMetrics, membership: Membership, network: PeerNetwork, run: RunConfig) -> NoReturn:
-    """Keep what metrics say of the swarm up to date."""
-    observer = RosterObserver(run, "")
-    while True:
-        view = observer.view(membership.roster, time.time())
-        metrics.show(view, membership.watched, network.statistics())
-        await asyncio.sleep(LOOK_EVERY_S)
 
 
 class _Page:
@@ -125,11 +88,3 @@ class _Page:
 def _response(status: str, kind: str, body: bytes) -> bytes:
     head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return head.encode() + body
-
-
-def _is_own(host: str) -> bool:
-    """Say whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

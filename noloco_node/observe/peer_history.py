@@ -88,8 +88,14 @@ class PeerHistory:
     staleness: int = 0
     """Of all rounds together."""
     hops: dict[str, int] = field(default_factory=dict)
+    hops_at: float | None = None
+    routes: dict[str, float] = field(default_factory=dict)
+    """Microbatches a second by next hop, between the last two totals."""
     sent: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
+    traffic_at: float | None = None
+    sent_per_s: float | None = None
+    received_per_s: float | None = None
     refused: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
     violations: int = 0
@@ -113,9 +119,9 @@ class PeerHistory:
             case RoundDeferred():
                 self.deferred += 1
             case events.Hops():
-                self.hops = event.counts
+                self._take_hops(event)
             case events.Traffic():
-                self.sent, self.received = event.sent, event.received
+                self._take_traffic(event)
             case events.RefusedMicrobatch(here=False):
                 self.refused[event.reason] += event.count
             case events.Lost():
@@ -129,6 +135,8 @@ class PeerHistory:
         """Its process is another one: it is not gone, and has no speed yet."""
         self.gone, self.underway = None, False
         self.recent.clear()
+        self.hops_at = self.traffic_at = None  # totals begin anew
+        self.routes, self.sent_per_s, self.received_per_s = {}, None, None
 
     def _take_inner_step(self, event: events.InnerStep) -> None:
         if self.began_at is None:
@@ -155,6 +163,24 @@ class PeerHistory:
             self.gap_last = event.gap
             self.gaps.add(event.at, event.gap)
 
+    def _take_hops(self, event: events.Hops) -> None:
+        if self.hops_at is not None and event.at > self.hops_at:
+            grown = {peer: count - self.hops.get(peer, 0) for peer, count in event.counts.items()}
+            self.routes = {peer: more / (event.at - self.hops_at) for peer, more in grown.items() if more > 0}
+        self.hops, self.hops_at = event.counts, event.at
+
+    def _take_traffic(self, event: events.Traffic) -> None:
+        if self.traffic_at is not None and event.at > self.traffic_at:
+            for_s = event.at - self.traffic_at
+            self.sent_per_s = max(0, sum(event.sent.values()) - sum(self.sent.values())) / for_s
+            self.received_per_s = max(0, sum(event.received.values()) - sum(self.received.values())) / for_s
+        self.sent, self.received, self.traffic_at = event.sent, event.received, event.at
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it still trains, as far as is known."""
+        return self.finished is None and self.gone is None
+
     @property
     def busy(self) -> float | None:
         """The share of its wall time at work for which its device worked; None where no step says so."""
@@ -167,7 +193,7 @@ class PeerHistory:
 
     def tokens_per_s(self, now: float) -> float:
         """Return the speed over the last steps as of `now` (unix seconds): it falls while nothing comes."""
-        if not self.recent or self.finished is not None or self.gone is not None:
+        if not self.recent or not self.is_there:
             return 0.0
         return sum(step.tokens for step in self.recent) / self._recent_s(now)
 

@@ -7,7 +7,10 @@ import select
 import sys
 import termios
 import tty
+from contextlib import suppress
 from typing import Self
+
+import msgspec
 
 from noloco_node.units import format_clock
 
@@ -33,6 +36,16 @@ STEPS = 50
 FASTEST, SLOWEST = 2.0**16, 2.0**-4
 
 
+class PlaybackState(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a recording is played: seconds since its beginning, of so many; and how fast."""
+
+    at_s: float
+    whole_s: float
+    speed: float
+    paused: bool
+    at_end: bool
+
+
 class Playback:
     """The time of a run while its recording is played: from `begun` to `ended`, unix seconds."""
 
@@ -54,7 +67,7 @@ class Playback:
             self._go(self.now + self.speed * seconds)
 
     def press(self, key: str) -> None:
-        """Do what a key means."""
+        """Do what a key means; a number is the share of the recording to go to."""
         step = (self._ended - self._begun) / STEPS
         match key:
             case "forward":
@@ -73,6 +86,14 @@ class Playback:
                 self.paused = not self.paused
             case "quit":
                 self.over = True
+            case share:  # of the whole, to go to
+                with suppress(ValueError):
+                    self._go(self._begun + float(share) * (self._ended - self._begun))
+
+    def state(self) -> PlaybackState:
+        """Return what a view shows of it."""
+        at_s, whole_s = self.now - self._begun, self._ended - self._begun
+        return PlaybackState(at_s=at_s, whole_s=whole_s, speed=self.speed, paused=self.paused, at_end=self.at_end)
 
     def footer(self) -> str:
         """Return what is played, and the keys."""

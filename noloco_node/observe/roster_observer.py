@@ -13,9 +13,15 @@ from collections.abc import Mapping
 from statistics import median_low
 from types import MappingProxyType
 
+import msgspec
+
 from noloco_node.observe.bottleneck import Cause, cause_of
+from noloco_node.observe.journal_observer import routes
+from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
     MOST_CHANGES,
+    NO_ROUTES,
+    OWN_ROUTES,
     Change,
     Course,
     PeerView,
@@ -31,6 +37,8 @@ from noloco_node.swarm.roster import PeerRecord, Roster, SourceCredit
 
 LEAST_SPAN_S, SPAN_S = 20.0, 60.0
 """For which the run's tokens are watched before their growth is believed, and over which it is measured."""
+MOST_TOKENS = 2**53
+"""That a peer is believed to have done: what a stranger says may be any number."""
 SILENT = "no news of it: it may be dead"
 _WAIT = re.compile(r"(.*), for ([0-9]{1,9}) s", re.DOTALL)
 
@@ -38,13 +46,18 @@ _WAIT = re.compile(r"(.*), for ([0-9]{1,9}) s", re.DOTALL)
 class RosterObserver:
     """Makes a view of each roster, and remembers what changed between them."""
 
-    def __init__(self, run: RunConfig, run_id: str) -> None:
+    def __init__(self, run: RunConfig, run_id: str, own: PeerHistory | None = None) -> None:
+        """`own`: what the peer does that watches, where it takes part itself; named as its owner names it."""
+        self._own = own
         self._run, self._run_id, self._tokens = run, run_id, run.pipeline.sequence_length
         self._microbatch_tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
         self._seen: deque[tuple[float, int]] = deque(maxlen=1000)
         self._before: dict[str, PeerRecord] | None = None
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
         self._course = Course()
+        self._window_tokens = run.pipeline.microbatches_per_step * self._microbatch_tokens
+        self._since: float | None = None
+        self._steps: dict[str, tuple[int, int, int]] = {}
 
     def view(self, roster: Roster, at: float, late: Mapping[str, float] = MappingProxyType({})) -> SwarmView:
         """Return what a roster that was read just now says.
@@ -53,9 +66,13 @@ class RosterObserver:
         """
         run = self._run
         records = {record.peer: record for stage in roster.stages for record in stage}
+        if self._own is not None and self._own.peer in records:  # its name is added where it is published
+            records[self._own.peer] = msgspec.structs.replace(records[self._own.peer], name=self._own.name)
         if roster.old_since_s is None:
             self._note_changes(records, at)
         samples = self._samples(roster)
+        self._since = at if self._since is None else self._since
+        self._count_steps(records)
         totals = RunTotals(
             name=run.name,
             run_id=self._run_id,
@@ -64,6 +81,9 @@ class RosterObserver:
             budget_tokens=run.budget_samples * self._tokens,
             tokens_per_s=self._tokens_per_s(roster, samples, at),
             trouble=_age(roster),
+            since=self._since,
+            routes=() if self._own is None else tuple(routes(self._own)),
+            routes_told=NO_ROUTES if self._own is None or self._own.peer is None else OWN_ROUTES,
         )
         credits = {credit.peer: credit for credit in roster.credits}
         peers = [
@@ -101,7 +121,7 @@ class RosterObserver:
         idle = waits is not None and cause_of(waits) in (Cause.MICROBATCHES, Cause.ROUTE)
         speed = record.tokens_per_s if record.state is PeerState.TRAINING and not idle else 0.0
         busy = speed / self._microbatch_tokens * record.device_s
-        return PeerView(
+        view = PeerView(
             peer=record.peer,
             name=called(record),
             stage=record.stage,
@@ -117,7 +137,28 @@ class RosterObserver:
             since=None if since_s is None else at - since_s,
             tokens_claimed=None if credit is None else credit.claimed * self._tokens,
             tokens_covered=None if credit is None else credit.covered * self._tokens,
+            met=record.partner,
+            tokens=min(MOST_TOKENS, self._window_tokens * self._steps[record.peer][2]),
+            budget=record.budget,
         )
+        own = self._own
+        if own is None or own.peer != record.peer:
+            return view
+        rates = {"sent_per_s": own.sent_per_s, "received_per_s": own.received_per_s}
+        return msgspec.structs.replace(view, tokens=own.tokens, **rates)
+
+    def tell(self, name: str, text: str, at: float) -> None:
+        """Add to what happened what no record says."""
+        self._changes.append(Change(at=at, name=name, text=text))
+
+    def _count_steps(self, records: Mapping[str, PeerRecord]) -> None:
+        """Count the steps that each peer has taken before our eyes: a newcomer takes over the count of its donor."""
+        now: dict[str, tuple[int, int, int]] = {}
+        for peer, record in records.items():
+            stage, steps, done = self._steps.get(peer, (record.stage, record.inner_steps, 0))
+            grown = record.inner_steps - steps if stage == record.stage and record.state == PeerState.TRAINING else 0
+            now[peer] = (record.stage, record.inner_steps, done + max(0, grown))
+        self._steps = now
 
     def _note_changes(self, records: dict[str, PeerRecord], at: float) -> None:
         before, self._before = self._before, records

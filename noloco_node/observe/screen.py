@@ -39,7 +39,7 @@ def picture(view: SwarmView, width: int, height: int, footer: str = "") -> Rende
     left -= len(stages) + 1 + (len(stages) < len(view.stages))
     changes = [] if left < 8 else _collapsed(view.changes)[-max(2, left // 5) :]
     left -= len(changes) + bool(changes)
-    peers = _fitting_peers(view.peers, max(0, left - 2))
+    peers = fitting_peers(view.peers, max(0, left - 2))
     left -= len(peers) + 1 + (len(peers) < len(view.peers)) if peers else 0
     parts: list[RenderableType] = [*top, _stage_table(stages, view, width)]
     if len(stages) < len(view.stages):
@@ -176,7 +176,7 @@ def _fitting_stages(stages: Sequence[StageView], most: int) -> list[StageView]:
     return sorted(first, key=lambda each: each.stage)
 
 
-def _fitting_peers(peers: Sequence[PeerView], most: int) -> list[PeerView]:
+def fitting_peers(peers: Sequence[PeerView], most: int) -> list[PeerView]:
     """Return the peers to show: all in their order, or those first that do not train, and that wait the longest."""
     if len(peers) <= most + 1:
         return list(peers)

@@ -7,12 +7,12 @@ strangers say of themselves is in here as they said it: whoever prints it uses `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import msgspec
 
-from noloco_node.observe.bottleneck import StageLoad, cause_of, present_bottleneck
+from noloco_node.observe.bottleneck import StageLoad, cause_of, named_stage, present_bottleneck
 from noloco_node.run.peer_state import PeerState
 
 SHORT_ID = 8
@@ -22,12 +22,17 @@ MOST_WORDS = 200
 MOST_CHANGES = 100
 """Arrivals, departures and the like that a view remembers."""
 
+NO_ROUTES = "routes: each peer knows its own, and records do not tell them"
+OWN_ROUTES, ALL_ROUTES = "microbatches of this node that came back", "microbatches that came back"
+
 
 class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     """One peer. `busy`: share of its time for which its device works, or the line that limits it; None if unknown.
 
     `waits`: what it waits for; `since`: since when, where that is known. `tokens_claimed`: that it says it drew as a
-    source; `tokens_covered`: for which it has receipts.
+    source; `tokens_covered`: for which it has receipts. `met`: id of the peer that it met last. `tokens`: of its
+    windows since `SwarmView.since`; `share`: of its stage's speed. `sent_per_s`, `received_per_s`: bytes over its line;
+    `budget`: what it uses of what its owner allows, in words.
     """
 
     peer: str
@@ -45,6 +50,12 @@ class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
     tokens_claimed: int | None = None
     tokens_covered: int | None = None
+    met: str | None = None
+    tokens: int = 0
+    share: float | None = None
+    sent_per_s: float | None = None
+    received_per_s: float | None = None
+    budget: str | None = None
 
     @property
     def trains(self) -> bool:
@@ -69,6 +80,14 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
 
 
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """Microbatches that one peer passes on to another and gets back, a second."""
+
+    origin: str
+    target: str
+    per_s: float
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody came, went, moved, or said something that a person should know."""
 
@@ -90,7 +109,9 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 class SwarmView(msgspec.Struct, frozen=True, kw_only=True):
     """A swarm at one moment. `tokens`: trained so far, by all. `left_s`: None where nothing moves.
 
-    `bottleneck`: what holds it back, in one sentence. `trouble`: why this may be out of date.
+    `bottleneck`: what holds it back, in one sentence; `limit`: the stage that this names. `trouble`: why this may be
+    out of date. `since`: from when on what peers have done is counted. `routes`: those taken lately, as far as they are
+    known here; `routes_told`: which these are.
     """
 
     name: str
@@ -104,11 +125,15 @@ class SwarmView(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     gap: float | None
     bottleneck: str
+    limit: int | None = None
     trouble: str | None = None
     stages: tuple[StageView, ...]
     peers: tuple[PeerView, ...]
     changes: tuple[Change, ...] = ()
     course: tuple[Moment, ...] = ()
+    since: float | None = None
+    routes: tuple[Route, ...] = ()
+    routes_told: str = NO_ROUTES
 
 
 class Course:
@@ -140,6 +165,9 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     is_speed_known: bool = True
     """Whether `tokens_per_s` has all who are at work: not while some have taken only their first step."""
     trouble: str | None = None
+    since: float | None = None
+    routes: tuple[Route, ...] = ()
+    routes_told: str = NO_ROUTES
 
 
 def swarm_view(
@@ -156,6 +184,7 @@ def swarm_view(
     gap = _mean([peer.gap for peer in peers])
     speed = totals.tokens_per_s
     left_s = _left_s(totals)
+    sentence = _bottleneck(totals, seen)
     course.add(Moment(at=at, progress=totals.progress, tokens_per_s=speed, loss=loss, gap=gap))
     return SwarmView(
         name=totals.name,
@@ -168,12 +197,16 @@ def swarm_view(
         left_s=left_s,
         loss=loss,
         gap=gap,
-        bottleneck=_bottleneck(totals, seen),
+        bottleneck=sentence,
+        limit=named_stage(sentence),
         trouble=totals.trouble,
         stages=seen,
-        peers=tuple(sorted(peers, key=lambda peer: (peer.stage, peer.name, peer.peer))),
+        peers=tuple(sorted(_with_shares(peers, seen), key=lambda peer: (peer.stage, peer.name, peer.peer))),
         changes=tuple(sorted(changes, key=lambda change: change.at)),  # silence is noticed late
         course=tuple(course.moments),
+        since=totals.since,
+        routes=totals.routes,
+        routes_told=totals.routes_told,
     )
 
 
@@ -193,6 +226,12 @@ def _left_s(totals: RunTotals) -> float | None:
     if totals.budget_tokens is None or totals.tokens_per_s <= 0.0 or not totals.is_speed_known:
         return None
     return max(0.0, totals.budget_tokens - totals.tokens) / totals.tokens_per_s
+
+
+def _with_shares(peers: Sequence[PeerView], stages: Sequence[StageView]) -> Iterator[PeerView]:
+    for peer in peers:
+        whole = stages[peer.stage].tokens_per_s if 0 <= peer.stage < len(stages) else 0.0
+        yield msgspec.structs.replace(peer, share=peer.tokens_per_s / whole) if whole > 0.0 else peer
 
 
 def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:

@@ -23,15 +23,16 @@ from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.observe.metrics import MOST_VALUES, NodeMetrics
-from noloco_node.observe.metrics_server import MOST_REQUESTS, MetricsPlace, metrics_served, parse_place
+from noloco_node.observe.metrics_server import MOST_REQUESTS, metrics_place, metrics_served
 from noloco_node.observe.roster_observer import RosterObserver
+from noloco_node.observe.served_place import ServedPlace
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.swarm.roster import PeerRecord, Roster
 
 MONITORING = ROOT / "docker" / "monitoring"
-OWN = MetricsPlace("127.0.0.1", 0)
+OWN = ServedPlace("127.0.0.1", 0)
 
 
 def value(metrics: NodeMetrics, name: str, **labels: str) -> float | None:
@@ -98,27 +99,27 @@ def test_labels_are_bounded_whatever_is_said(reasons: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("9464", MetricsPlace("127.0.0.1", 9464)),
-        ("localhost:1", MetricsPlace("localhost", 1)),
-        ("[::1]:9464", MetricsPlace("::1", 9464)),
-        ("127.0.0.2:0", MetricsPlace("127.0.0.2", 0)),
+        ("9464", ServedPlace("127.0.0.1", 9464)),
+        ("localhost:1", ServedPlace("localhost", 1)),
+        ("[::1]:9464", ServedPlace("::1", 9464)),
+        ("127.0.0.2:0", ServedPlace("127.0.0.2", 0)),
     ],
 )
-def test_a_place_of_our_own_needs_no_leave(text: str, place: MetricsPlace) -> None:
-    assert parse_place(text, is_open=False) == place
+def test_a_place_of_our_own_needs_no_leave(text: str, place: ServedPlace) -> None:
+    assert metrics_place(text, is_open=False) == place
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0:9464", "[::]:9464", "192.168.1.2:9464", "example.org:9464"])
 def test_a_place_in_the_open_is_refused_unless_asked_for(text: str) -> None:
     with pytest.raises(UserError, match="could be read by others"):
-        parse_place(text, is_open=False)
-    assert parse_place(text, is_open=True).port == 9464
+        metrics_place(text, is_open=False)
+    assert metrics_place(text, is_open=True).port == 9464
 
 
 @pytest.mark.parametrize("text", ["", "x", "1.2.3.4", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:²"])
 def test_what_is_no_place_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="no place"):
-        parse_place(text, is_open=True)
+        metrics_place(text, is_open=True)
 
 
 def test_a_wrong_place_is_refused_before_anything_is_begun(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_only_one_page_is_there_and_a_taken_port_is_told(capsys: pytest.CaptureF
             for _, writer in held:
                 await _closed(writer)
             with pytest.raises(UserError, match="Cannot serve") as refused:
-                async with metrics_served(MetricsPlace("127.0.0.1", port), "run"):
+                async with metrics_served(ServedPlace("127.0.0.1", port), "run"):
                     pass
             assert refused.value.code is Exit.PORT_TAKEN
 

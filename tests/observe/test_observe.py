@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 from collections import defaultdict
 from collections.abc import Sequence
@@ -182,8 +181,7 @@ class _Witness(Watcher):
 
     def hear(self, peer: SimulatedPeer, event: events.Event) -> None:
         at = BEGUN + self._world.now_s
-        stamp: Any = msgspec.structs.replace if isinstance(event, msgspec.Struct) else dataclasses.replace
-        self.journals[peer.name].append(stamp(event, at=at))
+        self.journals[peer.name].append(events.stamped(event, at))
 
     def look(self) -> None:
         replicas = [peer.replica for peer in self._world.peers.values() if peer.running and peer.replica is not None]

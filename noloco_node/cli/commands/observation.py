@@ -9,6 +9,7 @@ import typer
 
 from noloco_node.cli.event_loop import run_until_interrupted
 from noloco_node.cli.options import HomeOption, LocalOption, default_home, invite_text
+from noloco_node.cli.web_options import WebOpenOption, WebOption, page_place
 
 
 def watch(
@@ -29,13 +30,16 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, instead of a picture.")] = False,
     home: HomeOption = None,
     local: LocalOption = None,
+    web: WebOption = None,
+    web_open: WebOpenOption = False,
 ) -> None:
     """Show what a swarm does and what holds it back: live on a terminal, in lines elsewhere. Ctrl-C ends it."""
     from noloco_node.cli import observation
 
     given = places or []
+    shown = observation.Shown(once, as_json, page_place(web, is_open=web_open))
     if journal:
-        run_until_interrupted(observation.replay([Path(place) for place in given], once=once, as_json=as_json))
+        run_until_interrupted(observation.replay([Path(place) for place in given], shown))
     elif len(given) > 1:
         raise typer.BadParameter("give one INVITE, or --journal and directories")
     else:
@@ -45,4 +49,4 @@ def watch(
         home = home or default_home("node")
         visitor = Visitor(tuple(local or ()), home)
         invite = found(invite_text(given[0]) if given else None, home)
-        run_until_interrupted(observation.watch(invite, once=once, as_json=as_json, visitor=visitor))
+        run_until_interrupted(observation.watch(invite, shown, visitor))

@@ -8,6 +8,7 @@ hour does not learn then that there was no place for the picture.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
@@ -24,6 +25,7 @@ from noloco_node.sim.clock import Deadlock
 from noloco_node.sim.explore.search import explore, replay
 from noloco_node.sim.report.collector import EventCollector
 from noloco_node.sim.report.figures import Report, make_report
+from noloco_node.sim.report.page_watcher import PageWatcher
 from noloco_node.sim.report.progress_bar import ProgressBar
 from noloco_node.sim.report.text import lines
 from noloco_node.sim.report.trace import EventTrace, trace_file
@@ -32,6 +34,8 @@ from noloco_node.sim.scenario.setup import SimSetup, base, build_setup
 from noloco_node.sim.world import Stuck, Watcher, World, simulate
 from noloco_node.storage.atomic_file import write_whole
 from noloco_node.terminal import Bar
+from noloco_node.web.page_server import Page, PagePlace
+from noloco_node.web.page_thread import page_in_thread
 
 DEFAULT_OUT = Path("noloco-simulation")
 Say = Callable[[str], None]
@@ -57,6 +61,7 @@ class SimulationRequest(NamedTuple):
     out: Path | None = None
     as_json: bool = False
     trace: bool = False
+    page: PagePlace | None = None
 
     @property
     def directory(self) -> Path | None:
@@ -75,7 +80,20 @@ def simulate_scenario(path: Path | None, flags: SimulationFlags, wanted: Simulat
     directory = wanted.directory
     if directory is not None:
         _look_at(directory)
-    report = _simulate(setting, directory if wanted.trace else None)
+    with page_in_thread(wanted.page) as page:
+        code = _simulate_and_tell(setting, directory, wanted, say, page)
+        if page is not None:
+            print("the page stays until Ctrl-C", file=sys.stderr, flush=True)
+            with suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(3600.0)
+    return code
+
+
+def _simulate_and_tell(
+    setting: SimSetup, directory: Path | None, wanted: SimulationRequest, say: Say, page: Page | None
+) -> int:
+    report = _simulate(setting, directory if wanted.trace else None, page)
     if directory is not None:
         _write(directory, report)
     if wanted.as_json:
@@ -90,7 +108,7 @@ def search(path: Path | None, flags: SimulationFlags, wanted: SimulationRequest,
     """Run `count` random fault schedules from the seed on; return the exit code."""
     if wanted != SimulationRequest():
         raise _misuse(
-            "--explore does not go with --json, --out or --trace.",
+            "--explore does not go with --json, --out, --trace or --web.",
             "it says which seeds break an invariant and leaves no files",
             f"noloco-node simulate --explore {count}; then --seed S --trace shows one of its seeds",
         )
@@ -178,12 +196,13 @@ def complete(scenario: Scenario, path: Path | None) -> SimSetup:
 # The work.
 
 
-def _simulate(setting: SimSetup, trace: Path | None) -> Report:
+def _simulate(setting: SimSetup, trace: Path | None, page: Page | None) -> Report:
     torch.set_num_threads(1)  # threads would cost more than they give, and the sums would depend on their number
     begun_s = time.perf_counter()
     with ExitStack() as stack:
         bar, file = stack.enter_context(closing(Bar())), None
         collectors: list[EventCollector] = []
+        pages: list[PageWatcher] = []
         if trace is not None:
             stack.callback(_unmake, trace)
             _make(trace)
@@ -191,10 +210,18 @@ def _simulate(setting: SimSetup, trace: Path | None) -> Report:
 
         def watch(world: World) -> list[Watcher]:
             collectors.append(EventCollector(world))
-            return [*collectors, ProgressBar(world, bar), *([] if file is None else [EventTrace(world, file)])]
+            if page is not None:
+                pages.append(PageWatcher(world, page))
+            traces = [] if file is None else [EventTrace(world, file)]
+            return [*collectors, ProgressBar(world, bar), *traces, *pages]
+
+        def finish(world: World) -> Report:
+            for each in pages:
+                each.show()
+            return make_report(world, collectors[0])
 
         try:
-            report = simulate(setting, watch, lambda world: make_report(world, collectors[0]))
+            report = simulate(setting, watch, finish)
         except (Stuck, Deadlock, BaseExceptionGroup) as error:
             raise _plainly(error, setting) from error
     return structs.replace(report, real_s=time.perf_counter() - begun_s)

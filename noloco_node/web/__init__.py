@@ -1,0 +1,1 @@
+"""What a swarm does as a page in a browser."""

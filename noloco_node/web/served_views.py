@@ -1,0 +1,81 @@
+"""What a node or a bootstrap peer serves over HTTP beside its work: figures for Prometheus, and a page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from noloco_node.journal import events
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.observe.journal_observer import change_text
+from noloco_node.observe.metrics_server import metrics_served
+from noloco_node.observe.peer_history import PeerHistory
+from noloco_node.observe.roster_observer import RosterObserver
+from noloco_node.observe.served_place import ServedPlace
+from noloco_node.observe.swarm_view import MOST_CHANGES, short
+from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.run_distribution import RunFileText
+
+if TYPE_CHECKING:
+    from noloco_node.observe.metrics import NodeMetrics
+    from noloco_node.web.page_server import Page, PagePlace
+
+LOOK_EVERY_S = 5.0
+PAGE_EVERY_S = 1.0
+
+
+class ServedViews:
+    """Keeps what is served up to date. Without metrics and page it does nothing."""
+
+    def __init__(self, metrics: NodeMetrics | None, page: Page | None, name: str = "") -> None:
+        """`name`: that the owner gives our peer."""
+        self._metrics, self._page = metrics, page
+        self._own = PeerHistory(name, 0)
+        self._told: deque[tuple[str, float]] = deque(maxlen=MOST_CHANGES)
+        self._observer: RosterObserver | None = None
+
+    def take(self, event: events.Event) -> None:
+        """Take note of what the node journals."""
+        now = time.time()
+        if self._metrics is not None:
+            self._metrics.take(event, now)
+        if self._page is not None:
+            self._own.take(events.stamped(event, now))
+            text = change_text(event)
+            if text is not None:
+                self._told.append((text, now))
+
+    async def follow(self, membership: Membership, network: PeerNetwork, recipe: RunFileText) -> None:
+        """Show what the swarm does until cancelled."""
+        if self._metrics is None and self._page is None:
+            return
+        if self._observer is None:  # of an earlier shift there is more to show
+            self._observer = RosterObserver(recipe.run, recipe.digest, self._own)
+        while True:
+            while self._told:
+                self._observer.tell(f"{short(self._own.peer or '')} {self._own.name}".strip(), *self._told.popleft())
+            view = self._observer.view(membership.roster, time.time(), membership.news_age_s)
+            if self._metrics is not None:
+                self._metrics.show(view, membership.watched, network.statistics())
+            if self._page is not None:
+                self._page.show(view)
+            await asyncio.sleep(LOOK_EVERY_S if self._page is None else PAGE_EVERY_S)
+
+
+@asynccontextmanager
+async def views_served(
+    metrics_at: ServedPlace | None, page_at: PagePlace | None, run_id: str, name: str = ""
+) -> AsyncIterator[ServedViews]:
+    """Serve what was asked for, as long as the body runs."""
+    async with AsyncExitStack() as stack:
+        metrics = await stack.enter_async_context(metrics_served(metrics_at, run_id))
+        page = None
+        if page_at is not None:
+            from noloco_node.web.page_server import page_served
+
+            page = await stack.enter_async_context(page_served(page_at))
+        yield ServedViews(metrics, page, name)

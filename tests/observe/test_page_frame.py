@@ -1,0 +1,133 @@
+"""What a page is told of a swarm: bounded, plain, and complete."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from page_frames import BEGUN, HOSTILE, view_of, with_course
+
+from noloco_node.journal import events
+from noloco_node.observe.bottleneck import named_stage
+from noloco_node.observe.journal_observer import JournalObserver, routes
+from noloco_node.observe.page_frame import MOST_MOMENTS, MOST_PEERS, MOST_ROUTES, page_frame
+from noloco_node.observe.peer_history import PeerHistory
+from noloco_node.observe.playback import Playback
+from noloco_node.observe.roster_observer import RosterObserver
+from noloco_node.observe.swarm_view import Route
+from noloco_node.run.peer_state import PeerState
+from noloco_node.run.presets import demo_run_text
+from noloco_node.run.runfile import decode_run
+from noloco_node.swarm.roster import PeerRecord, Roster
+
+RUN = decode_run(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "a test's run file")
+
+
+def test_a_frame_of_a_large_swarm_is_bounded() -> None:
+    view = with_course(view_of(2000, 4), 1000, lambda number: view_of(0, 1, number))
+    frame = page_frame(view)
+    assert len(frame.peers) == MOST_PEERS
+    assert frame.more_peers == 2000 - MOST_PEERS
+    assert len(frame.routes) <= MOST_ROUTES
+    assert MOST_MOMENTS // 2 <= len(frame.course.at) <= MOST_MOMENTS + 1
+    assert frame.course.at[-1] == view.course[-1].at
+    assert len(msgspec.json.encode(frame)) < 250_000
+
+
+def test_a_frame_of_a_hundred_peers_is_small() -> None:
+    assert len(msgspec.json.encode(page_frame(view_of(100, 5, 9)))) < 50_000
+
+
+def test_routes_and_meetings_point_at_peers_of_the_list() -> None:
+    frame = page_frame(view_of(10, 2, 3))
+    assert frame.routes
+    assert all(frame.peers[origin].stage + 1 == frame.peers[target].stage for origin, target, _ in frame.routes)
+    assert all(peer.met is not None and frame.peers[peer.met].stage == peer.stage for peer in frame.peers)
+    assert sum(peer.share or 0.0 for peer in frame.peers if peer.stage == 0) == pytest.approx(1.0, abs=0.01)
+
+
+def test_what_strangers_say_is_plain_and_short() -> None:
+    told = json.loads(msgspec.json.encode(page_frame(view_of(4, 2, 1, name=HOSTILE, words=9 * HOSTILE))))
+    texts: list[str] = []
+
+    def collect(value: object) -> None:
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, dict | list):
+            for each in value.values() if isinstance(value, dict) else value:
+                collect(each)
+
+    collect(told)
+    assert any("onerror" in text for text in texts)  # the page sets text, never markup
+    assert all(text.isprintable() and len(text) <= 400 for text in texts)
+
+
+def test_a_frame_says_where_a_recording_is() -> None:
+    playback = Playback(0.0, 100.0)
+    playback.press("0.25")
+    frame = page_frame(view_of(2, 2), playback.state())
+    assert frame.playback is not None
+    assert (frame.playback.at_s, frame.playback.whole_s, frame.virtual) == (25.0, 100.0, False)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "stage"),
+    [
+        ("Stage 2 is the bottleneck: its devices are busy for 90% of the time.", 2),
+        ("Nobody serves stages 1, 2: no microbatch gets through until somebody does.", 1),
+        ("Nothing is trained: stage 0 waits for room at the next stage.", 0),
+        ("No stage's devices are busy for more than 29% of the time: replicas wait for each other.", None),
+    ],
+)
+def test_the_sentence_says_at_which_stage_to_look(sentence: str, stage: int | None) -> None:
+    assert named_stage(sentence) == stage
+
+
+@given(st.lists(st.integers(0, 100), min_size=2, max_size=8))
+def test_routes_and_rates_are_what_has_grown_since_the_last_totals(growth: list[int]) -> None:
+    history, total = PeerHistory("a", 0), 0
+    observer = JournalObserver("a test", [history], RUN)
+    observer.take(history, events.Started(peer="A", stage=0, run="r", version="1", at=BEGUN))
+    for number, more in enumerate(growth):
+        total += more
+        at = BEGUN + 10.0 * number
+        observer.take(history, events.Hops(counts={"B": total}, at=at))
+        observer.take(history, events.Traffic(sent={"x": total}, received={}, at=at))
+    expected = [Route(origin="A", target="B", per_s=growth[-1] / 10.0)] if growth[-1] else []
+    assert list(routes(history)) == expected
+    [peer] = observer.view(at).peers
+    assert (peer.sent_per_s, peer.received_per_s) == (growth[-1] / 10.0, 0.0)
+    observer.take(history, events.Started(peer="A", stage=0, run="r", version="1", at=at))  # counts begin anew
+    assert list(routes(history)) == []
+
+
+def test_what_a_peer_gives_is_counted_from_when_it_is_watched() -> None:
+    def roster(steps: int, stage: int = 1) -> Roster:
+        record = PeerRecord(peer="A", stage=stage, state=PeerState.TRAINING, inner_steps=steps)
+        return Roster(stages=tuple((record,) if number == stage else () for number in range(2)))
+
+    observer = RosterObserver(RUN, "run")
+    window = RUN.pipeline.microbatches_per_step * RUN.pipeline.microbatch_size * RUN.pipeline.sequence_length
+    given_by = [observer.view(roster(steps), BEGUN + steps).peers[0].tokens for steps in (1000, 1003, 1003, 1007)]
+    assert given_by == [0, 3 * window, 3 * window, 7 * window]
+    assert observer.view(roster(10**12, stage=0), BEGUN).peers[0].tokens == 7 * window  # the count of another stage
+    assert observer.view(roster(2**62, stage=0), BEGUN).peers[0].tokens == 2**53
+
+
+def test_a_node_adds_what_it_knows_of_itself() -> None:
+    own = PeerHistory("mine", 0)
+    own.take(events.Started(peer="A", stage=0, run="r", version="1", at=BEGUN))
+    for number in range(2):
+        own.take(events.Hops(counts={"B": 20 * number}, at=BEGUN + 10 * number))
+        own.take(events.Traffic(sent={"x": 100 * number}, received={"x": 50 * number}, at=BEGUN + 10 * number))
+    records = [PeerRecord(peer=peer, stage=number, state=PeerState.TRAINING) for number, peer in enumerate("AB")]
+    observer = RosterObserver(RUN, "run", own)
+    observer.tell("A mine", "woke up", BEGUN)
+    view = observer.view(Roster(stages=tuple((record,) for record in records)), BEGUN + 20)
+    assert view.routes == (Route(origin="A", target="B", per_s=2.0),)
+    assert [peer.sent_per_s for peer in view.peers] == [10.0, None]
+    assert [peer.name for peer in view.peers] == ["A mine", "B"]
+    assert [change.text for change in view.changes] == ["woke up"]

@@ -1,0 +1,111 @@
+"""What a node serves: one view of the swarm for metrics and page, with what the node knows of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from page_frames import BEGUN
+
+from noloco_node.cli.observation import Shown, replay
+from noloco_node.journal import events
+from noloco_node.journal.writer import Journal
+from noloco_node.observe.metrics import NodeMetrics
+from noloco_node.observe.served_place import ServedPlace
+from noloco_node.observe.swarm_view import NO_ROUTES, OWN_ROUTES, SwarmView
+from noloco_node.run.peer_state import PeerState
+from noloco_node.run.presets import demo_run_text
+from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.run_distribution import RunFileText
+from noloco_node.tasks import background
+from noloco_node.web import page_server
+from noloco_node.web.page_server import PagePlace
+from noloco_node.web.served_views import ServedViews
+
+RECIPE = RunFileText(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "a test's run file")
+PEERS = ("12D3KooWaaaaAAAA", "12D3KooWbbbbBBBB")
+
+
+class _Page:
+    def __init__(self) -> None:
+        self.views: asyncio.Queue[SwarmView] = asyncio.Queue()
+
+    def show(self, view: SwarmView) -> None:
+        self.views.put_nowait(view)
+
+
+def membership() -> Any:
+    records = [
+        PeerRecord(peer=peer, stage=number, state=PeerState.TRAINING, tokens_per_s=10.0, device_s=0.1)
+        for number, peer in enumerate(PEERS)
+    ]
+    roster = Roster(stages=tuple((record,) for record in records), run_samples=10)
+    return SimpleNamespace(roster=roster, news_age_s={}, watched=(0, 1))
+
+
+@pytest.mark.parametrize("takes_part", [False, True])
+def test_metrics_and_page_are_shown_one_view(takes_part: bool) -> None:
+    async def main() -> None:
+        page, metrics = _Page(), NodeMetrics("run")
+        views = ServedViews(metrics, page, "volunteer")  # type: ignore[arg-type]
+        if takes_part:
+            views.take(events.Started(peer=PEERS[0], stage=0, run="r", version="0"))
+            views.take(events.Hops(counts={PEERS[1]: 1}))
+            views.take(events.Hops(counts={PEERS[1]: 3}))
+        network: Any = SimpleNamespace(statistics=lambda: {})
+        async with background(views.follow(membership(), network, RECIPE)):
+            view = await page.views.get()
+        assert view.routes_told == (OWN_ROUTES if takes_part else NO_ROUTES)
+        assert [(route.origin, route.target) for route in view.routes] == ([PEERS] if takes_part else [])
+        assert [change.name for change in view.changes] == (["aaaaAAAA volunteer"] if takes_part else [])
+        assert metrics.registry.get_sample_value("noloco_swarm_tokens") == view.tokens
+
+    asyncio.run(main())
+
+
+def test_nothing_is_looked_at_where_nothing_is_served() -> None:
+    nobody: Any = None
+    asyncio.run(ServedViews(None, None).follow(nobody, nobody, RECIPE))
+
+
+def test_journals_are_played_on_the_page_forward_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    with Journal(tmp_path / "journal.jsonl", now=lambda: BEGUN + next(clock)) as journal:
+        journal.write(events.Started(peer=PEERS[0], stage=0, run="r", version="0"))
+        for step in range(1, 100):
+            journal.write(
+                events.InnerStep(step=step, progress=step / 200, loss=2.0, tokens=10, seconds=1.0, learning_rate=0.1)
+            )
+
+    async def frame_at(response: aiohttp.ClientResponse, at_s: float) -> dict[str, Any]:
+        while True:
+            line = await response.content.readline()
+            if line.startswith(b"data: "):
+                frame: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+                if frame["playback"]["paused"] and frame["playback"]["at_s"] == pytest.approx(at_s):
+                    return frame
+
+    async def main() -> None:
+        shown = Shown(False, False, PagePlace(ServedPlace("127.0.0.1", 0), "t" * 32))
+        said: asyncio.Queue[str] = asyncio.Queue()
+        monkeypatch.setattr(page_server, "say", said.put_nowait)
+        playing = asyncio.create_task(replay([tmp_path], shown))
+        url = (await said.get()).partition(": ")[2]
+        async with aiohttp.ClientSession() as session, session.get(f"{url}events") as response:
+            tokens = {}
+            for key, share in (("pause", None), ("1.0", 1.0), ("0.5", 0.5), ("begin", 0.0)):
+                async with session.post(f"{url}key", data=key) as answer:
+                    assert answer.status == 204
+                if share is not None:
+                    tokens[share] = (await frame_at(response, 99.0 * share))["tokens"]
+        assert tokens == {1.0: 990, 0.5: 490, 0.0: 0}
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(main())
