@@ -2,6 +2,7 @@
 
     python -m benchmarks.laboratory.papers --small  a dozen methods, under ten minutes on two cores
     python -m benchmarks.laboratory.papers --all  everything, some hours; each finished run is kept at once
+    python -m benchmarks.laboratory.papers --rivals  gossip and its rivals on an equal footing, smaller, two texts
     python -m benchmarks.laboratory.papers --tables  the tables and the picture again, from what is kept
 
 An interrupted survey goes on where it was: run the same command again.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.laboratory.experiments.grid import Grid
 from benchmarks.laboratory.experiments.recipes import everything, small, smoke
+from benchmarks.laboratory.experiments.rivals import rivals
 from benchmarks.laboratory.output.tables import every_table, foot
 from benchmarks.laboratory.running.progress import Board
 from benchmarks.laboratory.running.results import Measured
@@ -77,7 +79,7 @@ def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
     """Run what is due, by `work`; then print and draw what the record says; return the exit code."""
     parser = _parser()
     asked = parser.parse_args(words)
-    grid = small() if asked.small else smoke() if asked.smoke else everything()
+    grid = small() if asked.small else smoke() if asked.smoke else rivals() if asked.rivals else everything()
     grid = _narrowed(grid, asked.only, parser)
     out: Path = asked.out or (Path("build/laboratory") if asked.small or asked.smoke else Path("docs"))
     note = "" if asked.small or asked.smoke else WITHDRAWN
@@ -150,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--all", action="store_true", help="Run the whole survey: tuning, then three seeds.")
     what.add_argument("--small", action="store_true", help="Run a dozen methods at tuned rates: 4 replicas, one seed.")
+    what.add_argument("--rivals", action="store_true", help="Run gossip and its rivals on an equal footing.")
     what.add_argument("--smoke", action="store_true", help="Run every method for six steps, to see that it runs.")
     what.add_argument("--tables", action="store_true", help="Run nothing; write tables and pictures of what is kept.")
     parser.add_argument(

@@ -177,6 +177,7 @@ class TestCell:
         digest = hashlib.sha256(msgspec.json.encode(before)).hexdigest()[:16]
         others = {"common_start": 0.1, "often_at_end": 0.1, "last_rounds": 3, "weighed": True}
         others |= {"slower_lines": 4.0, "charged": True, "beside": True, "roster_lag_s": 30.0}
+        others |= {"scale": "small", "text": "torch"}
         assert set(others) == set(ADDED_LATER)
         changed = [msgspec.structs.replace(cell, **{name: value}) for name, value in others.items()]
         assert len({digest, cell.key, *(one.key for one in changed)}) == 1 + len(others)
