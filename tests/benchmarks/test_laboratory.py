@@ -26,6 +26,7 @@ from benchmarks.laboratory.experiments.choices import lacks
 from benchmarks.laboratory.experiments.grid import RATES, Grid, Recipe, Run, at
 from benchmarks.laboratory.experiments.hardware_model import merge_bytes
 from benchmarks.laboratory.experiments.recipes import SMALL_RATES, everything, small, smoke
+from benchmarks.laboratory.experiments.rivals import rivals
 from benchmarks.laboratory.output.headline import closed, headline
 from benchmarks.laboratory.output.table import NO_WORSE, aligned, compared, judged
 from benchmarks.laboratory.output.tables import by_tokens, every_table, foot, tuning, variants
@@ -590,16 +591,15 @@ class TestCommand:
         assert papers.main(["--tables", "--results", str(store.path), "--out", str(tmp_path)]) == 0
         assert store.path.read_bytes() == before
         assert "### Asynchronous gossip, on very" in capsys.readouterr().out
-        assert (tmp_path / "laboratory.md").read_text().count("Not run (yet)") == 0
+        assert (tmp_path / "laboratory.md").read_text().count("Not run (yet)") == 2  # of rivals, on two texts
         assert (tmp_path / "pictures" / "laboratory.png").stat().st_size > 10_000
 
     def test_the_page_is_what_the_record_says(self) -> None:
         docs = ROOT / "docs"
-        data = Measured(everything(), Store(docs / "laboratory.jsonl", heard))
+        kept = Store(docs / "laboratory.jsonl", heard)
+        every = papers.tables(Measured(everything(), kept), Measured(rivals(), kept))
         written = (docs / "laboratory.md").read_text(encoding="utf-8")
-        assert written == papers.page(papers.tables(data), papers.WITHDRAWN), (
-            "run benchmarks/laboratory/papers.py --tables"
-        )
+        assert written == papers.page(every, papers.WITHDRAWN), "run benchmarks/laboratory/papers.py --tables"
 
     def test_a_survey_is_run_once_and_its_tables_written(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
