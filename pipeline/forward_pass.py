@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.codec import decode, encode, seed_of
-from pipeline.codec_formats import ActivationCodec
+from pipeline.activations.codec import decode, encode, seed_of
+from pipeline.activations.formats import ActivationCodec
 
 T = TypeVar("T")
 Masters = Mapping[str, nn.Parameter]

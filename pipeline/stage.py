@@ -1,4 +1,4 @@
-"""One slice of the model at work: forward, loss, backward, and the optimiser between two rounds (AdamW).
+"""One slice of the model at work: forward, loss, backward, and the steps of its optimiser.
 
 The autograd graph of a microbatch lives in the `PendingForward` that its forward pass returns, and dies with it. Of
 them `graphs` are kept; other passes keep their input, and backward computes the graph again, with the same gradient to
@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from pipeline.codec import decode
-from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.activations.codec import decode
+from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.decoder_slice import Slice, multiplied_weights
 from pipeline.forward_pass import (
     Graph,
@@ -50,11 +50,10 @@ from pipeline.forward_pass import (
     random_state,
     replayed,
 )
+from pipeline.inner_optimiser import Inner, InnerOptimiser, OptimiserState, StepReport, check_shapes
 from pipeline.messages import Gradient
 
 T = TypeVar("T")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's own names of the first and the second moment."""
 _COUNTED = (
     *("forwards", "backwards", "recomputed", "stale_backwards", "weight_copies", "shortages"),
     *("inner_steps", "skipped_steps"),
@@ -65,50 +64,33 @@ STAGED = 2**24
 """Numbers of a correction that lie on a GPU at once."""
 
 
-class Inner(NamedTuple):
-    """AdamW's constants, and the norm to which a stage's gradient is clipped. Only matrices decay."""
-
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    clip_norm: float
-
-
-class StepReport(NamedTuple):
-    """`gradient_norm`: before clipping. `applied`: False if it was not finite, and the gradient was thrown away."""
-
-    gradient_norm: float
-    applied: bool
-
-
-class OptimiserState(NamedTuple):
-    """AdamW's memory. `moments`: the first moments of all parameters in order, then the second; all zero at step 0."""
-
-    steps: int
-    moments: tuple[Tensor, ...]
-
-
-class Stage:
-    """One stage's slice and its optimiser. `first`: its input is ids; `last`: its output is logits.
+class StageSettings(NamedTuple):
+    """How a stage computes. `autocast`: what the matrices are multiplied in; None: float32.
 
     `graphs`: how many passes that wait for their gradient may keep their graph; None for all.
     """
+
+    device: torch.device
+    autocast: torch.dtype | None = None
+    graphs: int | None = None
+
+
+class Stage:
+    """One stage's slice and its optimiser. `first`: its input is ids; `last`: its output is logits."""
 
     def __init__(
         self,
         module: Slice,
         inner: Inner,
+        settings: StageSettings,
         *,
         first: bool,
         last: bool,
-        device: torch.device,
-        autocast: torch.dtype | None = None,
         codec: str = "float32",
-        graphs: int | None = None,
     ) -> None:
+        device, autocast, graphs = settings
         self._module = module.to(device).train()
-        self._inner, self._first, self._last, self._device, self._autocast = inner, first, last, device, autocast
+        self._first, self._last, self._device, self._autocast = first, last, device, autocast
         self._codec = ACTIVATION_CODECS[codec]
         masters = dict(self._module.named_parameters())
         self.names = tuple(masters)
@@ -123,8 +105,7 @@ class Stage:
         self._spoiled = False
         """A backward pass of this window has failed half-way."""
         self._counts: Counter[str] = Counter()
-        self._taken = 0
-        self._optimiser = self._new_optimiser()
+        self._optimiser = InnerOptimiser(self._weights, inner, device)
         # On a CPU what is given needs no copy. On a GPU the place is taken now: a change must not fail half-way.
         self._staging = torch.empty(0 if device.type == "cpu" else STAGED, device=device)
 
@@ -268,30 +249,20 @@ class Stage:
     def step(self, learning_rate: float, microbatches: int) -> StepReport:
         """Take one AdamW step on the mean gradient of a window of `microbatches`, and clear the gradients."""
         try:
-            norm = or_memory_error(lambda: self._clip(microbatches))
+            norm = or_memory_error(lambda: self._optimiser.clip(microbatches))
         except MemoryError:
             self._make_room()
             norm = math.nan
         applied = math.isfinite(norm) and not self._spoiled
         if applied:
             self._leave_to_waiting()
-            for group in self._optimiser.param_groups:
-                group["lr"] = learning_rate
-            self._optimiser.step()
+            self._optimiser.step(learning_rate)
             self._set.refresh()
             self._counts["inner_steps"] += 1
-            self._taken += 1
         else:
             self._counts["skipped_steps"] += 1
         self._forget_gradients()
         return StepReport(norm, applied)
-
-    def _clip(self, microbatches: int) -> float:
-        """Make the gradients the clipped mean of a window; return its norm before."""
-        for weight in self._weights:
-            # A weight that no token met has a gradient of zero, so that all have taken the same number of steps.
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
-        return nn.utils.clip_grad_norm_(self._weights, self._inner.clip_norm).item()
 
     def discard(self) -> None:
         """Forget the gradients collected so far, and the passes that wait for theirs."""
@@ -300,7 +271,7 @@ class Stage:
             waiting.give_up()
 
     def _forget_gradients(self) -> None:
-        self._optimiser.zero_grad(set_to_none=True)
+        self._optimiser.forget_gradients()
         self._spoiled = False
 
     def _leave_to_waiting(self) -> None:
@@ -319,38 +290,13 @@ class Stage:
                 if waiting.waits_on(self._set):
                     waiting.give_up(short=True)
 
-    def _new_optimiser(self) -> torch.optim.AdamW:
-        inner = self._inner
-        matrices, vectors = ([w for w in self._weights if (w.ndim >= 2) == many] for many in (True, False))
-        groups = [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-        # On a CPU the plain loop: bit for bit what a whole model's default AdamW computes, and cheap beside a window.
-        fused = self._device.type == "cuda"
-        optimiser = torch.optim.AdamW(groups, lr=0.0, betas=(inner.beta1, inner.beta2), eps=inner.epsilon, fused=fused)
-        for weight in self._weights:
-            # As AdamW itself would in its first step, but before there is anything that it could leave half done.
-            optimiser.state[weight] = {
-                "step": torch.zeros((), device=self._device if fused else None),
-                **{name: torch.zeros_like(weight, memory_format=torch.preserve_format) for name in _MOMENTS},
-            }
-        return optimiser
-
     def optimiser_state(self) -> OptimiserState:
         """Return a copy of AdamW's memory (float32, CPU); exact."""
-        state = self._optimiser.state
-        moments = tuple(state[weight][name].to("cpu", copy=True) for name in _MOMENTS for weight in self._weights)
-        return OptimiserState(self._taken, moments)
+        return self._optimiser.state()
 
     def load_optimiser_state(self, state: OptimiserState) -> None:
         """Continue from another optimiser's memory; raise ValueError if its shapes are not this stage's."""
-        _check_shapes(state.moments, self.shapes * len(_MOMENTS))
-        self._taken = state.steps
-        moments = iter(state.moments)
-        for name in _MOMENTS:
-            for weight in self._weights:
-                memory = self._optimiser.state[weight]
-                memory["step"].fill_(float(state.steps))
-                memory[name].copy_(next(moments))
+        self._optimiser.load(state)
 
     # Fast weights, one tensor a parameter, in the order of `names`.
 
@@ -361,7 +307,7 @@ class Stage:
     @torch.no_grad()
     def set_weights(self, weights: Sequence[Tensor]) -> None:
         """Replace the fast weights; raise ValueError, with nothing changed, if shapes are not this stage's."""
-        _check_shapes(weights, self.shapes)
+        check_shapes(weights, self.shapes)
         self._leave_to_waiting()
         for own, given in zip(self._weights, weights, strict=True):
             own.copy_(given)
@@ -370,18 +316,10 @@ class Stage:
     @torch.no_grad()
     def correct(self, delta: Sequence[Tensor]) -> None:
         """Add `delta` to the fast weights; raise ValueError, with nothing changed, if shapes are not ours."""
-        _check_shapes(delta, self.shapes)
+        check_shapes(delta, self.shapes)
         self._leave_to_waiting()
         for own, given in zip(self._weights, delta, strict=True):
             parts = (torch.split(tensor.reshape(-1), STAGED) for tensor in (own, given))
             for part, more in zip(*parts, strict=True):
                 part.add_(more if part.device == more.device else self._staging[: len(more)].copy_(more))
         self._set.refresh()
-
-
-def _check_shapes(given: Sequence[Tensor], expected: Sequence[tuple[int, ...]]) -> None:
-    for tensor, shape in zip(given, expected, strict=False):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{tuple(tensor.shape)} is not {shape}")
-    if len(given) != len(expected):
-        raise ValueError(f"{len(given)} tensors for {len(expected)} parameters")

@@ -181,7 +181,7 @@ def test_one_module_imports_hivemind() -> None:
 
 
 def test_only_the_command_line_knows_uvloop() -> None:
-    assert importers("uvloop") == {"noloco_node.cli.main"}
+    assert importers("uvloop") == {"noloco_node.cli.event_loop"}
 
 
 def test_no_collective_anywhere() -> None:

@@ -34,7 +34,8 @@ from noloco_node.machine.memory import trim
 from noloco_node.planning.message_sizes import gossip_memory
 from noloco_node.run.config import OuterConfig
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
-from pipeline.stage import Inner, Stage
+from pipeline.inner_optimiser import Inner
+from pipeline.stage import Stage, StageSettings
 
 T = TypeVar("T")
 WIDTH = 3072
@@ -63,7 +64,7 @@ class Replica:
         with torch.no_grad():
             module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
         inner = Inner(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
-        self.stage = Stage(module, inner, first=False, last=False, device=torch.device("cpu"))
+        self.stage = Stage(module, inner, StageSettings(torch.device("cpu")), first=False, last=False)
         self.parameters = sum(weight.numel() for weight in module.parameters())
         self.gradients = list(module.parameters())
         self.live_bytes, self.cpu_s = 0, 0.0

@@ -7,6 +7,6 @@ admission_state   what one peer knows: who has shown which ticket, who is shut o
 admitted_network  a network that lets members in alone: conversations and records
 proof_of_work     what a ticket costs where the run is open
 ticket_service    a signing peer that gives tickets to whoever asks, within bounds
-entry_pass        what an invite holds to get in by
+invite_credential what an invite holds to get in by
 owner_files       the owner's key, and its own list of whom it let in
 """

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import AdmittedNetwork
-from noloco_node.admission.entry_pass import EntryPass
+from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.owner_files import key_file, load_key, load_members, members_file, public_half
 from noloco_node.admission.peer_keys import read_key
 from noloco_node.admission.ticket import MEMBER, Right, encode
@@ -48,9 +48,9 @@ class HostedAdmissions:
             self._read_list()
 
     @property
-    def entry(self) -> EntryPass | None:
+    def credential(self) -> InviteCredential | None:
         """What the invite holds that is printed."""
-        return EntryPass() if self._admission.owner is not None and self._admission.rule == "open" else None
+        return InviteCredential() if self._admission.owner is not None and self._admission.rule == "open" else None
 
     @property
     def rule(self) -> str:
@@ -109,21 +109,21 @@ class HostedAdmissions:
                 )
             signer = TicketSigner(key)
             return signer, signer.ticket(run, me, MEMBER, until)
-        entry = None if self._invite is None else self._invite.entry
+        credential = None if self._invite is None else self._invite.credential
         own_key = read_key(self._identity)
         try:
-            ticket = None if entry is None else entry.ticket(run, me, MEMBER, time.time(), own_key)
+            ticket = None if credential is None else credential.ticket(run, me, MEMBER, time.time(), own_key)
         except ValueError:
             ticket = None
-        if entry is None or ticket is None or own_key is None:
+        if credential is None or ticket is None or own_key is None:
             raise config_error(
                 "This bootstrap peer could let nobody in.",
                 f"the run has an owner, whose key is not at {key_file(self._run_file)}, and no invite names this peer",
                 "start it where the owner's key lies, or ask the owner for an invite: noloco-node members invite PEER "
                 "--may-sign",
             )
-        may_sign = encode(entry.chain) == ticket and Right.SIGN & entry.chain[-1].rights
-        return (TicketSigner(own_key, entry.chain) if may_sign else None), ticket
+        may_sign = encode(credential.chain) == ticket and Right.SIGN & credential.chain[-1].rights
+        return (TicketSigner(own_key, credential.chain) if may_sign else None), ticket
 
 
 def _origin(conversation: Any) -> str:

@@ -37,26 +37,15 @@ async def host(options: BootstrapOptions) -> None:
     """Serve the run file until asked to leave; print the invite on the standard output."""
     share_arenas()
     recipe = RunFileText(read_run_text(options.run), str(options.run))
-    known: tuple[str, ...] = ()
-    parsed: invites.Invite | None = None
-    if options.invite is not None:
-        parsed = invites.parse(invites.found(options.invite, Path()))
-        if parsed.digest != recipe.digest:
-            raise UserError(
-                "The invite is for another run than the run file.",
-                why=f"the invite names {parsed.digest[:12]}, {options.run} is {recipe.digest[:12]}",
-                hint="give the run file of that swarm; its peers keep a copy as run.toml in their homes",
-                code=Exit.OTHER_RUN,
-            )
-        known = tuple(map(str, parsed.addresses))
+    known = None if options.invite is None else _invite_of_same_run(options.invite, recipe, options.run)
     with Home.open(options.home or default_home("bootstrap")) as home:
-        admissions = HostedAdmissions(recipe, options.run, home.identity, parsed)
+        admissions = HostedAdmissions(recipe, options.run, home.identity, known)
         settings = NetworkSettings(
             run=recipe.digest,
             identity=home.identity,
             listen=tuple(options.listen or EVERYWHERE),
             announce=tuple(options.announce or ()),
-            bootstrap=known,
+            bootstrap=() if known is None else tuple(map(str, known.addresses)),
             accepts=admissions.accepts,
             reach=Reachability.OPEN,
             lends_line=options.relays > 0,
@@ -66,16 +55,16 @@ async def host(options: BootstrapOptions) -> None:
         async with (
             departure(say) as leaving,
             metrics_served(metrics_place(options), recipe.digest) as metrics,
-            connected(settings) as whole,
-            whole.relaying(keys) as relays,
+            connected(settings) as libp2p_network,
+            libp2p_network.relaying(keys) as relays,
         ):
-            network = await admissions.admitted(whole)
+            network = await admissions.admitted(libp2p_network)
             await network.serve(TOPIC, SCHEMA, recipe.serve)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, speed_test.SpeedTestService().answer)
             history = run_history.RunHistory(home.run_history, recipe.digest, say)
             await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
             addresses = await network.addresses()
-            invite = invites.format(recipe.digest, addresses, admissions.entry)
+            invite = invites.format(recipe.digest, addresses, admissions.credential)
             print(invite, flush=True)
             kept = KeptInvite(home.invite, invites.parse(invite), (), say)
             kept.keep()
@@ -95,6 +84,19 @@ async def host(options: BootstrapOptions) -> None:
                 await leaving.asked.wait()
                 for task in tasks:
                     task.cancel()
+
+
+def _invite_of_same_run(given: str, recipe: RunFileText, run_file: Path) -> invites.Invite:
+    """Return an invite, given itself or by a home that keeps it; `UserError` where it is for another run."""
+    invite = invites.parse(invites.found(given, Path()))
+    if invite.digest != recipe.digest:
+        raise UserError(
+            "The invite is for another run than the run file.",
+            why=f"the invite names {invite.digest[:12]}, {run_file} is {recipe.digest[:12]}",
+            hint="give the run file of that swarm; its peers keep a copy as run.toml in their homes",
+            code=Exit.OTHER_RUN,
+        )
+    return invite
 
 
 def relay_places(relays: Sequence[str]) -> str:

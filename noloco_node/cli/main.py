@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 
 from noloco_node import __version__
-from noloco_node.cli.member_options import MemberAction, MemberOptions
+from noloco_node.cli.commands import journals, members, observation
+from noloco_node.cli.dataclass_options import taking
+from noloco_node.cli.event_loop import run
 from noloco_node.cli.options import (
     AnnounceOption,
     BootstrapOptions,
@@ -33,13 +33,10 @@ from noloco_node.cli.options import (
     default_home,
     invite_text,
     metrics_place,
-    taking,
 )
-from noloco_node.errors import COMPLAINT, Exit, UserError, leaves, user_error_of
+from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.run.config import AdmissionRule
-
-T = TypeVar("T")
 
 app = typer.Typer(
     name="noloco-node",
@@ -49,8 +46,7 @@ app = typer.Typer(
     help="Train a language model together with strangers: each peer holds one stage of the model, sends microbatches "
     "along random routes, and draws together with one random partner a round. No all-reduce, no coordinator.",
 )
-journals = typer.Typer(no_args_is_help=True, help="What nodes have written down: journals.")
-app.add_typer(journals, name="journal")
+app.add_typer(journals.journal, name="journal")
 
 
 def _version(wanted: bool) -> None:
@@ -120,7 +116,7 @@ def bootstrap(options: BootstrapOptions) -> None:
     """Host a bootstrap peer: newcomers find the swarm and its run file here. Prints the invite to pass on."""
     from noloco_node.cli.bootstrap import host
 
-    _run(host(options))
+    run(host(options))
 
 
 @app.command()
@@ -137,23 +133,10 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     say("starting: torch is loaded, which takes some seconds")
     from noloco_node.cli.join import join as join_swarm
 
-    _run(join_swarm(invite, options))
+    run(join_swarm(invite, options))
 
 
-@app.command()
-@taking(MemberOptions)
-def members(
-    action: Annotated[MemberAction, typer.Argument(metavar="ACTION", help="list, invite, revoke or ban.")],
-    options: MemberOptions,
-) -> None:
-    """Let peers into your run and shut them out: works without a network, on the owner's key beside the run file.
-
-    `invite` prints an invite for one identity: for PEER, or for whoever shows it first. `revoke` ends a ticket or an
-    invitation, `ban` shuts a peer out for some days.
-    """
-    from noloco_node.cli.members import administer
-
-    typer.echo(administer(action, options))
+app.command()(members.members)
 
 
 @app.command()
@@ -169,73 +152,11 @@ def status(
     from noloco_node.swarm.invite import found
 
     home = home or default_home("node")
-    typer.echo(_run(look(found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home))))
+    typer.echo(run(look(found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home))))
 
 
-@app.command()
-def watch(
-    places: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[INVITE | DIR]",
-            help="Invite of a living swarm, or the home of a node of it; with --journal homes of nodes, or directories "
-            "that hold such homes.",
-            show_default="the invite that the usual home keeps",
-        ),
-    ] = None,
-    journal: Annotated[
-        bool,
-        typer.Option("--journal", help="Play the journals of a run that is over, or crashed, forward and back."),
-    ] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print the present state, or the last, and leave.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, instead of a picture.")] = False,
-    home: HomeOption = None,
-    local: LocalOption = None,
-) -> None:
-    """Show what a swarm does and what holds it back: live on a terminal, in lines elsewhere. Ctrl-C ends it."""
-    from noloco_node.cli import observation
-
-    given = places or []
-    if journal:
-        _until_interrupted(observation.replay([Path(place) for place in given], once=once, as_json=as_json))
-    elif len(given) > 1:
-        raise typer.BadParameter("give one INVITE, or --journal and directories")
-    else:
-        from noloco_node.swarm.connection import Visitor
-        from noloco_node.swarm.invite import found
-
-        home = home or default_home("node")
-        visitor = Visitor(tuple(local or ()), home)
-        invite = found(invite_text(given[0]) if given else None, home)
-        _until_interrupted(observation.watch(invite, once=once, as_json=as_json, visitor=visitor))
-
-
-@app.command()
-def me(
-    home: HomeOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run instead of text.")] = False,
-) -> None:
-    """Say what this home has given to which runs: tokens, hours, bytes, as its own journal has them."""
-    from noloco_node.observe.contribution import report
-
-    typer.echo(report(home or default_home("node"), as_json=as_json))
-
-
-@journals.command(name="export")
-def export_journal(
-    out: Annotated[Path, typer.Option("--out", metavar="PATH", help="New file; for TensorBoard a new directory.")],
-    homes: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR", help="Homes of nodes, or directories that hold such homes."),
-    ],
-    kind: Annotated[str, typer.Option("--to", help="csv, parquet or tensorboard.")] = "csv",
-) -> None:
-    """Write journals as a table, one row an event, or as curves for TensorBoard."""
-    from noloco_node.observe.table_export import TableFormat, export_journals
-
-    if kind not in list(TableFormat):
-        raise typer.BadParameter(f"{kind!r} is none of {', '.join(TableFormat)}")
-    typer.echo(export_journals(homes, out, TableFormat(kind)))
+app.command()(observation.watch)
+app.command()(journals.me)
 
 
 @app.command()
@@ -271,7 +192,7 @@ def doctor(
         announce=tuple(announce or ()),
         local=tuple(local or ()),
     )
-    text, code = _run(report(invite, wish, as_json=as_json))
+    text, code = run(report(invite, wish, as_json=as_json))
     typer.echo(text)
     raise typer.Exit(code)
 
@@ -292,7 +213,7 @@ def export(
     from noloco_node.swarm.connection import Visitor
 
     visitor = Visitor(tuple(local or ()), home or default_home("node"))
-    typer.echo(_run(export_model(out, invite, from_home or (), visitor)))
+    typer.echo(run(export_model(out, invite, from_home or (), visitor)))
 
 
 @app.command()
@@ -341,7 +262,9 @@ def generate(
 @app.command()
 def demo(
     stages: Annotated[int, typer.Option(min=1, help="Stages of the model.")] = 2,
-    replicas: Annotated[int, typer.Option(min=1, help="Replicas of each stage.")] = 2,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Replicas of each stage; by default 3, or 2 where memory is short.")
+    ] = None,
     minutes: Annotated[float, typer.Option(min=0.2, help="About how long to train.")] = 2.0,
     home: Annotated[Path, typer.Option(help="Directory for journals, logs, picture and checkpoint.")] = Path(
         "noloco-demo"
@@ -351,20 +274,26 @@ def demo(
         bool,
         typer.Option("--heterogeneous", help="Slow one replica down to a quarter: rounds follow each one's speed."),
     ] = False,
+    kill: Annotated[
+        bool, typer.Option("--kill/--no-kill", help="Kill one peer on the way, and start it again.")
+    ] = True,
 ) -> None:
     """Train a small model with a whole swarm on this machine, and take the model home."""
-    from noloco_node.demo.options import SLOWDOWN, DemoConfig
+    import psutil
+
+    from noloco_node.demo.options import SLOWDOWN, DemoConfig, fitting_replicas
     from noloco_node.demo.run import demonstrate
 
     config = DemoConfig(
         stages=stages,
-        replicas=replicas,
+        replicas=replicas or fitting_replicas(stages, psutil.virtual_memory().available),
         minutes=minutes,
         home=home,
         seed=seed,
         slowdown=SLOWDOWN if heterogeneous else 1.0,
+        outage=kill,
     )
-    _run(demonstrate(config))
+    run(demonstrate(config))
 
 
 @app.command()
@@ -391,28 +320,6 @@ def simulate(
     except KeyboardInterrupt:  # typer would leave without a word
         typer.echo(f"{COMPLAINT}interrupted, nothing was written", err=True)
         raise typer.Exit(Exit.INTERRUPTED) from None
-
-
-def _run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine on uvloop where it exists."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        from asyncio import new_event_loop
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(main)
-
-
-def _until_interrupted(main: Coroutine[Any, Any, None]) -> None:
-    """Run what only shows something: to interrupt it, or to close the pipe that it writes to, is its usual end."""
-    try:
-        _run(main)
-    except KeyboardInterrupt:
-        pass
-    except (OSError, BaseExceptionGroup) as error:
-        if not all(isinstance(each, BrokenPipeError) for each in leaves(error)):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
 
 
 def main() -> None:

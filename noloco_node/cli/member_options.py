@@ -34,7 +34,9 @@ class MemberOptions:
     )
     invite: Annotated[
         str | None,
-        typer.Option(help="The line that a bootstrap peer printed: `invite` adds a pass to it.", show_default=False),
+        typer.Option(
+            help="The line that a bootstrap peer printed: `invite` adds a credential to it.", show_default=False
+        ),
     ] = None
     days: Annotated[float, typer.Option(min=0.0, help="How long the invite lasts, or the ban.")] = 30.0
     note: Annotated[str, typer.Option(help="Whom it is for; kept in your list alone.", show_default=False)] = ""

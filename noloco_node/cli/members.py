@@ -7,7 +7,7 @@ import time
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.entry_pass import EntryPass
+from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.owner_files import (
     IssuedEntry,
     MemberList,
@@ -35,7 +35,7 @@ def administer(action: MemberAction, options: MemberOptions) -> str:
         raise config_error(
             f"The run of {options.run} has no owner.",
             "its section [admission] names no key, so everybody who holds an invite takes part",
-            "`noloco-node init` makes a key and a run file that names it",
+            "`noloco-node init --admission RULE` makes a key and a run file that names it",
         )
     if action is MemberAction.LIST:
         return _listed(load_members(options.run))
@@ -64,7 +64,7 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey)
         subject = key_of(options.who)
         if subject is None:
             raise _usage(f"{options.who!r} is no peer id.", "what `noloco-node join` says first: we are 12D3KooW…")
-        kind, entry = "ticket", EntryPass((grant(key, recipe.digest, rights, until, subject),))
+        kind, credential = "ticket", InviteCredential((grant(key, recipe.digest, rights, until, subject),))
     elif recipe.run.admission.rule == "listed" or options.may_sign:
         raise _usage(
             "This needs a peer id." if options.may_sign else "A listed run lets in only peers that are named.",
@@ -74,11 +74,11 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey)
         holder = Ed25519PrivateKey.generate()
         subject = holder.public_key().public_bytes_raw()
         link = grant(key, recipe.digest, rights | Right.ONCE, until, subject)
-        kind, entry = "invitation", EntryPass((link,), holder.private_bytes_raw())
+        kind, credential = "invitation", InviteCredential((link,), holder.private_bytes_raw())
     members = load_members(options.run)
     issued = IssuedEntry(key=subject.hex(), kind=kind, until=until, note=options.note)
     save_members(options.run, msgspec.structs.replace(members, issued=(*members.issued, issued)))
-    return invites.format(base.digest, [str(address) for address in base.addresses], entry)
+    return invites.format(base.digest, [str(address) for address in base.addresses], credential)
 
 
 def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey, *, is_ban: bool) -> str:

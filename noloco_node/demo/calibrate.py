@@ -19,7 +19,8 @@ from torch import Tensor
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.config import InnerConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
-from pipeline.stage import Inner, Stage
+from pipeline.inner_optimiser import Inner
+from pipeline.stage import Stage, StageSettings
 
 MEASURE_S = 3.0
 
@@ -41,11 +42,11 @@ def measure(run: RunConfig, measure_s: float) -> float:
 
 
 def _stages(run: RunConfig) -> list[Stage]:
-    device = torch.device("cpu")
+    settings = StageSettings(torch.device("cpu"))
     inner = Inner(run.inner.beta1, run.inner.beta2, run.inner.epsilon, run.inner.weight_decay, run.inner.clip_norm)
     plan = model_layout(run)
     return [
-        Stage(build_stage(run, plan, number, device), inner, first=own.embeds, last=own.head, device=device)
+        Stage(build_stage(run, plan, number, settings.device), inner, settings, first=own.embeds, last=own.head)
         for number, own in enumerate(plan.cuts)
     ]
 

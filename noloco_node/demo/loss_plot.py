@@ -2,7 +2,8 @@
 
 Above, the training loss of each source over the tokens of the whole run, with the verdicts as lines and marks at the
 right: the merged model, the mean of the single replicas, and what counting bytes alone would reach. Below, the gap of
-each peer after each of its rounds. Everything is labelled where it is drawn; there is no legend to search.
+each peer after each of its rounds. A grey band: a peer is away. Everything is labelled where it is drawn; there is no
+legend to search.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
 from noloco_node.charts import COLOURS, INK, QUIET, SAME, Labelled, dress, new_figure, png, write_labels
+from noloco_node.demo.outage import OutageSummary
 from noloco_node.demo.summary import ModelScores
 from noloco_node.observe.braille_chart import smoothed
 from noloco_node.observe.peer_history import PeerHistory, over_tokens
 
 
-def picture(heading: str, histories: Sequence[PeerHistory], scores: ModelScores | None) -> bytes:
+def picture(
+    heading: str, histories: Sequence[PeerHistory], scores: ModelScores | None, outage: OutageSummary | None = None
+) -> bytes:
     """Return the picture as a PNG."""
     figure = new_figure(10, 6.4)
     loss, gap = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.1))
@@ -32,6 +36,11 @@ def picture(heading: str, histories: Sequence[PeerHistory], scores: ModelScores 
         dress(panel)
         panel.set_xlim(0, tokens)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if outage is not None:
+            panel.axvspan(outage.from_tokens, outage.to_tokens, color=QUIET, alpha=0.12, linewidth=0, zorder=0)
+    if outage is not None:
+        words, place = f" {outage.peer} killed", loss.get_xaxis_transform()
+        loss.text(outage.from_tokens, 0.03, words, transform=place, color=QUIET, fontsize=9)
     gap.set_xlabel("tokens trained by the whole swarm", color=INK)
     return png(figure)
 
@@ -77,6 +86,7 @@ def _draw_losses(panel: Axes, histories: Sequence[PeerHistory], scores: ModelSco
 
 def _draw_gaps(panel: Axes, histories: Sequence[PeerHistory]) -> None:
     panel.set_ylabel("gap", color=INK)
+    panel.set_title("how far apart two replicas are when they meet", loc="left", fontsize=9, color=QUIET, pad=3)
     met = [history for history in histories if history.gaps.points]
     if all(point.value < SAME for history in met for point in history.gaps.points):
         remark = "zero: after each round the replicas of a stage held the same slow weights" if met else "no round"
@@ -89,7 +99,7 @@ def _draw_gaps(panel: Axes, histories: Sequence[PeerHistory]) -> None:
         replicas = [history for history in met if history.stage == stage]
         for history in replicas:
             points = over_tokens(history.gaps, histories)
-            panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3.5, linewidth=1.0, alpha=0.75)
+            panel.plot(*zip(*points, strict=True), "o", color=colour, markersize=4, alpha=0.75)
         last = sum(history.gaps.points[-1].value for history in replicas) / len(replicas)
         labels.append(Labelled(last, f"stage {stage}", colour))
     panel.set_ylim(bottom=0)

@@ -15,6 +15,10 @@ from noloco_node import __version__
 from noloco_node.errors import Exit, UserError
 
 MOST_PEERS = 64
+PEER_BYTES = 2**29
+"""Memory of a peer and its daemon, about."""
+MANY, FEW = 3, 2
+"""Replicas of a stage: three show that those who do not meet drift apart, and what a merged model gains."""
 SLOWDOWN = 4.0
 """Of the slow replica of a heterogeneous demo."""
 
@@ -23,7 +27,8 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a person asks for. `minutes`: of training; start and evaluation come on top.
 
     `slowdown`: how many times slower the last replica of the last stage acts. `steps`: inner steps of each source,
-    instead of what fits into `minutes`. `evaluated`: whether the model is evaluated and exported in the end.
+    instead of what fits into `minutes`. `evaluated`: whether the model is evaluated and exported in the end. `outage`:
+    whether the first replica of the last stage is killed on the way, and started again.
     """
 
     stages: int = 2
@@ -34,6 +39,7 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: float = 1.0
     steps: int | None = None
     evaluated: bool = True
+    outage: bool = False
 
     @property
     def peers(self) -> int:
@@ -44,6 +50,21 @@ class DemoConfig(msgspec.Struct, frozen=True, kw_only=True):
     def slow_peer(self) -> str | None:
         """The name of the replica that is slowed down, if one is."""
         return f"{self.stages - 1}{letters(self.replicas - 1)}" if self.slowdown > 1 else None
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all peers and the bootstrap peer, about."""
+        return (self.peers + 1) * PEER_BYTES
+
+    @property
+    def killed_peer(self) -> str | None:
+        """The name of the peer that is killed, if one is: nobody would be left of a stage of one."""
+        return f"{self.stages - 1}{letters(0)}" if self.outage and self.replicas > 1 else None
+
+
+def fitting_replicas(stages: int, memory_bytes: int) -> int:
+    """Return how many replicas of each stage a machine with so much free memory shows best."""
+    return MANY if DemoConfig(stages=stages, replicas=MANY).bytes <= memory_bytes else FEW
 
 
 def check(demo: DemoConfig) -> None:

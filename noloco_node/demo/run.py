@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
 
 import msgspec
+import psutil
 from rich.console import Console
 
 from noloco_node.demo import swarm_processes
 from noloco_node.demo.child_processes import Child, Children
 from noloco_node.demo.options import DemoConfig, check, letters, mark
+from noloco_node.demo.outage import Outage
 from noloco_node.demo.output_dir import claim_output_dir
 from noloco_node.demo.summary import ModelScores, Summary, lines, summarise
 from noloco_node.errors import UserError
@@ -37,14 +39,20 @@ from noloco_node.storage.atomic_file import write_whole
 from noloco_node.storage.home import Home
 from noloco_node.units import format_bytes, format_clock
 
-PEER_BYTES = 2**29
-"""Memory of a peer and its daemon, about."""
 SHOW_EVERY_S = 0.25
 LATE_S = 60.0
 """How long the other stages may still finish after the last source has."""
+NEXT = (
+    "The same on two machines, with your own text (docs/tutorial.md tells each step):",
+    "  first    noloco-node init --preset tiny",
+    "           noloco-node bootstrap --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/ITS-ADDRESS/tcp/4001",
+    "  both     noloco-node join INVITE      # the line that the bootstrap peer printed",
+    "  any      noloco-node watch INVITE",
+)
 
 
-class Peer(NamedTuple):
+@dataclass(slots=True)
+class Peer:
     """One peer of the demo: its process, its journal, and what came of it so far."""
 
     child: Child
@@ -76,6 +84,7 @@ class _Demo:
     def __init__(self, demo: DemoConfig, home: Home, console: Console, started_at: float) -> None:
         self._demo, self._home, self._console, self._started_at = demo, home, console, started_at
         self._children = Children()
+        self._outage = None if demo.killed_peer is None else Outage(demo.killed_peer)
 
     async def run(self) -> None:
         scores: ModelScores | None = None
@@ -83,7 +92,7 @@ class _Demo:
         try:
             run = await self._freeze_run()
             invite, peers = await self._start_swarm()
-            await self._watch(run, peers)
+            await self._watch(run, invite, peers)
             try:
                 scores = await self._evaluate(invite, peers) if self._demo.evaluated else None
             except UserError as error:  # the journals still have something to say
@@ -111,6 +120,8 @@ class _Demo:
             f"a swarm of {demo.stages} stages x {demo.replicas} replicas on this machine, trained for {length}; "
             f"everything goes to {self._home.path}"
         )
+        if demo.killed_peer is not None:
+            self._say(f"peer {demo.killed_peer} will be killed on the way, and comes back")
         if demo.slow_peer is not None:
             self._say(f"replica {demo.slow_peer} acts as one {demo.slowdown:g} times slower than the others")
         self._warn_of_memory()
@@ -140,28 +151,31 @@ class _Demo:
         return decode_run(text, str(path))
 
     def _warn_of_memory(self) -> None:
-        needed = (self._demo.stages * self._demo.replicas + 1) * PEER_BYTES
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needed, there = self._demo.bytes, psutil.virtual_memory().available
         if needed > there:
             self._say(
-                f"this needs about {format_bytes(needed)} of memory, and this machine has {format_bytes(there)}: "
+                f"this needs about {format_bytes(needed)} of memory, and {format_bytes(there)} are free here: "
                 "it may well fail"
             )
 
     async def _start_swarm(self) -> tuple[str, list[Peer]]:
         """Start the bootstrap peer, read its invite, and start everybody else with it."""
-        demo, children = self._demo, self._children
-        invite = await swarm_processes.bootstrap(children, self._home.run_file, self._home.path / "bootstrap")
-        self._say(f"the bootstrap peer is up; others could join with:  noloco-node join {invite}")
+        demo = self._demo
+        invite = await swarm_processes.bootstrap(self._children, self._home.run_file, self._home.path / "bootstrap")
+        self._say(f"the bootstrap peer is up; on this machine others join with:  noloco-node join {invite}")
         peers = []
         for stage, replica in itertools.product(range(demo.stages), range(demo.replicas)):
             name = f"{stage}{letters(replica)}"
-            home, slowdown = self._home.path / name, demo.slowdown if name == demo.slow_peer else 1.0
-            child = swarm_processes.join(children, invite, stage, home, home, slowdown)
-            peers.append(Peer(child, Tail(home / "journal.jsonl"), PeerHistory(name, stage, slowdown)))
+            history = PeerHistory(name, stage, demo.slowdown if name == demo.slow_peer else 1.0)
+            home = self._home.path / name
+            peers.append(Peer(self._join(invite, history, home), Tail(home / "journal.jsonl"), history))
         return invite, peers
 
-    async def _watch(self, run: RunConfig, peers: Sequence[Peer]) -> None:
+    def _join(self, invite: str, history: PeerHistory, logs: Path) -> Child:
+        home = self._home.path / history.name
+        return swarm_processes.join(self._children, invite, history.stage, home, logs, history.slowdown)
+
+    async def _watch(self, run: RunConfig, invite: str, peers: Sequence[Peer]) -> None:
         """Show the swarm until every peer is done, or only stragglers of later stages are not."""
         heading = f"{self._demo.stages} stages x {self._demo.replicas} replicas, {_tokens(run):,} tokens"
         sources_done_at: float | None = None
@@ -174,7 +188,9 @@ class _Demo:
                     for event in peer.news():
                         observer.take(peer.history, event)
                     self._notice_end(peer, observer)
-                view.show(observer.view(now))
+                seen = observer.view(now)
+                view.show(seen)
+                self._play_outage(seen.progress, invite, peers, observer)
                 if all(peer.done for peer in sources):
                     sources_done_at = sources_done_at or now
                     if now - sources_done_at > LATE_S:
@@ -186,6 +202,23 @@ class _Demo:
             view.show(observer.view(time.time()))
         if all(peer.history.finished is None for peer in sources):
             raise sources[0].child.trouble("no source finished its training")
+
+    def _play_outage(self, progress: float, invite: str, peers: Sequence[Peer], observer: JournalObserver) -> None:
+        """Kill the peer whose outage is shown, or start it again, where that is due."""
+        if self._outage is None:
+            return
+        now = time.time()
+        due = self._outage.due(progress, [peer.history for peer in peers], now)
+        if due is None:
+            return
+        peer = next(peer for peer in peers if peer.history.name == self._outage.peer)
+        if due == "kill":
+            peer.child.kill()
+            observer.note(peer.history, "was killed by this demo, without warning; the others go on", now)
+        else:
+            peer.child = self._join(invite, peer.history, peer.child.logs / "second-life")
+            observer.note(peer.history, "is started again: it copies the weights of another replica", now)
+            peer.history.start_life()
 
     def _notice_end(self, peer: Peer, observer: JournalObserver) -> None:
         if peer.history.gone is None and peer.child.end is not None:
@@ -207,12 +240,13 @@ class _Demo:
                 peer.history.take(event)
             peer.tail.close()
         histories = [peer.history for peer in peers]
-        summary = summarise(histories)
+        outage = None if self._outage is None else self._outage.summary(histories)
+        summary = summarise(histories, outage)
         text = lines(summary, scores)
         write_whole(self._home.path / "summary.txt", ("\n".join(text) + "\n").encode())
         write_whole(self._home.path / "summary.json", _as_json(summary, scores))
         heading = f"A swarm of {self._demo.stages} stages x {self._demo.replicas} replicas"
-        write_whole(self._home.path / "loss.png", picture(heading, histories, scores))
+        write_whole(self._home.path / "loss.png", picture(heading, histories, scores, outage))
         for line in ["", *text, ""]:
             self._print(line)
         if scores is not None:
@@ -224,6 +258,9 @@ class _Demo:
         for name, what in kept:
             if name != "model" or scores is not None:
                 self._print(f"{what + ':':<18} {self._home.path / name}")
+        self._print("")
+        for line in NEXT:
+            self._print(line)
 
 
 def _as_json(summary: Summary, scores: ModelScores | None) -> bytes:

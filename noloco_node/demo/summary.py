@@ -6,11 +6,13 @@ Pure: no file, no clock. `lines` is what a person reads, and the struct itself i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from noloco_node.charts import SAME
+from noloco_node.demo.outage import OutageSummary, trained
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.units import format_bytes
 
@@ -96,14 +98,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     hops: tuple[HopShare, ...]
     bytes: dict[str, ByteTotals]
+    outage: OutageSummary | None = None
 
 
-def summarise(histories: Sequence[PeerHistory]) -> Summary:
+def summarise(histories: Sequence[PeerHistory], outage: OutageSummary | None = None) -> Summary:
     """Sum up a swarm; tokens count once, where they were drawn (stage 0)."""
     sources = [history for history in histories if history.stage == 0 and history.began_at is not None]
     starts = [history.began_at for history in sources if history.began_at is not None]
-    seconds = max((history.recent[-1].at for history in sources), default=0.0) - min(starts, default=0.0)
-    tokens = sum(history.tokens for history in sources)
+    seconds = max((history.ended_at for history in sources), default=0.0) - min(starts, default=0.0)
+    tokens = trained(histories)
     return Summary(
         peers=tuple(msgspec.convert(history, PeerSummary, from_attributes=True) for history in histories),
         tokens=tokens,
@@ -111,6 +114,7 @@ def summarise(histories: Sequence[PeerHistory]) -> Summary:
         tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
         hops=_hops(histories),
         bytes=_bytes(histories),
+        outage=outage,
     )
 
 
@@ -157,9 +161,10 @@ def lines(summary: Summary, scores: ModelScores | None) -> list[str]:
     text += [
         "",
         f"Training: {summary.tokens:,} tokens in {summary.seconds:.0f} s, {summary.tokens_per_s:,.0f} tokens/s",
+        *_outage_lines(summary.outage),
         "",
-        "Routes (microbatches that came back)",
-        *_hop_lines(summary.hops),
+        "Share of its stage's microbatches that came back, by peer",
+        *_share_lines(summary),
         "",
         "Rounds          met   deferred   solo   staleness   gap first -> last",
         *(_round_line(peer) for peer in summary.peers),
@@ -167,11 +172,15 @@ def lines(summary: Summary, scores: ModelScores | None) -> list[str]:
     gaps = [peer.gap_last for peer in summary.peers if peer.gap_last is not None]
     if gaps and max(gaps) < SAME and not any(peer.solo or peer.deferred for peer in summary.peers):
         text += ["  (no gap: two replicas that miss no round hold the same slow weights, and the merged model is both)"]
+    else:
+        text += ["  (gap: from a replica's slow weights to the pair's mean, over their norm)"]
     text += _busy_lines(summary)
     if summary.bytes:
-        text += ["", "Bytes by purpose (sent, all peers together)"]
+        text += ["", "Bytes sent by all peers (microbatch: activations and their gradients)"]
         text += [f"  {purpose:<16} {format_bytes(both.sent):>12}" for purpose, both in summary.bytes.items()]
     trouble = [line for peer in summary.peers if (line := _trouble_line(peer))]
+    if any(peer.lost for peer in summary.peers):
+        trouble += ["  (lost: under way when a peer went; sent again along another route)"]
     return [*text, "", "Refused and lost", *(trouble or ["  nothing"])]
 
 
@@ -194,13 +203,33 @@ def _perplexity(loss: float) -> str:
     return f"{math.exp(loss):.2f}" if loss < 50 else "huge"
 
 
-def _hop_lines(hops: Sequence[HopShare]) -> list[str]:
-    if not hops:
-        return ["  one stage: none"]
-    return [
-        f"  {hop.sender:>4} -> {hop.receiver:<8} {hop.microbatches:>8,}   {hop.share:>6.1%} (even share {hop.even:.1%})"
-        for hop in hops
-    ]
+def _outage_lines(outage: OutageSummary | None) -> list[str]:
+    if outage is None:
+        return []
+    back = "was not back before the end" if outage.away_s is None else f"at work again {outage.away_s:.0f} s later"
+    speeds = (
+        ("before", outage.tokens_per_s_before),
+        ("without it", outage.tokens_per_s_away),
+        ("after", outage.tokens_per_s_after),
+    )
+    said = ", ".join(f"{speed:,.0f} {when}" for when, speed in speeds if speed is not None)
+    return ["", f"{outage.peer} was killed after {outage.progress:.0%} of the run, and {back}", f"  tokens/s: {said}"]
+
+
+def _share_lines(summary: Summary) -> list[str]:
+    """Return a line for each stage: what share of its work each peer did."""
+    drawn = {peer.name: peer.tokens for peer in summary.peers if peer.stage == 0}
+    received = Counter[str]()
+    for hop in summary.hops:
+        received[hop.receiver] += hop.microbatches
+    text = []
+    for stage in sorted({peer.stage for peer in summary.peers}):
+        names = [peer.name for peer in summary.peers if peer.stage == stage]
+        work = {name: received[name] if stage else drawn[name] for name in names}
+        total = max(1, sum(work.values()))
+        shares = ", ".join(f"{name} {count / total:.1%}" for name, count in work.items())
+        text.append(f"  stage {stage}: {shares} (even: {1 / len(names):.1%})")
+    return text or ["  nobody came"]
 
 
 def _busy_lines(summary: Summary) -> list[str]:
@@ -209,7 +238,8 @@ def _busy_lines(summary: Summary) -> list[str]:
         return []
     shares = [f"  {p.name:<10}{p.busy:>7.1%} {p.steps:>8,}{_speed(p)}" for p in summary.peers if p.busy is not None]
     apart = f"  fast replicas {fast:.1%}, slow ones {slow:.1%}" if slow is not None else f"  mean {fast:.1%}"
-    return ["", "Device          busy    steps", *shares, apart]
+    cores = "  (busy: share of its time at work for which a peer had a core of this machine)"
+    return ["", "Device          busy    steps", *shares, apart, cores]
 
 
 def _speed(peer: PeerSummary) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gossip.transfer.assembly import ChunkStore
-    from pipeline.stage import OptimiserState, StepReport
+    from pipeline.inner_optimiser import OptimiserState, StepReport
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
-from pipeline.codec_formats import ACTIVATION_CODECS, ActivationCode
+from pipeline.activations.formats import ACTIVATION_CODECS, ActivationCode
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 from pipeline.worker import Worker
@@ -185,7 +185,7 @@ class MicrobatchServer:
 
 def _check(code: ActivationCode, wire: Tensor) -> None:
     """Raise Violation for numbers that no stage sends."""
-    from pipeline.codec import check
+    from pipeline.activations.codec import check
 
     try:
         check(code, wire)

@@ -33,9 +33,9 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
 from pipeline.admission import AdmissionWindow, WindowOutcome
+from pipeline.inner_optimiser import OptimiserState
 from pipeline.next_stage import Limits, NextStage, NextStageClient
 from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
-from pipeline.stage import OptimiserState
 from pipeline.worker import Worker, WorkerCompute
 
 DRAIN_S = 30.0

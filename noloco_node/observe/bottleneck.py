@@ -134,7 +134,7 @@ def present_bottleneck(loads: Sequence[StageLoad], tokens_per_s: float, *, is_ov
         if stuck:
             worst = max(stuck, key=lambda load: load.waiting / load.replicas)
             return f"Nothing is trained: stage {worst.stage} waits for {worst.waits}."
-        return "Nothing is trained yet: no inner step is done."
+        return "No speed is known yet: the first inner steps are under way."
     work = {load.stage: load.busy for load in loads if load.busy is not None}
     sentence = devices_bottleneck(work, PRESENT) if len(work) == len(loads) else None
     refused = [load for load in loads if load.cause is Cause.ROOM]
@@ -161,6 +161,8 @@ def _unserved(loads: Sequence[StageLoad]) -> str | None:
     if empty:
         which = f"stage {empty[0]}" if len(empty) == 1 else f"stages {', '.join(map(str, empty))}"
         return f"Nobody serves {which}: no microbatch gets through until somebody does."
+    if not any(load.training for load in loads):
+        return None  # nobody has begun yet, and no stage is behind
     idle = next((load for load in loads if not load.training), None)
     if idle is None:
         return None

@@ -54,8 +54,7 @@ class JournalObserver:
         """Return the swarm as of `now` (unix seconds)."""
         sources = [history for history in self.histories if history.stage == 0]
         tokens, budget = sum(history.tokens for history in sources), None
-        heard = [history.recent[-1].progress for history in self.histories if history.recent]
-        progress = max(heard, default=0.0)
+        progress = max((history.progress for history in self.histories), default=0.0)
         if self._run is not None:
             budget = self._run.budget_samples * self._run.pipeline.sequence_length
             progress = max(progress, min(1.0, tokens / budget))
@@ -69,6 +68,7 @@ class JournalObserver:
             tokens=tokens,
             budget_tokens=budget,
             tokens_per_s=sum(history.tokens_per_s(now) for history in sources),
+            is_speed_known=all(history.recent for history in sources if history.underway),
         )
         names = {history.peer: history.name for history in self.histories if history.peer}
         peers = [_peer_view(history, names, now) for history in self.histories]

@@ -60,7 +60,12 @@ class PeerHistory:
     """When `state` and `waiting` last changed."""
     began_at: float | None = None
     """When its first inner step began."""
+    ended_at: float = 0.0
+    """When its last inner step ended."""
+    progress: float = 0.0
+    """Of the run, 0 to 1, as of its last inner step."""
     recent: deque[events.InnerStep] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The last inner steps of this life but its first, which has waited for the swarm to come together."""
     steps: int = 0
     tokens: int = 0
     loss: float | None = None
@@ -101,7 +106,8 @@ class PeerHistory:
             case OuterStepTaken():
                 self._take_outer_step(event)
             case events.Started():
-                self.peer, self.stage, self.underway, self.finished = event.peer, event.stage, False, None
+                self.peer, self.stage, self.finished = event.peer, event.stage, None
+                self.start_life()
             case events.StateChanged():
                 self.state, self.waiting, self.since = event.state, event.waiting, event.at
             case RoundDeferred():
@@ -119,14 +125,19 @@ class PeerHistory:
             case events.Finished():
                 self.finished, self.waiting, self.since = event.why, None, event.at
 
+    def start_life(self) -> None:
+        """Its process is another one: it is not gone, and has no speed yet."""
+        self.gone, self.underway = None, False
+        self.recent.clear()
+
     def _take_inner_step(self, event: events.InnerStep) -> None:
         if self.began_at is None:
             self.began_at = event.at - event.seconds
-        self.recent.append(event)
-        if self.underway:  # the first step of a life has waited for the swarm to come together
+        if self.underway:
+            self.recent.append(event)
             self.busy_s += event.device_s
             self.worked_s += event.seconds
-        self.underway = True
+        self.underway, self.ended_at, self.progress = True, event.at, event.progress
         self.steps = event.step
         self.tokens += event.tokens
         self.drawn.add(event.at, self.tokens)

@@ -134,6 +134,8 @@ class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     budget_tokens: int | None
     tokens_per_s: float
+    is_speed_known: bool = True
+    """Whether `tokens_per_s` has all who are at work: not while some have taken only their first step."""
     trouble: str | None = None
 
 
@@ -185,7 +187,7 @@ def plain(words: str | None) -> str:
 def _left_s(totals: RunTotals) -> float | None:
     if totals.progress >= 1.0:
         return 0.0
-    if totals.budget_tokens is None or totals.tokens_per_s <= 0.0:
+    if totals.budget_tokens is None or totals.tokens_per_s <= 0.0 or not totals.is_speed_known:
         return None
     return max(0.0, totals.budget_tokens - totals.tokens) / totals.tokens_per_s
 

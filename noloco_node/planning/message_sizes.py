@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gossip.exchange.formats import Format, wire_bytes
 from noloco_node.run.config import OuterConfig, PipelineConfig
-from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.activations.formats import ACTIVATION_CODECS
 
 PROBE_BYTES = 4 * 4096
 """A sample of weights that goes with an exchange (`gossip.exchange.swap.PROBE`), at most."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.units import format_bytes
-from pipeline.codec_formats import check_width
+from pipeline.activations.formats import check_width
 from pipeline.partition import (
     Prepared,
     cut,
@@ -107,18 +107,17 @@ def make_stage(
     `graphs`: how many microbatches that wait for their gradient keep their graph; None for all.
     """
     from noloco_node.machine.device import autocast_dtype
-    from pipeline.stage import Inner, Stage
+    from pipeline.inner_optimiser import Inner
+    from pipeline.stage import Stage, StageSettings
 
     inner = run.inner
     return Stage(
         build_stage(run, plan, number, device),
         Inner(inner.beta1, inner.beta2, inner.epsilon, inner.weight_decay, inner.clip_norm),
+        StageSettings(device, autocast_dtype(device, run.precision), graphs),
         first=number == 0,
         last=number == run.pipeline.stages - 1,
-        device=device,
-        autocast=autocast_dtype(device, run.precision),
         codec=run.pipeline.codec,
-        graphs=graphs,
     )
 
 

@@ -1,37 +1,22 @@
 """The rules that a run must keep beyond the types of its fields: pure, and each with its reason.
 
-Most are bounds: a run file may come from a stranger, and a peer allocates, loops and waits by its numbers. The
-stability rule is mathematics. NoLoCo's gossip contracts the disagreement of many replicas that meet in random disjoint
-pairs if and only if 0 < gamma < 2 (1 - alpha^2) (from the exact recursion of the second moments, confirmed by
-simulation). The range printed in the paper (arXiv 2506.10911, equation 74: alpha < gamma < sqrt(2 + alpha^2) for pairs)
-is another one: it admits choices that diverge, such as alpha 0.9 with gamma 1.0, and forbids good ones, such as small
-gammas. With a momentum period above 1 the same recursion over a period gives the range (`gossip.rule.stability`); and
-what the replicas have in common needs beta < 2, for then the gradient acts without the momentum that would damp it.
+Most are bounds: a run file may come from a stranger, and a peer allocates, loops and waits by its numbers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from gossip.rule.meeting_shares import MOST
-from gossip.rule.stability import stability_bound, weighed_stability_bound
-from noloco_node.run.config import (
-    AdmissionConfig,
-    DataConfig,
-    InnerConfig,
-    ModelConfig,
-    OuterConfig,
-    PipelineConfig,
-    RunConfig,
-)
-from pipeline.codec_formats import check_width
+from noloco_node.run.config import AdmissionConfig, DataConfig, InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.outer_validation import outer_problems
+from noloco_node.run.problem import Problem, within
+from pipeline.activations.formats import check_width
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
-_LONGEST_PERIOD = 1000
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 """What families call the width of their activations."""
 _LARGEST_SIZE = {
@@ -49,35 +34,27 @@ _LARGEST_SIZE = {
 """Largest value of the sizes that memory grows with, under the names that families give them."""
 
 
-class Problem(NamedTuple):
-    """One broken rule. `field`: its path in the run file; `value`: as given; `hint`: what would be right."""
-
-    field: str
-    value: str
-    why: str
-    hint: str
-
-
 def problems(run: RunConfig) -> Iterator[Problem]:
     """Yield every broken rule, sections in the order of the file."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}", run.name):
         yield Problem("name", repr(run.name), "a name is a label for people", "1 to 64 letters, digits, spaces, . _ -")
-    yield from _within("seed", run.seed, 0, 2**63 - 1)
+    yield from within("seed", run.seed, 0, 2**63 - 1)
     yield from _model(run.model)
     yield from _pipeline(run.pipeline, layers_of(run.model))
     yield from _width(run.pipeline, run.model)
     yield from _data(run.data)
     yield from _inner(run.inner)
-    yield from _outer(run.outer)
+    yield from outer_problems(run.outer)
     yield from _admission(run.admission)
 
 
 def _admission(admission: AdmissionConfig) -> Iterator[Problem]:
     if admission.owner is None and admission.rule != "open":
         why = "without an owner nobody could sign the tickets"
-        yield Problem("admission.rule", repr(admission.rule), why, "admission.owner, as `noloco-node init` writes it")
+        hint = "admission.owner, as `noloco-node init --admission RULE` writes it"
+        yield Problem("admission.rule", repr(admission.rule), why, hint)
     if admission.owner is not None and not re.fullmatch(r"[0-9a-f]{64}", admission.owner):
-        hint = "the 64 hexadecimal digits that `noloco-node init` wrote"
+        hint = "the 64 hexadecimal digits that `noloco-node init --admission RULE` wrote"
         yield Problem("admission.owner", repr(admission.owner), "it is no public key", hint)
 
 
@@ -87,13 +64,6 @@ def layers_of(model: ModelConfig) -> int | None:
         if isinstance(model.sizes.get(name), int):
             return int(model.sizes[name])
     return None
-
-
-def _within(field: str, value: float, low: float, high: float) -> Iterator[Problem]:
-    """Both ends belong to the range; neither NaN nor an infinity ever does."""
-    if not low <= value <= high:
-        bounds = " to ".join(f"{bound:,}" if isinstance(bound, int) else f"{bound:,g}" for bound in (low, high))
-        yield Problem(field, repr(value), f"it is outside {bounds}", f"a value from {bounds}")
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:
@@ -120,7 +90,7 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
     yield from _hub("model", "hub", model.hub, model.commit)
     for name, value in model.sizes.items():
         yield from _size(f"model.sizes.{name}", value, _LARGEST_SIZE.get(name, 2**31), depth=0)
-    yield from _within("model.dropout", model.dropout, 0.0, 0.95)
+    yield from within("model.dropout", model.dropout, 0.0, 0.95)
 
 
 def _hub(section: str, field: str, name: str | None, commit: str | None) -> Iterator[Problem]:
@@ -145,13 +115,13 @@ def _size(field: str, value: Any, largest: int, depth: int) -> Iterator[Problem]
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _size(f"{field}.{key}", item, largest, depth + 1)
     elif isinstance(value, int | float):
-        yield from _within(field, value, -largest, largest)
+        yield from within(field, value, -largest, largest)
     elif not isinstance(value, str):
         yield Problem(field, type(value).__name__, "a config of transformers holds no such value", "a number or a text")
 
 
 def _pipeline(pipeline: PipelineConfig, layers: int | None) -> Iterator[Problem]:
-    yield from _within("pipeline.stages", pipeline.stages, 1, 256)
+    yield from within("pipeline.stages", pipeline.stages, 1, 256)
     if layers is not None and pipeline.stages > layers:
         yield Problem(
             "pipeline.stages",
@@ -161,10 +131,10 @@ def _pipeline(pipeline: PipelineConfig, layers: int | None) -> Iterator[Problem]
         )
     if pipeline.boundaries is not None:
         yield from _boundaries(pipeline.boundaries, pipeline.stages, layers)
-    yield from _within("pipeline.replicas", pipeline.replicas, 1, 65_536)
-    yield from _within("pipeline.sequence_length", pipeline.sequence_length, 1, 2**20)
-    yield from _within("pipeline.microbatch_size", pipeline.microbatch_size, 1, 4096)
-    yield from _within("pipeline.microbatches_per_step", pipeline.microbatches_per_step, 1, 4096)
+    yield from within("pipeline.replicas", pipeline.replicas, 1, 65_536)
+    yield from within("pipeline.sequence_length", pipeline.sequence_length, 1, 2**20)
+    yield from within("pipeline.microbatch_size", pipeline.microbatch_size, 1, 4096)
+    yield from within("pipeline.microbatches_per_step", pipeline.microbatches_per_step, 1, 4096)
     if pipeline.windows_in_flight > 1 and pipeline.stages == 1:
         yield Problem(
             "pipeline.windows_in_flight",
@@ -180,7 +150,7 @@ def _pipeline(pipeline: PipelineConfig, layers: int | None) -> Iterator[Problem]
             f"a microbatch of {tokens} tokens travels as one message, and a peer must keep several in memory",
             f"a product with sequence_length of at most {2**22}; more microbatches_per_step instead",
         )
-    yield from _within("pipeline.budget_s", pipeline.budget_s, 1.0, 86_400.0)
+    yield from within("pipeline.budget_s", pipeline.budget_s, 1.0, 86_400.0)
 
 
 def _width(pipeline: PipelineConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -234,7 +204,7 @@ def _data(data: DataConfig) -> Iterator[Problem]:
     if not data.field:
         yield Problem("data.field", "''", "it is empty", 'the name of the column that holds the text, often "text"')
     yield from _tokenizer(data.tokenizer, data.tokenizer_commit)
-    yield from _within("data.validation_percent", data.validation_percent, 0.0, 50.0)
+    yield from within("data.validation_percent", data.validation_percent, 0.0, 50.0)
 
 
 def _tokenizer(tokenizer: str, commit: str | None) -> Iterator[Problem]:
@@ -253,8 +223,8 @@ def _tokenizer(tokenizer: str, commit: str | None) -> Iterator[Problem]:
 
 
 def _inner(inner: InnerConfig) -> Iterator[Problem]:
-    yield from _within("inner.steps", inner.steps, 1, 10**9)
-    yield from _within("inner.learning_rate", inner.learning_rate, 1e-12, 100.0)
+    yield from within("inner.steps", inner.steps, 1, 10**9)
+    yield from within("inner.learning_rate", inner.learning_rate, 1e-12, 100.0)
     if not 0 <= inner.warmup_steps < inner.steps:
         yield Problem(
             "inner.warmup_steps",
@@ -262,12 +232,12 @@ def _inner(inner: InnerConfig) -> Iterator[Problem]:
             f"the run takes {inner.steps} inner steps, and would end before its warm-up does",
             "at least 0 and below inner.steps; a twentieth of it is usual",
         )
-    yield from _within("inner.final_fraction", inner.final_fraction, 0.0, 1.0)
+    yield from within("inner.final_fraction", inner.final_fraction, 0.0, 1.0)
     for name, beta in (("beta1", inner.beta1), ("beta2", inner.beta2)):
         if not 0 <= beta < 1:
             yield Problem(f"inner.{name}", repr(beta), "Adam forgets at the rate 1 - beta", "at least 0 and below 1")
-    yield from _within("inner.epsilon", inner.epsilon, 1e-30, 1.0)
-    yield from _within("inner.weight_decay", inner.weight_decay, 0.0, 100.0)
+    yield from within("inner.epsilon", inner.epsilon, 1e-30, 1.0)
+    yield from within("inner.weight_decay", inner.weight_decay, 0.0, 100.0)
     if inner.weight_decay * inner.learning_rate >= 1:
         yield Problem(
             "inner.weight_decay",
@@ -275,96 +245,4 @@ def _inner(inner: InnerConfig) -> Iterator[Problem]:
             "times the learning rate it reaches 1: a step would erase all weights",
             "0.1, or 0 as in the paper",
         )
-    yield from _within("inner.clip_norm", inner.clip_norm, 1e-12, 1e12)
-
-
-def _outer(outer: OuterConfig) -> Iterator[Problem]:
-    early, late = outer.inner_steps_per_round, outer.late_inner_steps_per_round
-    yield from _within("outer.inner_steps_per_round", early, 1, 10**6)
-    if late is not None:
-        yield from _within("outer.late_inner_steps_per_round", late, 1, 10**6)
-    if not 0 <= outer.alpha < 1:
-        yield Problem(
-            "outer.alpha",
-            repr(outer.alpha),
-            "the outer momentum of alpha 1 and more never decays",
-            "at least 0 and below 1; the paper takes 0.5",
-        )
-    else:
-        yield from _stable(outer)
-    shortest = early if late is None else min(early, late)
-    often = f"every {early} inner steps" if late is None else f"every {early} to {late} inner steps"
-    name = "inner_steps_per_round" if shortest == early else "late_inner_steps_per_round"
-    if not outer.blocking and not 1 <= outer.overlap_steps < shortest:
-        yield Problem(
-            "outer.overlap_steps",
-            str(outer.overlap_steps),
-            f"a round comes {often}, and a snapshot has to be used or retaken before the next; below 1 no exchange "
-            "could ever overlap with training",
-            f"at least 1 and below outer.{name}; for a round after every step set outer.blocking",
-        )
-    yield from _within("outer.deferrals_before_solo", outer.deferrals_before_solo, 1, 10_000)
-    yield from _within("outer.staleness_at_most", outer.staleness_at_most, 1, 10**6)
-    yield from _delay(outer.momentum_period, outer.momentum_spread)
-
-
-def _delay(period: int, spread: float) -> Iterator[Problem]:
-    if not 1 <= period <= _LONGEST_PERIOD:
-        yield Problem(
-            "outer.momentum_period",
-            str(period),
-            "the momentum moves once in so many outer steps: below 1 it has no meaning, and far above the rounds of a "
-            "run it never moves",
-            f"1 for a momentum that moves in every step, as in the paper; at most {_LONGEST_PERIOD}",
-        )
-    elif not 0 <= spread <= 1 / period:
-        yield Problem(
-            "outer.momentum_spread",
-            repr(spread),
-            f"each outer step of a period of {period} but the last applies this share of the momentum, and the last "
-            "what is left of the whole: that would be less than the others apply, or more than there is",
-            f"from 0 to 1 / momentum_period = {1 / period:.4g}; 0 if in doubt",
-        )
-
-
-def _stable(outer: OuterConfig) -> Iterator[Problem]:
-    """The pull must contract the disagreement, and the outer steps what the replicas have in common.
-
-    A period or a spread out of range has a rule of its own, and is not judged here.
-    """
-    period, spread = outer.momentum_period, outer.momentum_spread
-    if any(_delay(period, spread)):
-        return
-    alpha, beta, gamma = outer.alpha, outer.beta, outer.gamma
-    if outer.weigh_by_steps and period > 1:
-        yield Problem(
-            "outer.weigh_by_steps",
-            "true",
-            "means weighed by inner steps are known to draw replicas together with a momentum that moves in every "
-            f"outer step, not with one that moves once in {period}",
-            "false, or outer.momentum_period 1",
-        )
-        return
-    bound = weighed_stability_bound(alpha, MOST) if outer.weigh_by_steps else stability_bound(alpha, period, spread)
-    delayed = f" and a momentum that moves once in {period} outer steps" if period > 1 else ""
-    if not 0 < gamma < bound:
-        is_plain = period == 1 and not outer.weigh_by_steps
-        limit = "0 < gamma < 2 (1 - alpha^2), which is" if is_plain else "gamma above 0 and below"
-        yield Problem(
-            "outer.gamma",
-            repr(gamma),
-            f"with random pairs{delayed} the disagreement of many replicas shrinks only for {limit} {bound:.4g} for "
-            f"alpha {alpha:g}; outside, the replicas drift apart without end. (The range printed in the paper, arXiv "
-            "2506.10911, equation 74, admits choices that diverge.)",
-            f"above 0 and below {bound:.4g} at alpha {alpha:g}, such as {min(0.7, bound / 2):.2g}; the paper takes 0.7 "
-            "at alpha 0.5",
-        )
-    longest = 2 * (1 + alpha) if period == 1 else 2.0
-    if not 0 < beta < longest:
-        limit = f"0 < beta < 2 (1 + alpha) = {longest:g}" if period == 1 else f"0 < beta < {longest:g}"
-        yield Problem(
-            "outer.beta",
-            repr(beta),
-            f"heavy-ball steps{delayed} on a pseudo-gradient that reaches the optimum are stable for {limit} only",
-            f"above 0 and below {longest:g} at alpha {alpha:g}; the paper takes 0.7",
-        )
+    yield from within("inner.clip_norm", inner.clip_norm, 1e-12, 1e12)

@@ -19,7 +19,7 @@ from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor_switch import OUTLYING_PROGRESS, round_to_start_in
 from noloco_node.machine.interface import StageModel
 from noloco_node.storage.checkpoint import Checkpoint
-from pipeline.stage import OptimiserState
+from pipeline.inner_optimiser import OptimiserState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

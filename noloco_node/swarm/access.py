@@ -33,7 +33,7 @@ class RunAccess:
         self, invite: Invite, rights: Right, home: Path | None, unix_time: Callable[[], float] = time.time
     ) -> None:
         self.invite, self._rights, self._home, self._unix_time = invite, rights, home, unix_time
-        self._state = None if invite.entry is None else AdmissionState(invite.digest, unix_time)
+        self._state = None if invite.credential is None else AdmissionState(invite.digest, unix_time)
 
     @property
     def accepts(self) -> Callable[[str, bytes], bool] | None:
@@ -56,17 +56,19 @@ class RunAccess:
             return
         if run.admission.owner is None:
             raise config_error(
-                "The invite holds a pass, and the run has no owner.", "nobody signs tickets for it", "another invite"
+                "The invite holds a credential, and the run has no owner.",
+                "nobody signs tickets for it",
+                "another invite",
             )
         self._state.pin(bytes.fromhex(run.admission.owner), run.admission.rule)
 
     async def _ticket(self, network: PeerNetwork) -> bytes:
-        assert self.invite.entry is not None
+        assert self.invite.credential is not None
         me, home = network.peer_id, self._home
         identity = None if home is None else home / "identity.key"
         own_key = None if identity is None or not identity.exists() else read_key(identity)
         try:
-            ticket = self.invite.entry.ticket(self.invite.digest, me, self._rights, self._unix_time(), own_key)
+            ticket = self.invite.credential.ticket(self.invite.digest, me, self._rights, self._unix_time(), own_key)
         except ValueError as error:
             raise not_admitted(str(error)) from None
         if ticket is not None:

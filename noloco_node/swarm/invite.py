@@ -20,11 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-from noloco_node.admission.entry_pass import EntryPass, parse_pass
+from noloco_node.admission.invite_credential import InviteCredential, parse_credential
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
 
-_SCHEME, _PASS_SCHEME = "noloco1:", "noloco2:"
+_SCHEME, _CREDENTIAL_SCHEME = "noloco1:", "noloco2:"
 _MOST_ADDRESSES = 64
 BESIDE = 4
 """Addresses of ordinary peers that are added to an invite: with them it outlives its bootstrap peers."""
@@ -37,7 +37,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
     digest: str
     addresses: tuple[PeerAddress, ...]
-    entry: EntryPass | None = None
+    credential: InviteCredential | None = None
     """What a run with an owner lets us in for; None in a run that everybody may enter who knows it."""
 
     @property
@@ -47,22 +47,22 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         places = self.digest + "@" + ",".join(map(str, self.addresses))
-        return _SCHEME + places if self.entry is None else f"{_PASS_SCHEME}{places}#{self.entry}"
+        return _SCHEME + places if self.credential is None else f"{_CREDENTIAL_SCHEME}{places}#{self.credential}"
 
 
-def format(digest: str, addresses: Sequence[str], entry: EntryPass | None = None) -> str:
+def format(digest: str, addresses: Sequence[str], credential: InviteCredential | None = None) -> str:
     """Return the invite to the run with this digest by way of these multiaddrs; `UserError` where a part is wrong."""
-    return str(msgspec.structs.replace(parse(f"{_SCHEME}{digest}@{','.join(addresses)}"), entry=entry))
+    return str(msgspec.structs.replace(parse(f"{_SCHEME}{digest}@{','.join(addresses)}"), credential=credential))
 
 
 def parse(text: str) -> Invite:
     """Parse an invite as it was pasted (surrounding white space is ignored); a `UserError` names the part at fault."""
-    text, entry = text.strip(), None
-    if text.startswith(_PASS_SCHEME):
+    text, credential = text.strip(), None
+    if text.startswith(_CREDENTIAL_SCHEME):
         text, _, given = text.partition("#")
-        text = _SCHEME + text.removeprefix(_PASS_SCHEME)
+        text = _SCHEME + text.removeprefix(_CREDENTIAL_SCHEME)
         try:
-            entry = parse_pass(given)
+            credential = parse_credential(given)
         except ValueError as error:
             raise _malformed(str(error)) from None
     if not text.startswith(_SCHEME):
@@ -70,7 +70,7 @@ def parse(text: str) -> Invite:
         raise _malformed(
             f"it is of a format that this version does not know: {newer[0]}"
             if newer
-            else f"it does not start with {_SCHEME!r}: {text[:24]!r}"
+            else f"it starts with neither {_SCHEME!r} nor {_CREDENTIAL_SCHEME!r}: {text[:24]!r}"
         )
     digest, separator, places = text.removeprefix(_SCHEME).partition("@")
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
@@ -88,7 +88,7 @@ def parse(text: str) -> Invite:
             addresses.append(parse_peer_address(place))
         except ValueError as error:
             raise _malformed(f"address {number} is wrong: {error}") from None
-    return Invite(digest=digest, addresses=tuple(addresses), entry=entry)
+    return Invite(digest=digest, addresses=tuple(addresses), credential=credential)
 
 
 def found(given: str | None, home: Path) -> str:
@@ -118,14 +118,14 @@ def widened(invite: Invite, addresses: Iterable[str], first: Sequence[str] = ())
     """
     known = list(dict.fromkeys([*first, *map(str, invite.addresses)]))[: _MOST_ADDRESSES - BESIDE]
     new = (each for each in dict.fromkeys(addresses) if each not in known and _is_address(each))
-    return format(invite.digest, [*known, *islice(new, BESIDE)], invite.entry)
+    return format(invite.digest, [*known, *islice(new, BESIDE)], invite.credential)
 
 
 def without_secret(text: str) -> str:
-    """Return an invite as it may be shown: without a pass that is for one identity."""
+    """Return an invite as it may be shown: without a credential that is for one identity."""
     parsed = parse(text)
-    entry = parsed.entry
-    return text if entry is None or not entry.chain else str(msgspec.structs.replace(parsed, entry=None))
+    credential = parsed.credential
+    return text if credential is None or not credential.chain else str(msgspec.structs.replace(parsed, credential=None))
 
 
 def _is_address(text: str) -> bool:

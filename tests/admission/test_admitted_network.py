@@ -11,7 +11,7 @@ from admission_keys import NOW_S, OWNER, RUN, key, member, public
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import LIST_LIFETIME_S, AdmittedNetwork
-from noloco_node.admission.entry_pass import EntryPass
+from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.peer_keys import peer_of
 from noloco_node.admission.revocation import encode_list, signed_list
 from noloco_node.admission.ticket import MEMBER, Right, encode, grant
@@ -215,7 +215,7 @@ def test_whoever_is_revoked_is_out_everywhere_within_a_minute() -> None:
 def test_an_invitation_is_for_whoever_shows_it_first() -> None:
     async def play(swarm: Swarm) -> None:
         link = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 999, public(8))
-        invitation = EntryPass((link,), (8).to_bytes(32))
+        invitation = InviteCredential((link,), (8).to_bytes(32))
 
         def holder(number: int, rights: Right) -> AdmittedNetwork:
             ticket = invitation.ticket(RUN, peer_of(public(number)), rights, NOW_S, None)
@@ -241,7 +241,7 @@ def test_an_invitation_is_for_whoever_shows_it_first() -> None:
 def test_a_listed_run_takes_no_invitations() -> None:
     async def play(swarm: Swarm) -> None:
         link = grant(key(0), RUN, MEMBER | Right.ONCE, NOW_S + 999, public(8))
-        ticket = EntryPass((link,), (8).to_bytes(32)).ticket(RUN, peer_of(public(2)), MEMBER, NOW_S, None)
+        ticket = InviteCredential((link,), (8).to_bytes(32)).ticket(RUN, peer_of(public(2)), MEMBER, NOW_S, None)
         server = await swarm.server(1)
         with pytest.raises(ConnectionError, match="not one of this run's owner"):
             await asked(swarm.network(2, ticket or b""), server, "gossip/0")

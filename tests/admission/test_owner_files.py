@@ -68,8 +68,8 @@ def test_the_key_is_its_owner_s_alone_and_not_in_the_run_file(tmp_path: Path) ->
 def test_a_named_peer_is_let_in_until_it_is_revoked(tmp_path: Path, rule: str) -> None:
     owner = Owner(tmp_path, rule)
     invite = owner.invited(PEER, "--note", "Ada", "--days", "20000")
-    assert invite.entry is not None
-    ticket = invite.entry.ticket(invite.digest, PEER, MEMBER, 0.0, None)
+    assert invite.credential is not None
+    ticket = invite.credential.ticket(invite.digest, PEER, MEMBER, 0.0, None)
     assert ticket is not None
     assert owner.state().show(PEER, ticket) == ""
     assert "Ada" in owner.members("list")
@@ -82,13 +82,13 @@ def test_a_named_peer_is_let_in_until_it_is_revoked(tmp_path: Path, rule: str) -
 def test_an_invitation_is_revoked_by_what_the_list_shows(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "invited")
     invite = owner.invited("--days", "20000")
-    assert invite.entry is not None
-    ticket = invite.entry.ticket(invite.digest, OTHER, MEMBER, 0.0, None)
+    assert invite.credential is not None
+    ticket = invite.credential.ticket(invite.digest, OTHER, MEMBER, 0.0, None)
     assert ticket is not None
     assert owner.state().show(OTHER, ticket) == ""
     owner.members("revoke", owner.members("list")[:12])
     assert "shut it out" in owner.state().show(OTHER, ticket)
-    assert str(invite.entry) not in members_file(owner.run).read_text()
+    assert str(invite.credential) not in members_file(owner.run).read_text()
 
 
 def test_a_ban_needs_no_ticket_of_ours_and_lasts_so_many_days(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_a_ban_needs_no_ticket_of_ours_and_lasts_so_many_days(tmp_path: Path) ->
 
 def test_a_delegate_may_sign(tmp_path: Path) -> None:
     owner = Owner(tmp_path, "open")
-    entry = owner.invited(PEER, "--may-sign").entry
-    assert entry is not None
-    assert Right.SIGN & entry.chain[-1].rights
+    credential = owner.invited(PEER, "--may-sign").credential
+    assert credential is not None
+    assert Right.SIGN & credential.chain[-1].rights
 
 
 @pytest.mark.parametrize(

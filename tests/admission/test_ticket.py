@@ -8,7 +8,7 @@ from admission_keys import NOW_S, OWNER, RUN, key, public
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.admission.entry_pass import EntryPass, parse_pass
+from noloco_node.admission.invite_credential import InviteCredential, parse_credential
 from noloco_node.admission.peer_keys import key_of, peer_of
 from noloco_node.admission.proof_of_work import is_work, work
 from noloco_node.admission.ticket import MEMBER, Chain, Right, decode, encode, extended, facts_of, grant
@@ -98,28 +98,32 @@ def test_what_is_no_peer_id_has_no_key(text: str) -> None:
     assert found is None or peer_of(found) == text
 
 
-PASSES = [EntryPass(), EntryPass(chain(Right.ONCE | MEMBER), (1).to_bytes(32)), EntryPass(chain(MEMBER))]
+CREDENTIALS = [
+    InviteCredential(),
+    InviteCredential(chain(Right.ONCE | MEMBER), (1).to_bytes(32)),
+    InviteCredential(chain(MEMBER)),
+]
 
 
-@pytest.mark.parametrize("given_pass", PASSES)
-def test_a_pass_travels_as_text_and_shows_no_secret(given_pass: EntryPass) -> None:
-    assert parse_pass(str(given_pass)) == given_pass
-    assert len(repr(given_pass)) < 32
-    assert "," not in str(given_pass)
-    assert "@" not in str(given_pass)
+@pytest.mark.parametrize("credential", CREDENTIALS)
+def test_a_credential_travels_as_text_and_shows_no_secret(credential: InviteCredential) -> None:
+    assert parse_credential(str(credential)) == credential
+    assert len(repr(credential)) < 32
+    assert "," not in str(credential)
+    assert "@" not in str(credential)
 
 
 @given(st.text(max_size=1200))
-def test_any_text_is_a_pass_or_no_pass(text: str) -> None:
+def test_any_text_is_a_credential_or_is_refused(text: str) -> None:
     try:
-        found = parse_pass(text)
+        found = parse_credential(text)
     except ValueError:
         return
-    assert found == EntryPass() or found.chain
+    assert found == InviteCredential() or found.chain
 
 
 def test_an_invitation_makes_a_ticket_for_whoever_holds_it() -> None:
-    _, invitation, named = PASSES
+    _, invitation, named = CREDENTIALS
     peer = peer_of(public(7))
     for rights in (MEMBER, Right.LOOK):
         raw = invitation.ticket(RUN, peer, rights, NOW_S - 10, None)

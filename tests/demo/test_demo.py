@@ -25,7 +25,8 @@ from noloco_node.charts import spread
 from noloco_node.cli.main import app
 from noloco_node.demo.child_processes import Children, KillPolicy, bound_sockets, tied_command
 from noloco_node.demo.loss_plot import picture
-from noloco_node.demo.options import SLOWDOWN, DemoConfig, mark
+from noloco_node.demo.options import SLOWDOWN, DemoConfig, fitting_replicas, mark
+from noloco_node.demo.outage import Outage
 from noloco_node.demo.output_dir import claim_output_dir
 from noloco_node.demo.run import demonstrate
 from noloco_node.demo.summary import ModelScores, busy, lines, summarise
@@ -149,7 +150,8 @@ def test_a_summary_is_readable_with_and_without_a_verdict() -> None:
     text = "\n".join(lines(summarise(swarm()), SCORES))
     assert "merged model           2.0000         7.39   0.62 of the byte unigram entropy" in text
     assert "mean of 2 routes, 2.200 to 2.400" in text
-    assert "0a -> 1a             30    75.0% (even share 50.0%)" in text
+    assert "stage 0: 0a 62.5%, 0b 37.5% (even: 50.0%)" in text  # by tokens drawn: ten steps, six steps
+    assert "stage 1: 1a 63.8%, 1b 36.2% (even: 50.0%)" in text  # by microbatches that came back: 30 and 17
     assert "3 refused (full), 1 microbatch lost, 1 violations" in text
     assert "Validation" not in "\n".join(lines(summarise(swarm()), None))
     assert lines(summarise([]), None)  # nobody came, and nothing divides by zero
@@ -193,6 +195,56 @@ def test_the_summary_tells_slow_and_fast_replicas_apart() -> None:
     assert busy(even, slowed=True) is None
     assert "  mean 70.0%" in lines(even, None)
     assert "busy" not in "\n".join(lines(summarise(swarm()), None))
+
+
+def test_an_outage_is_told_with_the_speeds_before_meanwhile_and_after() -> None:
+    """The first replica of the last stage falls after 3 of 10 steps, and works again 6 s later."""
+    source, killed = PeerHistory("0a", 0), PeerHistory("1a", 1)
+    outage, told = Outage("1a"), list[str]()
+    for second in range(20):
+        now, progress = 100.0 + second, second / 20
+        source.take(msgspec.structs.replace(inner(second, now), progress=progress))
+        if killed.gone is None and not 6 <= second < 12:
+            killed.take(inner(second, now))
+        due = outage.due(progress, [source, killed], now)
+        if due is not None:
+            told.append(f"{due} at {second}")
+        if due == "kill":
+            killed.gone = "killed"
+        elif due == "restart":
+            killed.start_life()  # its first step is a second away
+    assert told == ["kill at 6", "restart at 11"]
+    found = outage.summary([source, killed])
+    assert found is not None
+    assert (found.progress, found.away_s) == (pytest.approx(0.3), pytest.approx(6.0))
+    assert found.tokens_per_s_away == found.tokens_per_s_after == pytest.approx(4096.0)
+    assert "1a was killed after 30% of the run, and at work again 6 s later" in lines(summarise([source], found), None)
+
+
+def test_nobody_is_killed_before_it_works_or_where_nobody_would_be_left() -> None:
+    source, last = PeerHistory("0a", 0), PeerHistory("1a", 1)
+    assert Outage("1a").due(0.9, [source, last], 100.0) is None
+    assert Outage("1a").summary([source, last]) is None
+    assert DemoConfig(replicas=1, outage=True).killed_peer is None
+    assert DemoConfig(stages=3, replicas=2, outage=True).killed_peer == "2a"
+
+
+def test_a_peer_that_is_not_back_before_the_end_is_told_too() -> None:
+    source, last = PeerHistory("0a", 0), PeerHistory("1a", 1)
+    for second in range(3):
+        source.take(inner(second, 100.0 + second))
+        last.take(inner(second, 100.0 + second))
+    outage = Outage("1a")
+    assert outage.due(0.5, [source, last], 102.0) == "kill"
+    found = outage.summary([source, last])
+    assert found is not None
+    assert found.away_s is None
+    assert picture("A swarm", [source, last], None, found).startswith(b"\x89PNG")
+    assert "was not back before the end" in "\n".join(lines(summarise([source, last], found), None))
+
+
+def test_replicas_are_as_many_as_memory_allows() -> None:
+    assert [fitting_replicas(2, gib * 2**30) for gib in (1, 3, 4, 64)] == [2, 2, 3, 3]
 
 
 def test_a_verdict_calls_peers_by_their_names() -> None:

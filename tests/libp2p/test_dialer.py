@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT
+from sample_messages import Ask
 
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.framing import delimited, read_delimited
@@ -30,15 +30,6 @@ from noloco_node.network.schema import MessageSpec, Schema
 SECRET = RunSecret("run")
 ME = "12D3KooWGKMUkB1hfRmXSjnKxXmYRyUnjGFQkSXPLfNkoR3r2hvS"
 SOMEBODY = "12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """A question."""
-
-    text: str
-
-
 SCHEMA = Schema({Ask: MessageSpec("Ask")})
 
 

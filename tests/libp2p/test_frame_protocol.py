@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from sample_messages import Ask, Bulk, schema_of
 
 from noloco_node.libp2p.endpoint.settings import TimeoutSettings
 from noloco_node.libp2p.streams.frame_protocol import (
@@ -23,27 +22,11 @@ from noloco_node.libp2p.streams.frame_protocol import (
 )
 from noloco_node.libp2p.streams.liveness import PeerLiveness
 from noloco_node.network import wire
-from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
+from noloco_node.network.schema import Violation
 
 TIMEOUTS = TimeoutSettings()
 NUMBERS = 40
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """A question."""
-
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bulk:
-    """Some numbers."""
-
-    numbers: Tensor
-
-
-SCHEMA = Schema({Ask: MessageSpec("Ask"), Bulk: MessageSpec("Bulk", {"numbers": TensorSpec((NUMBERS,), "float32")})})
+SCHEMA = schema_of(NUMBERS)
 MOST_BYTES = SCHEMA.header_bytes + SCHEMA.body_bytes + 13
 """Of one frame."""
 

@@ -27,6 +27,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
+from sample_messages import Ask
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S
@@ -53,13 +54,6 @@ QUICK = msgspec.structs.replace(
 )
 """Gives a silent peer up, after some thirty beats: so many a busy machine does not miss."""
 BIG = 4 * 1024 * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """A question."""
-
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)

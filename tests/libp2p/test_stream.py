@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from handlers import Work, echo, now
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from sample_messages import Ask, Bulk, schema_of
 
 from noloco_node.libp2p.endpoint.settings import Capacity, TimeoutSettings
 from noloco_node.libp2p.streams.liveness import LivenessTable, PeerLiveness
@@ -25,30 +24,15 @@ from noloco_node.limits.budget import LEAST_RATE, full_bucket
 from noloco_node.limits.rate_limit import FairLimiter, RateLimitedConversation
 from noloco_node.network import wire
 from noloco_node.network.interface import Conversation, Handler
-from noloco_node.network.schema import MessageSpec, Schema, TensorSpec, Violation
+from noloco_node.network.schema import Violation
 from noloco_node.network.timeouts import MOST_PEERS
 from noloco_node.sim.clock import run
 
 PATIENCE = TimeoutSettings()
-BIG = 250_000
 STEP_S = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """A question."""
-
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bulk:
-    """A megabyte."""
-
-    numbers: Tensor
-
-
-SCHEMA = Schema({Ask: MessageSpec("Ask"), Bulk: MessageSpec("Bulk", {"numbers": TensorSpec((BIG,), "float32")})})
+BIG = 250_000
+"""Numbers of a `Bulk`: a megabyte."""
+SCHEMA = schema_of(BIG)
 
 
 class Pipe(asyncio.Transport):

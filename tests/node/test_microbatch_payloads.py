@@ -15,8 +15,8 @@ from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from noloco_node.run.protocols import gossip_schema, microbatch_schema
 from noloco_node.sim import clock
 from noloco_node.swarm.roster import Roster
-from pipeline.codec import encode
-from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.activations.codec import encode
+from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.messages import Gradient, Microbatch
 
 RUN = RunConfig(

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from pipeline.decoder_slice import Cut, Slice
 from pipeline.forward_pass import Masters, is_shortage
+from pipeline.inner_optimiser import Inner
 from pipeline.partition import Prepared, build, cut, family_config, prepare
-from pipeline.stage import Inner, Stage
+from pipeline.stage import Stage, StageSettings
 
 CPU = torch.device("cpu")
 INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
@@ -41,7 +42,7 @@ def built(family: str, number: int = 0, dropout: float = 0.0) -> Slice:
 
 
 def staged(part: Slice, **choices: Any) -> Stage:
-    return Stage(part, INNER, first=part.cut.embeds, last=part.cut.head, device=CPU, **choices)
+    return Stage(part, INNER, StageSettings(CPU, **choices), first=part.cut.embeds, last=part.cut.head)
 
 
 def ids(seed: int) -> Tensor:

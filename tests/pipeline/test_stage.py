@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from pipeline.codec import decode, encode, seed_of
-from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.activations.codec import decode, encode, seed_of
+from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.decoder_slice import Cut
 from pipeline.forward_pass import PendingForward
+from pipeline.inner_optimiser import Inner, OptimiserState
 from pipeline.messages import Gradient
 from pipeline.partition import Prepared, build, cut, family_config, prepare
-from pipeline.stage import Inner, OptimiserState, Stage
+from pipeline.stage import Stage, StageSettings
 
 CPU = torch.device("cpu")
 INNER = Inner(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
@@ -48,8 +49,11 @@ def make_stages(family: str, number: int, inner: Inner = INNER, codec: str = "fl
     return [make_stage(recipe, piece, inner, codec=codec) for piece in cut(recipe.config, number, None, 16)]
 
 
-def make_stage(recipe: Prepared, piece: Cut, inner: Inner = INNER, **choices: Any) -> Stage:
-    return Stage(build(recipe, piece, seed=3), inner, first=piece.embeds, last=piece.head, device=CPU, **choices)
+def make_stage(
+    recipe: Prepared, piece: Cut, inner: Inner = INNER, codec: str = "float32", graphs: int | None = None
+) -> Stage:
+    settings = StageSettings(CPU, graphs=graphs)
+    return Stage(build(recipe, piece, seed=3), inner, settings, first=piece.embeds, last=piece.head, codec=codec)
 
 
 def batches(seed: int, number: int) -> list[Tensor]:
@@ -362,7 +366,9 @@ def test_a_copied_optimiser_goes_on_bit_for_bit(steps: int) -> None:
         run_microbatch([old], batches(number, 1)[0])
         old.step(1e-2, 1)
     recipe = prepared("gpt2")
-    new = Stage(build(recipe, cut(recipe.config, 1, None, 16)[0], seed=99), INNER, first=True, last=True, device=CPU)
+    new = Stage(
+        build(recipe, cut(recipe.config, 1, None, 16)[0], seed=99), INNER, StageSettings(CPU), first=True, last=True
+    )
     state = old.optimiser_state()
     new.set_weights(old.weights())
     new.load_optimiser_state(state)
@@ -442,10 +448,9 @@ def test_autocast_computes_in_bfloat16_and_keeps_float32() -> None:
         Stage(
             build(recipe, piece, seed=3),
             INNER,
+            StageSettings(CPU, torch.bfloat16),
             first=piece.embeds,
             last=piece.head,
-            device=CPU,
-            autocast=torch.bfloat16,
         )
         for piece in pieces
     ]

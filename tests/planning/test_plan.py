@@ -23,7 +23,8 @@ from noloco_node.planning.plan_text import describe, report
 from noloco_node.run.config import ModelConfig, RunConfig
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.runfile import decode_run, validate
-from pipeline.stage import Inner, Stage
+from pipeline.inner_optimiser import Inner
+from pipeline.stage import Stage, StageSettings
 
 T = TypeVar("T")
 
@@ -194,7 +195,7 @@ def test_bytes_a_parameter_are_those_that_a_stage_has(half: bool, windows: int) 
     passes[0].backward(torch.ones_like(passes[0].output))
     gradients = [weight.grad for weight in stage._weights if weight.grad is not None]
     stage.step(1e-3, 1)
-    states = stage._optimiser.state.values()
+    states = stage._optimiser._adamw.state.values()
     moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
     sets = [leaf for each in (stage._set, *late) for leaf in each.leaves.values()]
     storages = {t.untyped_storage().data_ptr(): t for t in (*stage._weights, *gradients, *moments, *sets)}
@@ -209,10 +210,9 @@ def staged(run: RunConfig, layout: ModelLayout, number: int, half: bool) -> Stag
     return Stage(
         build_stage(run, layout, number, torch.device("cpu")),
         Inner(0.9, 0.99, 1e-8, 0.1, 1.0),
+        StageSettings(torch.device("cpu"), torch.bfloat16 if half else None),
         first=number == 0,
         last=number == 1,
-        device=torch.device("cpu"),
-        autocast=torch.bfloat16 if half else None,
     )
 
 

@@ -23,8 +23,8 @@ from noloco_node.network.wire import FrameDecoder
 from noloco_node.network.wire import encode as frame
 from noloco_node.run.config import ModelConfig, OuterConfig, PipelineConfig, RunConfig
 from noloco_node.run.protocols import gossip_schema, microbatch_schema
-from pipeline.codec import encode as encode_activations
-from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.activations.codec import encode as encode_activations
+from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.messages import Gradient, Microbatch
 
 SHAPES = ((3, 5), (7,), (), (301,))

@@ -12,7 +12,7 @@ from admission_keys import NOW_S, OWNER, key, public
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import AdmittedNetwork
-from noloco_node.admission.entry_pass import EntryPass
+from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.peer_keys import KEY_HEADER, peer_of
 from noloco_node.admission.proof_of_work import is_work, work
 from noloco_node.admission.revocation import encode_list, signed_list
@@ -53,15 +53,17 @@ class Hosted:
             service = TicketService(self.state, signer, lambda: NOW_S, lambda _: "/ip4/192.0.2.7/tcp/1")
             await network.serve_all(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
 
-    async def enter(self, number: int, entry: EntryPass | None, rights: Right, home: Path | None = None) -> PeerNetwork:
+    async def enter(
+        self, number: int, credential: InviteCredential | None, rights: Right, home: Path | None = None
+    ) -> PeerNetwork:
         """Come by an invite, and fetch the run file."""
-        parsed = invite.parse(invite.format(self.digest, [PLACE], entry))
+        parsed = invite.parse(invite.format(self.digest, [PLACE], credential))
         way = RunAccess(parsed, rights, home, lambda: NOW_S)
         network = await way.enter(self.hub.network(peer_of(public(number))))
         recipe = await fetch(network, parsed.peers, parsed.digest)
         way.pin(recipe.run)
         assert recipe.text == self.recipe.text
-        assert (way.accepts is None) == (entry is None)
+        assert (way.accepts is None) == (credential is None)
         return network
 
 
@@ -97,14 +99,14 @@ def home_of(number: int, directory: Path) -> Path:
 def test_an_open_run_gives_a_ticket_once_and_the_home_keeps_it(tmp_path: Path, little_work: list[str]) -> None:
     async def play(hosted: Hosted) -> None:
         home = home_of(2, tmp_path)
-        await hosted.enter(2, EntryPass(), MEMBER, home)
+        await hosted.enter(2, InviteCredential(), MEMBER, home)
         hosted.hub.kill(peer_of(public(2)))
-        await hosted.enter(2, EntryPass(), MEMBER, home)
+        await hosted.enter(2, InviteCredential(), MEMBER, home)
         assert little_work == [peer_of(public(2))]
-        await hosted.enter(3, EntryPass(), Right.LOOK)
+        await hosted.enter(3, InviteCredential(), Right.LOOK)
         assert little_work == [peer_of(public(2))]
         # A home that was copied to another identity asks for its own.
-        await hosted.enter(4, EntryPass(), MEMBER, home)
+        await hosted.enter(4, InviteCredential(), MEMBER, home)
         assert len(little_work) == 2
 
     played("open", play)
@@ -114,14 +116,14 @@ def test_an_invitation_and_a_name_need_nobody_to_ask(tmp_path: Path) -> None:
     async def play(hosted: Hosted) -> None:
         until = NOW_S + 999
         link = grant(key(0), hosted.digest, MEMBER | Right.ONCE, until, public(8))
-        invitation = EntryPass((link,), (8).to_bytes(32))
+        invitation = InviteCredential((link,), (8).to_bytes(32))
         await hosted.enter(2, invitation, MEMBER)
         await hosted.enter(3, invitation, Right.LOOK)
         with pytest.raises(UserError, match="does not let us in") as caught:
             await hosted.enter(4, invitation, MEMBER)
         assert caught.value.code is Exit.NOT_ADMITTED
         assert "used by somebody else" in caught.value.why
-        named = EntryPass((grant(key(0), hosted.digest, MEMBER, until, public(5)),))
+        named = InviteCredential((grant(key(0), hosted.digest, MEMBER, until, public(5)),))
         await hosted.enter(5, named, MEMBER)
         with pytest.raises(UserError, match="does not let us in"):
             await hosted.enter(6, named, MEMBER)
@@ -137,7 +139,7 @@ def test_whoever_is_shut_out_is_told_so() -> None:
     async def play(hosted: Hosted) -> None:
         hosted.state.take_revocations(encode_list(signed_list(key(0), hosted.digest, 1, {public(2): NOW_S + 9})))
         with pytest.raises(UserError, match="does not let us in") as caught:
-            await hosted.enter(2, EntryPass(), MEMBER)
+            await hosted.enter(2, InviteCredential(), MEMBER)
         assert "shut it out" in caught.value.why
 
     played("open", play)

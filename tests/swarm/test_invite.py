@@ -107,8 +107,8 @@ def test_an_address_is_split_into_place_and_peer() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "does not start with 'noloco1:'"),
-        ("https://example.org", "does not start with 'noloco1:'"),
+        ("", "starts with neither 'noloco1:' nor 'noloco2:'"),
+        ("https://example.org", "starts with neither 'noloco1:' nor 'noloco2:'"),
         (f"noloco3:{DIGEST}@{ADDRESSES[0]}", "format that this version does not know: noloco3:"),
         (f"noloco1:{DIGEST[1:]}@{ADDRESSES[0]}", "64 hex digits in lower case, not 63 characters"),
         (f"noloco1:{DIGEST.upper()}@{ADDRESSES[0]}", "64 hex digits in lower case"),

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCES = (
     "gossip/**/*.py",
     "pipeline/stage.py",
+    "pipeline/inner_optimiser.py",
     "benchmarks/laboratory/methods/*.py",
     "benchmarks/laboratory/experiments/hardware_model.py",
     "benchmarks/laboratory/experiments/task.py",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.run.config import PipelineConfig
-from pipeline.codec_formats import ACTIVATION_CODECS, ActivationCode
+from pipeline.activations.formats import ACTIVATION_CODECS, ActivationCode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ def measure(
     """Return what a microbatch takes at stage `number`; a job of the device's thread, as is `clock`."""
     import torch
 
-    from pipeline.codec import encode
+    from pipeline.activations.codec import encode
     from pipeline.stage import LOGITS
 
     generator = torch.Generator().manual_seed(0)

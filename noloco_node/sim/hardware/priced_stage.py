@@ -14,8 +14,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from noloco_node.machine.interface import StageModel
+from pipeline.inner_optimiser import OptimiserState, StepReport
 from pipeline.messages import Gradient
-from pipeline.stage import OptimiserState, StepReport
 from pipeline.worker import WorkerForward
 
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.inner_optimiser import OptimiserState, StepReport
 from pipeline.messages import Gradient
-from pipeline.stage import OptimiserState, StepReport
 
 SIZE = 8
 """Weights of a stage."""

@@ -24,7 +24,7 @@ from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.message_sizes import BOWL_BYTES, MessageSizes
 from noloco_node.sim.scenario.scenario import MOST_PEERS, Scenario, SwarmConfig, planned
 from noloco_node.swarm.run_distribution import RunFileText
-from pipeline.codec_formats import ACTIVATION_CODECS
+from pipeline.activations.formats import ACTIVATION_CODECS
 
 if TYPE_CHECKING:
     from noloco_node.planning.model_layout import ModelLayout

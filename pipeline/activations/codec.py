@@ -1,4 +1,4 @@
-"""Activations and gradients to what travels between two stages, and back, in the codes of `codec_formats`.
+"""Activations and gradients to what travels between two stages, and back, in the codes of `formats`.
 
 Messages are stateless, for the next microbatch goes to another replica. All that a receiver needs is in the message,
 but for the dither, and that follows from what it has sent itself.
@@ -35,7 +35,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from pipeline.codec_formats import BLOCK, TOP_BYTES, ActivationCode
+from pipeline.activations.formats import BLOCK, TOP_BYTES, ActivationCode
 
 LARGEST = 2.0**50
 """Of what is let in: the sum of the squares of 65,536 such values is finite."""

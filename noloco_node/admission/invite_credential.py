@@ -17,11 +17,11 @@ from noloco_node.admission.peer_keys import KEY_BYTES, key_of
 from noloco_node.admission.ticket import TICKET_BYTES, Chain, Right, decode, encode, extended
 
 LOOK_S = 3600
-"""For which a peer lets a passing identity of its own look."""
+"""For which a peer lets a temporary identity of its own look."""
 _TEXT_CHARACTERS = 2 * TICKET_BYTES
 
 
-class EntryPass(msgspec.Struct, frozen=True):
+class InviteCredential(msgspec.Struct, frozen=True):
     """`seed`: of an invitation's private key, for which the chain's last grant is; else it is for a peer."""
 
     chain: Chain = ()
@@ -35,15 +35,15 @@ class EntryPass(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         """Return no secret."""
-        return f"EntryPass({'open' if not self.chain else 'invitation' if self.seed else 'ticket'})"
+        return f"InviteCredential({'open' if not self.chain else 'invitation' if self.seed else 'ticket'})"
 
     def ticket(
         self, run: str, peer: str, rights: Right, unix_s: float, own_key: Ed25519PrivateKey | None
     ) -> bytes | None:
-        """Return the ticket of a peer, as far as this pass makes one; None where one must be asked for.
+        """Return the ticket of a peer, as far as this credential makes one; None where one must be asked for.
 
-        `own_key`: of the identity at home, which lets a passing one look. Raises ValueError where the pass is somebody
-        else's.
+        `own_key`: of the identity at home, which lets a temporary one look. Raises ValueError where the credential is
+        somebody else's.
         """
         subject = key_of(peer)
         if subject is None:
@@ -63,12 +63,12 @@ class EntryPass(msgspec.Struct, frozen=True):
         raise ValueError("the invite is for another identity than that of this home")
 
 
-def parse_pass(text: str) -> EntryPass:
-    """Return the pass that a text is; ValueError says what is wrong with it."""
+def parse_credential(text: str) -> InviteCredential:
+    """Return the credential that a text is; ValueError says what is wrong with it."""
     if text == "open":
-        return EntryPass()
+        return InviteCredential()
     if len(text) > _TEXT_CHARACTERS or text[:1] not in ("i", "t"):
-        raise ValueError("what stands behind the # is no pass")
+        raise ValueError("what stands behind the # is no credential")
     try:
         raw = base64.urlsafe_b64decode(text[1:] + "=" * (-len(text[1:]) % 4))
     except (binascii.Error, ValueError):
@@ -77,4 +77,4 @@ def parse_pass(text: str) -> EntryPass:
     chain = decode(raw)
     if chain is None or len(seed) not in (0, KEY_BYTES):
         raise ValueError("what stands behind the # is damaged")
-    return EntryPass(chain, seed)
+    return InviteCredential(chain, seed)

@@ -1,0 +1,39 @@
+"""The commands on what nodes have written down: `me` and `journal export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from noloco_node.cli.options import HomeOption, default_home
+
+journal = typer.Typer(no_args_is_help=True, help="What nodes have written down: journals.")
+
+
+def me(
+    home: HomeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run instead of text.")] = False,
+) -> None:
+    """Say what this home has given to which runs: tokens, hours, bytes, as its own journal has them."""
+    from noloco_node.observe.contribution import report
+
+    typer.echo(report(home or default_home("node"), as_json=as_json))
+
+
+@journal.command(name="export")
+def export_journal(
+    out: Annotated[Path, typer.Option("--out", metavar="PATH", help="New file; for TensorBoard a new directory.")],
+    homes: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR", help="Homes of nodes, or directories that hold such homes."),
+    ],
+    kind: Annotated[str, typer.Option("--to", help="csv, parquet or tensorboard.")] = "csv",
+) -> None:
+    """Write journals as a table, one row an event, or as curves for TensorBoard."""
+    from noloco_node.observe.table_export import TableFormat, export_journals
+
+    if kind not in list(TableFormat):
+        raise typer.BadParameter(f"{kind!r} is none of {', '.join(TableFormat)}")
+    typer.echo(export_journals(homes, out, TableFormat(kind)))

@@ -1,0 +1,5 @@
+"""How activations and their gradients travel between stages.
+
+formats  the codecs' names, and how many bytes each takes
+codec    the arithmetic: values to bytes, and back
+"""
