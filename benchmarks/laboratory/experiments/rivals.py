@@ -16,14 +16,12 @@ from msgspec.structs import replace
 
 from benchmarks.laboratory.experiments.cell import Cell, Corpus, Rule
 from benchmarks.laboratory.experiments.grid import Grid, Recipe
-from benchmarks.laboratory.experiments.sizes import DILOCO_HB, Size
+from benchmarks.laboratory.experiments.sizes import DILOCO_HB, EARLY, LATE, Size
 
 RATES = (1e-2,)
 SEEDS = 3
 SIZE = Size(steps=160, every=20)
 """NoLoCo has as many rounds in a run as at the full scale."""
-EARLY, LATE = 7, 24
-"""Inner steps of the fastest replica between two means over all: at as many bytes as gossip."""
 
 
 def rivals() -> Grid:
@@ -34,17 +32,16 @@ def rivals() -> Grid:
 def heads() -> dict[str, tuple[Cell, str]]:
     """Return the methods that are compared, and what they are."""
     size = SIZE
-    choices = {"codec": "int4", "dynamic": True, "weighed": True, "inner_steps": EARLY, "late_inner_steps": LATE}
     gossip, often = size.ours(size.replicas), f"every {EARLY} to {LATE} steps"
     cells = {
         "parallel": (size.parallel(size.replicas), "data parallel, a mean gradient every step"),
         "noloco": (size.pairs(size.replicas), "NoLoCo as published"),
         "mean": (
-            replace(size.central(size.replicas, Rule()), **choices),
+            size.equal(size.replicas, Rule()),
             f"a synchronous mean with all choices of gossip, {often}",
         ),
         "diloco": (
-            replace(size.central(size.replicas, DILOCO_HB), **choices),
+            size.equal(size.replicas, DILOCO_HB),
             f"DiLoCo, heavy ball 0.3, with all choices of gossip, {often}",
         ),
         "gossip": (gossip, "asynchronous gossip, plain means"),

@@ -38,6 +38,7 @@ CONDITIONS = {
     "ours": "ours",
     "ours_beside": "ours, coding charged beside",
     "ours_none": "ours, equal machines",
+    "gossip_by_steps": "ours, means weighed by steps",
 }
 """Rows that are asynchronous gossip, under this condition or that."""
 BESIDE = ("local_sgd_paced", "diloco_hb", "diloco", "local_sgd")
