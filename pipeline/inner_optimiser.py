@@ -75,10 +75,9 @@ class InnerOptimiser:
         self._adamw.zero_grad(set_to_none=True)
 
     def state(self) -> OptimiserState:
-        """Return a copy of AdamW's memory (float32, CPU); exact."""
+        """Return AdamW's memory itself, on the device: it moves with the next step."""
         state = self._adamw.state
-        moments = tuple(state[weight][name].to("cpu", copy=True) for name in _MOMENTS for weight in self._weights)
-        return OptimiserState(self._taken, moments)
+        return OptimiserState(self._taken, tuple(state[weight][name] for name in _MOMENTS for weight in self._weights))
 
     def load(self, state: OptimiserState) -> None:
         """Continue from another optimiser's memory; raise ValueError if its shapes are not those of the weights."""

@@ -291,7 +291,7 @@ class Stage:
                     waiting.give_up(short=True)
 
     def optimiser_state(self) -> OptimiserState:
-        """Return a copy of AdamW's memory (float32, CPU); exact."""
+        """Return AdamW's memory itself, on the device: it moves with the next step."""
         return self._optimiser.state()
 
     def load_optimiser_state(self, state: OptimiserState) -> None:
@@ -299,6 +299,10 @@ class Stage:
         self._optimiser.load(state)
 
     # Fast weights, one tensor a parameter, in the order of `names`.
+
+    def current_weights(self) -> tuple[Tensor, ...]:
+        """Return the fast weights themselves, on the device: they move with the next change."""
+        return tuple(weight.detach() for weight in self._weights)
 
     def weights(self) -> tuple[Tensor, ...]:
         """Return a copy of the fast weights (float32, CPU)."""

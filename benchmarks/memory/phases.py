@@ -6,8 +6,10 @@ One stage of square matrices with the production's device side (`pipeline.stage`
 in this process; what its partner sends is its own weights by the steps of a noisy probe. Of each phase two figures,
 both the most at any time, without what the device would hold (weights, gradients, moments): *live*, the bytes of all
 storages of tensors that Python knows, counted after each job; and *resident*, by the kernel, over what the process had
-after a small stage had gone through the same, with what the inner step needs for a moment. `check` plans the live
-ones. Arithmetic is processor time of one thread, the median over rounds after the first.
+before, with what the inner step needs for a moment. `check` plans the live ones; the last column is what it plans of
+the whole process, the device's part included, over what was resident. While a checkpoint is written, and while a copy
+is made and all its pieces are read, a round is taken. Arithmetic is processor time of one thread, the median over
+rounds after the first.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ import torch
 from torch import Tensor, nn
 
 from gossip.exchange.formats import Format
+from gossip.exchange.messages import ReplicaState
 from gossip.interface import RoundSettings
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
 from gossip.rounds.piecewise_step import Step
 from gossip.rule.outer_step import Outer, OuterState, Tensors
+from gossip.transfer.chunks import cut, digest
 from noloco_node.machine.memory import trim
 from noloco_node.planning.message_sizes import gossip_memory
 from noloco_node.run.config import OuterConfig
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
+from noloco_node.storage.state_file import StateFile
 from pipeline.inner_optimiser import Inner
 from pipeline.stage import Stage, StageSettings
 
@@ -51,6 +56,11 @@ class Phase(NamedTuple):
     planned: float
     live: float
     resident: float
+
+    @property
+    def ratio(self) -> float:
+        """What is planned of the whole process over what it had."""
+        return (DEVICE + self.planned) / (DEVICE + self.resident)
 
 
 class Replica:
@@ -195,28 +205,45 @@ async def measure(millions: float, outer: OuterConfig, rounds: int, directory: P
     found.append(replica.end_phase("a round", round_bytes))
     replica.begin_phase()
     saved = await checkpoint_of(replica, optimiser)
-    replica.note()
     writing = asyncio.create_task(asyncio.to_thread(save, directory, saved))
     await one_round(replica, optimiser)
     await writing
     del saved, writing
-    found.append(replica.end_phase("a round while saving", round_bytes + planned.saving))
+    found.append(replica.end_phase("a round while saving", round_bytes))
     replica.begin_phase()
-    given = await optimiser.lend(), replica.stage.optimiser_state()
+    giving = asyncio.create_task(give(replica, optimiser, directory))
+    await asyncio.sleep(0)
     await one_round(replica, optimiser)
-    found.append(replica.end_phase("a round while giving a copy", round_bytes + planned.giving))
-    del given
+    await giving
+    found.append(replica.end_phase("a round while giving a copy", round_bytes))
     return found, nanoseconds
 
 
 async def checkpoint_of(replica: Replica, optimiser: OuterOptimiser) -> Checkpoint:
     """Return what `noloco_node.node.replica.Replica.checkpoint` does."""
-    outer, fast, moments = await optimiser.lend(), replica.stage.weights(), replica.stage.optimiser_state().moments
+    release, loop = await optimiser.weights.read(), asyncio.get_running_loop()
+    outer, fast, moments = optimiser.state, replica.stage.current_weights(), replica.stage.optimiser_state().moments
     groups = {"slow": outer.slow, "fast": fast, "optimiser": moments} | (
         {"momentum": outer.momentum} if outer.momentum else {}
     )
     counters = Counters(run_id="", stage=0, round=0, inner_steps=0, progress=0.0, samples=0, optimiser_steps=0)
-    return Checkpoint(counters, groups)
+
+    def read() -> None:
+        loop.call_soon_threadsafe(release)
+
+    return Checkpoint(counters, groups, read)
+
+
+async def give(replica: Replica, optimiser: OuterOptimiser, directory: Path) -> None:
+    """Do what a donor does: have a copy made, and read each of its pieces."""
+    async with optimiser.weights.reading():
+        outer, moments = optimiser.state, replica.stage.optimiser_state().moments
+        counters = {"round": 0, "inner_steps": 0, "progress": 0.0, "optimiser_steps": 0}
+        state = ReplicaState(slow=outer.slow, momentum=outer.momentum, optimiser=moments, **counters)  # type: ignore[arg-type]
+        held = await asyncio.to_thread(StateFile, directory, state)
+    for section in held.sections:
+        for span in cut([tensor.nbytes for tensor in outer.slow]):
+            await asyncio.to_thread(lambda section, span: digest(held.read(section, span)), section, span)
 
 
 def main() -> None:
@@ -235,9 +262,10 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, one thread, {asked.millions:g}M parameters, {asked.codec}, alpha {asked.alpha:g}"
     )
-    print(f"{'bytes a parameter beside the device':<36} {'planned':>8} {'live':>8} {'resident':>9}")
-    for name, *figures in found:
-        print(f"{name:<36} {figures[0]:8.2f} {figures[1]:8.2f} {figures[2]:9.2f}")
+    heads = f"{'planned':>8} {'live':>8} {'resident':>9} {'plan/process':>13}"
+    print(f"{'bytes a parameter beside the device':<36} {heads}")
+    for phase in found:
+        print(f"{phase.name:<36} {phase.planned:8.2f} {phase.live:8.2f} {phase.resident:9.2f} {phase.ratio:13.3f}")
     low, high = min(nanoseconds), max(nanoseconds)
     print(f"a round's arithmetic: {median(nanoseconds):.2f} ns a parameter (from {low:.2f} to {high:.2f})")
 

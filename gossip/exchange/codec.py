@@ -60,7 +60,16 @@ from torch import Tensor
 
 from gossip.exchange.formats import BLOCK, Format, blocks, packed_bytes, wire_specs
 from gossip.exchange.messages import Implausible
-from gossip.exchange.quantise import LARGEST_CODE, pieces, restore_int4, restore_int8, round_int4, round_int8, scratch
+from gossip.exchange.quantise import (
+    LARGEST_CODE,
+    pieces,
+    restore_both_int4,
+    restore_int4,
+    restore_int8,
+    round_int4,
+    round_int8,
+    scratch,
+)
 from gossip.exchange.swap import NORM_RATIO, NOT_FINITE, check_norm
 from gossip.rule.outer_step import Tensors
 
@@ -194,6 +203,13 @@ class Reader:
             high = at.start >= len(parts[0])
             restore_int4(parts[0][_packed(at, parts[0])], near, self._steps[number], out, high=high)
         return out
+
+    def read_both(self, number: int, at: slice, meant: Tensor, own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what both have sent of a piece, in `own` and `theirs`: of a modular form, `meant` being ours."""
+        parts, mine, out = self._parts[number], own[: len(meant)], theirs[: len(meant)]
+        high = at.start >= len(parts[0])
+        restore_both_int4(parts[0][_packed(at, parts[0])], meant, self._steps[number], mine, out, high=high)
+        return mine, out
 
 
 def common_steps(own_probe: Tensor, their_probe: Tensor, counts: Sequence[int]) -> tuple[float, ...]:

@@ -81,9 +81,23 @@ def restore_int4(codes: Tensor, near: Tensor, step: float, out: Tensor, *, high:
     (code + 16 j) * step for the integer j that brings it nearest. To multiply by a power of two loses nothing, so each
     sum is rounded once, and equal on all machines whether or not they fuse it with its product.
     """
+    _nearest(codes, torch.mul(near, 1 / step, out=out), high=high).mul_(step)
+
+
+def restore_both_int4(codes: Tensor, meant: Tensor, step: float, own: Tensor, theirs: Tensor, *, high: bool) -> None:
+    """Write into `theirs` what `restore_int4` does near `meant`, and into `own` what it would of our own codes.
+
+    Our own are those of `meant`: it is the whole number of steps that they were made of, to the bit and without them.
+    """
+    torch.mul(meant, 1 / step, out=theirs)
+    torch.round(theirs, out=own).mul_(step)
+    _nearest(codes, theirs, high=high).mul_(step)
+
+
+def _nearest(codes: Tensor, steps: Tensor, *, high: bool) -> Tensor:
+    """Replace numbers of `steps` by the nearest whole ones that are congruent to one half of `codes`."""
     code = (codes.bitwise_right_shift(4) if high else codes.bitwise_and(15)).float()
-    torch.mul(near, 1 / step / 16, out=out).sub_(code, alpha=1 / 16).round_()
-    torch.add(code, out, alpha=16, out=out).mul_(step)
+    return torch.add(code, steps.sub_(code).mul_(1 / 16).round_(), alpha=16, out=steps)
 
 
 def _rows(piece: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -9,7 +9,6 @@ may be cancelled calls it through `to_the_end`: all move, or nothing.
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Coroutine
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from gossip.exchange.formats import absolute
 from gossip.exchange.swap import Compute, norm, probe_coordinates
 from gossip.interface import GossipReplica, RoundSettings
 from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
+from gossip.rounds.weights_lock import WeightsLock
 from gossip.rule.meeting_shares import EVEN, Shares, shares_by_steps
 from gossip.rule.outer_step import OuterState, Tensors
 
@@ -38,7 +38,8 @@ class Snapshot(NamedTuple):
 class OuterOptimiser:
     """Slow weights and momentum of one replica, and what may be done with them.
 
-    `version`: the number of outer steps taken here, so another one whenever the slow weights are others.
+    `version`: the number of outer steps taken here, so another one whenever the slow weights are others. `weights`: the
+    lock under which they move.
     """
 
     def __init__(self, settings: RoundSettings, state: OuterState, replica: GossipReplica, compute: Compute) -> None:
@@ -49,24 +50,13 @@ class OuterOptimiser:
         self._coordinates = probe_coordinates(settings.seed, [tensor.numel() for tensor in state.slow])
         self._owed = self._nothing_owed()
         self._state = _of_rule(state, settings.outer.alpha)
-        self._loans: list[weakref.ref[Tensor]] = []
-        self._moving = asyncio.Lock()
+        self.weights = WeightsLock()
         self.version = 0
 
     @property
     def state(self) -> OuterState:
         """The state as it is: its tensors move with the next step."""
         return self._state
-
-    async def lend(self) -> OuterState:
-        """Return the state for somebody who keeps it: while any tensor of it is held, a step is taken elsewhere.
-
-        Waits for a step that is being taken.
-        """
-        async with self._moving:
-            slow, momentum, gathered = (tuple([tensor.detach() for tensor in tensors]) for tensors in self._state[:3])
-            self._loans += map(weakref.ref, (*slow, *momentum, *gathered))
-            return OuterState(slow, momentum, gathered, self._state.meetings)
 
     def _nothing_owed(self) -> Owed:
         return Owed(Feedback(self._codec), Feedback(self._codec))
@@ -146,14 +136,11 @@ class OuterOptimiser:
 
     async def correct(self, step: Step) -> None:
         """Take a step, in a pause: move the slow weights, and add the correction to the fast ones."""
-        async with self._moving:
+        async with self.weights.moving():
             await self._compute(self._take, step)
             await self._replica.correct(step.snapshot)
 
     def _take(self, step: Step) -> None:
-        if any(loan() is not None for loan in self._loans):
-            self._state = _copied(self._state)
-        self._loans.clear()
         self._state = take_step(step, self._state, self._owed, self._rule)
         if step.adopts is not None:
             self._owed = self._nothing_owed()
@@ -166,11 +153,6 @@ def _of_rule(state: OuterState, alpha: float) -> OuterState:
     if not alpha:
         return OuterState(slow)
     return OuterState(slow, momentum or tuple(map(torch.zeros_like, slow)), gathered, state.meetings)
-
-
-def _copied(state: OuterState) -> OuterState:
-    slow, momentum, gathered = (tuple([tensor.clone() for tensor in tensors]) for tensors in state[:3])
-    return OuterState(slow, momentum, gathered, state.meetings)
 
 
 def _contiguous(tensors: Tensors) -> Tensors:

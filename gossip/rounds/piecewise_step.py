@@ -127,19 +127,28 @@ class _Work:
         if seen is None:
             return out.copy_(weights[number].view(-1)[at])
         meant = owed.meant(weights, number, at, self._near)
-        self._seen = own = seen.mine.read(number, at, meant, self._own) if seen.mine is not None else meant
-        mean_into(out, own, seen.theirs.read(number, at, meant, out), self._step.shares)
+        own, theirs = seen.read(number, at, meant, self._own, out)
+        self._seen = own
+        mean_into(out, own, theirs, self._step.shares)
         owed.settle(number, at, meant, own)
         return out
 
 
 class _Seen:
-    """Both sides' weights as both see them. `mine`: None where ours are exact, and not `lossy`."""
+    """Both sides' weights as both see them. Not `lossy`: ours are exact."""
 
     def __init__(self, sides: Sides, own: Tensors) -> None:
-        self.lossy = sides.theirs.form is not Format.FLOAT32
-        self.mine = Reader(sides.mine, own) if self.lossy else None
-        self.theirs = Reader(sides.theirs, own)
+        form = sides.theirs.form
+        self.lossy, self._modular = form is not Format.FLOAT32, form.is_modular
+        self._mine = Reader(sides.mine, own) if self.lossy else None
+        self._theirs = Reader(sides.theirs, own)
+
+    def read(self, number: int, at: slice, meant: Tensor, own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a piece of ours and of the partner's; `meant`: what ours were encoded from."""
+        if self._modular:
+            return self._theirs.read_both(number, at, meant, own, theirs)
+        mine = meant if self._mine is None else self._mine.read(number, at, meant, own)
+        return mine, self._theirs.read(number, at, meant, theirs)
 
 
 def _part(tensors: Tensors, number: int, at: slice) -> Tensors:

@@ -43,6 +43,7 @@ from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot, to_the_end
 from gossip.rounds.piecewise_step import Step
 from gossip.rounds.prefetch import SlowWeightPrefetcher
 from gossip.rounds.round_state import PendingStep, RoundState, now
+from gossip.rounds.weights_lock import WeightsLock
 from gossip.rule.outer_step import OuterState
 
 NOT_KNOWN = -1
@@ -78,9 +79,10 @@ class Rounds:
         """Slow weights and momentum after the last round that was applied; they move with the next one."""
         return self._optimiser.state
 
-    async def lend_state(self) -> OuterState:
-        """Return them for somebody who keeps them: while any tensor is held, rounds are taken elsewhere."""
-        return await self._optimiser.lend()
+    @property
+    def weights(self) -> WeightsLock:
+        """What weights are moved under, by rounds and by whoever else moves or reads them."""
+        return self._optimiser.weights
 
     @property
     def finished(self) -> int:

@@ -1,8 +1,8 @@
 """A replica gives its state to newcomers, and trains on.
 
-Asked for a manifest it freezes a copy: the slow weights and momenta are lent by the replica, whose next round writes
-elsewhere, and the inner optimiser's tensors are copied once. The hashes are computed in jobs of some milliseconds,
-between which training goes on. Newcomers of the same round share a copy.
+Asked for a manifest it has the replica make a copy that stands still, on the disk where there is one (`held_copy`), so
+that it takes no memory. The hashes are computed in jobs of some milliseconds, between which training goes on.
+Newcomers of the same round share a copy. Where the disk refuses, they are told to come back.
 
 What strangers can cost is bounded: at most `COPIES` copies, each let go `HOLD_S` after a piece of it was last on its
 way and `DonorLimits.deadline_s` after it was made; at most `NEWCOMERS` newcomers at once, each with at most `STREAMS`
@@ -33,9 +33,9 @@ from gossip.exchange.messages import (
     StateRequest,
 )
 from gossip.exchange.swap import Compute, Conversation, norm
-from gossip.rule.outer_step import Tensors
-from gossip.transfer.chunks import Span, cut, digest, gather, listed, name_of, present, sections, tensors_of
+from gossip.transfer.chunks import Span, cut, digest, listed, name_of, present
 from gossip.transfer.donor_slots import DonorSlot, DonorSlots
+from gossip.transfer.held_copy import CopyInMemory, HeldCopy
 
 COPIES = 2
 """Copies held at once: one of the round that newcomers fetch, and one of a round before that somebody still fetches."""
@@ -51,6 +51,7 @@ RETRY_S = 5.0
 """What those who find all places taken are told."""
 HASHED_AT_ONCE_BYTES = 2**26
 """In one job of some ten milliseconds: each waits for its turn among those of the training."""
+Provide = Callable[[Parts], Awaitable[ReplicaState | HeldCopy]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +66,7 @@ class DonorLimits:
 class _Copy:
     """A state held still. `used_s`: when somebody last asked for it, or left."""
 
-    state: ReplicaState
+    held: HeldCopy
     manifest: Manifest
     parts: Parts
     made_s: float
@@ -73,14 +74,14 @@ class _Copy:
 
 
 class Donor:
-    """Serves one replica's state. `provide` returns it; its tensors are never written into afterwards.
+    """Serves one replica's state. `provide` returns it, as a copy or in tensors that are never written into.
 
     Of an outline it needs the weights only for a norm that it does not know.
     """
 
     def __init__(
         self,
-        provide: Callable[[Parts], Awaitable[ReplicaState]],
+        provide: Provide,
         compute: Compute,
         shapes: Sequence[tuple[int, ...]],
         terms: DonorLimits,
@@ -151,7 +152,7 @@ class Donor:
             slot.begin(listed_sections * self._section_bytes)
             await _within(self._terms.deadline_s, conversation.send(manifest))
         elif isinstance(request, PieceRequest):
-            piece = self._piece(request)
+            piece = await self._piece(request)
             slot.begin(self._section_bytes)
             # Nor is how long our own budget of upload lets a piece wait.
             await _within(self._terms.deadline_s, conversation.send(piece))
@@ -159,7 +160,7 @@ class Donor:
         else:
             raise ConnectionAbortedError(f"expected a request, got {type(request).__name__}")
 
-    def _piece(self, request: PieceRequest) -> Piece | Gone:
+    async def _piece(self, request: PieceRequest) -> Piece | Gone:
         self._let_go()
         copy = self._copies.get(request.snapshot)
         if copy is None:
@@ -167,8 +168,11 @@ class Donor:
         if request.section not in present(copy.manifest) or not 0 <= request.number < len(self._spans):
             raise ConnectionAbortedError(f"there is no piece {request.number} of {request.section}")
         self._use(copy)
-        # Of its own memory: the copy may be let go, and its tensors written into, while the piece is on its way.
-        data = gather(tensors_of(copy.state, request.section), self._spans[request.number]).clone()
+        try:
+            data = await self._compute(copy.held.read, request.section, self._spans[request.number])
+        except OSError:
+            self._copies.pop(request.snapshot, None)
+            return Gone()
         self._counts["pieces"] += 1
         self._counts["bytes"] += data.nbytes
         return Piece(data=data)
@@ -198,7 +202,7 @@ class Donor:
             return await self._outline()
         async with self._freezing:
             self._let_go()
-            copy = self._fitting(request, (await self._provide(Parts.OUTLINE)).round)
+            copy = self._fitting(request, (await self._counters()).round)
             if copy is None:
                 if self._again_s > asyncio.get_running_loop().time():
                     return Busy(retry_after_s=RETRY_S)
@@ -207,15 +211,25 @@ class Donor:
                 except asyncio.CancelledError:
                     self._again_s = asyncio.get_running_loop().time() + ABANDONED_S
                     raise
+                except ConnectionError:
+                    raise
+                except OSError:
+                    self._counts["refused_by_disk"] += 1
+                    self._again_s = asyncio.get_running_loop().time() + ABANDONED_S
+                    return Busy(retry_after_s=RETRY_S)
             self._use(copy)
             if request.parts is Parts.ALL:
                 return copy.manifest
             return replace(copy.manifest, momentum=None, gathered=None, first=None, second=None)
 
+    async def _counters(self) -> ReplicaState:
+        found = await self._provide(Parts.OUTLINE)
+        return found if isinstance(found, ReplicaState) else found.counters
+
     async def _outline(self) -> Manifest:
         # Of all who ask in a new round one has the norm computed.
         async with self._asking:
-            state = await self._provide(Parts.OUTLINE)
+            state = await self._counters()
             if self._norm is None or self._norm[0] != state.round:
                 self._norm = (state.round, await self._compute(norm, state.slow))
             return _manifest(state, self._norm[1], {})
@@ -228,13 +242,13 @@ class Donor:
         recent = [
             copy
             for copy in self._copies.values()
-            if copy.parts in (request.parts, Parts.ALL) and round - copy.state.round <= RECENT_ROUNDS
+            if copy.parts in (request.parts, Parts.ALL) and round - copy.manifest.round <= RECENT_ROUNDS
         ]
         for copy in recent:
             if copy.manifest.snapshot == request.snapshot:
                 return copy
         for copy in recent:
-            if copy.state.round == round:
+            if copy.manifest.round == round:
                 return copy
         if len(self._copies) < COPIES:
             return None
@@ -245,20 +259,20 @@ class Donor:
         return None
 
     async def _freeze(self, parts: Parts) -> _Copy:
-        state = await self._provide(parts)
+        provided = await self._provide(parts)
+        held = CopyInMemory(provided) if isinstance(provided, ReplicaState) else provided
         digests: dict[Section, tuple[bytes, ...]] = {}
-        momentum, optimiser = bool(state.momentum), bool(state.optimiser)
-        for section in sections(parts, momentum=momentum, meetings=state.meetings, optimiser=optimiser):
-            tensors = tensors_of(state, section)
-            found: list[bytes] = []
-            for batch in _batches(self._spans):
-                found += await self._compute(_digests, tensors, batch)
-            digests[section] = tuple(found)
-        manifest = _manifest(state, await self._compute(norm, state.slow), digests)
+        for section in held.sections:
+            if parts is Parts.ALL or section is Section.SLOW:
+                found: list[bytes] = []
+                for batch in _batches(self._spans):
+                    found += await self._compute(_digests, held, section, batch)
+                digests[section] = tuple(found)
+        manifest = _manifest(held.counters, await self._compute(held.norm), digests)
         now_s = asyncio.get_running_loop().time()
         if self._provide is _given_up:
             await _given_up(parts)
-        copy = self._copies[manifest.snapshot] = _Copy(state, manifest, parts, now_s, now_s)
+        copy = self._copies[manifest.snapshot] = _Copy(held, manifest, parts, now_s, now_s)
         self._counts["copies"] += 1
         return copy
 
@@ -304,8 +318,8 @@ def _manifest(state: ReplicaState, norm: float, digests: dict[Section, tuple[byt
     return Manifest(snapshot=name, **counters, **hashes)
 
 
-def _digests(tensors: Tensors, spans: Sequence[Span]) -> list[bytes]:
-    return [digest(gather(tensors, span)) for span in spans]
+def _digests(held: HeldCopy, section: Section, spans: Sequence[Span]) -> list[bytes]:
+    return [digest(held.read(section, span)) for span in spans]
 
 
 def _batches(spans: Sequence[Span]) -> list[list[Span]]:

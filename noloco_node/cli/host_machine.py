@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from gossip.exchange.messages import ReplicaState
 from noloco_node.cli.options import JoinOptions
 from noloco_node.data.background_open import BackgroundOpen
 from noloco_node.data.text_source import TextSource
@@ -25,6 +26,7 @@ from noloco_node.storage.checkpoint_store import CheckpointStore
 from noloco_node.storage.home import Home
 from noloco_node.storage.partial_download import PartialDownloadFile
 from noloco_node.storage.snapshot_store import SnapshotDirectory
+from noloco_node.storage.state_file import StateFile
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 from pipeline.stage import Stage
@@ -88,7 +90,15 @@ class HostMachine:
         return await self.former.load(stage)
 
     async def save(self, checkpoint: Checkpoint) -> str:
-        return await asyncio.to_thread(_save, self._home.checkpoint, checkpoint, self._options.keep)
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            loop.call_soon_threadsafe(checkpoint.read)
+
+        return await asyncio.to_thread(_save, self._home.checkpoint, checkpoint._replace(read=read), self._options.keep)
+
+    async def hold(self, state: ReplicaState) -> StateFile:
+        return await self.device.beside(StateFile, self._home.path, state)
 
     def partial_download(self, stage: int, weight_bytes: int) -> PartialDownloadFile:
         return PartialDownloadFile(self._home.path / "catch-up", self._recipe.digest, stage, weight_bytes, say)

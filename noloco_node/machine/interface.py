@@ -17,7 +17,9 @@ from pipeline import worker
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gossip.exchange.messages import ReplicaState
     from gossip.transfer.assembly import ChunkStore
+    from gossip.transfer.held_copy import HeldCopy
     from pipeline.inner_optimiser import OptimiserState, StepReport
 
 T = TypeVar("T")
@@ -44,8 +46,8 @@ class StageModel(worker.WorkerStage, Protocol):
     """The slice of the model that a replica holds, and its inner optimiser. `pipeline.stage.Stage` is the real
     one.
 
-    Weights are float32 on the CPU, one tensor a parameter, in the order of `shapes`. Everything but `shapes` and
-    `statistics` is a job of the device's thread.
+    Weights are float32, one tensor a parameter, in the order of `shapes`; copies lie on the CPU. Everything but
+    `shapes` and `statistics` is a job of the device's thread.
     """
 
     @property
@@ -67,8 +69,11 @@ class StageModel(worker.WorkerStage, Protocol):
     def correct(self, delta: Sequence[Tensor], /) -> None:
         """Add to the fast weights."""
 
+    def current_weights(self) -> tuple[Tensor, ...]:
+        """Return the fast weights themselves, where they lie: they move with the next change."""
+
     def optimiser_state(self) -> OptimiserState:
-        """Return a copy of the inner optimiser's memory."""
+        """Return the inner optimiser's memory itself, likewise."""
 
     def load_optimiser_state(self, state: OptimiserState, /) -> None:
         """Continue from another inner optimiser's memory."""
@@ -192,7 +197,13 @@ class StorageHost(Protocol):
         """Return this peer's last checkpoint of a stage, or None."""
 
     async def save(self, checkpoint: Checkpoint, /) -> str:
-        """Write a checkpoint and return where it is; raise `OSError` where the disk refuses."""
+        """Write a checkpoint and return where it is; raise `OSError` where the disk refuses.
+
+        Its tensors are looked at no more when its `read` has been called, or this returns.
+        """
+
+    async def hold(self, state: ReplicaState, /) -> HeldCopy:
+        """Copy a state to where it stands still, before this returns; raise `OSError` where the disk refuses."""
 
     def partial_download(self, stage: int, weight_bytes: int, /) -> ChunkStore | None:
         """Return where the chunks of a stage's state are noted while it is downloaded; None: in memory alone."""

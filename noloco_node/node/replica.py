@@ -19,6 +19,7 @@ from gossip.interface import Candidate, RoundContext, RoundProgress
 from gossip.rounds.outer_optimiser import to_the_end
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Tensors
+from gossip.transfer.held_copy import HeldCopy
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.machine.interface import Runner, StageModel
@@ -114,10 +115,11 @@ class Replica:
             await to_the_end(self._step(outcomes, in_pause))
 
     async def _step(self, outcomes: tuple[WindowOutcome, ...], in_pause: Callable[[], Awaitable[None]]) -> None:
-        self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
-        rate = learning_rate(self.progress.value, self._schedule)
-        report = await self._device.run(self._stage.step, rate, len(outcomes))
-        self._note_step(outcomes, rate, report.applied)
+        async with self.rounds.weights.moving():
+            self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
+            rate = learning_rate(self.progress.value, self._schedule)
+            report = await self._device.run(self._stage.step, rate, len(outcomes))
+            self._note_step(outcomes, rate, report.applied)
         going = RoundProgress(self.progress.value, speed(self._microbatch_s))
         await self.rounds.between_steps(self.inner_steps, self.seconds_per_step, going)
         await in_pause()
@@ -168,24 +170,31 @@ class Replica:
 
     # What peers ask of us.
 
-    async def state(self, parts: Parts) -> ReplicaState:
-        """Return a copy of our state for a newcomer, or its slow weights for an export."""
+    async def state(self, parts: Parts) -> ReplicaState | HeldCopy:
+        """Return a copy of our state for a newcomer, or of its slow weights for an export; as it is, an outline.
+
+        Raises `OSError` where the disk refuses the copy.
+        """
+        if parts is Parts.OUTLINE:
+            return self._state(OptimiserState(0, ()), whole=False)
         whole = parts is Parts.ALL
-        outer = self.rounds.state if parts is Parts.OUTLINE else await self.rounds.lend_state()
-        # A round may end while we wait for the optimiser: these are the weights of the one before it.
-        finished, last_met, inner_steps = self.rounds.finished, self.rounds.last_met, self.inner_steps
-        optimiser = await self._device.run(self._stage.optimiser_state) if whole else OptimiserState(0, ())
+        async with self.rounds.weights.reading():
+            optimiser = await self._device.run(self._stage.optimiser_state) if whole else OptimiserState(0, ())
+            return await self._context.hold(self._state(optimiser, whole=whole))
+
+    def _state(self, optimiser: OptimiserState, *, whole: bool) -> ReplicaState:
+        outer = self.rounds.state
         return ReplicaState(
             slow=outer.slow,
             momentum=outer.momentum if whole else (),
             optimiser=optimiser.moments,
-            round=finished,
-            inner_steps=inner_steps,
+            round=self.rounds.finished,
+            inner_steps=self.inner_steps,
             progress=self.progress.value,
             optimiser_steps=optimiser.steps,
             gathered=outer.gathered if whole else (),
             meetings=outer.meetings if whole else 0,
-            last_met=last_met,
+            last_met=self.rounds.last_met,
         )
 
     # What the rounds ask of us (gossip.interface.GossipReplica).
@@ -257,10 +266,15 @@ class Replica:
         return None
 
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:
-        """Return everything that this replica needs to go on later."""
-        outer = await self.rounds.lend_state()
-        fast = await self.snapshot()
-        optimiser = await self._device.run(self._stage.optimiser_state)
+        """Return everything that this replica needs to go on later, in its own memory; to be told once it is read."""
+        read = await self.rounds.weights.read()
+        try:
+            fast = await self._device.run(self._stage.current_weights)
+            optimiser = await self._device.run(self._stage.optimiser_state)
+        except BaseException:
+            read()
+            raise
+        outer = self.rounds.state
         return Checkpoint(
             Counters(
                 run_id=self.config.run_id,
@@ -278,6 +292,7 @@ class Replica:
             {"slow": outer.slow, "fast": fast, "optimiser": optimiser.moments}
             | ({"momentum": outer.momentum} if outer.momentum else {})
             | ({"gathered": outer.gathered} if outer.gathered else {}),
+            read,
         )
 
     def statistics(self) -> dict[str, int | float]:

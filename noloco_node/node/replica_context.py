@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gossip.exchange.formats import Format
+from gossip.exchange.messages import ReplicaState
 from gossip.interface import RoundSettings, RoundTimeouts
 from gossip.rule.outer_step import Delay, Outer
+from gossip.transfer.held_copy import HeldCopy
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.schema import Schema
@@ -47,11 +49,15 @@ class ReplicaConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaContext:
-    """What a replica sees of the swarm. `record` takes journal events. `vocabulary`: of the model, in tokens."""
+    """What a replica sees of the swarm and of its machine. `record` takes journal events.
+
+    `hold`: copies a state to where it stands still. `vocabulary`: of the model, in tokens.
+    """
 
     network: PeerNetwork
     roster: Callable[[], Roster]
     record: Callable[[events.Event], None]
+    hold: Callable[[ReplicaState], Awaitable[HeldCopy]]
     microbatch_schema: Schema
     gossip_schema: Schema
     vocabulary: int

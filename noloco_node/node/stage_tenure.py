@@ -219,6 +219,7 @@ def _make_replica(context: NodeContext, start: Start) -> Replica:
         network=context.network,
         roster=lambda: membership.roster,
         record=context.reporter.record,
+        hold=context.host.hold,
         microbatch_schema=microbatch_schema(run, context.dimensions.width),
         gossip_schema=gossip_schema(run, start.stage.shapes),
         vocabulary=context.dimensions.vocabulary,

@@ -40,8 +40,9 @@ class GossipMemory(NamedTuple):
     """Bytes. `momentum`: of the outer rule. `gathered`: what a period of it has gathered.
 
     `owed`: what the codec has left out so far. `ahead`: slow weights of both sides that have travelled before a
-    meeting; `exchange`: what travels in it, of both. `saving`, `giving`: while a checkpoint is written, and for each
-    copy that newcomers fetch.
+    meeting; `exchange`: what travels in it, of both.
+
+    Checkpoints and copies for newcomers are written to the disk from the replica's own memory, and take none.
     """
 
     momentum: int
@@ -49,8 +50,6 @@ class GossipMemory(NamedTuple):
     owed: int
     ahead: int
     exchange: int
-    saving: int
-    giving: int
 
 
 def sets(outer: OuterConfig) -> int:
@@ -74,8 +73,6 @@ def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
     once, lossy = float32_bytes(shapes), Format(outer.codec) is not Format.FLOAT32
     momentum = once if outer.alpha else 0
     gathered = momentum if outer.momentum_period > 1 else 0
-    # What is lent stays as it was: a round that ends meanwhile makes the outer state anew.
-    lent = once + momentum + gathered
     return GossipMemory(
         momentum=momentum,
         gathered=gathered,
@@ -83,9 +80,6 @@ def gossip_memory(outer: OuterConfig, shapes: Shapes) -> GossipMemory:
         ahead=2 * wire_bytes(Format(outer.codec), shapes) if sets(outer) == 2 else 0,
         # What travels is decoded a piece at a time, and a step is taken in place.
         exchange=2 * coded_bytes(outer, shapes),
-        # Fast weights and both moments of AdamW are copied for a checkpoint; moments alone for a newcomer.
-        saving=lent + 3 * once,
-        giving=lent + 2 * once,
     )
 
 

@@ -56,10 +56,6 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Slow weights of both sides, where they travel ahead of time."""
     gathered: int
     """What a period of the outer momentum has gathered."""
-    saving: int
-    """While a checkpoint is written: fast weights and moments, and the outer state if a round ends meanwhile."""
-    giving: int
-    """For each copy that newcomers fetch: moments, and the outer state if a round ends meanwhile."""
     cast_weights: int
     """The matrices in bfloat16."""
     stale_weights: int
@@ -78,14 +74,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return self.computing + self.waiting + held
 
     @property
-    def round(self) -> int:
-        """In a round, to the end of its meeting."""
-        return self.steps + self.snapshot + self.exchange
-
-    @property
     def total(self) -> int:
-        """In a round, while it saves or gives a copy; both at once takes more."""
-        return self.round + max(self.saving, self.giving)
+        """In a round, to the end of its meeting, also while a checkpoint is written or a copy given: the most."""
+        return self.steps + self.snapshot + self.exchange
 
     @property
     def computing(self) -> int:

@@ -168,6 +168,10 @@ class TamperedStage:
         """Add to the weights."""
         self._stage.correct(delta)
 
+    def current_weights(self) -> tuple[Tensor, ...]:
+        """Return what a checkpoint is to hold."""
+        return self.weights()
+
     def optimiser_state(self) -> OptimiserState:
         """Return the optimiser's memory."""
         return self._stage.optimiser_state()

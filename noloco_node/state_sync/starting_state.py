@@ -75,7 +75,7 @@ def started(beginning: StartingState, rounds: Sequence[int], progress: float) ->
 
 def from_checkpoint(stage: StageModel, checkpoint: Checkpoint) -> StartingState:
     """Put a checkpoint into the stage and return the beginning that follows from it."""
-    counters, tensors = checkpoint
+    counters, tensors = checkpoint.counters, checkpoint.tensors
     fast, slow = tensors["fast"], tensors["slow"]
     stage.set_weights(fast)
     stage.load_optimiser_state(OptimiserState(counters.optimiser_steps, tensors["optimiser"]))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from noloco_node.storage import atomic_file, tensor_file
+from noloco_node.storage.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,25 +51,34 @@ class Checkpoint(NamedTuple):
     The groups are slow, momentum, gathered, fast and optimiser; momentum is absent where the run has none (alpha = 0),
     gathered between two momentum periods, and a snapshot for others has slow alone. What a lossy codec owes
     (`gossip.exchange.codec.Feedback`) is not kept: a restart loses one rounding.
+
+    The tensors may be the replica's own, wherever they lie. They move when `read` has been called, and not before.
     """
 
     counters: Counters
     tensors: dict[str, tuple[Tensor, ...]]
+    read: Callable[[], None] = lambda: None
 
 
 def save(directory: Path, checkpoint: Checkpoint, keep: int = KEPT) -> Path:
     """Write `checkpoint` as a new file, then drop all but the last `keep`; raise `OSError` when the disk refuses."""
-    return store(directory, checkpoint.counters, arrays_of(checkpoint.tensors), keep)
+    return store(directory, checkpoint.counters, arrays_of(checkpoint.tensors), keep, checkpoint.read)
 
 
-def store(directory: Path, counters: Counters, arrays: list[tensor_file.Array], keep: int) -> Path:
+def store(
+    directory: Path,
+    counters: Counters,
+    arrays: list[tensor_file.Array],
+    keep: int,
+    read: Callable[[], None] = lambda: None,
+) -> Path:
     """Do what `save` does, the tensors being bytes already: for whoever has no torch."""
     directory.mkdir(parents=True, exist_ok=True)
     atomic_file.sweep(directory)
     earlier = files(directory)
     path = directory / f"{_serial(earlier[-1]) + 1 if earlier else 1:08d}-{counters.inner_steps:010d}.safetensors"
     try:
-        tensor_file.write(path, arrays, msgspec.json.encode(counters).decode())
+        tensor_file.write(path, arrays, msgspec.json.encode(counters).decode(), read)
     except OSError as error:
         if earlier:
             beside = f"the {len(earlier)} kept before it {'are' if len(earlier) > 1 else 'is'} untouched"
@@ -80,9 +90,9 @@ def store(directory: Path, counters: Counters, arrays: list[tensor_file.Array], 
 
 
 def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[tensor_file.Array]:
-    """Return the tensors of a checkpoint, by group, as they lie in memory, float32."""
+    """Return the tensors of a checkpoint, by group, as they go to the disk."""
     return [
-        tensor_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), _bytes_of(tensor))
+        tensor_file.Array(f"{group}.{number}", "F32", tuple(tensor.shape), bytes_of(tensor))
         for group, members in tensors.items()
         for number, tensor in enumerate(members)
     ]
@@ -172,11 +182,3 @@ def _order(path: Path) -> tuple[int, int, str]:
 def _serial(path: Path) -> int:
     found = _NAME.fullmatch(path.name)
     return int(found[1]) if found else 0
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    import torch
-
-    flat = tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1)
-    view: Any = flat.view(torch.uint8).numpy()
-    return memoryview(view)

@@ -1,8 +1,9 @@
 """When a replica saves itself, and what becomes of a disk that refuses.
 
 Every finished round is saved, and without rounds every few minutes; but writing takes a bounded share of the time, so
-that a large replica on a slow disk saves less often instead of doing nothing else. The copy is taken between two inner
-steps, where weights, momentum and optimiser belong together; it is written beside the training, one at a time.
+that a large replica on a slow disk saves less often instead of doing nothing else. A checkpoint is begun between two
+inner steps, where weights, momentum and optimiser belong together, and is written from the replica's own memory, beside
+the passes of the next window; whatever would move them waits until all is read (`gossip.rounds.weights_lock`).
 
 A disk that refuses is said once, with the cause; it is a state (`CheckpointWriter.trouble`) that the roster shows, and
 it is over with the first checkpoint that is written again.
@@ -84,7 +85,9 @@ class CheckpointWriter:
 
     async def finish(self, checkpoint: Checkpoint) -> bool:
         """Write the last checkpoint, after the one that is being written; say whether the disk took it."""
-        self._waiting = None
+        if self._waiting is not None:
+            self._waiting.read()
+            self._waiting = None
         return await self._write(checkpoint, last=True)
 
     async def _write(self, checkpoint: Checkpoint, *, last: bool) -> bool:
@@ -94,6 +97,7 @@ class CheckpointWriter:
                 where = await self._save(checkpoint)
             except OSError as error:
                 cause = " ".join(reason_of(error).split())
+            checkpoint.read()  # where this is cancelled, a thread may still read
             self._last = LastCheckpoint(checkpoint.counters.round, loop_s(), loop_s() - began_s)
         if cause is not None:
             if last or self._trouble is None:

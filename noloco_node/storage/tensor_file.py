@@ -6,7 +6,7 @@ the file's own metadata, so that a flipped or a missing byte is noticed before a
 one, written by something else, is believed as far as its format goes.
 
 The bytes go from where they lie to the disk in one pass, hashed on the way: writing takes no second copy of the
-tensors. Reading a tensor is left to the safetensors library. Nothing here needs torch.
+tensors, of a GPU's one of some MiB. Reading a tensor is left to the safetensors library. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -31,27 +31,52 @@ _BLANK = "0" * 64
 _LENGTH = struct.Struct("<Q")
 
 
+class Lazy(NamedTuple):
+    """Bytes that are made when they are read, a part at a time."""
+
+    size_bytes: int
+    read: Callable[[], Iterator[memoryview]]
+
+
 class Array(NamedTuple):
-    """One tensor as it lies in memory. `dtype`: as safetensors spells it (F32, I64). `data`: little endian."""
+    """One tensor. `dtype`: as safetensors spells it (F32, I64). `data`: little endian."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: bytes | memoryview
+    data: bytes | memoryview | Lazy
+
+    @property
+    def size_bytes(self) -> int:
+        """The length of the data."""
+        return self.data.size_bytes if isinstance(self.data, Lazy) else len(self.data)
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Yield the data, some MiB at a time."""
+        if isinstance(self.data, Lazy):
+            yield from self.data.read()
+            return
+        view = memoryview(self.data)
+        yield from (view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES))
 
 
-def write(path: Path, arrays: Sequence[Array], about: str) -> None:
+def write(path: Path, arrays: Sequence[Array], about: str, read: Callable[[], None] = lambda: None) -> None:
     """Write `arrays`, and `about` as the file's metadata, in place of `path` or not at all.
 
-    Raises `OSError` where the disk refuses, also before it is full; whatever lay at `path` is then still there.
+    Calls `read` when it needs the arrays no more, before it waits for the disk. Raises `OSError` where the disk
+    refuses, also before it is full; whatever lay at `path` is then still there.
     """
     head = _header(arrays, about)
-    size_bytes = 8 + len(head) + sum(len(array.data) for array in arrays)
-    free_bytes = shutil.disk_usage(path.parent).free
+    require_room(path.parent, 8 + len(head) + sum(array.size_bytes for array in arrays), path)
+    with replacing(path) as aside:
+        _write_aside(aside, head, arrays, read)
+
+
+def require_room(directory: Path, size_bytes: int, path: Path) -> None:
+    """Raise `OSError` where a disk has too little room for a file."""
+    free_bytes = shutil.disk_usage(directory).free
     if size_bytes + SPARE_BYTES > free_bytes:
         raise OSError(errno.ENOSPC, lacking(size_bytes, free_bytes), str(path))
-    with replacing(path) as aside:
-        _write_aside(aside, head, arrays)
 
 
 def about(path: Path) -> str | None:
@@ -87,24 +112,23 @@ def _header(arrays: Iterable[Array], told: str) -> bytes:
     table: dict[str, object] = {"__metadata__": {_SUM: _BLANK, _ABOUT: told}}
     start = 0
     for array in arrays:
-        end = start + len(array.data)
+        end = start + array.size_bytes
         table[array.name] = {"dtype": array.dtype, "shape": list(array.shape), "data_offsets": [start, end]}
         start = end
     head = json.dumps(table, separators=(",", ":")).encode()
     return head + b" " * (-len(head) % 8)
 
 
-def _write_aside(aside: Path, head: bytes, arrays: Iterable[Array]) -> None:
+def _write_aside(aside: Path, head: bytes, arrays: Iterable[Array], read: Callable[[], None]) -> None:
     prefix = _LENGTH.pack(len(head))
     total = hashlib.sha256(prefix + head)
     with aside.open("wb") as file:
         file.write(prefix + head)
         for array in arrays:
-            view = memoryview(array.data)
-            for start in range(0, len(view), CHUNK_BYTES):
-                chunk = view[start : start + CHUNK_BYTES]
+            for chunk in array.chunks():
                 total.update(chunk)
                 file.write(chunk)
+        read()
         file.seek(len(prefix))
         file.write(head.replace(_promise(_BLANK), _promise(total.hexdigest()), 1))
         file.flush()

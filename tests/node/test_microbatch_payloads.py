@@ -76,6 +76,7 @@ def context(says: object, journal: list[Any]) -> ReplicaContext:
         network=cast(Any, Network(says)),
         roster=lambda: Roster(()),
         record=journal.append,
+        hold=cast(Any, None),
         microbatch_schema=microbatch_schema(RUN, 64),
         gossip_schema=gossip_schema(RUN, ((3,),)),
         vocabulary=8,

@@ -372,7 +372,6 @@ def test_a_copied_optimiser_goes_on_bit_for_bit(steps: int) -> None:
     state = old.optimiser_state()
     new.set_weights(old.weights())
     new.load_optimiser_state(state)
-    copies = [moment.clone() for moment in state.moments]
     for number in range(3):
         for stage in (old, new):
             run_microbatch([stage], batches(50 + number, 1)[0])
@@ -381,7 +380,18 @@ def test_a_copied_optimiser_goes_on_bit_for_bit(steps: int) -> None:
     assert new.optimiser_state().steps == steps + 3
     for mine, yours in zip(old.optimiser_state().moments, new.optimiser_state().moments, strict=True):
         assert torch.equal(mine, yours)
-    assert all(torch.equal(a, b) for a, b in zip(copies, state.moments, strict=True)), "the state is a copy"
+
+
+def test_what_a_stage_lends_is_its_own_memory_and_what_it_copies_is_not() -> None:
+    stage = make_stages("gpt2", 1)[0]
+    lent, copies = (*stage.current_weights(), *stage.optimiser_state().moments), stage.weights()
+    before = [tensor.clone() for tensor in lent]
+    run_microbatch([stage], batches(4, 1)[0])
+    stage.step(1e-2, 1)
+    now = (*stage.weights(), *stage.optimiser_state().moments)
+    assert all(torch.equal(mine, own) for mine, own in zip(lent, now, strict=True))
+    assert not any(torch.equal(mine, then) for mine, then in zip(lent, before, strict=True))
+    assert all(torch.equal(copy, then) for copy, then in zip(copies, before, strict=False))
 
 
 def test_weights_are_copied_out_and_corrected_in_place() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,3 +109,26 @@ def test_the_last_one_waits_for_the_one_before_it_and_is_always_said() -> None:
         return said
 
     assert [line.split()[0] for line in run(main())] == ["saved", "saved", "could", "could"]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_weights_may_move_once_a_checkpoint_is_written_refused_or_left_out(refuses: bool) -> None:
+    async def main() -> None:
+        read: list[int] = []
+
+        def reading(number: int) -> Checkpoint:
+            return checkpoint(number)._replace(read=lambda: read.append(number))
+
+        disk = Disk(30.0)
+        disk.refuses = refuses
+        saving = CheckpointWriter(disk.save, lambda _: None, every_s=60.0)
+        writing = asyncio.create_task(saving.run())
+        saving.begin(reading(1))
+        await asyncio.sleep(1.0)
+        assert not read
+        saving._waiting = reading(2)  # which the last one makes useless
+        await saving.finish(reading(3))
+        assert read == [2, 1, 3]
+        writing.cancel()
+
+    run(main())

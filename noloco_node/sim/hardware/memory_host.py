@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
+from gossip.exchange.messages import ReplicaState
 from gossip.transfer.assembly import ChunkStore
+from gossip.transfer.held_copy import CopyInMemory, HeldCopy
 from noloco_node.machine.interface import Runner, SnapshotStore, StageModel, Text
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.storage.checkpoint import Checkpoint
@@ -56,7 +59,15 @@ class MemoryHost:
         return await self.former.load(stage)
 
     async def save(self, checkpoint: Checkpoint) -> str:
-        return await self._save(checkpoint)
+        groups = {name: tuple([tensor.clone() for tensor in group]) for name, group in checkpoint.tensors.items()}
+        return await self._save(Checkpoint(checkpoint.counters, groups))
+
+    async def hold(self, state: ReplicaState) -> HeldCopy:
+        slow, momentum, optimiser, gathered = (
+            tuple([tensor.clone() for tensor in tensors])
+            for tensors in (state.slow, state.momentum, state.optimiser, state.gathered)
+        )
+        return CopyInMemory(replace(state, slow=slow, momentum=momentum, optimiser=optimiser, gathered=gathered))
 
     def partial_download(self, stage: int, weight_bytes: int) -> ChunkStore | None:
         return None

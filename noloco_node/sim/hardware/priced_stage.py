@@ -133,8 +133,13 @@ class PricedStage:
     def _note_change(self) -> None:
         self._version = self._version._replace(changes=self._version.changes + 1)
 
+    def current_weights(self) -> tuple[Tensor, ...]:
+        """Return the fast weights themselves, at the price of a copy: somebody reads them all now."""
+        self._charge(self._prices.copy_s)
+        return self._stage.current_weights()
+
     def optimiser_state(self) -> OptimiserState:
-        """Return a copy of the inner optimiser's memory, at the price of two copies of the weights."""
+        """Return the inner optimiser's memory, at the price of two copies of the weights."""
         self._charge(2 * self._prices.copy_s)
         return self._stage.optimiser_state()
 

@@ -139,6 +139,10 @@ class QuadraticModel:
     def _put(self, weights: Tensor) -> None:
         self._weights, self._values = weights, weights.tolist()
 
+    def current_weights(self) -> tuple[Tensor, ...]:
+        """Return the weights themselves."""
+        return (self._weights,)
+
     def optimiser_state(self) -> OptimiserState:
         """Return the moments, which SGD does not use."""
         return OptimiserState(self._steps, (torch.zeros(SIZE), torch.zeros(SIZE)))

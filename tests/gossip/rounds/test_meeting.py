@@ -50,6 +50,11 @@ def drawn(seed: int) -> Tensor:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) + 3.0
 
 
+def copy_of(state: OuterState) -> OuterState:
+    slow, momentum, gathered = (tuple(tensor.clone() for tensor in tensors) for tensors in state[:3])
+    return OuterState(slow, momentum, gathered, state.meetings)
+
+
 def origin(slow: Tensor, *, rounds: int = 0, last_met: int = 0) -> Origin:
     return Origin(OuterState((slow,), (torch.zeros_like(slow),)), rounds=rounds, last_met=last_met)
 
@@ -243,7 +248,7 @@ def test_rounds_apply_the_joint_rule(period: int, share: float) -> None:
         snapshot = toy.snapshot
 
         async def taken() -> tuple[Tensor, ...]:
-            seen.append((toy.fast.clone(), await toy.rounds.lend_state()))
+            seen.append((toy.fast.clone(), copy_of(toy.rounds.state)))
             return await snapshot()
 
         toy.snapshot = taken  # type: ignore[method-assign]
@@ -437,7 +442,7 @@ def test_a_copy_is_as_stale_as_its_donor_whatever_the_donor_has_done_meanwhile()
         donor = Toy(world, "donor", settings)
         donor.stale_list = ()
         await donor.train(20 * 3 + 1)
-        taken = Origin(await donor.rounds.lend_state(), donor.rounds.finished, last_met=donor.rounds.last_met)
+        taken = Origin(copy_of(donor.rounds.state), donor.rounds.finished, last_met=donor.rounds.last_met)
         await donor.train(20 * 5)
         donor.stale_list = None
         newcomer = Toy(world, "newcomer", settings, origin=taken)
@@ -647,7 +652,7 @@ def test_slow_weights_are_spared_only_where_the_partner_holds_the_present_ones(
             prefetcher = toy.rounds._prefetcher
             if held != NOTHING:
                 met = other.name if peer == "b" else "c"
-                mine, theirs = [Coded(Format.FLOAT32, (await each.rounds.lend_state()).slow) for each in (toy, other)]
+                mine, theirs = [Coded(Format.FLOAT32, copy_of(each.rounds.state).slow) for each in (toy, other)]
                 prefetcher._prefetched = Prefetched(met, version, held, Sides(mine, theirs))
             prefetcher._begun[other.name] = SWAPS_AT_MOST
         await live(list(toys), 35)

@@ -198,18 +198,19 @@ def test_a_meeting_that_breaks_half_way_leaves_everything_as_it_was(spoil: objec
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_what_was_lent_stays_as_it_was_and_the_steps_are_the_same(alpha: float) -> None:
+def test_a_step_waits_for_whoever_reads_the_weights_where_they_lie(alpha: float) -> None:
     async def main() -> None:
-        lender, other = (optimiser(outer=Outer(alpha, 0.7, 0.7)) for _ in range(2))
-        lent: list[tuple[OuterState, Tensors]] = []
+        one = optimiser(outer=Outer(alpha, 0.7, 0.7))
         for _ in range(3):
-            state = await lender.lend()
-            lent.append((state, copied((*state.slow, *state.momentum))))
-            for one in (lender, other):
-                await one.correct(Step((await one.snapshot(0)).fast))
-            assert same(lender.state.slow, other.state.slow)
-            for held, then in lent:
-                assert same((*held.slow, *held.momentum), then)
+            before = copied((*one.state.slow, *one.state.momentum))
+            async with one.weights.reading():
+                step = asyncio.create_task(one.correct(Step((await one.snapshot(0)).fast)))
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert not step.done()
+                assert same((*one.state.slow, *one.state.momentum), before)
+            await step
+            assert not same((*one.state.slow, *one.state.momentum), before)
 
     asyncio.run(main())
 
@@ -219,8 +220,6 @@ def test_a_step_is_taken_in_the_memory_that_is_there() -> None:
         one = optimiser(outer=Outer(0.0, 1.0, 1.0))
         assert one.state.momentum == ()
         places = [tensor.data_ptr() for tensor in one.state.slow]
-        lent = await one.lend()
-        del lent  # whoever borrowed it has let it go
         snapshot = await one.snapshot(0)
         fast = [tensor.data_ptr() for tensor in snapshot.fast]
         await one.correct(Step(snapshot.fast))
