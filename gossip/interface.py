@@ -110,6 +110,7 @@ class RoundSettings:
     inner_steps_per_round: int = 50
     late_inner_steps_per_round: int | None = None
     dynamic_steps: bool = False
+    weigh_by_steps: bool = False
     overlap_steps: int = 8
     deferrals_before_solo: int = 4
     blocking: bool = False

@@ -88,6 +88,7 @@ class Probe:
     `slow`: float32 [k], the slow weights at coordinates that both sides know, with what a lossy codec still owes of
     them: enough to report the gap. `fast`: the snapshot likewise, where the codec's step follows from it; None
     elsewhere.
+    `inner_steps`: that the snapshot has behind it since its weights last met anybody's; 0 ahead of a round.
     """
 
     round: int
@@ -96,6 +97,7 @@ class Probe:
     holds: int
     slow: Tensor
     fast: Tensor | None
+    inner_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -113,8 +113,9 @@ def check_probe(theirs: Probe, mine: Probe) -> None:
     if came != right:
         raise Implausible(f"probe: {came} where ours is {right}")
     check_finite(_tensors(theirs), "probe")
-    if not 0 <= theirs.last_met <= theirs.round or theirs.version < 0:
-        raise Implausible(f"probe: round {theirs.round}, last met {theirs.last_met}, version {theirs.version}")
+    if not 0 <= theirs.last_met <= theirs.round or theirs.version < 0 or theirs.inner_steps < 0:
+        said = f"last met {theirs.last_met}, version {theirs.version}, {theirs.inner_steps} inner steps"
+        raise Implausible(f"probe: round {theirs.round}, {said}")
 
 
 def check_own(mine: Probe) -> None:

@@ -88,8 +88,9 @@ class Meetings:
     async def _exchange(self, conversation: Conversation, meeting: Meeting, snapshot: Snapshot, *, asked: bool) -> None:
         round_state = self._round_state
         at_most = round_state.settings.staleness_at_most
+        brings = snapshot.inner_steps - round_state.met_at
         result = await exchange_weights(
-            conversation, snapshot, self._optimiser, self._prefetcher, round_state.met, at_most
+            conversation, snapshot, self._optimiser, self._prefetcher, round_state.met, brings, at_most
         )
 
         async def commit() -> None:

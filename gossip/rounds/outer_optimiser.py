@@ -22,6 +22,7 @@ from gossip.exchange.swap import Compute, norm, probe_coordinates
 from gossip.interface import GossipReplica, RoundSettings
 from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
 from gossip.rounds.weights_lock import WeightsLock
+from gossip.rule.meeting_shares import EVEN, Shares, shares_by_steps
 from gossip.rule.outer_step import OuterState, Tensors
 
 Steps = tuple[float, ...]
@@ -44,6 +45,7 @@ class OuterOptimiser:
 
     def __init__(self, settings: RoundSettings, state: OuterState, replica: GossipReplica, compute: Compute) -> None:
         self._rule, self._codec = Rule(settings.outer, settings.delay), settings.codec
+        self._weighs = settings.weigh_by_steps
         self._replica = replica
         self._compute = compute
         self._coordinates = probe_coordinates(settings.seed, [tensor.numel() for tensor in state.slow])
@@ -88,6 +90,10 @@ class OuterOptimiser:
         if not self._codec.is_modular or mine is None or theirs is None:
             return ()
         return common_steps(mine, theirs, [len(indices) for indices in self._coordinates])
+
+    def shares(self, own_steps: int, their_steps: int) -> Shares:
+        """Return what the two sides count in the mean, given the inner steps that each brings."""
+        return shares_by_steps(own_steps, their_steps) if self._weighs else EVEN
 
     async def encode_fast(self, snapshot: Snapshot, steps: Steps) -> Encoded:
         """Return the snapshot as it travels."""

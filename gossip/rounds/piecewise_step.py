@@ -20,7 +20,8 @@ from torch import Tensor
 from gossip.exchange.codec import Coded, Feedback, Reader, Sides
 from gossip.exchange.formats import Format
 from gossip.exchange.quantise import PIECE, pieces, scratch
-from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, move
+from gossip.rule.meeting_shares import EVEN, Shares
+from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, mean_into, move
 
 
 class Step(NamedTuple):
@@ -28,12 +29,14 @@ class Step(NamedTuple):
 
     `fast`: what both sides have sent; None where nobody was met. `slow`: likewise, None where the rule needs the fast
     ones only. `adopts`: the partner's weights, where ours were too stale to count; the others are None then.
+    `shares`: what the two sides count in the means.
     """
 
     snapshot: Tensors
     fast: Sides | None = None
     slow: Sides | None = None
     adopts: Coded | None = None
+    shares: Shares = EVEN
 
     @property
     def clipped(self) -> bool:
@@ -133,7 +136,7 @@ class _Work:
         self._seen = own
         if seen.share != 1.0:
             theirs = torch.lerp(own, theirs, seen.share)
-        torch.add(own, theirs, out=out).mul_(0.5)
+        mean_into(out, own, theirs, self._step.shares)
         owed.settle(number, at, meant, own)
         return out
 

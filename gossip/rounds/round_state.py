@@ -95,7 +95,8 @@ class RoundState:
     The phase changes by the methods under "Transitions" alone, which wake whoever waits, unless they say why not. One
     that the phase does not allow raises RuntimeError. `leaving`: no further round will be met; it lies across the
     phases, and a step that waits is still applied. `asking`: whose answer we wait for, which may outlast the round in
-    which it was asked. `last_met`: the round in which our weights last met anybody's, 0 if in none.
+    which it was asked. `last_met`: the round in which our weights last met anybody's, 0 if in none. `met_at`: the inner
+    steps of the snapshot with which they did, or with which they began here.
     """
 
     def __init__(self, me: str, settings: RoundSettings, origin: Origin, context: RoundContext) -> None:
@@ -111,7 +112,7 @@ class RoundState:
         self._phase: Phase = CLOSED
         self.leaving = False
         self.asking: str | None = None
-        self.last_met = origin.last_met
+        self.last_met, self.met_at = origin.last_met, origin.inner_steps
         self.met_partners: dict[str, None] = {}
         """With whom a meeting has ended in a step of ours, the last of them last."""
         self._vain_meetings: Counter[str] = Counter()

@@ -268,5 +268,7 @@ class Rounds:
         self._counts["adopted"] += event.adopted
         self._counts["bytes_sent"] += event.bytes_sent
         self._counts["bytes_received"] += event.bytes_received
+        if event.partner is not None:
+            self._round_state.met_at = pending.snapshot_step
         self._round_state.finish(event.round, pending.last_met)
         self._context.record(event)

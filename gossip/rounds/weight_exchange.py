@@ -67,9 +67,11 @@ async def exchange_weights(
     optimiser: OuterOptimiser,
     prefetcher: SlowWeightPrefetcher,
     met: Met,
+    brings: int,
     staleness_at_most: int,
 ) -> ExchangeResult:
-    """Exchange probes and weights, and return the step; nothing moves yet. `met`: what we say of our weights.
+    """Exchange probes and weights, and return the step; nothing moves yet. `met`: what we say of our weights, `brings`:
+    how many inner steps since they last met anybody's.
 
     Raises Implausible where what comes cannot be right, another `ConnectionError` where it does not come or where our
     own weights are not finite.
@@ -81,6 +83,7 @@ async def exchange_weights(
         holds=prefetcher.version_held(conversation.peer),
         slow=optimiser.slow_probe(),
         fast=optimiser.fast_probe(snapshot),
+        inner_steps=brings,
     )
     check_own(mine)
     theirs = await swap(conversation, mine)
@@ -140,7 +143,7 @@ async def _average(meeting: _Meeting, prefetcher: SlowWeightPrefetcher) -> _Swap
         slow_sides = slow_sides._replace(mine=given.slow.mine)
     if slow_sides is not None:
         slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides, snapshot)
-    step = Step(snapshot.fast, sides, slow_sides)
+    step = Step(snapshot.fast, sides, slow_sides, shares=optimiser.shares(mine.inner_steps, theirs.inner_steps))
     return _Swapped(step, sent, came, spared=given is not None)
 
 

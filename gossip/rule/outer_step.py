@@ -1,6 +1,7 @@
 """The outer rule: how a replica's slow weights move when it has met a partner, or nobody; and how weights are adopted.
 
-With fast weights theta, slow weights phi, outer momentum m, and the mean taken over the two replicas of a pair:
+With fast weights theta, slow weights phi, outer momentum m, and the mean taken over the two replicas of a pair, weighed
+where the run says so (`meeting_shares`):
 
     u = beta (mean(phi) - mean(theta)) + gamma (phi - mean(phi))
     m <- alpha m + u;    phi <- phi - m;    theta <- phi
@@ -42,6 +43,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gossip.rule.meeting_shares import EVEN, Shares
 
 Tensors = tuple[Tensor, ...]
 
@@ -95,9 +98,17 @@ def pseudo_gradient(slow: Tensors, fast: Tensors) -> Tensors:
     return tuple(torch.sub(phi, theta) for phi, theta in zip(slow, fast, strict=True))
 
 
-def mean(a: Tensors, b: Tensors) -> Tensors:
-    """Return the mean of two sets of weights, to the bit the same whichever comes first."""
-    return tuple(torch.add(x, y).mul_(0.5) for x, y in zip(a, b, strict=True))
+def mean(own: Tensors, theirs: Tensors, shares: Shares = EVEN) -> Tensors:
+    """Return the mean of two sets of weights, to the bit the same on both sides."""
+    return tuple(mean_into(torch.empty_like(x), x, y, shares) for x, y in zip(own, theirs, strict=True))
+
+
+def mean_into(out: Tensor, own: Tensor, theirs: Tensor, shares: Shares) -> Tensor:
+    """Write the mean of two tensors; `out` may be one of them."""
+    if shares == EVEN:
+        return torch.add(own, theirs, out=out).mul_(0.5)
+    # Two products and a sum, each rounded: fused, a side would round its partner's part and not its own.
+    return torch.add(torch.mul(own, shares.own), torch.mul(theirs, shares.theirs), out=out)
 
 
 def move(
@@ -158,13 +169,14 @@ def step_pair(
     other_slow: Tensors | None,
     outer: Outer,
     delay: Delay = UNDELAYED,
+    shares: Shares = EVEN,
 ) -> Stepped:
     """Step after a meeting: `own` and `other` are the snapshots of fast weights, `other_slow` the partner's slow ones.
 
     A replica does the same in place, of weights that are still coded: `gossip.rounds.piecewise_step`.
     """
-    slow_mean = None if other_slow is None else mean(state.slow, other_slow)
-    after = outer_step(state, mean(own, other), slow_mean, outer, delay)
+    slow_mean = None if other_slow is None else mean(state.slow, other_slow, shares)
+    after = outer_step(state, mean(own, other, shares), slow_mean, outer, delay)
     return Stepped(after, pseudo_gradient(after.slow, own))
 
 

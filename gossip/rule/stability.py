@@ -20,6 +20,17 @@ map is stable and V = 1 as input yields less than 1 as the mean output. This ran
 N = 3, c = 0: 0.71 against 1.23), but for a few cases with c = 1/N in which the other is, by less than a thousandth. The
 bound is the smaller of the two.
 
+**Weighed means** (`meeting_shares`). With a partner's share s the pull is g = s gamma, gamma / 2 in the mean of the two
+sides. With N = 1, u = g (phi - psi), E g^2 = q gamma^2 / 4, and V, C, M for E phi^2, E phi m, E m^2:
+
+    M' = alpha^2 M + alpha gamma C + q gamma^2 / 2 V
+    C' = alpha C + gamma / 2 V - M'
+    V' = V - 2 (alpha C + gamma / 2 V) + M'
+
+They stand still at gamma = 2 (1 - alpha^2) / (q (1 + alpha) - alpha), the bound. It is narrowest where every pair is as
+unequal as shares may be, either side of it by chance, so with q the mean of (2 s)^2 over both. Where the same replicas
+always have the larger share it is wider (alpha = 0: gamma < 2).
+
 Momentum near 1 with a period can leave islands: stable, unstable, stable again as gamma grows (in step, alpha 0.97 and
 N = 5: unstable from 0.20 to 0.56). The bound is the lowest edge: all that lies below it is stable. It never falls below
 that of N = 1, and never exceeds 2.
@@ -65,6 +76,13 @@ def stability_bound(alpha: float, period: int = 1, spread: float = 0.0) -> float
         middle = (stable + unstable) / 2
         stable, unstable = (middle, unstable) if contracts(momentum, middle) else (stable, middle)
     return stable
+
+
+def weighed_stability_bound(alpha: float, most: float) -> float:
+    """Return the bound where means are weighed, with shares at most so many times each other, and a period of 1."""
+    larger = most / (1.0 + most)
+    unequal = 2.0 * (larger**2 + (1.0 - larger) ** 2)
+    return 2.0 * (1.0 - alpha * alpha) / (unequal * (1.0 + alpha) - alpha)
 
 
 def contracts(momentum: Momentum, gamma: float) -> bool:

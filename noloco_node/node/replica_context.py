@@ -80,6 +80,7 @@ def round_settings(config: ReplicaConfig, weight_bytes: int) -> RoundSettings:
         inner_steps_per_round=outer.inner_steps_per_round,
         late_inner_steps_per_round=outer.late_inner_steps_per_round,
         dynamic_steps=outer.dynamic_steps,
+        weigh_by_steps=outer.weigh_by_steps,
         overlap_steps=outer.overlap_steps,
         deferrals_before_solo=outer.deferrals_before_solo,
         blocking=outer.blocking,

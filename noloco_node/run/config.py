@@ -100,6 +100,9 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """At the end of the run; from `inner_steps_per_round` at its beginning they follow a geometric course."""
     dynamic_steps: bool = True
     """Slower replicas take fewer inner steps a round, so that they reach their rounds together with the fastest."""
+    weigh_by_steps: bool = False
+    """In the mean of a meeting each replica counts by the inner steps since its last one, at most four times the other;
+    otherwise both count alike."""
     alpha: float = 0.0
     beta: float = 1.0
     gamma: float = 1.0

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gossip.rule.stability import stability_bound
+from gossip.rule.meeting_shares import MOST
+from gossip.rule.stability import stability_bound, weighed_stability_bound
 from noloco_node.run.config import OuterConfig
 from noloco_node.run.problem import Problem, within
 
@@ -78,10 +79,20 @@ def _stable(outer: OuterConfig) -> Iterator[Problem]:
     if any(_delay(period, spread)):
         return
     alpha, beta, gamma = outer.alpha, outer.beta, outer.gamma
-    bound = stability_bound(alpha, period, spread)
+    if outer.weigh_by_steps and period > 1:
+        yield Problem(
+            "outer.weigh_by_steps",
+            "true",
+            "means weighed by inner steps are known to draw replicas together with a momentum that moves in every "
+            f"outer step, not with one that moves once in {period}",
+            "false, or outer.momentum_period 1",
+        )
+        return
+    bound = weighed_stability_bound(alpha, MOST) if outer.weigh_by_steps else stability_bound(alpha, period, spread)
     delayed = f" and a momentum that moves once in {period} outer steps" if period > 1 else ""
     if not 0 < gamma < bound:
-        limit = "0 < gamma < 2 (1 - alpha^2), which is" if period == 1 else "gamma above 0 and below"
+        is_plain = period == 1 and not outer.weigh_by_steps
+        limit = "0 < gamma < 2 (1 - alpha^2), which is" if is_plain else "gamma above 0 and below"
         yield Problem(
             "outer.gamma",
             repr(gamma),

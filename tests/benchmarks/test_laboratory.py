@@ -26,6 +26,7 @@ from benchmarks.laboratory.experiments.choices import lacks
 from benchmarks.laboratory.experiments.grid import RATES, Grid, Recipe, Run, at
 from benchmarks.laboratory.experiments.hardware_model import merge_bytes
 from benchmarks.laboratory.experiments.recipes import SMALL_RATES, everything, small, smoke
+from benchmarks.laboratory.experiments.rivals import rivals
 from benchmarks.laboratory.output.headline import closed, headline
 from benchmarks.laboratory.output.table import NO_WORSE, aligned, compared, judged
 from benchmarks.laboratory.output.tables import by_tokens, every_table, foot, tuning, variants
@@ -104,6 +105,12 @@ def filled(grid: Grid, path: Path) -> Store:
     return store
 
 
+def without_equals() -> Grid:
+    """The survey without the means over all that were given every choice of gossip."""
+    grid = everything()
+    return grid.only([recipe.name for recipe in grid.recipes if not recipe.name.endswith("_equal")])
+
+
 def ours() -> Cell:
     return everything().recipe("ours").cell
 
@@ -177,6 +184,7 @@ class TestCell:
         digest = hashlib.sha256(msgspec.json.encode(before)).hexdigest()[:16]
         others = {"common_start": 0.1, "often_at_end": 0.1, "last_rounds": 3, "weighed": True}
         others |= {"slower_lines": 4.0, "charged": True, "beside": True, "roster_lag_s": 30.0}
+        others |= {"scale": "small", "text": "torch"}
         assert set(others) == set(ADDED_LATER)
         changed = [msgspec.structs.replace(cell, **{name: value}) for name, value in others.items()]
         assert len({digest, cell.key, *(one.key for one in changed)}) == 1 + len(others)
@@ -391,11 +399,12 @@ class TestTables:
     def test_the_headline_is_computed(self, store: Store) -> None:
         said = headline(Measured(everything(), store)).says
         # By the formula: 1.9 for NoLoCo, 1.5 for data parallel, 1.65 for ours, but for tuning and noise.
-        assert re.search(r"; ours, equal machines: 0\.6\d ± 0\.\d\d \(3\)\. Against data parallel", said)
+        assert re.search(r"; ours, equal machines: 0\.6\d ± 0\.\d\d \(3\); ours, means weighed", said)
+        assert re.search(r"by steps: 0\.6\d ± 0\.\d\d \(3\)\. Against data parallel", said)
         assert re.search(r"ours: \+0\.1\d\d ± 0\.0\d\d nats, perplexity times 1\.1\d\d ± 0\.0\d\d, 3 seeds;", said)
 
     def test_methods_with_fewer_choices_are_no_rivals(self, store: Store, tmp_path: Path) -> None:
-        grid = everything()
+        grid = without_equals()
         turned = Store(tmp_path / "r.jsonl")
         for result in store:
             turned.add(outcome(result.cell, 3.5 - result.merged))
@@ -414,7 +423,7 @@ class TestTables:
 
     @pytest.mark.parametrize("seeds", [2, 3])
     def test_a_rival_has_all_choices_and_three_seeds(self, seeds: int, tmp_path: Path) -> None:
-        grid, store = everything(), Store(tmp_path / "r.jsonl")
+        grid, store = without_equals(), Store(tmp_path / "r.jsonl")
         choices = {"codec": "int4", "dynamic": True, "weighed": True}
         strong = msgspec.structs.replace(grid.recipe("local_sgd_paced").cell, **choices)
         recipes = tuple(
@@ -431,7 +440,8 @@ class TestTables:
                 store.add(msgspec.structs.replace(outcome(run.cell, loss), bytes_per_step=sent))
         table = headline(Measured(grid, store))
         labels = [row[0] for row in table.rows]
-        assert labels[-3:] == ["ours", "ours, coding charged beside", "ours, equal machines"]
+        conditions = ["ours", "ours, coding charged beside", "ours, equal machines", "ours, means weighed by steps"]
+        assert labels[-4:] == conditions
         assert ("local_sgd_paced (best equal)" in labels) == (seeds == 3)
         told = (
             "worse than the best synchronous mean with the same choices (local_sgd_paced; +0.200 ± 0.000 nats, "
@@ -589,16 +599,15 @@ class TestCommand:
         assert papers.main(["--tables", "--results", str(store.path), "--out", str(tmp_path)]) == 0
         assert store.path.read_bytes() == before
         assert "### Asynchronous gossip, on very" in capsys.readouterr().out
-        assert (tmp_path / "laboratory.md").read_text().count("Not run (yet)") == 0
+        assert (tmp_path / "laboratory.md").read_text().count("Not run (yet)") == 2  # of rivals, on two texts
         assert (tmp_path / "pictures" / "laboratory.png").stat().st_size > 10_000
 
     def test_the_page_is_what_the_record_says(self) -> None:
         docs = ROOT / "docs"
-        data = Measured(everything(), Store(docs / "laboratory.jsonl", heard))
+        kept = Store(docs / "laboratory.jsonl", heard)
+        every = papers.tables(Measured(everything(), kept), Measured(rivals(), kept))
         written = (docs / "laboratory.md").read_text(encoding="utf-8")
-        assert written == papers.page(papers.tables(data), papers.WITHDRAWN), (
-            "run benchmarks/laboratory/papers.py --tables"
-        )
+        assert written == papers.page(every, papers.WITHDRAWN), "run benchmarks/laboratory/papers.py --tables"
 
     def test_a_survey_is_run_once_and_its_tables_written(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

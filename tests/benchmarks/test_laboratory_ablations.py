@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterator
 from functools import cache
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from benchmarks.codec import coding_seconds, margins
 from benchmarks.laboratory.experiments.ablations import SLOWER
-from benchmarks.laboratory.experiments.cell import Cell, Result
+from benchmarks.laboratory.experiments.cell import Cell, Result, Scale
 from benchmarks.laboratory.experiments.grid import at
 from benchmarks.laboratory.experiments.hardware_model import PARAMETERS, merge_bytes
 from benchmarks.laboratory.experiments.recipes import everything, smoke
@@ -27,7 +28,6 @@ from benchmarks.laboratory.methods.lagging_roster import Crowd
 from benchmarks.laboratory.methods.replicas import Swarm
 from benchmarks.laboratory.methods.server_rules import Server, ServerState, nesterov
 from benchmarks.laboratory.methods.virtual_trainee import Device
-from benchmarks.laboratory.methods.weighted_meetings import check, moved
 from benchmarks.laboratory.running import trial
 from gossip.exchange.codec import MARGIN, common_steps
 from gossip.exchange.formats import Format, absolute, wire_bytes
@@ -47,30 +47,6 @@ def tensors(seed: int) -> tuple[torch.Tensor, ...]:
 
 
 class TestLaws:
-    @few
-    @given(seeds, st.integers(1, 60), st.integers(1, 60))
-    def test_a_plain_mean_with_moved_weights_is_the_weighed_one(self, seed: int, mine: int, theirs: int) -> None:
-        own, other = tensors(seed), tensors(seed + 1)
-        share = theirs / (mine + theirs)
-        both = (moved(own, other, share), moved(other, own, 1.0 - share))
-        for x, y, there, here in zip(own, other, *both, strict=True):
-            meant = (mine * x + theirs * y) / (mine + theirs)
-            torch.testing.assert_close((x + there) / 2, meant)
-            torch.testing.assert_close((y + here) / 2, meant)
-
-    @given(seeds)
-    @few
-    def test_equal_luggage_moves_nothing(self, seed: int) -> None:
-        other = tensors(seed + 1)
-        assert all(map(torch.equal, moved(tensors(seed), other, 0.5), other))
-
-    def test_only_what_can_be_seen_is_weighed(self) -> None:
-        exact = replace(OURS, weighed=True, codec="float32")
-        check(exact)
-        for cell in (replace(exact, codec="int4"), replace(exact, rule=replace(exact.rule, gamma=0.5))):
-            with pytest.raises(ValueError, match="weighed mean"):
-                check(cell)
-
     @few
     @given(seeds, st.floats(0.0, 0.9), st.floats(0.1, 1.5))
     def test_looking_ahead_with_everybody_is_the_servers_nesterov(self, seed: int, alpha: float, beta: float) -> None:
@@ -128,9 +104,14 @@ class TestLaws:
         assert not is_end or swarm.steps_of_round() == OURS.inner_steps
 
     def test_a_last_merge_is_of_the_models_weights(self) -> None:
+        sizes = {}
+        for scale in get_args(Scale):
+            run = run_of(replace(OURS, steps=1, scale=scale))
+            shapes = open_stages(run, model_layout(run))[0].shapes
+            sizes[scale] = sum(map(math.prod, shapes))
+        assert sizes == PARAMETERS
         run = run_of(replace(OURS, steps=1))
         shapes = open_stages(run, model_layout(run))[0].shapes
-        assert sum(map(math.prod, shapes)) == PARAMETERS
         for form in Format:
             exact = wire_bytes(absolute(form), shapes)
             assert merge_bytes(replace(OURS, codec=form.value)) == pytest.approx(exact, rel=1e-3)

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossip.rule.stability import stability_bound
+from gossip.rule.meeting_shares import MOST
+from gossip.rule.stability import stability_bound, weighed_stability_bound
 from noloco_node.cli.options import JoinOptions
 from noloco_node.errors import Exit, UserError
 from noloco_node.run import runfile
@@ -180,6 +181,22 @@ def test_gamma_is_stable_below_its_bound(alpha: float, gamma: float) -> None:
     else:
         with pytest.raises(UserError, match=r"outer\.gamma"):
             validate(run)
+
+
+@given(st.floats(0, 0.99), st.floats(0.01, 3))
+def test_weighed_means_have_a_bound_of_their_own(alpha: float, gamma: float) -> None:
+    run = run_with(outer={"alpha": alpha, "gamma": gamma, "beta": 1.0, "weigh_by_steps": True})
+    if gamma < weighed_stability_bound(alpha, MOST):
+        validate(run)
+    else:
+        with pytest.raises(UserError, match=r"outer\.gamma"):
+            validate(run)
+
+
+def test_weighed_means_take_a_momentum_that_moves_in_every_step() -> None:
+    trouble = refused(MODEL + "[outer]\nweigh_by_steps = true\nmomentum_period = 3\n")
+    assert "outer.weigh_by_steps" in trouble.what
+    assert "momentum_period 1" in trouble.hint
 
 
 def test_the_paper_would_admit_what_is_refused() -> None:

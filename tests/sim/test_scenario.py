@@ -232,13 +232,15 @@ def test_without_a_run_file_the_scenario_says_what_things_cost() -> None:
         codec=st.none() | st.sampled_from(["float32", "bfloat16", "int8", "int4"]),
         momentum_period=st.none() | st.integers(1, 4),
     )
+    | st.builds(SwarmConfig, rounds=st.integers(1, 50), weigh_by_steps=st.none() | st.booleans())
 )
 def test_what_a_scenario_says_of_rounds_and_windows_is_the_runs(swarm: SwarmConfig) -> None:
     scenario = Scenario(swarm=swarm)
     text = scenario_text(scenario)
     assert decode_scenario(text, "x") == scenario
     run, usual = build_setup(scenario).run, base(False)
-    for name in ("inner_steps_per_round", "late_inner_steps_per_round", "dynamic_steps", "codec", "momentum_period"):
+    fields = ("inner_steps_per_round", "late_inner_steps_per_round", "dynamic_steps", "codec", "momentum_period")
+    for name in (*fields, "weigh_by_steps"):
         given_value = getattr(swarm, name)
         assert getattr(run.outer, name) == (getattr(usual.outer, name) if given_value is None else given_value)
     assert run.pipeline.windows_in_flight == (swarm.windows_in_flight or 1)

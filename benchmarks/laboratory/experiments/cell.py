@@ -24,6 +24,8 @@ Method = Literal[
     "gossip",
 ]
 Speeds = Literal["none", "slight", "moderate", "very"]
+Scale = Literal["full", "small"]
+Corpus = Literal["library", "torch"]
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,9 +55,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     `common_start`: share of the budget that is trained data-parallel before the method begins. `often_at_end`: share of
     it, the last one, in which rounds are as frequent as at the beginning. `last_rounds`: rounds in pairs, all replicas
     at once, after the last inner step.
-    Of asynchronous gossip alone: `weighed`: a meeting's mean is weighed by the inner steps that each brings.
-    `slower_lines`: by which factor. `charged`: coding and outer steps take the device's time, in their turn. `beside`:
-    they take it beside the inner steps. `roster_lag_s`: by how much what is known of the others is out of date.
+    `weighed`: of asynchronous gossip and of means over all: a mean is weighed by the inner steps that each brings.
+    `scale`: how large the model is, `text`: what it is trained on and judged by (`task`).
+    Of asynchronous gossip alone: `slower_lines`: by which factor. `charged`: coding and outer steps take the device's
+    time, in their turn. `beside`: they take it beside the inner steps. `roster_lag_s`: by how much what is known of the
+    others is out of date.
     """
 
     method: Method
@@ -70,7 +74,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     group: int = 2
     routing: Literal["random", "fixed"] | None = None
     dynamic: bool = False
-    codec: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    codec: Literal["float32", "bfloat16", "int8", "int4", "int3", "int2"] = "float32"
     common_start: float = 0.0
     often_at_end: float = 0.0
     last_rounds: int = 0
@@ -79,6 +83,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     charged: bool = False
     beside: bool = False
     roster_lag_s: float = 0.0
+    scale: Scale = "full"
+    text: Corpus = "library"
 
     @property
     def budget(self) -> int:
@@ -99,7 +105,10 @@ ADDED_LATER = {
     field.name: field.default
     for field in msgspec.structs.fields(Cell)
     if field.name
-    in ("common_start", "often_at_end", "last_rounds", "weighed", "slower_lines", "charged", "beside", "roster_lag_s")
+    in (
+        *("common_start", "often_at_end", "last_rounds", "weighed", "slower_lines", "charged", "beside"),
+        *("roster_lag_s", "scale", "text"),
+    )
 }
 """Fields that results from before do not know, and their defaults."""
 

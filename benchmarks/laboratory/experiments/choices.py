@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from benchmarks.laboratory.experiments.cell import Cell
 from benchmarks.laboratory.running.results import Measured
 
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
 
 
 def lacks(cell: Cell, own: Cell) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     `seeds`: how many, None for as many as the grid has. `about`: what it is, in words. `tuned_by`: which loss chooses
     the rate of the family that has the recipe's name. `beside`: the recipe that it is a change of; empty for the rest.
+    `first_seed`: of those that are reported; above 0 the seed of the tuning is not among them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     seeds: int | None = None
     tuned_by: Literal["merged", "single"] = "merged"
     beside: str = ""
+    first_seed: int = 0
 
     def judged(self, result: Result) -> float:
         """Return the loss by which the recipe is tuned."""
@@ -54,11 +56,15 @@ class Run(NamedTuple):
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """All recipes of a survey. A family is tuned at the recipe of its own name, or has its rate in `rates`."""
+    """All recipes of a survey. A family is tuned at the recipe of its own name, or has its rate in `rates`.
+
+    `tried`: the learning rates of every tuning.
+    """
 
     recipes: tuple[Recipe, ...]
     seeds: int
     rates: dict[str, float] | None = None
+    tried: tuple[float, ...] = RATES
 
     def recipe(self, name: str) -> Recipe:
         """Return the recipe of this name. Raises KeyError."""
@@ -83,7 +89,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         """Return the runs by which a family is tuned, one for each rate; none where rates are given."""
         if self.rates is not None:
             return ()
-        return tuple(at(self.recipe(family).cell, rate, 0) for rate in RATES)
+        return tuple(at(self.recipe(family).cell, rate, 0) for rate in self.tried)
 
     def rate(self, family: str, store: Store) -> float | None:
         """Return the learning rate of a family, None while its tuning is not complete."""
@@ -101,11 +107,12 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         rate = self.rate(recipe.family, store)
         if rate is None:
             return ()
-        return tuple(at(recipe.cell, rate, seed) for seed in range(self.seeds_of(recipe)))
+        return tuple(at(recipe.cell, rate, seed) for seed in self.seeds_of(recipe))
 
-    def seeds_of(self, recipe: Recipe) -> int:
-        """Return how many seeds a recipe has."""
-        return self.seeds if recipe.seeds is None else min(self.seeds, recipe.seeds)
+    def seeds_of(self, recipe: Recipe) -> range:
+        """Return the seeds of a recipe."""
+        count = self.seeds if recipe.seeds is None else min(self.seeds, recipe.seeds)
+        return range(recipe.first_seed, recipe.first_seed + count)
 
     def results(self, name: str, store: Store) -> list[Result]:
         """Return what there is of a recipe, by seed."""
@@ -130,7 +137,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             for cell in self.tuning(family):
                 budgets["", cell] = cell.budget
         for recipe in self.recipes:
-            for seed in range(self.seeds_of(recipe)):
+            for seed in self.seeds_of(recipe):
                 is_tuned = self.rates is None and seed == 0 and recipe.cell == self.recipe(recipe.family).cell
                 if not is_tuned:
                     budgets[recipe.family, at(recipe.cell, 0.0, seed)] = recipe.cell.budget

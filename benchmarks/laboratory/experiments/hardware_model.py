@@ -22,8 +22,8 @@ from gossip.exchange.formats import Format, absolute, wire_bytes
 LATENCY_S = 0.1
 WEIGHTS_S = 4.0
 """Time to send all weights once as float32."""
-PARAMETERS = 406_176
-"""Weights of the model that all cells train."""
+PARAMETERS = {"full": 406_176, "small": 92_400}
+"""Weights of the model that cells of a scale train."""
 INNER_STEP_S = 0.064
 """Real seconds of an inner step of that model."""
 COMPUTE_S_PER_BYTE = {"float32": 0.8e-9, "bfloat16": 0.7e-9, "int8": 0.7e-9, "int4": 1.6e-9}
@@ -47,11 +47,14 @@ def exchange_s(sent_bytes: float, weight_bytes: int) -> float:
     return LATENCY_S + sent_bytes / bytes_per_s(weight_bytes)
 
 
-def all_reduce(replicas: int, weight_bytes: int) -> tuple[float, float]:
-    """Return the seconds and the bytes sent by each replica of a mean over all of them, as a ring."""
+def all_reduce(replicas: int, weight_bytes: int, coded_bytes: int | None = None) -> tuple[float, float]:
+    """Return the seconds and the bytes sent by each replica of a mean over all of them, as a ring.
+
+    `coded_bytes`: of a full set as it travels, both to the mean and back; as float32 where it is not given.
+    """
     if replicas == 1:
         return 0.0, 0.0
-    sent = 2 * (replicas - 1) / replicas * weight_bytes
+    sent = 2 * (replicas - 1) / replicas * (weight_bytes if coded_bytes is None else coded_bytes)
     rounds = 2 * (replicas - 1) if replicas <= 4 else 2 * math.ceil(math.log2(replicas))
     return rounds * LATENCY_S + sent / bytes_per_s(weight_bytes), sent
 
@@ -63,7 +66,7 @@ def merge_bytes(cell: Cell) -> int:
     """
     if cell.method in ("parallel", "central", "server"):
         return 0
-    return wire_bytes(absolute(Format(cell.codec)), [(PARAMETERS,)])
+    return wire_bytes(absolute(Format(cell.codec)), [(PARAMETERS[cell.scale],)])
 
 
 def compute_s(codec: str, weight_bytes: int, step_s: float) -> float:

@@ -27,6 +27,8 @@ OURS = Cell(
     codec="int4",
 )
 """Asynchronous gossip as this project recommends it."""
+EARLY, LATE = 7, 24
+"""Inner steps of the fastest replica between two means over all that are to send as many bytes as gossip."""
 SPEEDS: tuple[Speeds, ...] = get_args(Speeds)
 CROWDS = (4, 8, 16)
 
@@ -51,6 +53,11 @@ class Size(NamedTuple):
     def central(self, replicas: int, rule: Rule) -> Cell:
         """Return rounds of all with all."""
         return replace(self.cell(replicas, rule), method="central")
+
+    def equal(self, replicas: int, rule: Rule) -> Cell:
+        """Return rounds of all with all that have every choice of gossip, and as many bytes."""
+        choices = {"codec": OURS.codec, "dynamic": True, "weighed": True}
+        return replace(self.central(replicas, rule), inner_steps=EARLY, late_inner_steps=LATE, **choices)
 
     def pairs(self, replicas: int, rule: Rule = NOLOCO) -> Cell:
         """Return rounds in pairs, in step."""

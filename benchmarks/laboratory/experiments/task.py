@@ -1,5 +1,8 @@
 """What all cells train: a Llama of 0.4 million parameters on the source text of Python's standard library, as bytes.
 
+A cell of the small scale trains one of 0.09 million on shorter sequences, a tenth of the work. The text may also be the
+Python sources of torch: there wherever this runs, disjoint from the library, and no choice was made on it.
+
 Everything is the production's: the text and its held-out part, the model, its cut into stages, the inner optimiser and
 its schedule over the progress of the run.
 """
@@ -9,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.laboratory.experiments.cell import Cell
+from benchmarks.laboratory.experiments.cell import Cell, Corpus
 from noloco_node.data.blocks import open_blocks
 from noloco_node.data.shuffled_blocks import shuffled
 from noloco_node.inference.evaluation import validation_loss
@@ -31,18 +36,46 @@ VALIDATION_BATCHES = 4
 CPU = torch.device("cpu")
 
 
+class Dimensions(NamedTuple):
+    """What a scale decides. `sequence_length` in bytes of text."""
+
+    width: int
+    layers: int
+    intermediate: int
+    heads: int
+    sequence_length: int
+    sequences_per_step: int
+
+
+SMALL = Dimensions(width=48, layers=2, intermediate=128, heads=2, sequence_length=64, sequences_per_step=4)
+
+
+def dimensions(cell: Cell) -> Dimensions:
+    """Return the sizes of a cell's model."""
+    full = Dimensions(WIDTH, LAYERS, 256, 4, SEQUENCE_LENGTH, SEQUENCES_PER_STEP)
+    return full if cell.scale == "full" else SMALL
+
+
+def source(text: Corpus) -> DataConfig:
+    """Return where a text comes from, with its held-out part."""
+    if text == "library":
+        return DataConfig(validation_percent=2.0)
+    modules = Path(torch.__file__).parent / "**" / "*.py"
+    return DataConfig(source="text", path=str(modules), validation_percent=2.0)
+
+
 def run_of(cell: Cell) -> RunConfig:
     """Return the run file of a cell."""
-    stages = 1 if cell.routing is None else 2
+    stages, size = 1 if cell.routing is None else 2, dimensions(cell)
     sizes = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "hidden_size": size.width,
+        "num_hidden_layers": size.layers,
+        "intermediate_size": size.intermediate,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
         "initializer_range": 0.1,
         "vocab_size": 384,
-        "max_position_embeddings": SEQUENCE_LENGTH,
+        "max_position_embeddings": size.sequence_length,
         "tie_word_embeddings": False,
     }
     return RunConfig(
@@ -51,12 +84,12 @@ def run_of(cell: Cell) -> RunConfig:
         pipeline=PipelineConfig(
             stages=stages,
             replicas=cell.replicas,
-            sequence_length=SEQUENCE_LENGTH,
-            microbatch_size=SEQUENCES_PER_STEP // stages,
+            sequence_length=size.sequence_length,
+            microbatch_size=size.sequences_per_step // stages,
             microbatches_per_step=stages,
             codec="float32",
         ),
-        data=DataConfig(validation_percent=2.0),
+        data=source(cell.text),
         inner=InnerConfig(
             steps=cell.steps,
             learning_rate=cell.learning_rate,
@@ -74,6 +107,7 @@ def _outer(cell: Cell) -> OuterConfig:
         inner_steps_per_round=cell.inner_steps,
         late_inner_steps_per_round=cell.late_inner_steps,
         dynamic_steps=cell.dynamic,
+        weigh_by_steps=cell.weighed,
         alpha=rule.alpha,
         beta=rule.beta,
         gamma=rule.gamma,
@@ -105,8 +139,9 @@ class Text:
 
     def __init__(self, run: RunConfig, number: int) -> None:
         peer = f"replica {number}"
-        blocks = open_blocks(run.data, SEQUENCE_LENGTH, run.seed, peer)
-        self._blocks = shuffled(blocks, SEQUENCE_LENGTH, run.seed, peer)
+        length = run.pipeline.sequence_length
+        blocks = open_blocks(run.data, length, run.seed, peer)
+        self._blocks = shuffled(blocks, length, run.seed, peer)
         self._batch = run.pipeline.microbatch_size
 
     def draw(self) -> tuple[Tensor, Tensor]:
@@ -116,9 +151,9 @@ class Text:
 
 
 @lru_cache(maxsize=1)
-def validation_text() -> tuple[Tensor, ...]:
-    """Return held-out batches, the same for every cell, int64 [32, sequence + 1]."""
-    blocks = open_blocks(DataConfig(validation_percent=2.0), SEQUENCE_LENGTH, 0, "", "validation")
+def validation_text(text: Corpus, sequence_length: int) -> tuple[Tensor, ...]:
+    """Return held-out batches, the same for every cell of a text, int64 [32, sequence + 1]."""
+    blocks = open_blocks(source(text), sequence_length, 0, "", "validation")
     try:
         every = list(islice(blocks.batches(32), 24))
     finally:
@@ -126,8 +161,8 @@ def validation_text() -> tuple[Tensor, ...]:
     return tuple(every[:: len(every) // VALIDATION_BATCHES][:VALIDATION_BATCHES])
 
 
-def loss_of(stages: Sequence[Stage]) -> float:
-    """Return the loss of a whole model on held-out text, nats a token."""
+def loss_of(cell: Cell, stages: Sequence[Stage]) -> float:
+    """Return the loss of a cell's whole model on its held-out text, nats a token."""
 
     def model(ids: Tensor) -> Tensor:
         hidden = ids
@@ -135,4 +170,4 @@ def loss_of(stages: Sequence[Stage]) -> float:
             hidden = stage.infer(hidden)
         return hidden
 
-    return validation_loss(model, validation_text()).mean
+    return validation_loss(model, validation_text(cell.text, dimensions(cell).sequence_length)).mean

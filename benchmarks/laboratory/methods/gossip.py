@@ -20,7 +20,6 @@ from benchmarks.laboratory.experiments.task import run_of
 from benchmarks.laboratory.methods.lagging_roster import Crowd
 from benchmarks.laboratory.methods.replicas import Replica, Swarm
 from benchmarks.laboratory.methods.virtual_trainee import Device
-from benchmarks.laboratory.methods.weighted_meetings import Luggage, Weighed, check
 from gossip.events import Event, OuterStepTaken
 from gossip.interface import Candidate, Origin, RoundContext, RoundProgress
 from gossip.rounds.rounds import Rounds
@@ -35,16 +34,13 @@ LAST_ROUND_S = 60.0
 
 
 class Gossiper:
-    """One replica with its rounds. `luggage`: of all replicas, what each would bring to a meeting."""
+    """One replica with its rounds."""
 
-    def __init__(
-        self, swarm: Swarm, replica: Replica, network: PeerNetwork, crowd: Crowd, luggage: dict[str, Luggage]
-    ) -> None:
+    def __init__(self, swarm: Swarm, replica: Replica, network: PeerNetwork, crowd: Crowd) -> None:
         run, peer = run_of(swarm.cell), network.peer_id
         (stage,) = replica.stages
         self.replica = replica
         self._swarm, self._network, self._crowd, self._stage = swarm, network, crowd, stage
-        self._luggage, self._own_luggage = luggage, luggage.setdefault(peer, Luggage(replica))
         cell = swarm.cell
         charged_s = compute_s(cell.codec, swarm.weight_bytes, replica.step_s) if cell.charged or cell.beside else 0.0
         self._device = Device(charged_s, beside=cell.beside)
@@ -66,7 +62,6 @@ class Gossiper:
 
     async def snapshot(self) -> Tensors:
         """Return a copy of the fast weights."""
-        self._own_luggage.packed()
         return self._stage.weights()
 
     async def correct(self, correction: Tensors) -> None:
@@ -79,15 +74,7 @@ class Gossiper:
     @asynccontextmanager
     async def _converse(self, peer: str) -> AsyncIterator[Conversation]:
         async with self._network.talk(peer, GOSSIP, self._schema) as conversation:
-            yield self._weighing(conversation)
-
-    async def _serve(self, conversation: Conversation) -> None:
-        await self.rounds.serve(self._weighing(conversation))
-
-    def _weighing(self, conversation: Conversation) -> Conversation:
-        if not self._swarm.cell.weighed:
-            return conversation
-        return Weighed(conversation, self._own_luggage, self._luggage[conversation.peer])
+            yield conversation
 
     def _record(self, event: Event) -> None:
         if isinstance(event, OuterStepTaken):
@@ -95,11 +82,10 @@ class Gossiper:
             self.replica.rounds += event.partner is not None
             if event.partner is not None:
                 self.lateness.append(event.staleness)
-                self._own_luggage.met(event.staleness)
 
     async def live(self) -> None:
         """Train until the swarm's budget is spent, gossip meanwhile, meet once more, and leave."""
-        await self._network.serve(GOSSIP, self._schema, self._serve)
+        await self._network.serve(GOSSIP, self._schema, self.rounds.serve)
         async with asyncio.TaskGroup() as group:
             gossip = group.create_task(self.rounds.run())
             await self._train()
@@ -121,14 +107,13 @@ class Gossiper:
 async def gossip(swarm: Swarm) -> None:
     """Let everybody train and gossip until the budget is spent."""
     cell = swarm.cell
-    check(cell)
     rate, latency = bytes_per_s(swarm.weight_bytes) / cell.slower_lines, Latency(mean_s=LATENCY_S)
     hub = SimNetwork(NetworkConditions(latency=latency), seed=cell.seed)
-    crowd, luggage = Crowd(cell.roster_lag_s), dict[str, Luggage]()
+    crowd = Crowd(cell.roster_lag_s)
     everybody: list[Gossiper] = []
     for replica in swarm.replicas:
         network = hub.network(f"replica {replica.number}", Access(up_bytes_per_s=rate, down_bytes_per_s=rate))
-        everybody.append(Gossiper(swarm, replica, network, crowd, luggage))
+        everybody.append(Gossiper(swarm, replica, network, crowd))
     async with asyncio.TaskGroup() as group:
         for one in everybody:
             group.create_task(one.live())

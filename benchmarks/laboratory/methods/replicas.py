@@ -188,12 +188,12 @@ class Swarm:
         """Return the loss of a model on held-out text."""
         for stage, weights in zip(self._scratch, model, strict=True):
             stage.set_weights(weights)
-        return loss_of(self._scratch)
+        return loss_of(self.cell, self._scratch)
 
     def note_point(self) -> None:
         """Add a point to the curve."""
         some = self.replicas[:: max(1, len(self.replicas) // 2)][:2]
-        singles = [loss_of(replica.stages) for replica in some]
+        singles = [loss_of(self.cell, replica.stages) for replica in some]
         self.curve.append(
             Point(
                 share=self.share,

@@ -3,8 +3,9 @@
 `parallel`: fully synchronous data parallel training, one step on the mean gradient; any other method may begin with a
 `common_start` of it. `independent`: nobody talks.
 `central`: Local-SGD and DiLoCo, the outer rule on the mean over all replicas; a mean over all is what this project's
-own packages never form. `pairs`: NoLoCo as published, in groups of 2, 4 or 8 drawn anew each round, with routes through
-two stages where the cell asks for them.
+own packages never form. It may have the number format, the dynamic steps and the weighed means that gossip has.
+`pairs`: NoLoCo as published, in groups of 2, 4 or 8 drawn anew each round, with routes through two stages where the
+cell asks for them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from random import Random
 import torch
 
 from benchmarks.laboratory.experiments.hardware_model import all_reduce, exchange_s
-from benchmarks.laboratory.methods.replicas import Swarm, mean_of
+from benchmarks.laboratory.methods.coded_mean import CodedMean
+from benchmarks.laboratory.methods.replicas import Replica, Swarm, mean_of
 from benchmarks.laboratory.methods.server_rules import Server, begin, heavy_ball, nesterov
+from gossip.rounds.local_steps import dynamic_steps
 from gossip.rule.outer_step import Outer, OuterState, outer_step, pseudo_gradient
 
 
@@ -75,14 +78,20 @@ async def central(swarm: Swarm) -> None:
     rule = nesterov if cell.rule.lookahead else heavy_ball
     constants = Server(rate=cell.rule.beta, momentum=cell.rule.alpha)
     states = [begin(part) for part in swarm.mean()]
-    wait_s, sent = all_reduce(cell.replicas, swarm.weight_bytes)
+    mean = CodedMean([state.weights for state in states], cell)
+    wait_s, sent = all_reduce(cell.replicas, swarm.weight_bytes, mean.sent_bytes)
+    counted = [replica.steps for replica in swarm.replicas]
     async for _ in _rounds(swarm):
-        fast = swarm.mean()
-        await asyncio.sleep(wait_s)
-        states = [
-            rule(state, pseudo_gradient(state.weights, part), constants)
-            for state, part in zip(states, fast, strict=True)
+        brought = [
+            [pseudo_gradient(state.weights, part) for state, part in zip(states, replica.weights(), strict=True)]
+            for replica in swarm.replicas
         ]
+        now = [replica.steps for replica in swarm.replicas]
+        weights = [steps - before for steps, before in zip(now, counted, strict=True)] if cell.weighed else None
+        counted = now
+        await asyncio.sleep(wait_s)
+        gradient = mean.of(brought, weights)
+        states = [rule(state, part, constants) for state, part in zip(states, gradient, strict=True)]
         for replica in swarm.replicas:
             replica.load([state.weights for state in states])
             replica.sent_bytes += sent
@@ -141,9 +150,25 @@ def groups(drawing: Random, replicas: int, size: int) -> list[list[int]]:
 
 
 async def _rounds(swarm: Swarm) -> AsyncIterator[None]:
-    """Take the inner steps of one round after the other, everybody in step; the last one may be shorter."""
+    """Take the inner steps of one round after the other; the last one may be shorter.
+
+    Everybody steps in step, or takes as many steps as suit its speed, and waits for the others at the round's end.
+    """
     while swarm.left > 0:
-        for _ in range(swarm.steps_of_round()):
+        steps = swarm.steps_of_round()
+        if swarm.cell.dynamic:
+            async with asyncio.TaskGroup() as group:
+                for replica in swarm.replicas:
+                    group.create_task(swarm.train(replica, _own_steps(swarm, replica, steps)))
+            yield
+            continue
+        for _ in range(steps):
             if swarm.left > 0:
                 await swarm.step_together()
         yield
+
+
+def _own_steps(swarm: Swarm, replica: Replica, steps: int) -> int:
+    """Return how many of the steps of the fastest a replica takes: by the production's rule, as gossip does."""
+    others = [1.0 / other.step_s for other in swarm.replicas if other is not replica]
+    return dynamic_steps(1.0 / replica.step_s, others, steps)

@@ -38,6 +38,7 @@ CONDITIONS = {
     "ours": "ours",
     "ours_beside": "ours, coding charged beside",
     "ours_none": "ours, equal machines",
+    "gossip_by_steps": "ours, means weighed by steps",
 }
 """Rows that are asynchronous gossip, under this condition or that."""
 BESIDE = ("local_sgd_paced", "diloco_hb", "diloco", "local_sgd")
@@ -86,10 +87,9 @@ def headline(data: Measured) -> Table:
     return Table("Asynchronous gossip, on very unequal machines", says, header, tuple(rows), data.take_missing(), 2)
 
 
-def closed(data: Measured, name: str) -> Figure | None:
+def closed(data: Measured, name: str, ends: tuple[str, str] = ("parallel", "noloco")) -> Figure | None:
     """Return the share of the gap between NoLoCo and data parallel that a recipe closes, over the seeds with a gap."""
-    best = {result.cell.seed: result.merged for result in data.results("parallel")}
-    now = {result.cell.seed: result.merged for result in data.results("noloco")}
+    best, now = ({result.cell.seed: result.merged for result in data.results(end)} for end in ends)
     gaps = {seed: now[seed] - best[seed] for seed in best if seed in now and now[seed] > best[seed]}
     return figure(
         (now[seed] - result.merged) / gaps[seed] for result in data.results(name) if (seed := result.cell.seed) in gaps

@@ -40,7 +40,7 @@ class Measured:
     """The results of a grid, by name. `missing`: what was asked for and is not there, in words."""
 
     def __init__(self, grid: Grid, store: Store) -> None:
-        self._seeds = {recipe.name: grid.seeds_of(recipe) for recipe in grid.recipes}
+        self._seeds = {recipe.name: len(grid.seeds_of(recipe)) for recipe in grid.recipes}
         self._results = {name: grid.results(name, store) for name in self._seeds}
         self._tuning = {
             family: {cell.learning_rate: store.get(cell) for cell in grid.tuning(family)} for family in grid.families()

@@ -48,7 +48,7 @@ async def _run(cell: Cell, tell: Callable[[float], None]) -> Result:
     return Result(
         cell=cell,
         merged=swarm.curve[-1].merged,
-        single=sum(loss_of(replica.stages) for replica in replicas) / len(replicas),
+        single=sum(loss_of(cell, replica.stages) for replica in replicas) / len(replicas),
         spread=swarm.spread(),
         virtual_s=swarm.curve[-1].virtual_s,
         busy=sum(busy) / len(busy),

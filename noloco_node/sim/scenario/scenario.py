@@ -44,6 +44,7 @@ class SwarmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     inner_steps_per_round: int | None = None
     late_inner_steps_per_round: int | None = None
     dynamic_steps: bool | None = None
+    weigh_by_steps: bool | None = None
     microbatches_per_step: int | None = None
     windows_in_flight: Literal[1, 2] | None = None
     overlap_steps: int | None = None

@@ -165,6 +165,7 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
         overlap_steps=min(overlap, per_round - 1),
         **given(
             dynamic_steps=swarm.dynamic_steps,
+            weigh_by_steps=swarm.weigh_by_steps,
             blocking=swarm.blocking,
             codec=swarm.codec,
             alpha=swarm.alpha,

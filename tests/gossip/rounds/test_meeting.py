@@ -94,6 +94,38 @@ def test_a_pair_uses_what_both_decode(codec: Format, blocking: bool) -> None:
         assert step.bytes_sent == step.bytes_received == wire_bytes(codec, [(SIZE,)]) + probes * 4 * SIZE
 
 
+@pytest.mark.parametrize("codec", [Format.FLOAT32, Format.INT4])
+def test_a_mean_is_weighed_by_the_inner_steps_that_each_brings(codec: Format) -> None:
+    def met(lie: int | None, weighs: bool = True) -> tuple[Toy, Toy, dict[str, int]]:
+        brought: dict[str, int] = {}
+
+        def tamper(sender: str, receiver: str, message: Any) -> Any:
+            if isinstance(message, Probe):
+                message = replace(message, inner_steps=lie) if sender == "b" and lie is not None else message
+                brought.setdefault(sender, message.inner_steps)
+            return message
+
+        async def main() -> tuple[Toy, Toy]:
+            a, b = pair(replace(SETTINGS, codec=codec, weigh_by_steps=weighs), World(tamper=tamper))
+            b.step_s = 3.0
+            await live([a, b], {"a": 66, "b": 22})
+            return a, b
+
+        return *run(main()), brought
+
+    a, b, brought = met(None)
+    assert len(a.met) == len(b.met) == 1
+    assert torch.equal(a.rounds.state.slow[0], b.rounds.state.slow[0])
+    # The slow one's round comes after sixty steps of the fast one, whose optimum is the lower one.
+    assert brought["b"] == 20
+    assert 2.5 < brought["a"] / brought["b"] < 3.5
+    plain, _, _ = met(None, weighs=False)
+    huge, none, nothing = (met(lie)[0].rounds.state.slow[0] for lie in (2**40, 5, 0))
+    weighed, even = a.rounds.state.slow[0], plain.rounds.state.slow[0]
+    assert weighed.mean() < even.mean() < huge.mean()
+    assert torch.equal(none, nothing)  # a claim below a quarter of the partner's counts as that
+
+
 @codecs
 def test_the_correction_starts_at_the_exact_snapshot(codec: Format) -> None:
     async def main() -> None:

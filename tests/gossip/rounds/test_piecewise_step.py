@@ -19,6 +19,7 @@ from gossip.exchange.quantise import PIECE
 from gossip.interface import RoundSettings
 from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
 from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
+from gossip.rule.meeting_shares import EVEN, Shares, shares_by_steps
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, pseudo_gradient, step_alone, step_pair
 
 SHAPES = ((3, 700), (), (0,), (2 * BLOCK + 5,), (1,))
@@ -27,6 +28,7 @@ seeds = st.integers(0, 2**31)
 coefficients = st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.25])
 outers = st.builds(Outer, st.sampled_from([0.0, 0.5]), coefficients, coefficients)
 delays = st.builds(lambda period, part: Delay(period, part / period), st.integers(1, 3), st.floats(0.0, 1.0))
+both_shares = st.sampled_from([EVEN, shares_by_steps(11, 3), shares_by_steps(1, 9)])
 longest = st.sampled_from([BLOCK, 4 * BLOCK, PIECE])
 
 
@@ -76,9 +78,18 @@ def seen(sides: Sides, meant: Tensors) -> tuple[Tensors, Tensors]:
     st.booleans(),
     longest,
     st.sampled_from([1.0, 0.3]),
+    both_shares,
 )
 def test_a_pair_steps_as_the_rule_says_whatever_the_pieces(
-    form: Format, outer: Outer, delay: Delay, meetings: int, seed: int, owing: bool, longest: int, share: float
+    form: Format,
+    outer: Outer,
+    delay: Delay,
+    meetings: int,
+    seed: int,
+    owing: bool,
+    longest: int,
+    share: float,
+    shares: Shares,
 ) -> None:
     state, snapshot = state_of(seed, outer, delay, meetings), draw(seed, 4)
     owes = owing and form is not Format.FLOAT32
@@ -94,14 +105,15 @@ def test_a_pair_steps_as_the_rule_says_whatever_the_pieces(
     mine, theirs = seen(fast, meant_by(snapshot, residuals[0]))
     mine_slow, their_slow = (state.slow, None) if slow is None else seen(slow, meant_by(state.slow, residuals[1]))
     momentum = state.momentum or tuple(map(torch.zeros_like, state.slow))
-    expected = step_pair(OuterState(mine_slow, momentum, *state[2:]), mine, theirs, their_slow, outer, delay).state
+    stepped = step_pair(OuterState(mine_slow, momentum, *state[2:]), mine, theirs, their_slow, outer, delay, shares)
+    expected = stepped.state
     moved = expected.slow
     if slow is not None and form is not Format.FLOAT32:
         moved = tuple(m + exact - said for m, exact, said in zip(moved, state.slow, mine_slow, strict=True))
 
     before, correction = copied(snapshot), copied(snapshot)
     slow_before = copied(state.slow)
-    after = take_step(Step(correction, fast, slow), state, owed, Rule(outer, delay), longest)
+    after = take_step(Step(correction, fast, slow, shares=shares), state, owed, Rule(outer, delay), longest)
     assert same(after.slow, moved)
     assert same(correction, pseudo_gradient(moved, before))
     if outer.alpha:

@@ -1,0 +1,108 @@
+"""Gossip and its rivals on an equal footing, a table a text: losses, the share of NoLoCo's gap, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+from benchmarks.laboratory.experiments.cell import Corpus, Result
+from benchmarks.laboratory.experiments.hardware_model import PARAMETERS
+from benchmarks.laboratory.output.headline import closed
+from benchmarks.laboratory.output.table import (
+    NOTHING,
+    Table,
+    apart,
+    compared,
+    gap,
+    is_enough,
+    judged,
+    merged,
+    merged_ratio,
+    shown,
+)
+from benchmarks.laboratory.running.results import Measured, perplexity
+from gossip.exchange.swap import PROBE
+
+HEADER = (
+    "method",
+    "what it is",
+    "seed 0, merged",
+    "loss, merged",
+    "perplexity",
+    "gap to data parallel",
+    "perplexity over its",
+    "share of NoLoCo's gap closed",
+    "kB / step",
+    "of them probes",
+    "bits a weight and step",
+    "rounds",
+    "virtual s",
+)
+AGAINST = (
+    ("gossip_weighed", "gossip", "no worse"),
+    ("gossip", "mean", "no worse"),
+    ("gossip_weighed", "mean", "no worse"),
+)
+"""Pairs of methods about which something is said once three seeds are there."""
+
+
+def rival_tables(data: Measured) -> list[Table]:
+    """Return a table of each text."""
+    return [_table(data, text) for text in get_args(Corpus)]
+
+
+def _table(data: Measured, text: Corpus) -> Table:
+    suffix = "" if text == get_args(Corpus)[0] else f"_{text}"
+    ends = (f"parallel{suffix}", f"noloco{suffix}")
+    names = {family: f"{family}{suffix}" for family in data.families()}
+    rows = [
+        (
+            family,
+            data.about(family),
+            NOTHING if suffix else _chosen(data, family),
+            shown(data.figure(name, merged), 4, "diverged"),
+            shown(data.figure(name, lambda result: perplexity(result.merged)), 3, "diverged"),
+            shown(data.against(name, ends[0], gap)),
+            shown(data.against(name, ends[0], merged_ratio)),
+            shown(closed(data, name, ends), 2),
+            shown(data.figure(name, lambda result: result.bytes_per_step / 1e3), 1),
+            shown(data.figure(name, lambda result: _probes(result) / 1e3), 1),
+            shown(data.figure(name, _bits), 2),
+            shown(data.figure(name, lambda result: result.rounds), 0),
+            shown(data.figure(name, lambda result: result.virtual_s), 0),
+        )
+        for family, name in names.items()
+    ]
+    what = {"library": "the standard library's text", "torch": "a text on which nothing was chosen"}[text]
+    says = " ".join(_said(data, suffix, ends))
+    return Table(f"Rivals on an equal footing: {what}", says, HEADER, tuple(rows), data.take_missing(), 2)
+
+
+def _said(data: Measured, suffix: str, ends: tuple[str, str]) -> Iterator[str]:
+    for mine, other, claim in AGAINST:
+        found = data.against(f"{mine}{suffix}", f"{other}{suffix}", gap)
+        if is_enough(found):
+            verdict = judged(found, "better than", "level with")
+            yield f"{mine} is {compared(found)} {other} ({apart(found)}): '{claim}' {verdict}."
+    for family in data.families():
+        share = closed(data, f"{family}{suffix}", ends)
+        if is_enough(share) and family not in ("parallel", "noloco"):
+            yield f"Of NoLoCo's gap {family} closes {share.text(2)}."
+
+
+def _chosen(data: Measured, family: str) -> str:
+    """Return the loss on seed 0 at the rate that it chose."""
+    found = [result for result in data.tuned(family).values() if result is not None]
+    return f"{min(result.merged for result in found):.4f}" if found else NOTHING
+
+
+def _probes(result: Result) -> float:
+    """Return the bytes of probes for each inner step: two for each meeting with a modular code."""
+    if result.cell.method != "gossip":
+        return 0.0
+    sent = 2 * 4 * min(PROBE, PARAMETERS[result.cell.scale])
+    return sent * result.rounds * result.cell.replicas / sum(result.steps_taken)
+
+
+def _bits(result: Result) -> float:
+    return 8.0 * (result.bytes_per_step - _probes(result)) / PARAMETERS[result.cell.scale]
