@@ -156,15 +156,23 @@ def cut(
     return tuple(Cut(start, end, embeds=start == 0, head=end == depth) for start, end in zip(starts, ends, strict=True))
 
 
+class SliceSize(NamedTuple):
+    """Name and shape of every parameter of a slice, in its order, and how many numbers of them autocast casts."""
+
+    shapes: dict[str, tuple[int, ...]]
+    multiplied: int
+
+
 def parameter_shapes(config: Config, cut: Cut) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every parameter of a slice, in the stage's order, without taking memory for them."""
-    return {name: tuple(weight.shape) for name, weight in _empty_slice(config, cut).named_parameters()}
+    return slice_size(config, cut).shapes
 
 
-def multiplied_parameters(config: Config, cut: Cut) -> int:
-    """Return how many parameters of a slice autocast casts, without taking memory for them."""
+def slice_size(config: Config, cut: Cut) -> SliceSize:
+    """Return the parameters of a slice, without taking memory for them."""
     part = _empty_slice(config, cut)
-    return sum(part.get_parameter(name).numel() for name in multiplied_weights(part))
+    shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
+    return SliceSize(shapes, sum(part.get_parameter(name).numel() for name in multiplied_weights(part)))
 
 
 def _empty_slice(config: Config, cut: Cut) -> Slice:

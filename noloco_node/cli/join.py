@@ -23,6 +23,7 @@ from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
+from noloco_node.limits.rate_limit import RateLimitedNetwork
 from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.machine.device import choose_device
 from noloco_node.machine.interface import Reporter
@@ -38,6 +39,7 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_pe
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
 from noloco_node.planning.run_weights import RunWeights
 from noloco_node.run.permissions import check_text, summary
+from noloco_node.run.protocols import GOSSIP
 from noloco_node.storage.home import Home
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history
@@ -108,10 +110,13 @@ class _Participant:
         """Live as a node until the shift is over, or the run."""
         sign(short(network.peer_id))
         say(f"we are {network.peer_id}")
+        limited = network
         network = await self._access.enter(network)
         # In the first shift alone: in a later one nobody of the invite may be there to ask.
         self._run = self._run or await self._fetch_run(network)
         recipe, layout, weights = self._run
+        if isinstance(limited, RateLimitedNetwork):
+            limited.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
         history = run_history.RunHistory(self._home.run_history, recipe.digest, say)
         host = HostMachine(self._options, self._home, self._torch_device, recipe, layout, weights, network.peer_id)
         with closing(host):

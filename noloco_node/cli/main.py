@@ -17,6 +17,7 @@ from noloco_node import __version__
 from noloco_node.cli.commands import journals, members, observation
 from noloco_node.cli.dataclass_options import taking
 from noloco_node.cli.event_loop import run
+from noloco_node.cli.machine_options import MachineOptions
 from noloco_node.cli.options import (
     AnnounceOption,
     BootstrapOptions,
@@ -71,7 +72,9 @@ def _root(
 
 
 @app.command()
+@taking(MachineOptions)
 def init(
+    options: MachineOptions,
     path: Annotated[Path, typer.Argument(help="Where to write the run file.")] = Path("run.toml"),
     preset: Annotated[str, typer.Option(help="Size of the model: tiny, 125m, 1b or 7b.")] = "tiny",
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
@@ -89,14 +92,20 @@ def init(
         ),
     ] = None,
 ) -> None:
-    """Write a commented run file, the recipe that all peers of a run share."""
+    """Write a commented run file, the recipe that all peers of a run share.
+
+    With machines (any of --gpu, --ram, --line, --peers, --tflops, --latency-ms) it is cut for them: stages, windows,
+    codec and rounds for the most tokens a second that fit, with the preset's budget of tokens.
+    """
     from noloco_node.cli.new_run import write_run
 
-    typer.echo(write_run(path, preset, origin, admission, overwrite=force))
+    typer.echo(write_run(path, preset, origin, admission, options, overwrite=force))
 
 
 @app.command()
+@taking(MachineOptions)
 def check(
+    options: MachineOptions,
     path: Annotated[Path, typer.Argument(help="A run file.")] = Path("run.toml"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of sentences.")] = False,
     max_upload: UploadOption = None,
@@ -105,15 +114,17 @@ def check(
 ) -> None:
     """Say what a run file means (memory, bytes, work, efficiency), or which field is wrong and why.
 
-    With a bandwidth budget also what that carries; this part is text only.
+    With a bandwidth budget also what that carries, and with machines what to expect of them; this part is text only.
     """
-    from noloco_node.planning import bandwidth
+    from noloco_node.planning import bandwidth, machine_text
     from noloco_node.planning.plan_text import report
 
     allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
     typer.echo(report(path, as_json=as_json))
     if allowance.is_limited and not as_json:
         typer.echo("\n" + "\n".join(bandwidth.report(path, allowance)))
+    if options.are_given and not as_json:
+        typer.echo("\n" + "\n".join(machine_text.report(path, options.machines())))
 
 
 @app.command()

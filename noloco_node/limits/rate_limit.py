@@ -10,8 +10,9 @@ out is never more than rate * t + burst; single messages come as fast as they ar
 Nobody takes us for dead meanwhile. Until its first piece is granted a message holds up no beat, and after that pieces
 come in turn with those of other messages, a twentieth of a second of the rate each: oftener than beats would, unless
 some dozens of large messages are under way at once. Small messages come before the large ones (`budget`), so that
-offers, answers and records of who is there do not starve behind a copy. The DHT's records and libp2p's own words (some
-hundred bytes a second) do not pass here.
+offers, answers and records of who is there do not starve behind a copy. Of the large ones those of rounds have a share
+of the line: that much while others wait, however many those are, and all of it while nobody does. The DHT's records and
+libp2p's own words (some hundred bytes a second) do not pass here.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from noloco_node.limits.budget import SMALL_BYTES, OwnerLimits, full_bucket, give_back, take
@@ -59,15 +61,22 @@ class _Wanted:
 
 
 class FairLimiter:
-    """One direction of the line; `bytes_per_s` None only counts."""
+    """One direction of the line; `bytes_per_s` None only counts.
 
-    def __init__(self, bytes_per_s: float | None) -> None:
+    `round_share`: what rounds have of it while other large messages wait.
+    """
+
+    def __init__(self, bytes_per_s: float | None, round_share: float = 0.5) -> None:
         now_s = loop_s()
         self.bytes_per_s = bytes_per_s
         self.passed_bytes = 0
         self._bucket = None if bytes_per_s is None else full_bucket(bytes_per_s, now_s)
         self._small: deque[_Wanted] = deque()
         self._large: deque[_Wanted] = deque()
+        self._rounds: deque[_Wanted] = deque()
+        self.round_share = round_share
+        self._ahead = 0.0
+        """Bytes that rounds have had beyond their share of late."""
         self._timer: asyncio.TimerHandle | None = None
         self._used_per_s, self._used_at_s = 0.0, now_s
 
@@ -84,16 +93,17 @@ class FairLimiter:
     @property
     def waiting_bytes(self) -> int:
         """Bytes that wait, what has been granted of them aside; of a message in pieces the next one only."""
-        return sum(wanted.size - wanted.granted for wanted in (*self._small, *self._large))
+        return sum(wanted.size - wanted.granted for wanted in (*self._small, *self._large, *self._rounds))
 
-    async def admit(self, size: int, message_bytes: int = 0) -> None:
+    async def admit(self, size: int, message_bytes: int = 0, *, in_round: bool = False) -> None:
         """Return when `size` bytes may pass, which may be a piece of a message of `message_bytes`.
 
         What was granted to a caller who is cancelled goes back.
         """
         if self._bucket is not None:
             wanted = _Wanted(size, asyncio.get_running_loop().create_future())
-            queue = self._small if max(size, message_bytes) <= SMALL_BYTES else self._large
+            large = self._rounds if in_round else self._large
+            queue = self._small if max(size, message_bytes) <= SMALL_BYTES else large
             queue.append(wanted)
             self._grant()
             try:
@@ -109,13 +119,13 @@ class FairLimiter:
         self.passed_bytes += size
 
     def _grant(self) -> None:
-        """Hand out slices, small messages first and large ones in turn, as far as the bucket goes."""
+        """Hand out slices, small messages first, rounds by their share and the others in turn, as far as it goes."""
         assert self._bucket is not None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         loop = asyncio.get_running_loop()
-        while queue := self._small or self._large:
+        while queue := self._small or self._next_large():
             wanted = queue[0]
             share = min(wanted.size - wanted.granted, self._bucket.slice_bytes)
             self._bucket, wait_s = take(self._bucket, share, loop.time())
@@ -123,12 +133,26 @@ class FairLimiter:
                 self._timer = loop.call_later(wait_s, self._grant)
                 return
             wanted.granted += share
+            self._charge(queue, share)
             if wanted.granted >= wanted.size:
                 queue.popleft()
                 if not wanted.ready.done():
                     wanted.ready.set_result(None)
             else:
                 queue.rotate(-1)
+
+    def _next_large(self) -> deque[_Wanted]:
+        """Return whose turn it is: the rounds' while they have had no more than their share."""
+        if self._rounds and self._large:
+            return self._large if self._ahead > 0.0 else self._rounds
+        return self._rounds or self._large
+
+    def _charge(self, queue: deque[_Wanted], size: int) -> None:
+        """Count what rounds or others had; who was alone for long owes a second of the line at most."""
+        assert self._bucket is not None
+        if queue is not self._small:
+            more = size * ((queue is self._rounds) - self.round_share)
+            self._ahead = max(-self._bucket.burst_bytes, min(self._bucket.burst_bytes, self._ahead + more))
 
     def _faded(self, now_s: float) -> float:
         return self._used_per_s * math.exp((self._used_at_s - now_s) / MEMORY_S)
@@ -142,22 +166,32 @@ class RateLimitedNetwork(NetworkWrapper):
         self.allowance = allowance
         self.up = FairLimiter(allowance.upload_bytes_per_s)
         self.down = FairLimiter(allowance.download_bytes_per_s)
+        self._round_topic: str | None = None
         self.month_bytes = 0
         """Bytes of this calendar month, as the ledger has them."""
+
+    def share_with_rounds(self, kind: str, share: float) -> None:
+        """From now on conversations begun about a topic of this kind are rounds', and have this share of the line."""
+        self._round_topic = kind
+        self.up.round_share = self.down.round_share = share
 
     @asynccontextmanager
     async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
         """Open a conversation; see `network.interface.PeerNetwork.talk`."""
         async with self._network.talk(peer, topic, schema) as conversation:
-            yield RateLimitedConversation(conversation, schema, self.up, self.down)
+            yield self._limited(conversation, topic, schema)
 
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         """Answer conversations about `topic`; see `network.interface.PeerNetwork.serve`."""
 
         async def metered(conversation: Conversation) -> None:
-            await handler(RateLimitedConversation(conversation, schema, self.up, self.down))
+            await handler(self._limited(conversation, topic, schema))
 
         await self._network.serve(topic, schema, metered)
+
+    def _limited(self, conversation: Conversation, topic: str, schema: Schema) -> RateLimitedConversation:
+        in_round = topic.partition("/")[0] == self._round_topic
+        return RateLimitedConversation(conversation, schema, self.up, self.down, in_round=in_round)
 
     def statistics(self) -> dict[str, int | float]:
         """Return the network's counts, and under `budget.` what is allowed and used, in bytes (a second)."""
@@ -174,11 +208,14 @@ class RateLimitedNetwork(NetworkWrapper):
 
 
 class RateLimitedConversation(ConversationWrapper):
-    """A conversation whose messages wait for their bytes."""
+    """A conversation whose messages wait for their bytes. `in_round`: they are a round's."""
 
-    def __init__(self, conversation: Conversation, schema: Schema, up: FairLimiter, down: FairLimiter) -> None:
+    def __init__(
+        self, conversation: Conversation, schema: Schema, up: FairLimiter, down: FairLimiter, *, in_round: bool = False
+    ) -> None:
         super().__init__(conversation)
         self._schema, self._up, self._down = schema, up, down
+        self._admit_up, self._admit_down = (partial(each.admit, in_round=in_round) for each in (up, down))
         self._come: deque[Any] = deque()
 
     @property
@@ -191,9 +228,9 @@ class RateLimitedConversation(ConversationWrapper):
         if self._up.bytes_per_s is None:
             await self._conversation.send(message)
         elif isinstance(self._conversation, Paced):
-            await self._conversation.send_paced(message, self._up.piece_bytes, self._up.admit)
+            await self._conversation.send_paced(message, self._up.piece_bytes, self._admit_up)
         else:
-            await self._up.admit(weigh(message, self._schema))
+            await self._admit_up(weigh(message, self._schema))
             await self._conversation.send(message)
 
     async def receive(self) -> Any:
@@ -201,10 +238,10 @@ class RateLimitedConversation(ConversationWrapper):
         if self._down.bytes_per_s is None:
             return await self._conversation.receive()
         if isinstance(self._conversation, Paced):
-            return await self._conversation.receive_paced(self._down.admit)
+            return await self._conversation.receive_paced(self._admit_down)
         if not self._come:
             self._come.append(await self._conversation.receive())
-        await self._down.admit(weigh(self._come[0], self._schema))
+        await self._admit_down(weigh(self._come[0], self._schema))
         return self._come.popleft()
 
 

@@ -87,7 +87,7 @@ def in_words(now: tuple[float, ...], others: tuple[WindowSuggestion, ...], repli
     """Say a prediction and its remedies in lines of plain text."""
     nothing, one, three = now
     lines = [
-        f"The slowest stage works at most {nothing:.0%} of the time if messages take none, {one:.0%} if a message",
+        f"The slowest stage works at most {nothing:.0%} of the time if messages take none, {one:.0%} if a message "
         f"takes as long as its forward pass, and {three:.0%} if three times as long.",
     ]
     for other in others:

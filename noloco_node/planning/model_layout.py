@@ -13,7 +13,7 @@ from noloco_node.units import format_bytes
 from pipeline.activations.formats import check_width
 from pipeline.decoder_slice import NotSliceableError
 from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.partition import cut, forward_flops, multiplied_parameters, parameter_shapes, verify_family
+from pipeline.partition import cut, forward_flops, slice_size, verify_family
 
 if TYPE_CHECKING:
     import torch
@@ -27,13 +27,14 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "token
 class ModelLayout(NamedTuple):
     """A model as a run cuts it. `shapes`: name and shape of every parameter of every stage, in the stage's order.
 
-    `work`: floating-point operations a token of each stage, forward.
+    `work`: floating-point operations a token of each stage, forward. `multiplied`: parameters that autocast casts.
     """
 
     prepared: Prepared
     cuts: tuple[Cut, ...]
     shapes: tuple[dict[str, tuple[int, ...]], ...]
     work: tuple[int, ...]
+    multiplied: tuple[int, ...]
 
     @property
     def width(self) -> int:
@@ -45,10 +46,6 @@ class ModelLayout(NamedTuple):
         """Tokens that the model knows."""
         return int(self.prepared.config.vocab_size)
 
-    def multiplied(self, number: int) -> int:
-        """Return how many parameters of a stage autocast casts."""
-        return multiplied_parameters(self.prepared.config, self.cuts[number])
-
 
 def model_layout(run: RunConfig) -> ModelLayout:
     """Work out config, cuts and shapes of a run; raise `UserError` naming what in the run file does not fit."""
@@ -59,7 +56,7 @@ def model_layout(run: RunConfig) -> ModelLayout:
         cuts = cut(
             prepared.config, run.pipeline.stages, run.pipeline.boundaries, sequence_length=run.pipeline.sequence_length
         )
-        shapes = tuple(parameter_shapes(prepared.config, part) for part in cuts)
+        sizes = [slice_size(prepared.config, part) for part in cuts]
         work = forward_flops(prepared.config, cuts, run.pipeline.sequence_length)
     except NotSliceableError as error:
         raise config_error(
@@ -73,7 +70,9 @@ def model_layout(run: RunConfig) -> ModelLayout:
             str(error),
             "correct [model] or [pipeline] in the run file",
         ) from error
-    return ModelLayout(prepared, cuts, shapes, work)
+    return ModelLayout(
+        prepared, cuts, tuple(size.shapes for size in sizes), work, tuple(size.multiplied for size in sizes)
+    )
 
 
 def build_stage(run: RunConfig, plan: ModelLayout, number: int, device: torch.device) -> Slice:

@@ -235,7 +235,7 @@ def _rounds(run: RunConfig) -> int:
 def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memory:
     cut, shapes, pipeline = drawn.cuts[number], tuple(drawn.shapes[number].values()), run.pipeline
     once, gossip = float32_bytes(shapes), gossip_memory(run.outer, shapes)._asdict()
-    cast = 2 * drawn.multiplied(number) if half else 0
+    cast = 2 * drawn.multiplied[number] if half else 0
     graph, tokens = _graph_bytes(run, drawn, number, half), pipeline.sequence_length * pipeline.microbatch_size
     at_once, token_bytes = in_flight(pipeline, last=cut.head), 4 * drawn.width
     return Memory(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from textwrap import wrap
 
 import msgspec
 
@@ -10,6 +12,8 @@ from noloco_node.planning.advice import in_words
 from noloco_node.planning.plan import Memory, RunPlan, plan
 from noloco_node.run.runfile import load_run
 from noloco_node.units import format_bytes, format_count
+
+WIDTH = 80
 
 
 def describe(plan: RunPlan) -> list[str]:
@@ -20,8 +24,7 @@ def describe(plan: RunPlan) -> list[str]:
         "",
         *_stage_table(plan),
         "",
-        "Memory of a peer on a CPU, all numbers float32, with the graph of one microbatch (estimated):",
-        *_memory_table(plan),
+        _largest_memory(plan),
         _more_graphs(plan),
         "",
         f"Tokens: {format_count(plan.tokens)} in all, {format_count(plan.tokens_per_step)} an inner step of a replica; "
@@ -49,26 +52,29 @@ def _stage_table(plan: RunPlan) -> list[str]:
         ]
         for number, stage in enumerate(plan.stages)
     ]
-    return _table(
-        ["stage", "layers", "parameters", "work", "on a CPU", "on a GPU", "beside it", "a round, each way"], rows
-    )
+    return _table(["stage", "layers", "parameters", "work", "on a CPU", "on a GPU", "beside it", "a round"], rows)
 
 
-def _memory_table(plan: RunPlan) -> list[str]:
-    # A column of nothing but zeros is not worth its place.
-    names = [name for name in Memory.__struct_fields__ if any(getattr(stage.memory, name) for stage in plan.stages)]
-    names = [name for name in names if name != "other_graphs"]
-    rows = [
-        [str(number), *(format_bytes(getattr(stage.memory, name)) for name in names)]
-        for number, stage in enumerate(plan.stages)
-    ]
-    return _table(["stage", *(name.replace("_", " ") for name in names)], rows)
+def _largest_memory(plan: RunPlan) -> str:
+    number, memory = max(enumerate(stage.memory for stage in plan.stages), key=lambda stage: stage[1].total)
+    sizes = {name: getattr(memory, name) for name in Memory.__struct_fields__ if name != "other_graphs"}
+    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in sizes.items() if size)
+    return f"Memory at stage {number} on a CPU, in float32, with the graph of one microbatch (estimated): {parts}."
 
 
 def report(path: Path, *, as_json: bool = False) -> str:
     """Return what the run file at `path` means, as text or as one JSON object; raise `UserError` where it is wrong."""
     found = plan(load_run(path))
-    return msgspec.json.encode(found).decode() if as_json else "\n".join(describe(found))
+    return msgspec.json.encode(found).decode() if as_json else "\n".join(fitted(describe(found)))
+
+
+def fitted(lines: Iterable[str]) -> list[str]:
+    """Return lines as a terminal holds them."""
+    return [piece for line in lines for piece in (wrap(line, WIDTH, subsequent_indent=_indent(line)) or [""])]
+
+
+def _indent(line: str) -> str:
+    return " " * (len(line) - len(line.lstrip()) + 2) if line.startswith(" ") else ""
 
 
 def _more_graphs(plan: RunPlan) -> str:

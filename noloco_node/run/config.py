@@ -112,6 +112,8 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Share of the momentum that each outer step of a period but the last one applies."""
     codec: Literal["float32", "bfloat16", "int8", "int4"] = "int4"
     """Number format of the weights that a round exchanges; each but float32 carries its rounding error on."""
+    line_share: float = 0.2
+    """Of a line whose rate is known, what rounds take while microbatches wait for it."""
     staleness_at_most: int = 16
     """Rounds since its weights last met anybody's (1: in the round before) beyond which a replica takes its partner's
     weights instead of a mean."""

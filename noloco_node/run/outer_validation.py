@@ -18,6 +18,7 @@ from noloco_node.run.config import OuterConfig
 from noloco_node.run.problem import Problem, within
 
 _LONGEST_PERIOD = 1000
+_LEAST_SHARE = 0.01
 
 
 def outer_problems(outer: OuterConfig) -> Iterator[Problem]:
@@ -47,6 +48,13 @@ def outer_problems(outer: OuterConfig) -> Iterator[Problem]:
             f"at least 1 and below outer.{name}; for a round after every step set outer.blocking",
         )
     yield from within("outer.deferrals_before_solo", outer.deferrals_before_solo, 1, 10_000)
+    if not _LEAST_SHARE <= outer.line_share <= 1 - _LEAST_SHARE:
+        yield Problem(
+            "outer.line_share",
+            repr(outer.line_share),
+            "rounds and microbatches both need a part of the line",
+            f"a share from {_LEAST_SHARE} to {1 - _LEAST_SHARE}, for example 0.2",
+        )
     yield from within("outer.staleness_at_most", outer.staleness_at_most, 1, 10**6)
     yield from _delay(outer.momentum_period, outer.momentum_spread)
 

@@ -10,6 +10,8 @@ The text is written by hand and not generated from the structs: a run file is th
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -23,6 +25,8 @@ class PresetNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What differs from preset to preset, under the template's names; strings are written as they stand."""
 
     about: str
+    machines: str
+    """Those that it is meant for, as options of `noloco-node check`."""
     hidden: int
     layers: int
     feed_forward: int
@@ -33,6 +37,7 @@ class PresetNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sequence_length: int
     microbatch_size: int
     microbatches: int
+    windows_in_flight: int = 1
     codec: str
     steps: int
     learning_rate: str
@@ -63,6 +68,18 @@ def with_owner(text: str, owner: str, rule: str) -> str:
     begin, section, end = text.partition("[admission]\n")
     section += end.replace(_NO_OWNER, f'owner = "{owner}"').replace(_OPEN, f'rule = "{rule}"')
     return begin + section
+
+
+def with_values(text: str, values: Mapping[str, Mapping[str, object]], machines: str) -> str:
+    """Return a run file's text with other values, by section and field, meant for other machines (see the presets)."""
+    for section, fields in values.items():
+        begin, heading, end = text.partition(f"\n[{section}]\n")
+        for name, value in fields.items():
+            end, found = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value}", end, count=1)
+            if not found:
+                raise ValueError(f"the text has no {section}.{name}")
+        text = begin + heading + end
+    return re.sub(r"(?m)^#     noloco-node check FILE .*$", f"#     noloco-node check FILE {machines}", text, count=1)
 
 
 def numbers_of(preset: str) -> PresetNumbers:

@@ -23,6 +23,7 @@ from typing import TypeVar
 from gossip.events import OuterStepTaken
 from noloco_node.errors import user_error_of
 from noloco_node.journal import events
+from noloco_node.run.protocols import GOSSIP
 from noloco_node.sim import clock, stall
 from noloco_node.sim.fault_injection import FaultInjector
 from noloco_node.sim.hardware.device import Stutter
@@ -64,6 +65,7 @@ class World:
         self.network = SimNetwork(
             setting.scenario.network, seed=setting.scenario.seed, size_bytes=setting.sizes.size_bytes
         )
+        self.network.share_with_rounds(GOSSIP, setting.run.outer.line_share)
         self.peers: dict[str, SimulatedPeer] = {}
         self.watchers: list[Watcher] = []
         self.ended_s = 0.0

@@ -332,6 +332,33 @@ def test_large_messages_share_alike_whoever_came_first() -> None:
     assert last == pytest.approx(23.0, abs=0.1)
 
 
+@pytest.mark.parametrize("others", [1, 30])
+def test_rounds_have_their_share_however_many_others_wait_and_all_of_it_alone(others: int) -> None:
+    async def main() -> tuple[float, float]:
+        limiter, over = FairLimiter(RATE, 0.2), asyncio.Event()
+
+        async def send(in_round: bool) -> int:
+            sent = 0
+            while not over.is_set():
+                await limiter.admit(limiter.piece_bytes, 10**9, in_round=in_round)
+                sent += limiter.piece_bytes
+            return sent
+
+        rounds = asyncio.create_task(send(in_round=True))
+        waiting = [asyncio.create_task(send(in_round=False)) for _ in range(others)]
+        await asyncio.sleep(100)
+        over.set()
+        await asyncio.wait([rounds, *waiting])
+        share = rounds.result() / (rounds.result() + sum(task.result() for task in waiting))
+        begun = now()
+        await limiter.admit(50_000_000, in_round=True)
+        return share, now() - begun
+
+    share, alone_s = run(main())
+    assert share == pytest.approx(0.2, abs=0.01)
+    assert alone_s == pytest.approx(50.0, abs=1.5)
+
+
 def test_who_is_cancelled_gives_back_what_was_granted() -> None:
     async def main() -> float:
         valve = FairLimiter(RATE)

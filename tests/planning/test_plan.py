@@ -321,4 +321,4 @@ def test_the_report_is_text_or_json(tmp_path: Path) -> None:
     assert json.loads(report(path, as_json=True))["stages"][0]["memory"]["weights"] > 10**6
     for part in ("754,816 parameters in 2 stages", found.run_id[:16], "0 to 1", "221 kB", "3.28 million"):
         assert part in text
-    assert all(len(line) <= 130 for line in text.splitlines())
+    assert all(len(line) <= 80 for line in text.splitlines())

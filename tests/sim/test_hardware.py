@@ -236,6 +236,15 @@ def test_a_stage_names_its_prices() -> None:
     assert wrong == []
 
 
+def test_a_pass_without_its_graph_is_charged_again() -> None:
+    charged: list[float] = []
+    stage = PricedStage(QuadraticModel(0), Prices(forward_s=1.0, coding_s=0.5, graphs=1), charged.append, print)
+    kept, dropped = stage.forward(IDS), stage.forward(IDS)
+    kept.backward(torch.zeros(1, 1, 1))
+    dropped.backward(torch.zeros(1, 1, 1))
+    assert charged == [1.5, 1.5, 2.5, 3.5]
+
+
 def test_a_stage_notices_a_window_that_was_not_exact() -> None:
     stage, _, wrong = priced()
     stage.loss(IDS, IDS)

@@ -16,10 +16,11 @@ from msgspec import structs
 from gossip.exchange.messages import Offer, Weights
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.plan import mean_steps_per_round
+from noloco_node.planning.throughput import CODING_FLOPS
 from noloco_node.run.presets import run_text, write_text
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig, decode_scenario, load_scenario
-from noloco_node.sim.scenario.setup import CODING_FLOPS, FOREVER_S, base, build_setup
+from noloco_node.sim.scenario.setup import FOREVER_S, base, build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from pipeline.messages import Gradient, Microbatch
 
@@ -175,8 +176,8 @@ def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
     assert (run.outer.inner_steps_per_round, run.outer.late_inner_steps_per_round) == (10, 50)
     assert run.inner.steps == pytest.approx(9 * mean_steps_per_round(run.outer), abs=2)
     assert len(setting.peers) == 5 * run.pipeline.stages
-    # A microbatch weighs what it would: activations of width 768 in bfloat16.
-    hidden = 100 + setting.microbatch_tokens * 768 * 2
+    # A microbatch weighs what it would: gradients of width 768 in 3 bits, with a top and 24 scales.
+    hidden = 100 + setting.microbatch_tokens * (2 + 24 + 288)
     assert setting.sizes.size_bytes(Gradient(hidden=None, loss=0.0, tokens=1), "microbatch/1") == hidden
     weights = Weights(fast=(torch.zeros(1),), slow=())
     # Two weights a byte in a round.
@@ -191,8 +192,7 @@ def test_what_is_left_out_is_the_run_files(tmp_path: Path) -> None:
 
 
 def test_a_codec_costs_time_and_saves_bytes(tmp_path: Path) -> None:
-    text = run_text("125m").replace('codec = "bfloat16"', 'codec = "int5-int3"', 1)
-    write_text(tmp_path / "run.toml", text, overwrite=False)
+    write_text(tmp_path / "run.toml", run_text("125m"), overwrite=False)
     (tmp_path / "swarm.toml").write_text("[swarm]\nrun = 'run.toml'\nstages = 3\n[devices]\ntflops = 50.0\n")
     coded = build_setup(load_scenario(tmp_path / "swarm.toml"))
     assert coded.run.pipeline.codec == "float32", "a bowl's number travels as it is"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -22,13 +23,15 @@ from pipeline.worker import WorkerForward
 class Prices(NamedTuple):
     """Device seconds of a pass forward (backward takes twice that), of an inner step, and of a copy of the weights.
 
-    `coding_s`: of what a pass, forward or backward, decodes and encodes.
+    `coding_s`: of what a pass, forward or backward, decodes and encodes. `graphs`: passes that may wait for their
+    gradient with their graph; a backward pass of another computes the forward one again. None: all.
     """
 
     forward_s: float = 0.01
     step_s: float = 0.0
     copy_s: float = 0.0
     coding_s: float = 0.0
+    graphs: int | None = None
 
 
 class _Version(NamedTuple):
@@ -43,6 +46,7 @@ class _WatchedPass:
 
     def __init__(self, stage: PricedStage, forward: WorkerForward) -> None:
         self._stage, self._forward, self._version = stage, forward, stage._version
+        self.has_graph = True
 
     @property
     def output(self) -> Tensor:
@@ -51,7 +55,8 @@ class _WatchedPass:
 
     def backward(self, gradient: Tensor, /) -> Tensor | None:
         """Run the backward pass, at its price."""
-        return self._stage._backward(self._forward, self._version, gradient)
+        had_graph, self.has_graph = self.has_graph, False
+        return self._stage._backward(self._forward, self._version, gradient, again=not had_graph)
 
 
 class PricedStage:
@@ -73,6 +78,7 @@ class PricedStage:
         self._windows = windows
         self._collected = 0
         self._version = _Version()
+        self._waiting: WeakSet[_WatchedPass] = WeakSet()
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
@@ -82,7 +88,11 @@ class PricedStage:
     def forward(self, hidden: Tensor, /) -> _WatchedPass:
         """Run a forward pass, at its price."""
         self._charge(self._prices.forward_s + self._prices.coding_s)
-        return _WatchedPass(self, self._stage.forward(hidden))
+        waiting = _WatchedPass(self, self._stage.forward(hidden))
+        if self._prices.graphs is not None:
+            waiting.has_graph = sum(each.has_graph for each in self._waiting) < self._prices.graphs
+            self._waiting.add(waiting)
+        return waiting
 
     def loss(self, hidden: Tensor, targets: Tensor, /) -> Gradient:
         """Run forward and backward of the last stage, at their price."""
@@ -91,8 +101,8 @@ class PricedStage:
         self._collected += 1
         return gradient
 
-    def _backward(self, forward: WorkerForward, version: _Version, gradient: Tensor) -> Tensor | None:
-        self._charge(2 * self._prices.forward_s + self._prices.coding_s)
+    def _backward(self, forward: WorkerForward, version: _Version, gradient: Tensor, *, again: bool) -> Tensor | None:
+        self._charge((3 if again else 2) * self._prices.forward_s + self._prices.coding_s)
         behind = self._version.steps - version.steps
         if behind >= self._windows or (behind == 0 and version != self._version):
             self._wrong("the weights changed between a microbatch's forward and its backward pass")

@@ -7,7 +7,9 @@ A fluid model, as in flow-level network simulators: a transfer from i to j moves
 bytes a second, until its bytes are through. The rate depends on counts alone, not on what the others can use, so the
 start or the end of a transfer changes only those that share one of its two links, and nothing spreads further. (Max-min
 fairness, which gives the rest of a share that one transfer cannot use to the others, would spread; where every link
-carries transfers of one kind the two agree.) Nothing ever moves faster than a link, and every byte is counted.
+carries transfers of one kind the two agree.) Where a link has a share for rounds, their transfers together have that
+while others are under way, as `noloco_node.limits.rate_limit` grants it on a line whose rate is known. Nothing ever
+moves faster than a link, and every byte is counted.
 """
 
 from __future__ import annotations
@@ -34,12 +36,23 @@ class LinkUse(NamedTuple):
 
 
 class Link:
-    """One direction of one peer's line."""
+    """One direction of one peer's line. `round_share`: what rounds have of it; None: they are as others."""
 
-    __slots__ = ("_busy_s", "_capacity_bytes", "_changed_s", "_since_s", "flows", "moved_bytes", "rate")
+    __slots__ = (
+        "_busy_s",
+        "_capacity_bytes",
+        "_changed_s",
+        "_rounds",
+        "_since_s",
+        "flows",
+        "moved_bytes",
+        "rate",
+        "round_share",
+    )
 
-    def __init__(self, rate: float, now_s: float) -> None:
-        self.rate = rate
+    def __init__(self, rate: float, now_s: float, round_share: float | None = None) -> None:
+        self.rate, self.round_share = rate, round_share
+        self._rounds = 0
         self.moved_bytes = 0.0
         self.flows: dict[Transfer, None] = {}
         self._capacity_bytes = self._busy_s = 0.0
@@ -63,12 +76,21 @@ class Link:
         if not self.flows:
             self._since_s = now_s
         self.flows[flow] = None
+        self._rounds += flow.in_round
 
     def remove(self, flow: Transfer, now_s: float) -> None:
         """Note that a transfer is over."""
         del self.flows[flow]
+        self._rounds -= flow.in_round
         if not self.flows:
             self._busy_s += now_s - self._since_s
+
+    def rate_of(self, flow: Transfer) -> float:
+        """Return what a transfer may have of this link now."""
+        count, rounds = len(self.flows), self._rounds
+        if self.round_share is None or not 0 < rounds < count:
+            return self.rate / count
+        return self.rate * (self.round_share / rounds if flow.in_round else (1.0 - self.round_share) / (count - rounds))
 
     def _could_move(self, now_s: float) -> float:
         lasted_s = now_s - self._changed_s
@@ -85,10 +107,12 @@ class AccessLine(NamedTuple):
 class Transfer:
     """So many bytes on their way through a sender's uplink and a receiver's downlink; calls `done` when through."""
 
-    __slots__ = ("_done", "_down", "_rate", "_settled_s", "_timer", "_up", "remaining_bytes")
+    __slots__ = ("_done", "_down", "_rate", "_settled_s", "_timer", "_up", "in_round", "remaining_bytes")
 
-    def __init__(self, up: Link, down: Link, size_bytes: float, done: Callable[[], object]) -> None:
-        self._up, self._down, self._done = up, down, done
+    def __init__(
+        self, up: Link, down: Link, size_bytes: float, done: Callable[[], object], *, in_round: bool = False
+    ) -> None:
+        self._up, self._down, self._done, self.in_round = up, down, done, in_round
         self.remaining_bytes = float(size_bytes)
         self._rate = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -118,7 +142,7 @@ class Transfer:
 
     def retime(self, now_s: float) -> None:
         """Take the rate that the two links have for this transfer now."""
-        rate = min(self._up.rate / len(self._up.flows), self._down.rate / len(self._down.flows))
+        rate = min(self._up.rate_of(self), self._down.rate_of(self))
         if rate == self._rate:
             return
         self.settle(now_s)

@@ -258,7 +258,8 @@ class StreamEnd:
 
     def _open_outbox(self) -> Outbox:
         if self._outbox is None:
-            self._outbox = Outbox(self._medium, self, self._line.up, self._their_line.down)
+            in_round = self._medium.is_rounds(self.topic)
+            self._outbox = Outbox(self._medium, self, self._line.up, self._their_line.down, in_round=in_round)
         return self._outbox
 
     def _is_sending(self) -> bool:

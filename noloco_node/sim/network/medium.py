@@ -63,6 +63,8 @@ class Medium:
         self.lag_rng, self._latency_rng = Random(f"{seed}|network|lag"), Random(f"{seed}|network|latency")
         self.held_outboxes: dict[Releasable, None] = {}
         """What holds messages back just now."""
+        self._round_kind: str | None = None
+        self._round_share: float | None = None
         self._lines: dict[str, AccessLine] = {}
         self._accesses: dict[str, Access] = {}
         self._limited: set[str] = set()
@@ -94,6 +96,14 @@ class Medium:
 
     # The lines of the peers.
 
+    def share_with_rounds(self, kind: str, share: float) -> None:
+        """Let conversations about a topic of this kind have this share of every line, before there is any."""
+        self._round_kind, self._round_share = kind, share
+
+    def is_rounds(self, topic: str) -> bool:
+        """Say whether a conversation belongs to a round."""
+        return topic.partition("/")[0] == self._round_kind
+
     def set_access(self, peer: str, access: Access) -> None:
         """Give a peer another line; transfers under way take the new rates at once."""
         now_s = asyncio.get_running_loop().time()
@@ -117,7 +127,8 @@ class Medium:
         line = self._lines.get(peer)
         if line is None:
             now_s = asyncio.get_running_loop().time()
-            line = self._lines[peer] = AccessLine(Link(math.inf, now_s), Link(math.inf, now_s))
+            share = self._round_share
+            line = self._lines[peer] = AccessLine(Link(math.inf, now_s, share), Link(math.inf, now_s, share))
         return line
 
     def link_use(self, peer: str) -> tuple[LinkUse, LinkUse]:

@@ -66,8 +66,8 @@ class _Item(NamedTuple):
 class Outbox:
     """What one end of a conversation has yet to put in flight."""
 
-    def __init__(self, medium: Medium, end: Endpoint, up: Link, down: Link) -> None:
-        self._medium, self._end, self._up, self._down = medium, end, up, down
+    def __init__(self, medium: Medium, end: Endpoint, up: Link, down: Link, *, in_round: bool = False) -> None:
+        self._medium, self._end, self._up, self._down, self._in_round = medium, end, up, down, in_round
         self._waiting: list[_Item] = []
         self._held: list[_Item] = []
         self._moving: _Item | None = None
@@ -178,7 +178,7 @@ class Outbox:
             self._hold(item)
         elif item.size_bytes and self._is_limited():
             self._moving = item
-            self._transfer = Transfer(self._up, self._down, item.size_bytes, self._continue)
+            self._transfer = Transfer(self._up, self._down, item.size_bytes, self._continue, in_round=self._in_round)
         else:
             self._up.moved_bytes += item.size_bytes
             self._down.moved_bytes += item.size_bytes

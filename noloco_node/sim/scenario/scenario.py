@@ -50,6 +50,7 @@ class SwarmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     overlap_steps: int | None = None
     blocking: bool | None = None
     codec: Literal["float32", "bfloat16", "int8", "int4"] | None = None
+    line_share: float | None = None
     alpha: float | None = None
     beta: float | None = None
     gamma: float | None = None
@@ -91,6 +92,8 @@ class DevicesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Of a microbatch at one stage, without `tflops`; backward takes twice that."""
     tflops: float | None = None
     """Speed 1 in 10^12 floating-point operations a second, as reached in training; needs a run file."""
+    memory_gib: float | None = None
+    """Of a GPU, with a run file: graphs that it does not hold are computed again. None: it holds all."""
     step_s: float = 0.0
     slowness: tuple[float, ...] = (1.0,)
     stutter_share: float = 0.0
@@ -209,10 +212,14 @@ def problems(scenario: Scenario) -> Iterator[_Problem]:
             yield _Problem("swarm.overlap_steps", why, f"less than swarm.{name}, which is {per_round}")
     if scenario.devices.tflops is not None and scenario.swarm.run is None:
         yield _Problem("devices.tflops", "it needs a run file to know the work", "give swarm.run, or devices.forward_s")
+    if scenario.devices.memory_gib is not None and scenario.swarm.run is None:
+        yield _Problem("devices.memory_gib", "it needs a run file to know the stages", "give swarm.run")
+    if swarm.line_share == 0.0:
+        yield _Problem("swarm.line_share", "rounds need a part of the line", "for example 0.2")
     yield from _faults(scenario)
 
 
-_SHARES = ("loss", "late", "duplicate", "dials_only", "stutter_share")
+_SHARES = ("line_share", "loss", "late", "duplicate", "dials_only", "stutter_share")
 _MAY_BE_ZERO = (
     "mean_s",
     "std_s",

@@ -13,7 +13,8 @@ from msgspec import structs
 from noloco_node.errors import config_error
 from noloco_node.machine.interface import Dimensions, StageModel
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
-from noloco_node.planning.plan import mean_steps_per_round
+from noloco_node.planning.plan import graphs_that_fit, in_flight, mean_steps_per_round, memories
+from noloco_node.planning.throughput import coding_seconds
 from noloco_node.run.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run, validate
 from noloco_node.sim.hardware.priced_stage import Prices
@@ -24,7 +25,7 @@ from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.message_sizes import BOWL_BYTES, MessageSizes
 from noloco_node.sim.scenario.scenario import MOST_PEERS, Scenario, SwarmConfig, planned
 from noloco_node.swarm.run_distribution import RunFileText
-from pipeline.activations.formats import ACTIVATION_CODECS
+from noloco_node.units import format_bytes
 
 if TYPE_CHECKING:
     from noloco_node.planning.model_layout import ModelLayout
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 FOREVER_S = 1e9
 """A deadline that no simulation reaches."""
 MBIT_BYTES = 1e6 / 8
-CODING_FLOPS = 10_000.0
-"""Of a value coded or decoded, where its code has fewer than 16 bits. On a CPU it takes some 7 ns, worth 300 in a
-matrix product; on a GPU some 160 bytes of memory move, an estimate, whose time is worth far more."""
 
 
 class SimSetup(NamedTuple):
@@ -115,11 +113,14 @@ def build_setup(scenario: Scenario) -> SimSetup:
         from noloco_node.planning.model_layout import model_layout
 
         plan = model_layout(run)
+    real = run
     if not transformer:
         run = _with_shapes_of_bowls(run)
     if not swarm.impatient:
         run = structs.replace(run, pipeline=structs.replace(run.pipeline, budget_s=FOREVER_S))
     prices = _prices(scenario, run, start, plan)
+    if plan is not None and scenario.devices.memory_gib is not None:
+        prices = _with_memory(prices, real, plan, scenario.devices.memory_gib * 2**30)
     bowls = quadratic_layout(run.pipeline.stages, [price.forward_s for price in prices])
     sizes = MessageSizes(scenario, start.pipeline, run.outer, plan)
     dimensions: Dimensions = plan if plan is not None and transformer else bowls
@@ -168,6 +169,7 @@ def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:
             weigh_by_steps=swarm.weigh_by_steps,
             blocking=swarm.blocking,
             codec=swarm.codec,
+            line_share=swarm.line_share,
             alpha=swarm.alpha,
             beta=swarm.beta,
             gamma=swarm.gamma,
@@ -202,7 +204,7 @@ def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: ModelLay
         return (Prices(forward_s=devices.forward_s, step_s=devices.step_s),) * stages
     tokens = start.pipeline.microbatch_size * start.pipeline.sequence_length
     per_s = devices.tflops * 1e12
-    coding_s = tokens * plan.width * _coding_flops(start.pipeline.codec) / per_s
+    coding_s = coding_seconds(start, plan.width, per_s)
     return tuple(
         Prices(
             forward_s=tokens * flops / per_s,
@@ -213,6 +215,18 @@ def _prices(scenario: Scenario, run: RunConfig, start: RunConfig, plan: ModelLay
     )
 
 
-def _coding_flops(codec: str) -> float:
-    """Return what it costs to code or decode a value, in what the device computes meanwhile."""
-    return 0.0 if ACTIVATION_CODECS[codec].down.plain else CODING_FLOPS
+def _with_memory(
+    prices: tuple[Prices, ...], run: RunConfig, plan: ModelLayout, memory_bytes: float
+) -> tuple[Prices, ...]:
+    """Return the prices on GPUs of this memory, which keep the graphs that it holds."""
+    needs, found = memories(run, plan, half=run.precision == "auto"), []
+    for number, (price, memory) in enumerate(zip(prices, needs, strict=True)):
+        most = in_flight(run.pipeline, last=number == len(prices) - 1)
+        if memory.computing > memory_bytes:
+            raise config_error(
+                f"Stage {number} does not fit on devices of {format_bytes(memory_bytes)}.",
+                f"it takes {format_bytes(memory.computing)} at least",
+                "more stages, or a larger devices.memory_gib",
+            )
+        found.append(price._replace(graphs=graphs_that_fit(int(memory_bytes), memory.computing, memory.graph, most)))
+    return tuple(found)

@@ -1,0 +1,111 @@
+"""Sixteen volunteers: what `init` plans for them and expects, and what production nodes then do in virtual time.
+
+    python -m benchmarks.pipeline_efficiency.volunteers [--preset 1b] [--up 100 20] [--seeds 0 1 2] [--shares 0.2 0.1]
+
+The machines and the network are those of `docs/scenarios/volunteers.toml`: 24 GiB on the GPU, 32 GiB beside it, 60
+TFLOP/s as reached, 100 Mbit/s down, 60 ± 20 ms; computing again and coding are charged. A row: tokens a second from the
+first microbatch to the last, so that the last round does not count; how busy the devices of the busiest stage were
+while they trained; the part of all bytes that was rounds'; inner steps to a meeting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from msgspec import structs
+
+from noloco_node.planning.machine_text import planned_values
+from noloco_node.planning.search import Planned, plan_for
+from noloco_node.planning.throughput import Machines
+from noloco_node.run.presets import run_text, with_values
+from noloco_node.run.runfile import decode_run
+from noloco_node.sim.report.collector import EventCollector
+from noloco_node.sim.report.figures import Report, make_report
+from noloco_node.sim.scenario.scenario import load_scenario
+from noloco_node.sim.scenario.setup import MBIT_BYTES, build_setup
+from noloco_node.sim.world import World, simulate
+
+SCENARIO = Path(__file__).parents[2] / "docs" / "scenarios" / "volunteers.toml"
+
+
+def plan(preset: str, up: float, share: float) -> Planned:
+    """Return what `init` plans, with this share of the line for rounds."""
+    run = decode_run(run_text(preset), "the preset")
+    run = structs.replace(run, outer=structs.replace(run.outer, line_share=share))
+    scenario = load_scenario(SCENARIO)
+    down, tflops, memory_gib = scenario.network.down_mbit_per_s, scenario.devices.tflops, scenario.devices.memory_gib
+    assert down is not None
+    assert tflops is not None
+    assert memory_gib is not None
+    machines = Machines(
+        count=16,
+        gpu_bytes=memory_gib * 2**30,
+        ram_bytes=32 * 2**30,
+        up_bytes_per_s=up * MBIT_BYTES,
+        down_bytes_per_s=down * MBIT_BYTES,
+        flops=1e12 * tflops,
+        latency_s=scenario.network.latency.mean_s,
+    )
+    return plan_for(run, machines)
+
+
+def measure(preset: str, planned: Planned, up: float, seed: int, rounds: int) -> Report:
+    """Simulate a plan."""
+    values = planned_values(planned.run)
+    values["outer"]["line_share"] = planned.run.outer.line_share
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "run.toml"
+        path.write_text(with_values(run_text(preset), values, ""))
+        scenario = load_scenario(SCENARIO)
+        scenario = structs.replace(
+            scenario,
+            seed=seed,
+            swarm=structs.replace(scenario.swarm, run=str(path), rounds=rounds),
+            network=structs.replace(scenario.network, up_mbit_per_s=up),
+        )
+        setup = build_setup(scenario)
+    watchers: list[EventCollector] = []
+
+    def watch(world: World) -> list[EventCollector]:
+        watchers.append(EventCollector(world))
+        return watchers
+
+    return simulate(setup, watch, lambda world: make_report(world, watchers[0]))
+
+
+def row(report: Report) -> str:
+    """Return the figures of one simulation."""
+    steps, met = (sum(getattr(stage, name) for stage in report.stages) for name in ("inner_steps", "met"))
+    rounds = report.sent_bytes.get("gossip", 0) / sum(report.sent_bytes.values())
+    busy = max(stage.work for stage in report.stages)
+    return f"{report.tokens_per_s:,.0f} | {busy:.0%} | {rounds:.1%} | {steps / met if met else float('inf'):.1f}"
+
+
+def main() -> None:
+    """Print a plan for each line and share, and a row for each seed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="1b")
+    parser.add_argument("--up", type=float, nargs="+", default=[100.0, 20.0], help="Mbit/s")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="of the line, for rounds")
+    parser.add_argument("--rounds", type=int, default=6)
+    args = parser.parse_args()
+    for share in args.shares:
+        for up in args.up:
+            planned = plan(args.preset, up, share)
+            pipeline, expected = planned.run.pipeline, planned.expected
+            print(
+                f"{up:g} Mbit/s up, {share:.0%} for rounds: {pipeline.stages} x {pipeline.replicas}, windows of "
+                f"{pipeline.microbatches_per_step}, {pipeline.windows_in_flight} in flight, {pipeline.codec}, a round "
+                f"every {planned.run.outer.inner_steps_per_round}; expected {expected.tokens_per_s:,.0f} tokens/s, "
+                f"{expected.busy:.0%} busy, of {expected.possible:,.0f} possible",
+                flush=True,
+            )
+            for seed in args.seeds:
+                print(f"  seed {seed} | {row(measure(args.preset, planned, up, seed, args.rounds))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The machines that `init` plans for and `check` forecasts on, as a person names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from noloco_node.limits.budget import read_rate, read_size
+
+if TYPE_CHECKING:
+    from noloco_node.planning.throughput import Machines
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """Equal machines. Where none of these is given, nothing is planned; else those left out are as `usual`."""
+
+    gpu: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of a machine's GPU.", show_default="24GiB")
+    ] = None
+    ram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Main memory of a machine that is free.", show_default="32GiB")
+    ] = None
+    line: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE", help="A machine's line: 100mbit, or down and up 100mbit/20mbit.", show_default="100mbit"
+        ),
+    ] = None
+    peers: Annotated[int | None, typer.Option(min=1, max=20_000, help="Machines in all.", show_default="16")] = None
+    tflops: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="10^12 operations a second of a GPU, as reached in training.", show_default="60"),
+    ] = None
+    latency_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Of a message between two machines.", show_default="60")
+    ] = None
+
+    @property
+    def are_given(self) -> bool:
+        """Whether machines were named."""
+        return self != MachineOptions()
+
+    @property
+    def usual(self) -> MachineOptions:
+        """These, with what was left out."""
+        return MachineOptions(
+            gpu=self.gpu or "24GiB",
+            ram=self.ram or "32GiB",
+            line=self.line or "100mbit",
+            peers=self.peers or 16,
+            tflops=60.0 if self.tflops is None else self.tflops,
+            latency_ms=60.0 if self.latency_ms is None else self.latency_ms,
+        )
+
+    def in_words(self) -> str:
+        """Return them as they are typed, those that were left out too."""
+        all_ = self.usual
+        return (
+            f"--peers {all_.peers} --gpu {all_.gpu} --ram {all_.ram} --line {all_.line} --tflops {all_.tflops:g} "
+            f"--latency-ms {all_.latency_ms:g}"
+        )
+
+    def machines(self) -> Machines:
+        """Return the machines; raise `UserError` (Exit.USAGE) where they cannot be read."""
+        from noloco_node.planning.throughput import Machines
+
+        all_ = self.usual
+        down, _, up = (all_.line or "").partition("/")
+        return Machines(
+            count=all_.peers or 0,
+            gpu_bytes=read_size(all_.gpu or "", "--gpu"),
+            ram_bytes=read_size(all_.ram or "", "--ram"),
+            up_bytes_per_s=read_rate(up or down, "--line"),
+            down_bytes_per_s=read_rate(down, "--line"),
+            flops=1e12 * (all_.tflops or 0.0),
+            latency_s=(all_.latency_ms or 0.0) / 1000,
+        )

@@ -1,0 +1,100 @@
+"""What a run is expected to do on given machines, in words, and what to change where it leaves them idle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from noloco_node.planning.message_sizes import hop_bytes, round_bytes
+from noloco_node.planning.model_layout import model_layout
+from noloco_node.planning.plan import mean_steps_per_round
+from noloco_node.planning.plan_text import fitted
+from noloco_node.planning.search import Planned, plan_for
+from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories
+from noloco_node.run.config import RunConfig
+from noloco_node.run.runfile import load_run
+from noloco_node.units import format_bytes, format_count, format_duration, format_rate
+
+IDLE = 0.5
+"""Less of their time at work than this, and a plan leaves devices idle."""
+
+
+def planned_values(run: RunConfig) -> dict[str, dict[str, object]]:
+    """Return the fields of a run file that a plan chooses, by section, as they are written."""
+    pipeline, outer = run.pipeline, run.outer
+    late = outer.late_inner_steps_per_round
+    return {
+        "pipeline": {
+            "stages": pipeline.stages,
+            "replicas": pipeline.replicas,
+            "microbatches_per_step": pipeline.microbatches_per_step,
+            "windows_in_flight": pipeline.windows_in_flight,
+            "codec": f'"{pipeline.codec}"',
+        },
+        "inner": {"steps": run.inner.steps, "warmup_steps": run.inner.warmup_steps},
+        "outer": {
+            "inner_steps_per_round": outer.inner_steps_per_round,
+            **({} if late is None else {"late_inner_steps_per_round": late}),
+        },
+    }
+
+
+def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
+    """Say what to expect of a run on its machines, in lines that a terminal holds."""
+    run, layout, needs, found = planned
+    pipeline, tokens = run.pipeline, run.budget_samples * run.pipeline.sequence_length
+    device = max(memory.computing for memory in needs)
+    beside = max(memory.total - memory.computing for memory in needs)
+    said = [
+        f"On {machines.count} machines with {format_bytes(machines.gpu_bytes)} on the GPU and "
+        f"{format_bytes(machines.ram_bytes)} beside it, {machines.flops / 1e12:g} TFLOP/s, lines of "
+        f"{format_rate(machines.down_bytes_per_s)} down and {format_rate(machines.up_bytes_per_s)} up, "
+        f"{1000 * machines.latency_s:g} ms apart:",
+        f"{pipeline.stages} stages of {pipeline.replicas} replicas, windows of {pipeline.microbatches_per_step}, "
+        f"{pipeline.windows_in_flight} in flight, {pipeline.codec}: about {found.tokens_per_s:,.0f} tokens/s, "
+        f"{found.tokens_per_s / found.possible:.0%} of what these devices could do without a network. Those of the "
+        f"slowest stage are {found.busy:.0%} busy; what holds the run up is {found.bound}. "
+        f"{format_count(tokens)} tokens take {format_duration(tokens / found.tokens_per_s)}.",
+        f"Memory: {format_bytes(device)} on the GPU and {format_bytes(beside)} beside it at most; "
+        f"{found.computed_again:.0%} of the forward passes are computed again.",
+    ]
+    if pipeline.stages > 1:
+        hop = hop_bytes(pipeline, layout.width)
+        said.append(f"A microbatch's hop: {format_bytes(hop.down)} down, {format_bytes(hop.back)} back.")
+    if pipeline.replicas > 1:
+        largest = max(round_bytes(run.outer, tuple(shapes.values())) for shapes in layout.shapes)
+        said.append(
+            f"A round: {format_bytes(largest)} each way, due every {mean_steps_per_round(run.outer):.0f} inner steps; "
+            f"with {run.outer.line_share:.0%} of the line it comes every {found.steps_per_round} at most."
+        )
+    if found.busy < IDLE:
+        said.append(f"Warning: devices stand still more than half of the time. {_remedy(found.bound)}")
+    return fitted(said)
+
+
+def report(path: Path, machines: Machines) -> list[str]:
+    """Say what the run file at `path` does on machines, and what a plan would change where it leaves them idle."""
+    run = load_run(path)
+    layout = model_layout(run)
+    needs = gpu_memories(run, layout)
+    here = Planned(run, layout, needs, forecast(run, layout, machines, needs))
+    lines, good = describe_expectation(here, machines), fits(needs, machines)
+    if not good:
+        lines += ["Warning: it does not fit on these machines."]
+    if here.expected.busy < IDLE or not good:
+        better = plan_for(run, machines)
+        if better.expected.tokens_per_s > here.expected.tokens_per_s or not good:
+            before = planned_values(run)
+            fields = ", ".join(
+                f"{name} = {value}"
+                for section, values in planned_values(better.run).items()
+                for name, value in values.items()
+                if value != before[section][name]
+            )
+            lines += fitted([f"It fits, with about {better.expected.tokens_per_s:,.0f} tokens/s, with {fields}."])
+    return lines
+
+
+def _remedy(bound: str) -> str:
+    if "links" in bound:
+        return "Their lines are too narrow for this run: a codec of fewer bits, fewer stages or faster lines help."
+    return "The windows are too short for so long a way: more microbatches_per_step or fewer stages help."

@@ -1,0 +1,160 @@
+"""Tokens a second that a run can reach on given machines, from its work, its bytes and its windows.
+
+A closed form, so that a search may ask it a thousand times and more of anything never gives less. Each replica of a
+stage works on its share of the microbatches, and the slowest of three sets the pace: the device (with the forward pass
+that is computed again where the graphs of a window do not fit, and what coding costs), the uplink and the downlink, of
+which rounds have their share. A microbatch's way down and back takes its passes, its transfers and a latency a hop:
+with two windows in flight one of them covers it, with one the pipeline runs dry once a window.
+
+It leaves out queues, which a window twice as long as the way keeps full, and the inner step. `docs/results.md` holds it
+against simulations; `pipeline_model` says more of windows, and knows no lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+import msgspec
+
+from noloco_node.planning.message_sizes import hop_bytes, round_bytes
+from noloco_node.planning.model_layout import ModelLayout
+from noloco_node.planning.plan import Memory, graphs_that_fit, in_flight, memories
+from noloco_node.run.config import RunConfig
+from pipeline.activations.formats import ACTIVATION_CODECS
+
+CODING_FLOPS = 10_000.0
+"""Of a value coded or decoded, where its code has fewer than 16 bits. On a CPU it takes some 7 ns, worth 300 in a
+matrix product; on a GPU some 160 bytes of memory move, an estimate, whose time is worth far more."""
+
+
+class Machines(msgspec.Struct, frozen=True, kw_only=True):
+    """The machines that a run is meant for, all alike. `flops`: of training, a second, as reached."""
+
+    count: int
+    gpu_bytes: float
+    ram_bytes: float
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    flops: float
+    latency_s: float
+
+
+class MicrobatchSeconds(NamedTuple):
+    """Seconds that a microbatch takes of a replica: of its device, its uplink and its downlink without rounds."""
+
+    device_s: float
+    up_s: float
+    down_s: float
+
+
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """What to expect. `busy`: of the slowest stage's devices. `bound`: what sets the pace, in words."""
+
+    tokens_per_s: float
+    busy: float
+    possible: float
+    """Tokens a second of all these devices without any network, nothing computed again."""
+    bound: str
+    steps_per_round: int
+    """Inner steps between two rounds that take the share of the line that they may have."""
+    computed_again: float
+    """Share of forward passes, of the stage with the most."""
+
+
+def coding_seconds(run: RunConfig, width: int, flops: float) -> float:
+    """Return what a device takes to code or decode a microbatch at one of its two neighbours."""
+    tokens = run.pipeline.microbatch_size * run.pipeline.sequence_length
+    return 0.0 if ACTIVATION_CODECS[run.pipeline.codec].down.plain else tokens * width * CODING_FLOPS / flops
+
+
+def stage_loads(
+    run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]
+) -> tuple[MicrobatchSeconds, ...]:
+    """Return what a microbatch asks of a replica of each stage, whose `needs` are `gpu_memories`'."""
+    pipeline, last = run.pipeline, run.pipeline.stages - 1
+    tokens = pipeline.microbatch_size * pipeline.sequence_length
+    hop, coding_s = hop_bytes(pipeline, layout.width), coding_seconds(run, layout.width, machines.flops)
+    found = []
+    for number, (work, memory) in enumerate(zip(layout.work, needs, strict=True)):
+        sends, takes = number < last, number > 0
+        passes = 3.0 + (_computed_again(run, memory, machines) if sends else 0.0)
+        found.append(
+            MicrobatchSeconds(
+                device_s=passes * tokens * work / machines.flops + 2 * (sends + takes) * coding_s,
+                up_s=(sends * hop.down + takes * hop.back) / machines.up_bytes_per_s,
+                down_s=(takes * hop.down + sends * hop.back) / machines.down_bytes_per_s,
+            )
+        )
+    return tuple(found)
+
+
+def gpu_memories(run: RunConfig, layout: ModelLayout) -> tuple[Memory, ...]:
+    """Return what a peer with a GPU needs at each stage."""
+    return memories(run, layout, half=run.precision == "auto")
+
+
+def fits(needs: Sequence[Memory], machines: Machines) -> bool:
+    """Say whether every stage fits on a machine: on its GPU, and beside it."""
+    return all(
+        memory.computing <= machines.gpu_bytes and memory.total - memory.computing <= machines.ram_bytes
+        for memory in needs
+    )
+
+
+def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]) -> Throughput:
+    """Return what to expect of a run on these machines, as many replicas of each stage as it plans."""
+    pipeline, loads = run.pipeline, stage_loads(run, layout, machines, needs)
+    tokens = pipeline.microbatch_size * pipeline.sequence_length
+    left = 1.0 - run.outer.line_share if pipeline.replicas > 1 else 1.0
+    paces = [
+        (seconds, f"{what} of stage {number}")
+        for number, load in enumerate(loads)
+        for seconds, what in (
+            (load.device_s, "the devices"),
+            (load.up_s / left, "the uplinks"),
+            (load.down_s / left, "the downlinks"),
+        )
+    ]
+    pace_s, bound = max(paces, key=lambda pace: pace[0])
+    way_s = _way_s(loads, machines.latency_s)
+    each_s, window = pace_s, pipeline.microbatches_per_step
+    if pipeline.windows_in_flight == 1:
+        each_s += max(0.0, way_s - pace_s) / window
+    else:
+        each_s = max(each_s, way_s / window)
+    if pace_s < 0.7 * each_s:
+        bound = "the windows"
+    speed = pipeline.replicas * tokens / each_s
+    return Throughput(
+        tokens_per_s=speed,
+        busy=max(load.device_s for load in loads) / each_s,
+        possible=machines.count * machines.flops / (3.0 * sum(layout.work)),
+        bound=bound,
+        computed_again=max([_computed_again(run, memory, machines) for memory in needs[:-1]], default=0.0),
+        steps_per_round=_steps_per_round(run, layout, machines, each_s),
+    )
+
+
+def _way_s(loads: tuple[MicrobatchSeconds, ...], latency_s: float) -> float:
+    """Return what a microbatch takes down the pipeline and back where nobody else is on the way."""
+    computing_s = sum(load.device_s for load in loads)
+    # What leaves one peer reaches another: the slower of the two lines counts.
+    moving_s = max(sum(load.up_s for load in loads), sum(load.down_s for load in loads))
+    return computing_s + moving_s + 2 * (len(loads) - 1) * latency_s
+
+
+def _computed_again(run: RunConfig, memory: Memory, machines: Machines) -> float:
+    """Return the share of backward passes before which the forward pass is computed again."""
+    most = in_flight(run.pipeline, last=False)
+    kept = graphs_that_fit(int(machines.gpu_bytes), memory.computing, memory.graph, most)
+    return 0.0 if kept is None else 1.0 - kept / most
+
+
+def _steps_per_round(run: RunConfig, layout: ModelLayout, machines: Machines, each_s: float) -> int:
+    if run.pipeline.replicas == 1:
+        return 1
+    largest = max(round_bytes(run.outer, tuple(shapes.values())) for shapes in layout.shapes)
+    rate = run.outer.line_share * min(machines.up_bytes_per_s, machines.down_bytes_per_s)
+    return max(1, ceil(largest / rate / (run.pipeline.microbatches_per_step * each_s)))

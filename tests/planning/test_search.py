@@ -1,0 +1,181 @@
+"""Plans from machines: nothing is planned that does not fit, more never gives less, and presets keep their promise."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from typer.testing import CliRunner
+
+from noloco_node.cli.main import app
+from noloco_node.errors import Exit, UserError
+from noloco_node.planning import search
+from noloco_node.planning.machine_text import IDLE
+from noloco_node.planning.model_layout import ModelLayout, model_layout
+from noloco_node.planning.plan_text import WIDTH
+from noloco_node.planning.search import Planned, plan_for
+from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories
+from noloco_node.run.config import InnerConfig, ModelConfig, PipelineConfig, RunConfig
+from noloco_node.run.presets import PRESETS, numbers_of, run_text
+from noloco_node.run.runfile import load_run, validate
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 384,
+    "max_position_embeddings": 64,
+}
+RUN = RunConfig(
+    model=ModelConfig(architecture="llama", sizes=SIZES),
+    pipeline=PipelineConfig(sequence_length=64, microbatch_size=1, microbatches_per_step=8, replicas=4),
+    inner=InnerConfig(steps=1000, warmup_steps=10),
+)
+LARGE = Machines(
+    count=8, gpu_bytes=1e9, ram_bytes=1e9, up_bytes_per_s=1e6, down_bytes_per_s=1e6, flops=1e12, latency_s=0.05
+)
+MACHINES = st.builds(
+    Machines,
+    count=st.integers(1, 12),
+    gpu_bytes=st.floats(5e5, 2e7),
+    ram_bytes=st.floats(5e5, 4e7),
+    up_bytes_per_s=st.floats(1e4, 1e9),
+    down_bytes_per_s=st.floats(1e4, 1e9),
+    flops=st.floats(1e9, 1e14),
+    latency_s=st.floats(0, 1),
+)
+
+
+@pytest.fixture(autouse=True)
+def layouts_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one takes most of the time, and it follows from the model and the number of stages."""
+
+    @cache
+    def made(hidden: int, stages: int) -> ModelLayout:
+        model = structs.replace(RUN.model, sizes=SIZES | {"hidden_size": hidden})
+        return model_layout(structs.replace(RUN, model=model, pipeline=structs.replace(RUN.pipeline, stages=stages)))
+
+    def found(run: RunConfig) -> ModelLayout:
+        ours = run.model.sizes.get("num_hidden_layers") == SIZES["num_hidden_layers"]
+        return made(run.model.sizes["hidden_size"], run.pipeline.stages) if ours else model_layout(run)
+
+    monkeypatch.setattr(search, "model_layout", found)
+
+
+def planned(machines: Machines, run: RunConfig = RUN) -> Planned | None:
+    try:
+        return plan_for(run, machines)
+    except UserError as refusal:
+        if "does not fit on" not in refusal.what:
+            raise
+        return None
+
+
+EXAMPLES = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@EXAMPLES
+@given(MACHINES)
+def test_what_is_planned_is_a_run_that_fits_and_is_planned_again(machines: Machines) -> None:
+    found = planned(machines)
+    if found is None:
+        return
+    validate(found.run)
+    assert fits(gpu_memories(found.run, found.layout), machines)
+    assert found.run.pipeline.stages * found.run.pipeline.replicas <= machines.count
+    assert found.run.pipeline.microbatches_per_step % found.run.pipeline.replicas == 0
+    assert found.run.budget_samples == pytest.approx(RUN.budget_samples, rel=0.05)
+    assert 0 < found.expected.busy <= 1 + 1e-9
+    assert found.expected.tokens_per_s <= found.expected.possible * (1 + 1e-9)
+    assert found == planned(machines)
+
+
+@EXAMPLES
+@given(MACHINES, st.sampled_from(["gpu_bytes", "ram_bytes", "up_bytes_per_s", "down_bytes_per_s", "flops"]), st.data())
+def test_more_of_anything_never_gives_fewer_tokens(machines: Machines, name: str, data: st.DataObject) -> None:
+    before = planned(machines)
+    more: dict[str, Any] = {name: getattr(machines, name) * data.draw(st.floats(1, 10))}
+    after = planned(structs.replace(machines, **more))
+    if before is not None:
+        assert after is not None
+        if name not in ("gpu_bytes", "ram_bytes"):
+            assert after.expected.tokens_per_s >= before.expected.tokens_per_s * (1 - 1e-9)
+
+
+def test_an_ample_line_is_not_squeezed_and_a_narrow_one_is() -> None:
+    ample = planned(structs.replace(LARGE, gpu_bytes=3e6, up_bytes_per_s=1e12, down_bytes_per_s=1e12, latency_s=0.0))
+    narrow = planned(structs.replace(LARGE, gpu_bytes=3e6, up_bytes_per_s=1e4, down_bytes_per_s=1e4))
+    assert ample is not None
+    assert narrow is not None
+    assert ample.run.pipeline.codec == "bfloat16"
+    assert narrow.run.pipeline.codec == "int5-int3"
+    assert narrow.run.outer.inner_steps_per_round >= RUN.outer.inner_steps_per_round
+
+
+def test_a_width_that_goes_into_no_blocks_gets_a_codec_without_blocks() -> None:
+    odd = structs.replace(RUN, model=structs.replace(RUN.model, sizes=SIZES | {"hidden_size": 48}))
+    found = planned(structs.replace(LARGE, gpu_bytes=2e6, up_bytes_per_s=1e4), odd)
+    assert found is not None
+    assert found.run.pipeline.codec == "bfloat16"
+
+
+def test_machines_on_which_nothing_fits_get_one_message() -> None:
+    with pytest.raises(UserError) as caught:
+        plan_for(RUN, structs.replace(LARGE, gpu_bytes=1e5))
+    assert caught.value.code is Exit.CONFIG
+    assert caught.value.what.startswith("run does not fit on 8 machines with 100 kB on the GPU")
+    assert "6 stages" not in caught.value.what
+    assert "--peers" in caught.value.hint
+
+
+def test_rounds_take_no_more_than_their_share_of_the_forecast() -> None:
+    found = planned(structs.replace(LARGE, gpu_bytes=3e6, up_bytes_per_s=2e5))
+    assert found is not None
+    needs = gpu_memories(found.run, found.layout)
+    again = forecast(found.run, found.layout, structs.replace(LARGE, gpu_bytes=3e6, up_bytes_per_s=2e5), needs)
+    assert found.run.outer.inner_steps_per_round >= again.steps_per_round
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_preset_leaves_the_devices_idle_that_it_is_meant_for(preset: str, tmp_path: Path) -> None:
+    path, machines = tmp_path / "run.toml", numbers_of(preset).machines
+    path.write_text(run_text(preset))
+    assert f"noloco-node check FILE {machines}\n" in path.read_text()
+    said = CliRunner().invoke(app, ["check", str(path), *shlex.split(machines)]).output
+    busy = re.search(r"stage are (\d+)% busy", said.replace("\n", " "))
+    assert busy is not None
+    assert int(busy[1]) >= 100 * IDLE
+    assert "Warning" not in said
+
+
+def test_init_writes_a_plan_that_check_agrees_with_and_warns_where_the_line_is_narrow(tmp_path: Path) -> None:
+    path, machines = tmp_path / "run.toml", ["--gpu", "24GiB", "--ram", "32GiB", "--line", "100mbit/40mbit"]
+    said = CliRunner().invoke(app, ["init", str(path), "--preset", "125m", *machines])
+    assert said.exit_code == 0
+    run = load_run(path)
+    expected = said.output.partition("\n\n")[2]
+    assert f"{run.pipeline.stages} stages of {run.pipeline.replicas} replicas" in expected
+    assert all(len(line) <= WIDTH for line in expected.splitlines())
+    assert "--peers 16 --gpu 24GiB --ram 32GiB --line 100mbit/40mbit --tflops 60 --latency-ms 60" in path.read_text()
+    assert expected.strip() in CliRunner().invoke(app, ["check", str(path), *machines]).output
+    path.write_text(run_text("125m"))
+    idle = CliRunner().invoke(app, ["check", str(path), "--line", "2mbit"]).output.replace("\n", " ")
+    assert "devices stand still more than half of the time" in idle
+    assert "It fits, with about" in idle
+
+
+@pytest.mark.parametrize(("options", "named"), [(["--line", "fast"], "--line"), (["--gpu", "big"], "--gpu")])
+def test_machines_that_cannot_be_read_are_named(options: list[str], named: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["init", str(tmp_path / "run.toml"), *options])
+    assert isinstance(result.exception, UserError)
+    assert result.exception.code is Exit.USAGE
+    assert result.exception.what.startswith(named)
+    assert not (tmp_path / "run.toml").exists()
