@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_node.cli.admissions import HostedAdmissions
+from noloco_node.cli.option_groups.web import page_place
 from noloco_node.cli.options import BootstrapOptions, default_home, metrics_place
-from noloco_node.cli.web_options import page_place
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability

@@ -15,8 +15,8 @@ from msgspec import structs
 
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import HostMachine, first_weights
+from noloco_node.cli.option_groups.web import page_place
 from noloco_node.cli.options import JoinOptions, default_home, metrics_place
-from noloco_node.cli.web_options import page_place
 from noloco_node.data.blocks import check_source
 from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal import events

@@ -15,9 +15,10 @@ import typer
 
 from noloco_node import __version__
 from noloco_node.cli.commands import journals, members, observation
-from noloco_node.cli.dataclass_options import taking
 from noloco_node.cli.event_loop import run
-from noloco_node.cli.machine_options import MachineOptions
+from noloco_node.cli.option_groups.dataclass_options import taking
+from noloco_node.cli.option_groups.machines import MachineOptions
+from noloco_node.cli.option_groups.web import page_place
 from noloco_node.cli.options import (
     AnnounceOption,
     BootstrapOptions,
@@ -35,7 +36,6 @@ from noloco_node.cli.options import (
     invite_text,
     metrics_place,
 )
-from noloco_node.cli.web_options import page_place
 from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.run.config import AdmissionRule

@@ -19,7 +19,7 @@ from noloco_node.admission.owner_files import (
 )
 from noloco_node.admission.peer_keys import key_of, peer_of
 from noloco_node.admission.ticket import MEMBER, Right, grant
-from noloco_node.cli.member_options import MemberAction, MemberOptions
+from noloco_node.cli.option_groups.members import MemberAction, MemberOptions
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites

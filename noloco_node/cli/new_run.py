@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
-from noloco_node.cli.machine_options import MachineOptions
+from noloco_node.cli.option_groups.machines import MachineOptions
 from noloco_node.run.config import AdmissionRule
 from noloco_node.run.presets import run_text, with_owner, with_values, write_text
 from noloco_node.run.runfile import decode_run

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from noloco_node.cli.web_options import WebOpenOption, WebOption
+from noloco_node.cli.option_groups.web import WebOpenOption, WebOption
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN

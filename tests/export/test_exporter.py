@@ -231,7 +231,7 @@ def spoil(path: Path, how: str) -> None:
     if how == "no such file at all":
         path.write_bytes(b"?")
         return
-    counters, tensors = load(path)
+    counters, tensors, _ = load(path)
     slow = tensors["slow"]
     if how == "of another run":
         counters = msgspec.structs.replace(counters, run_id="another")

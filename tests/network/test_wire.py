@@ -35,8 +35,8 @@ class Text:
 
 SCHEMA = Schema(
     {
-        Microbatch: MessageSpec("Microbatch", {"hidden": OneOf((HIDDEN, IDS)), "targets": IDS}),
-        Gradient: MessageSpec("Gradient", {"hidden": OneOf((HIDDEN, None))}),
+        Microbatch: MessageSpec("Microbatch", {"hidden": OneOf((HIDDEN, IDS)), "targets": IDS}, added=("source",)),
+        Gradient: MessageSpec("Gradient", {"hidden": OneOf((HIDDEN, None))}, added=("computed_by",)),
         Refused: MessageSpec("Refused"),
         Offer: MessageSpec("Offer"),
         Accepted: MessageSpec("Accepted"),

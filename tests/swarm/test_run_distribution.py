@@ -60,7 +60,7 @@ def test_without_any_each_peer_is_named_with_its_answer() -> None:
 
 def test_nothing_of_this_machine_is_read_for_a_file_of_others(tmp_path: Path) -> None:
     """Not even to work out its digest: a stranger could have a disk read whole."""
-    text = OURS.text.replace('architecture = "llama"', f'path = "{tmp_path}"').partition("[model.sizes]")[0]
+    text = f'{OURS.text}\n[data]\ntokenizer = "{tmp_path}"\n'
 
     async def serve(conversation: Conversation) -> None:
         await conversation.receive()

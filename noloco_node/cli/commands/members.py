@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.dataclass_options import taking
-from noloco_node.cli.member_options import MemberAction, MemberOptions
+from noloco_node.cli.option_groups.dataclass_options import taking
+from noloco_node.cli.option_groups.members import MemberAction, MemberOptions
 
 
 @taking(MemberOptions)
