@@ -117,14 +117,16 @@ def check(
     With a bandwidth budget also what that carries, and with machines what to expect of them; this part is text only.
     """
     from noloco_node.planning import bandwidth, machine_text
-    from noloco_node.planning.plan_text import report
+    from noloco_node.planning.plan_text import fitted, report
 
+    # What cannot be read is said before a long report, not below it.
     allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
+    machines = options.machines() if options.are_given else None
     typer.echo(report(path, as_json=as_json))
     if allowance.is_limited and not as_json:
-        typer.echo("\n" + "\n".join(bandwidth.report(path, allowance)))
-    if options.are_given and not as_json:
-        typer.echo("\n" + "\n".join(machine_text.report(path, options.machines())))
+        typer.echo("\n" + "\n".join(fitted(bandwidth.report(path, allowance))))
+    if machines is not None and not as_json:
+        typer.echo("\n" + "\n".join(machine_text.report(path, machines)))
 
 
 @app.command()

@@ -92,11 +92,11 @@ def read_rate(text: str, option: str) -> float:
     return rate
 
 
-def read_size(text: str, option: str) -> int:
-    """Return bytes; `UserError` (USAGE) names `option` where `text` is no size."""
+def read_size(text: str, option: str, example: str = "300GB or 500GiB") -> int:
+    """Return bytes; `UserError` (USAGE) names `option`, and an example, where `text` is no size."""
     size = parse_bytes(text)
     if size is None:
-        raise _unreadable(option, text, "it is not a size with its unit", "300GB or 500GiB")
+        raise _unreadable(option, text, "it is not a size with its unit", example)
     if size < 1:
         raise _unreadable(option, text, "nothing would fit", "300GB, or leave the option out")
     return round(size)

@@ -45,14 +45,13 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     device = max(memory.computing for memory in needs)
     beside = max(memory.total - memory.computing for memory in needs)
     said = [
-        f"On {machines.count} machines with {format_bytes(machines.gpu_bytes)} on the GPU and "
-        f"{format_bytes(machines.ram_bytes)} beside it, {machines.flops / 1e12:g} TFLOP/s, lines of "
+        f"On {machines.in_words()}, {machines.flops / 1e12:g} TFLOP/s, lines of "
         f"{format_rate(machines.down_bytes_per_s)} down and {format_rate(machines.up_bytes_per_s)} up, "
         f"{1000 * machines.latency_s:g} ms apart:",
         f"{pipeline.stages} stages of {pipeline.replicas} replicas, windows of {pipeline.microbatches_per_step}, "
         f"{pipeline.windows_in_flight} in flight, {pipeline.codec}: about {found.tokens_per_s:,.0f} tokens/s, "
         f"{found.tokens_per_s / found.possible:.0%} of what these devices could do without a network. Those of the "
-        f"slowest stage are {found.busy:.0%} busy; what holds the run up is {found.bound}. "
+        f"slowest stage are {found.busy:.0%} busy, and {found.bound} set the pace. "
         f"{format_count(tokens)} tokens take {format_duration(tokens / found.tokens_per_s)}.",
         f"Memory: {format_bytes(device)} on the GPU and {format_bytes(beside)} beside it at most; "
         f"{found.computed_again:.0%} of the forward passes are computed again.",
@@ -64,7 +63,7 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
         largest = max(round_bytes(run.outer, tuple(shapes.values())) for shapes in layout.shapes)
         said.append(
             f"A round: {format_bytes(largest)} each way, due every {mean_steps_per_round(run.outer):.0f} inner steps; "
-            f"with {run.outer.line_share:.0%} of the line it comes every {found.steps_per_round} at most."
+            f"with {run.outer.line_share:.0%} of the line it comes every {found.steps_per_round} at the soonest."
         )
     if found.busy < IDLE:
         said.append(f"Warning: devices stand still more than half of the time. {_remedy(found.bound)}")
@@ -75,11 +74,15 @@ def report(path: Path, machines: Machines) -> list[str]:
     """Say what the run file at `path` does on machines, and what a plan would change where it leaves them idle."""
     run = load_run(path)
     layout = model_layout(run)
-    needs = gpu_memories(run, layout)
+    needs, peers = gpu_memories(run, layout), run.pipeline.stages * run.pipeline.replicas
     here = Planned(run, layout, needs, forecast(run, layout, machines, needs))
-    lines, good = describe_expectation(here, machines), fits(needs, machines)
-    if not good:
-        lines += ["Warning: it does not fit on these machines."]
+    good = fits(needs, machines) and peers <= machines.count
+    if peers > machines.count:
+        lines = fitted([f"Warning: this run plans {peers} peers, more than {machines.in_words()}."])
+    else:
+        lines = describe_expectation(here, machines)
+        if not good:
+            lines += ["Warning: it does not fit on these machines."]
     if here.expected.busy < IDLE or not good:
         better = plan_for(run, machines)
         if better.expected.tokens_per_s > here.expected.tokens_per_s or not good:
@@ -90,7 +93,8 @@ def report(path: Path, machines: Machines) -> list[str]:
                 for name, value in values.items()
                 if value != before[section][name]
             )
-            lines += fitted([f"It fits, with about {better.expected.tokens_per_s:,.0f} tokens/s, with {fields}."])
+            speed = better.expected.tokens_per_s
+            lines += fitted([f"A plan for them reaches about {speed:,.0f} tokens/s, with {fields}."])
     return lines
 
 

@@ -124,9 +124,8 @@ def _nothing_fits(run: RunConfig, layout: ModelLayout, machines: Machines) -> Us
     device = max(memory.computing for memory in needs)
     beside = max(memory.total - memory.computing for memory in needs)
     return config_error(
-        f"{run.name} does not fit on {machines.count} machines with {format_bytes(machines.gpu_bytes)} on the GPU and "
-        f"{format_bytes(machines.ram_bytes)} beside it.",
-        f"cut into {run.pipeline.stages} stages, the most that they can serve, one takes {format_bytes(device)} on the "
-        f"GPU and {format_bytes(beside)} beside it",
+        f"{run.name} does not fit on {machines.in_words()}.",
+        f"even with the most stages that they can serve, {run.pipeline.stages}, one takes {format_bytes(device)} on "
+        f"the GPU and {format_bytes(beside)} beside it",
         "more machines (--peers), larger ones (--gpu, --ram), or a smaller --preset",
     )

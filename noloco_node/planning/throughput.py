@@ -22,6 +22,7 @@ from noloco_node.planning.message_sizes import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.planning.plan import Memory, graphs_that_fit, in_flight, memories
 from noloco_node.run.config import RunConfig
+from noloco_node.units import format_bytes
 from pipeline.activations.formats import ACTIVATION_CODECS
 
 CODING_FLOPS = 10_000.0
@@ -39,6 +40,13 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     down_bytes_per_s: float
     flops: float
     latency_s: float
+
+    def in_words(self) -> str:
+        """Say how many there are and what they hold."""
+        return (
+            f"{self.count} machine{'s' if self.count > 1 else ''} with {format_bytes(self.gpu_bytes)} on the GPU and "
+            f"{format_bytes(self.ram_bytes)} beside it"
+        )
 
 
 class MicrobatchSeconds(NamedTuple):

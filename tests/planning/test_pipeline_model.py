@@ -182,8 +182,11 @@ def test_production_nodes_are_as_busy_as_forecast() -> None:
 
 
 def test_production_nodes_with_two_windows_are_as_busy_as_forecast() -> None:
-    """Within a twentieth each, and they gain by the second window what they should.
+    """Within a twentieth each on three seeds' mean, and they gain by the second window what they should.
 
+    One seed is no measure: routes are chance, and single seeds of the two uneven shapes have a standard deviation of
+    2 to 3 %. A new run id alone, which times presence, makes another draw. Over many seeds the mean is the forecast's
+    to 1 %.
     Where a message takes exactly a forward pass and all clocks are equal, two windows of a chain meet in the same
     instants for ever, and who is served first decides: up to 12 % apart.
     """
@@ -196,7 +199,8 @@ def test_production_nodes_with_two_windows_are_as_busy_as_forecast() -> None:
         shape = PipelineShape(
             passes=spread_speeds((1.0,) * stages, speeds), window=window, latency=latency, windows_in_flight=2
         )
-        measured = measure(shape, Trial(warm_up=32, microbatches=64)).efficiency
+        trials = [Trial(warm_up=32, microbatches=64, seed=seed) for seed in range(3)]
+        measured = fmean(measure(shape, trial).efficiency for trial in trials)
         assert efficiency(shape, 10_000) == pytest.approx(measured, rel=1 / 20), shape
         assert measured > 1.1 * efficiency(structs.replace(shape, windows_in_flight=1), 10_000), shape
 

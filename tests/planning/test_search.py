@@ -169,7 +169,16 @@ def test_init_writes_a_plan_that_check_agrees_with_and_warns_where_the_line_is_n
     path.write_text(run_text("125m"))
     idle = CliRunner().invoke(app, ["check", str(path), "--line", "2mbit"]).output.replace("\n", " ")
     assert "devices stand still more than half of the time" in idle
-    assert "It fits, with about" in idle
+    assert "A plan for them reaches about" in idle
+
+
+def test_fewer_machines_than_a_run_plans_get_a_plan_of_their_own_and_no_forecast(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(run_text("125m"))
+    said = CliRunner().invoke(app, ["check", str(path), "--peers", "1"]).output.replace("\n", " ")
+    assert "peers, more than 1 machine with 25.8 GB on the GPU and 34.4 GB beside it." in said
+    assert "A plan for them reaches about" in said
+    assert "without a network" not in said
 
 
 @pytest.mark.parametrize(("options", "named"), [(["--line", "fast"], "--line"), (["--gpu", "big"], "--gpu")])
@@ -179,3 +188,5 @@ def test_machines_that_cannot_be_read_are_named(options: list[str], named: str, 
     assert result.exception.code is Exit.USAGE
     assert result.exception.what.startswith(named)
     assert not (tmp_path / "run.toml").exists()
+    checked = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml"), *options])
+    assert str(checked.exception) == str(result.exception), "said before the file is read"

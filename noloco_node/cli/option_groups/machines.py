@@ -71,8 +71,8 @@ class MachineOptions:
         down, _, up = (all_.line or "").partition("/")
         return Machines(
             count=all_.peers or 0,
-            gpu_bytes=read_size(all_.gpu or "", "--gpu"),
-            ram_bytes=read_size(all_.ram or "", "--ram"),
+            gpu_bytes=read_size(all_.gpu or "", "--gpu", "24GiB or 80GB"),
+            ram_bytes=read_size(all_.ram or "", "--ram", "32GiB or 64GB"),
             up_bytes_per_s=read_rate(up or down, "--line"),
             down_bytes_per_s=read_rate(down, "--line"),
             flops=1e12 * (all_.tflops or 0.0),
