@@ -63,7 +63,7 @@ class StageWork:
         self._run, self._me, self._membership = run, me, membership
         self._open_text, self._reporter = open_text, reporter
         self._source: MicrobatchSource | None = None
-        self._credited = Derived(lambda: membership.roster, _credited)
+        self._credited = Derived(lambda: membership.roster, self._credit)
         self._resumed: Counters | None = None
         self._reached = 0
         """Samples of the whole run when we began at this stage, as far as was known."""
@@ -98,13 +98,24 @@ class StageWork:
         self._reached = round(reached * self._run.budget_samples)
 
     async def run_until_done(self, replica: Replica) -> None:
-        """Return when this peer's part of the run is done."""
+        """Return when this peer's part of the run is done, and nothing of it under way."""
         if replica.config.stage == 0:
             source = await self._make_source(replica)
             await source.run(self._run.pipeline.microbatches_per_step * self._run.pipeline.windows_in_flight)
-            return
-        begun_s = loop_s()
-        while not self._is_over_below(replica, begun_s):
+        else:
+            begun_s = loop_s()
+            await self._seen(lambda: self._is_over_below(replica, begun_s))
+
+    async def run_until_deserted(self, replica: Replica) -> None:
+        """Return when the run is over at stage 0 and nobody is left to whom our microbatches could go."""
+
+        def deserted() -> bool:
+            return self._source is not None and replica.stranded and self._is_over(self._source.samples)
+
+        await self._seen(deserted)
+
+    async def _seen(self, over: Callable[[], bool]) -> None:
+        while not over():
             with suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_S):
                     await self._membership.changed()
@@ -169,9 +180,13 @@ class StageWork:
         credited = self._credited()
         if run_over(own_samples - self._own_then + credited.present, credited.finished):
             return True
+        # Who came late and is fast has done most since, and does not know how far the run was.
+        if run_over(own_samples + credited.present_in_all, credited.finished_in_all):
+            return True
         nearly = self._covered(own_samples) >= NEARLY_OVER * self._run.budget_samples
         idle = loop_s() - source.returned_s > IDLE_S
-        return (nearly or idle) and run_over(roster.sources, roster.sources_finished)
+        # A source to which nothing comes back is not at work: it may be that its stages ended without it.
+        return (nearly or idle) and run_over(roster.sources - idle, roster.sources_finished)
 
     def _is_over_below(self, replica: Replica, begun_s: float) -> bool:
         """Say the same at a later stage, where we know ourselves who had work done."""
@@ -185,20 +200,31 @@ class StageWork:
         idle = loop_s() - max(begun_s, served.returned_s) > IDLE_S
         return (nearly or idle) and run_over(roster.sources, roster.sources_finished)
 
+    def _credit(self, roster: Roster) -> _Credited:
+        there = {record.peer for record in roster.stage(0)}
+        finished = [credit for credit in roster.credits if credit.finished]
+        at_work = [credit for credit in roster.credits if not credit.finished and credit.peer in there]
+        since, since_finished = (sum(credit.credited for credit in each) for each in (finished + at_work, finished))
+        in_all = in_all_finished = 0
+        if finished:  # to ask about all is dear, and of no use before
+            believed = self._membership.receipts.believed_in_all
+            in_all_finished = sum(min(credit.claimed, believed(credit.peer)) for credit in finished)
+            in_all = in_all_finished + sum(min(credit.claimed, believed(credit.peer)) for credit in at_work)
+        total = sum(credit.credited for credit in roster.credits)
+        return _Credited(total, since, since_finished, in_all, in_all_finished)
+
 
 class _Credited(NamedTuple):
-    """Samples of other sources that are believed: of all, of those at work or finished, and of the finished."""
+    """Samples of other sources that are believed: of all, of those at work or finished, and of the finished.
+
+    `in_all`: not only since we began.
+    """
 
     all: int
     present: int
     finished: int
-
-
-def _credited(roster: Roster) -> _Credited:
-    there = {record.peer for record in roster.stage(0)}
-    finished = sum(credit.credited for credit in roster.credits if credit.finished)
-    at_work = sum(credit.credited for credit in roster.credits if not credit.finished and credit.peer in there)
-    return _Credited(sum(credit.credited for credit in roster.credits), finished + at_work, finished)
+    present_in_all: int
+    finished_in_all: int
 
 
 class Ending(NamedTuple):
@@ -239,10 +265,11 @@ class Training:
             gossip = group.create_task(replica.rounds.run(), name="gossip")
             steps = group.create_task(replica.train(in_pause), name="inner steps")
             work = group.create_task(self._work.run_until_done(replica), name="work")
+            deserted = group.create_task(self._work.run_until_deserted(replica), name="deserted")
             asked = group.create_task(leave.wait(), name="leave")
             moving = group.create_task(self._migration.run(moves), name="moving")
-            await asyncio.wait({work, asked, moving}, return_when=asyncio.FIRST_COMPLETED)
-            over = work.done()
+            await asyncio.wait({work, deserted, asked, moving}, return_when=asyncio.FIRST_COMPLETED)
+            over = work.done() or deserted.done()
             self.move = moving.result() if moving.done() and not over and not asked.done() else None
             moving.cancel()
             self.state = PeerState.TRAINING if over else PeerState.LEAVING
@@ -251,9 +278,9 @@ class Training:
                 self._reporter.record(events.StateChanged(state=PeerState.LEAVING))
                 await self._depart(self.move, replica.worker.device_s)
             await self._drain(replica, steps)
-            for task in (work, asked, steps):
+            for task in (work, deserted, asked, steps):
                 task.cancel()
-            await asyncio.wait({work, asked, steps})
+            await asyncio.wait({work, deserted, asked, steps})
             discarded = await replica.discard()
             if over:
                 self._reporter.say("the run is over; one last round")

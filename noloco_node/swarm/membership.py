@@ -217,13 +217,15 @@ class Membership:
         # Never shorter than before: of two records the DHT keeps the one that expires later.
         self._behind_s = max(self._behind_s, -(self.skew_s or 0.0))
         kept_s = min(self._lifetime_s + CLOCK_ERROR_S + self._behind_s, LONGEST_IN_DHT_S)
-        await self._store(self._stage_key(record.stage), raw, kept_s)
         self._progress.note_own(record, loop_s())
+        stored = [self._store(self._stage_key(record.stage), raw, kept_s)]
         source = self._progress.sources.get(self._network.peer_id)
         if source is not None:
-            await self._store(self._sources_key, msgspec.msgpack.encode(source.said), SOURCE_LIFETIME_S)
+            stored.append(self._store(self._sources_key, msgspec.msgpack.encode(source.said), SOURCE_LIFETIME_S))
         if self.tally is not None and self.tally.samples:
-            await self._store(self._receipts_key, self.tally.raw(), SOURCE_LIFETIME_S)
+            stored.append(self._store(self._receipts_key, self.tally.raw(), SOURCE_LIFETIME_S))
+        # All at once: others may still call who leaves, until its last record is out.
+        await asyncio.gather(*stored)
 
     async def _store(self, key: str, raw: bytes, lifetime_s: float) -> None:
         if len(raw) > RECORD_BYTES:

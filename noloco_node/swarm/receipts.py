@@ -152,6 +152,15 @@ class ReceiptLedger:
         """Return the samples of a source, since we began, that are believed."""
         return int(self._settled.get(source, 0.0) + self._believed(self._window.get(source)))
 
+    def believed_in_all(self, source: str) -> int:
+        """Return the samples of a source in all its time that are believed, of what our signers of today signed.
+
+        0 until enough has come back to us: a few microbatches may all have gone to one signer.
+        """
+        if (self._proved + self._proved_before).total() < ENOUGH * self._microbatch:
+            return 0
+        return int(self._believed({each: self._books[each].total[source] for each in self._shares}))
+
     def _shares_now(self) -> dict[str, float]:
         proved = self._proved + self._proved_before
         # A signer whose receipts do not reach us says nothing of anybody.

@@ -145,6 +145,20 @@ def test_a_signer_that_works_signs_little_more_for_its_friend() -> None:
     assert all(swarm.ledger.credited(name) >= 0.9 * swarm.true[name] for name in ("x1", "x2", "x3"))
 
 
+def test_who_comes_late_learns_what_others_did_before_and_one_signer_adds_little() -> None:
+    swarm = Swarm([1.0] * 4)
+    for _ in range(10):
+        swarm.refresh()
+    swarm.ledger.begin()
+    swarm.signed_for_nothing = {"y0": {"friend": 10**9}}
+    swarm.ledger.prove("y0", 2)
+    assert swarm.ledger.believed_in_all("friend") == 0, "the first reply proves nothing"
+    swarm.refresh()
+    assert swarm.ledger.credited("x1") < 0.2 * swarm.true["x1"]
+    assert 0.8 * swarm.true["x1"] <= swarm.ledger.believed_in_all("x1") <= swarm.true["x1"]
+    assert swarm.ledger.believed_in_all("friend") < 0.02 * swarm.true["x1"]
+
+
 @pytest.mark.network
 def test_a_run_of_real_nodes_ends_by_receipts_and_not_by_a_claim() -> None:
     """Two sources, two signers, and an identity that claims a whole budget and has finished, from the beginning on."""
