@@ -92,12 +92,19 @@ class MicrobatchClient:
             self._unbounded.pop(limit, None)
         if isinstance(reply, Gradient):
             if reply.hidden is not None:
-                reply = replace(reply, hidden=_checked(self.bound, peer, reply.hidden))
+                reply = replace(reply, hidden=self._bounded(peer, reply.hidden))
             self._timeout.took(peer, loop_s() - begun_s)
             self._bound_first(share * self._timeout.deadline_s(peer))
             if self._config.stage + 2 == self._config.run.pipeline.stages:
                 reply = replace(reply, computed_by=peer)
         return reply
+
+    def _bounded(self, peer: str, gradient: Tensor) -> Tensor:
+        """Return what counts of a gradient; ConnectionAbortedError where none does: an honest one may be too large."""
+        try:
+            return self.bound.bounded(peer, gradient)
+        except ValueError as error:
+            raise ConnectionAbortedError(f"its gradient was refused: {error}") from None
 
     def _limit(self, most_s: float, begun_s: float) -> asyncio.Timeout:
         """Return the limit of a call; one that nothing bounds yet is bounded by the first reply of anybody."""
@@ -183,7 +190,10 @@ class MicrobatchServer:
         least, greatest = microbatch.targets.aminmax()
         if int(least) < 0 or int(greatest) >= self._context.vocabulary:
             raise Violation(f"targets outside the vocabulary of {self._context.vocabulary}")
-        hidden = _checked(self.bound, conversation.peer, microbatch.hidden)
+        try:
+            hidden = self.bound.bounded(conversation.peer, microbatch.hidden)
+        except ValueError as error:
+            raise Violation(str(error)) from None
         source = conversation.peer if self._config.stage == 1 else microbatch.source
         reply = await self._worker.process(replace(microbatch, hidden=hidden, source=source), conversation.peer)
         if isinstance(reply, Gradient):
@@ -199,14 +209,6 @@ class MicrobatchServer:
             raise
         if isinstance(reply, Refused):
             self._context.record(events.RefusedMicrobatch(peer=conversation.peer, reason=str(reply.reason), here=True))
-
-
-def _checked(bound: SizeBound, peer: str, wire: Tensor) -> Tensor:
-    """Return what counts of a peer's numbers; raise Violation for those that no stage sends."""
-    try:
-        return bound.bounded(peer, wire)
-    except ValueError as error:
-        raise Violation(str(error)) from None
 
 
 def _end(wait: asyncio.Timeout) -> None:

@@ -8,9 +8,9 @@ it is what the scales alone say, which no value can exceed: nothing is decoded f
     up to REFUSE medians                    is scaled down to SCALE medians
     beyond, or not finite                   is refused: no backward pass adds it up
 
-What is scaled can do no more harm than an honest message, so a refusal only has to name what no honest peer sends: a
-model that knows its text by heart honestly returns gradients 60 times as large as usual for a microbatch that it does
-not know.
+A model that knows its text by heart honestly returns gradients up to 60 times as large as usual, for a microbatch that
+it does not know. So who is refused is no liar by that, and another replica computes the microbatch. Not to refuse them
+costs more: what a replica with spoilt weights returns has no direction, and scaled down it still has none.
 
 The median is over peers, of the median of each one's last messages: who sends much has no more voices than others. Of
 an even number the higher one in the middle counts, so that nobody can have honest messages refused by sending small
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCALE = 3.0
-REFUSE = 1000.0
+REFUSE = 10.0
 LARGEST_SIZE = 2.0**16
 """Of what is let in where nothing is known: the values of trained models are smaller by far."""
 LEAST_KNOWN = 4

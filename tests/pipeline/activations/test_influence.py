@@ -125,9 +125,9 @@ def test_sizes_that_grow_are_followed() -> None:
     refused = 0
     for number in range(60):
         try:
-            bound.bounded(f"p{number % 3}", encode(PLAIN, numbers(number, 5 * REFUSE)))
+            bound.bounded(f"p{number % 3}", encode(PLAIN, numbers(number, 10 * REFUSE)))
         except ValueError:
             refused += 1
     assert 0 < refused < 40
-    wire = encode(PLAIN, numbers(0, 5 * REFUSE))
+    wire = encode(PLAIN, numbers(0, 10 * REFUSE))
     assert bound.bounded("p0", wire) is wire
