@@ -32,6 +32,8 @@ ASKED = "asked to leave"
 LAST_ROUND_S = 20.0
 NEARLY_OVER, IDLE_S = 0.95, 300.0
 """Progress from which on, and time without any work after which, sources that we have seen do nothing may end a run."""
+ALONE_S = 100.0
+"""The same, where no other source is at work: then nothing is lost by it."""
 UNSEEN_TIMES = 2
 """Times our own samples that each source counts for, until the first of the work on them is seen."""
 DRAIN_S, LONGEST_DRAIN_S = 10.0, 60.0
@@ -117,7 +119,7 @@ class StageWork:
     async def _seen(self, over: Callable[[], bool]) -> None:
         while not over():
             with suppress(TimeoutError):
-                async with asyncio.timeout(IDLE_S):
+                async with asyncio.timeout(ALONE_S):
                     await self._membership.changed()
 
     async def _make_source(self, replica: Replica) -> MicrobatchSource:
@@ -184,7 +186,8 @@ class StageWork:
         if run_over(own_samples + credited.present_in_all, credited.finished_in_all):
             return True
         nearly = self._covered(own_samples) >= NEARLY_OVER * self._run.budget_samples
-        idle = loop_s() - source.returned_s > IDLE_S
+        others = roster.sources - roster.sources_finished > 1
+        idle = loop_s() - source.returned_s > (IDLE_S if others else ALONE_S)
         # A source to which nothing comes back is not at work: it may be that its stages ended without it.
         return (nearly or idle) and run_over(roster.sources - idle, roster.sources_finished)
 
@@ -197,7 +200,8 @@ class StageWork:
         if run_over(sum(done.values()), sum(done[peer] for peer in finished)):
             return True
         nearly = replica.progress.value >= NEARLY_OVER
-        idle = loop_s() - max(begun_s, served.returned_s) > IDLE_S
+        others = roster.sources > roster.sources_finished
+        idle = loop_s() - max(begun_s, served.returned_s) > (IDLE_S if others else ALONE_S)
         return (nearly or idle) and run_over(roster.sources, roster.sources_finished)
 
     def _credit(self, roster: Roster) -> _Credited:
