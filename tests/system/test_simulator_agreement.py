@@ -377,4 +377,5 @@ def _microbatch_bytes(trace: Trace, way: str) -> float:
     # The run file and how far the run had come travel only where processes join by an invite, and a state only to
     # whoever comes late.
     assert counts.keys() - {"run", "reached", "state"} == {"microbatch", "gossip"}
-    return counts["microbatch"] / trace.trained
+    refused = sum(event.count for event in trace.of(Lost))
+    return counts["microbatch"] / (trace.trained + refused)
