@@ -19,7 +19,7 @@ from noloco_node.swarm.receipts import Tally
 from noloco_node.swarm.roster import Roster
 from noloco_node.tasks import loop_s
 from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.activations.influence import SizeBound
+from pipeline.activations.influence import SizeBound, UnusualSizeError
 from pipeline.messages import Gradient, Microbatch, Refused, Reply
 from pipeline.routing import Hop
 from pipeline.worker import Worker
@@ -100,11 +100,13 @@ class MicrobatchClient:
         return reply
 
     def _bounded(self, peer: str, gradient: Tensor) -> Tensor:
-        """Return what counts of a gradient; ConnectionAbortedError where none does: an honest one may be too large."""
+        """Return what counts of a gradient; ConnectionAbortedError where none does of an honest one, else Violation."""
         try:
             return self.bound.bounded(peer, gradient)
-        except ValueError as error:
+        except UnusualSizeError as error:
             raise ConnectionAbortedError(f"its gradient was refused: {error}") from None
+        except ValueError as error:
+            raise Violation(str(error)) from None
 
     def _limit(self, most_s: float, begun_s: float) -> asyncio.Timeout:
         """Return the limit of a call; one that nothing bounds yet is bounded by the first reply of anybody."""

@@ -8,9 +8,8 @@ it is what the scales alone say, which no value can exceed: nothing is decoded f
     up to REFUSE medians                    is scaled down to SCALE medians
     beyond, or not finite                   is refused: no backward pass adds it up
 
-A model that knows its text by heart honestly returns gradients up to 60 times as large as usual, for a microbatch that
-it does not know. So who is refused is no liar by that, and another replica computes the microbatch. Not to refuse them
-costs more: what a replica with spoilt weights returns has no direction, and scaled down it still has none.
+A model that knows much of its text by heart honestly returns gradients up to 60 times as large as usual, for a short
+microbatch that it does not know. So the bound of a refusal lies above, and who is refused is no liar by that.
 
 The median is over peers, of the median of each one's last messages: who sends much has no more voices than others. Of
 an even number the higher one in the middle counts, so that nobody can have honest messages refused by sending small
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCALE = 3.0
-REFUSE = 10.0
+REFUSE = 100.0
 LARGEST_SIZE = 2.0**16
 """Of what is let in where nothing is known: the values of trained models are smaller by far."""
 LEAST_KNOWN = 4
@@ -46,6 +45,10 @@ CERTAIN = 32
 LEAST_VALUES = 256
 MESSAGES, PEERS = 3, 16
 """How much is remembered: the last messages of each peer, for sizes change with the weights, and the last peers."""
+
+
+class UnusualSizeError(ValueError):
+    """A message is well formed and finite, and much larger than others of its kind."""
 
 
 class SizeBound:
@@ -58,21 +61,26 @@ class SizeBound:
         self._counts: Counter[str] = Counter()
 
     def bounded(self, peer: str, wire: Tensor) -> Tensor:
-        """Return what counts of a message, itself where all does; raise ValueError where none does."""
+        """Return what counts of a message, itself where all does.
+
+        Raises `UnusualSizeError` where none does, and another ValueError for what no honest peer sends.
+        """
         from pipeline.activations.codec import bound_of_norm, check, scaled
 
         check(self._code, wire)
         size = bound_of_norm(self._code, wire) / math.sqrt(max(1, wire.numel()))
         few = wire.numel() < LEAST_VALUES
         if not math.isfinite(size) or (size > LARGEST_SIZE and not few):
-            raise self._refusal(f"values of the size {size:.3g}")
+            self._counts["refused"] += 1
+            raise ValueError(f"values of the size {size:.3g}")
         if few:
             return wire
         usual = self._usual()
         most = SCALE * (1.0 + CERTAIN / max(1, self._known)) * usual
         self._note(peer, min(size, most))
         if size > most * REFUSE / SCALE:
-            raise self._refusal(f"values of the size {size:.3g}, where {usual:.3g} is usual")
+            self._counts["refused"] += 1
+            raise UnusualSizeError(f"values of the size {size:.3g}, where {usual:.3g} is usual")
         if size <= most:
             return wire
         self._counts["scaled"] += 1
@@ -95,7 +103,3 @@ class SizeBound:
         sizes.append(size)
         if len(self._seen) > PEERS:
             del self._seen[next(iter(self._seen))]
-
-    def _refusal(self, why: str) -> ValueError:
-        self._counts["refused"] += 1
-        return ValueError(why)
