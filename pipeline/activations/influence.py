@@ -8,16 +8,16 @@ it is what the scales alone say, which no value can exceed: nothing is decoded f
     up to REFUSE medians                    is scaled down to SCALE medians
     beyond, or not finite                   is refused: no backward pass adds it up
 
-A model that knows much of its text by heart honestly returns gradients up to 60 times as large as usual, for a short
-microbatch that it does not know. So the bound of a refusal lies above, and who is refused is no liar by that.
+A model that knows much of its text by heart honestly returns a gradient up to 60 times as large as usual, for a short
+microbatch that it does not know. So who is refused for a size alone is no liar by that, and messages of fewer than
+LEAST_VALUES are only asked to be finite.
 
 The median is over peers, of the median of each one's last messages: who sends much has no more voices than others. Of
 an even number the higher one in the middle counts, so that nobody can have honest messages refused by sending small
 ones. What is remembered of a message is what of it counted, so that no single one moves a median far.
 
 Until LEAST_KNOWN messages have come only what no model computes is refused. Bounds are wider at first, for nothing
-changes sizes like the first steps of a run. Where a message has too few values for a size to mean anything, only what
-is not finite is refused.
+changes sizes like the first steps of a run.
 
 The direction of a gradient is not looked at: beside the noise of a microbatch it says nothing. To scale activations
 changes the bytes from which the dither of their gradient follows: who sent them reads it with twice the rounding noise.
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCALE = 3.0
-REFUSE = 100.0
+REFUSE = 10.0
 LARGEST_SIZE = 2.0**16
 """Of what is let in where nothing is known: the values of trained models are smaller by far."""
 LEAST_KNOWN = 4
 CERTAIN = 32
 """Messages after which bounds are still twice as wide as they will be."""
-LEAST_VALUES = 256
+LEAST_VALUES = 8192
 MESSAGES, PEERS = 3, 16
 """How much is remembered: the last messages of each peer, for sizes change with the weights, and the last peers."""
 

@@ -23,7 +23,8 @@ quick = settings(max_examples=40, deadline=None)
 
 @pytest.fixture(autouse=True, scope="module")
 def enough_is_known() -> Iterator[None]:
-    with mock.patch("pipeline.activations.influence.CERTAIN", 0):
+    module = "pipeline.activations.influence"
+    with mock.patch(f"{module}.CERTAIN", 0), mock.patch(f"{module}.LEAST_VALUES", 256):
         yield
 
 
