@@ -38,6 +38,7 @@ from noloco_node.journal.events import (
     Hops,
     InnerStep,
     Lost,
+    Noticed,
     Receipts,
     RefusedMicrobatch,
     Started,
@@ -310,10 +311,11 @@ def _counters(saved: Checkpoint) -> dict[str, Any]:
 # Two by two: the same laws.
 
 ALWAYS = {Started, StateChanged, InnerStep, OuterStepTaken, Traffic, Finished}
-SOMETIMES = {CatchUp, Lost, Receipts, RoundDeferred, RefusedMicrobatch}
+SOMETIMES = {CatchUp, Lost, Noticed, Receipts, RoundDeferred, RefusedMicrobatch}
 """A replica that is late for a round defers, one that comes when the others have had a round copies them, and a full
 queue refuses: a matter of timing, and of no concern. A model that knows its text by heart returns gradients of very
-different sizes, and one far beyond the usual is lost (`pipeline.activations.influence`)."""
+different sizes, and one far beyond the usual is lost (`pipeline.activations.influence`). A real machine that stands
+still is noticed."""
 
 
 def test_two_by_two_write_the_same_kinds_of_events(two_by_two: Pair) -> None:
