@@ -1,4 +1,4 @@
-"""How many values wrap in the 4-bit code, and how coarse it is: the figures in `gossip/exchange/codec.py`.
+"""How many values wrap in the 4-bit code, and how coarse it is: the figures in `gossip/exchange/int4_step.py`.
 
     python -m benchmarks.codec.margins [--draws 24] [--steps 50]
 
@@ -22,8 +22,9 @@ from torch import Tensor
 from benchmarks.codec.whole_sets import decode, encode, settle
 from benchmarks.laboratory.experiments.cell import Cell
 from benchmarks.laboratory.methods.replicas import Swarm
-from gossip.exchange.codec import FEW, MARGIN, Feedback, common_steps
+from gossip.exchange.codec import Feedback
 from gossip.exchange.formats import Format
+from gossip.exchange.int4_step import FEW, MARGIN, common_steps
 from gossip.exchange.swap import probe_coordinates
 from gossip.rule.outer_step import Tensors, mean
 

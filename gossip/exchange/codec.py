@@ -4,38 +4,7 @@ Both sides of an exchange must use what was *received*, not what was meant: othe
 pair that should meet drifts apart. So a sender reads its own weights from what it sent, as the partner does, to the
 bit. Nobody keeps decoded weights: a `Reader` decodes piece by piece, where they are used.
 
-**The step of int4** must be the same on both sides without a word, and follow the distance between them. Both hold both
-probes (see `swap`: some 4096 coordinates of either side's weights), so `common_steps` derives it from them, a step
-per parameter:
-
-    radius = the largest distance that the probes show in this parameter, times log(all moved) / log(moved here),
-             and at most the largest in all
-    step   = MARGIN * radius / 8
-
-- *Largest* rather than root mean square: of n draws from any distribution the next exceeds the largest with
-  probability 1 / (n + 1), whatever the tail; a root mean square says nothing of it. A radius of 5.25 of those, ample
-  for a Gaussian, wraps 3e-3 of distances with a heavy tail (Student t3) and 7e-3 where most rows of the embeddings did
-  not move; the largest widens the step there, and wraps 2e-4 and 2e-6.
-- *A parameter each* where at least FEW of its probed coordinates moved: distances of one model's parameters lie a
-  factor of four apart, and one step for all would round the nearest ones as coarsely as the farthest need. The
-  logarithm lengthens the largest of a few to that of many, exactly so for an exponential tail, more than enough for a
-  Gaussian.
-- *Moved* counts distances that are not zero: the rows of an embedding that nobody has seen say nothing of the others.
-  Parameters with fewer (norms, biases, rare rows) take the largest in all.
-
-`MARGIN` is measured (`benchmarks/codec/margins.py`): three pairs of replicas of 0.4M parameters after 50 steps of AdamW
-apart, and synthetic distances whose scale varies between parameters (standard deviation of its logarithm 0.5). Share of
-values that wrap, and root mean square of the rounding over that of the distance:
-
-    margin         1.25             1.5              2
-    transformer    1e-5   0.22      0      0.27      0      0.36
-    Gaussian       2e-5   0.17      1e-6   0.20      0      0.27      (of one scale, margin 1.5: 5e-7)
-    Laplace        9e-5   0.26      2e-5   0.31      6e-7   0.41
-    Student t3     3e-4   0.53      2e-4   0.63      7e-5   0.84
-
-A wrapped value is no disaster: it is within 8 steps of the receiver's own weight, so it is off by less than its
-distance and those 8 steps together. What a liar may do is bounded by the same 8 steps, and the steps by refusing a
-probe that is `FAR` from one's own.
+In int4 a step per parameter says what a code is worth: see `int4_step`.
 
 **Error feedback.** A residual per parameter holds what was meant and has not been sent: x + e is encoded, then
 e <- x + e - decoded. So what was sent in all differs from what was meant in all by one residual, which is bounded by
@@ -59,6 +28,7 @@ import torch
 from torch import Tensor
 
 from gossip.exchange.formats import BLOCK, Format, blocks, packed_bytes, wire_specs
+from gossip.exchange.int4_step import largest_of
 from gossip.exchange.messages import Implausible
 from gossip.exchange.quantise import (
     LARGEST_CODE,
@@ -72,21 +42,6 @@ from gossip.exchange.quantise import (
 )
 from gossip.exchange.swap import NORM_RATIO, NOT_FINITE, check_norm
 from gossip.rule.outer_step import Tensors
-
-MARGIN = 1.5
-"""How much farther than the probes show a value may lie before int4 wraps."""
-FEW = 32
-"""With fewer probed coordinates that moved, a parameter takes the step of all."""
-FAR = 10.0
-"""A probe that differs from ours by more than this times our size is implausible.
-
-Our size is our largest probed weight, or `NORM_RATIO` times their root mean square, whichever is more: fresh weights
-have no large ones yet, and must not take a trained partner's for a lie.
-"""
-FINEST = 2.0**-18
-"""The smallest step over the largest probed weight: beneath it float32 could not tell the multiples apart."""
-STEP_OF_NOTHING = 2.0**-24
-"""The step where all probed weights are zero."""
 
 
 class Coded(NamedTuple):
@@ -213,31 +168,6 @@ class Reader:
         return mine, out
 
 
-def common_steps(own_probe: Tensor, their_probe: Tensor, counts: Sequence[int]) -> tuple[float, ...]:
-    """Return the step of int4 for each parameter, the same on both sides to the bit, never zero.
-
-    `counts`: how many of the probed coordinates lie in each parameter. The probes, float32 [sum of counts], are of
-    what either side means to send. Raises Implausible where theirs is of another shape, not finite, or far from ours;
-    ValueError where ours is not finite or of another number of coordinates.
-    """
-    if own_probe.shape != (sum(counts),):
-        raise ValueError(f"a probe of {list(own_probe.shape)} for {sum(counts)} coordinates")
-    if their_probe.shape != own_probe.shape or their_probe.dtype != own_probe.dtype:
-        raise Implausible(f"probe: {their_probe.dtype} {list(their_probe.shape)} where ours is {list(own_probe.shape)}")
-    distances = torch.sub(own_probe, their_probe).abs_()
-    own_size, their_size = _largest(own_probe), _largest(their_probe)
-    if not math.isfinite(own_size):
-        raise ValueError("our own probe is not finite")
-    farthest, plausible = _largest(distances), FAR * max(own_size, NORM_RATIO * _root_mean_square(own_probe))
-    if not farthest <= plausible:
-        raise Implausible(f"probe: {farthest:.3g} from ours, where {plausible:.3g} is plausible")
-    size = max(own_size, their_size)
-    finest = max(FINEST * size, torch.finfo(torch.float32).tiny) if size else STEP_OF_NOTHING
-    moved = int(torch.count_nonzero(distances))
-    radii = (_radius(part, moved, farthest) for part in torch.split(distances, list(counts)))
-    return tuple(_rounded_up(max(MARGIN * radius / 8, finest)) for radius in radii)
-
-
 class Feedback:
     """What one replica meant to send and has not: a residual per parameter.
 
@@ -283,12 +213,12 @@ def _write(form: Format, parts: Tensors, at: slice, values: Tensor, step: float)
     if form is Format.INT8:
         scales = parts[1][_blocks(at)]
         round_int8(values, parts[0][at], scales)
-        return lambda: _largest(scales * LARGEST_CODE)
+        return lambda: largest_of(scales * LARGEST_CODE)
     if form is Format.INT4:
         round_int4(values, parts[0][_packed(at, parts[0])], step, high=at.start >= len(parts[0]))
-        return lambda: _largest(torch.stack(torch.aminmax(values)) * step)
+        return lambda: largest_of(torch.stack(torch.aminmax(values)) * step)
     parts[0][at].copy_(values)
-    return lambda: _largest(parts[0][at].float())
+    return lambda: largest_of(parts[0][at].float())
 
 
 def _blocks(at: slice) -> slice:
@@ -316,37 +246,9 @@ def _parts(form: Format, wire: Tensors, weights: Tensors) -> Iterator[Tensors]:
         )
 
 
-def _radius(distances: Tensor, moved: int, farthest: float) -> float:
-    """Return how far this parameter's values may be expected to lie from the partner's, before the margin.
-
-    `moved`: coordinates that differ in the whole probe; `farthest`: the largest distance among them.
-    """
-    here = int(torch.count_nonzero(distances))
-    if here < FEW:
-        return farthest
-    return min(farthest, _largest(distances) * math.log(moved) / math.log(here))
-
-
-def _rounded_up(step: float) -> float:
-    """Return the next number of 8 significant bits.
-
-    Both sides agree whatever the last bit of their logarithm is, and products with integers up to 2^16 are exact.
-    """
-    fraction, exponent = math.frexp(step)
-    return math.ldexp(math.ceil(fraction * 256) / 256, exponent)
-
-
 def _check_steps(form: Format, weights: Tensors, steps: Sequence[float]) -> None:
     if len(steps) != (len(weights) if form.is_modular else 0):
         raise ValueError(f"{len(steps)} steps for {len(weights)} tensors in {form}")
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-def _root_mean_square(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor)) / math.sqrt(max(1, tensor.numel()))
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossip.exchange.codec import Coded, Encoded, Feedback, Sides, check, common_steps, encode
+from gossip.exchange.codec import Coded, Encoded, Feedback, Sides, check, encode
 from gossip.exchange.formats import absolute
 from gossip.exchange.influence import InfluenceBound, check_alike, measure
+from gossip.exchange.int4_step import common_steps
 from gossip.exchange.swap import Compute, norm, probe_coordinates
 from gossip.interface import GossipReplica, RoundSettings
 from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step

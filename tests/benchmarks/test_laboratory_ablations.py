@@ -29,8 +29,8 @@ from benchmarks.laboratory.methods.replicas import Swarm
 from benchmarks.laboratory.methods.server_rules import Server, ServerState, nesterov
 from benchmarks.laboratory.methods.virtual_trainee import Device
 from benchmarks.laboratory.running import trial
-from gossip.exchange.codec import MARGIN, common_steps
 from gossip.exchange.formats import Format, absolute, wire_bytes
+from gossip.exchange.int4_step import MARGIN, common_steps
 from gossip.interface import RoundSettings
 from gossip.rule.outer_step import Outer, OuterState, outer_step
 from noloco_node.planning.model_layout import model_layout

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.codec.whole_sets import Encoded, decode, encode
-from gossip.exchange.codec import common_steps
 from gossip.exchange.formats import Format, absolute, wire_bytes
+from gossip.exchange.int4_step import common_steps
 from gossip.exchange.messages import NOTHING, PrefetchOffer, Probe, Weights
 from gossip.exchange.swap import PROBE, probe_coordinates
 from noloco_node.network.schema import Schema, Violation

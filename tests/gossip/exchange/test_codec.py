@@ -12,8 +12,9 @@ from limits import LAST_RESORT_S
 from torch import Tensor
 
 from benchmarks.codec.whole_sets import decode, encode, meant_by, settle
-from gossip.exchange.codec import FAR, FEW, FINEST, Coded, Feedback, check, common_steps
+from gossip.exchange.codec import Coded, Feedback, check
 from gossip.exchange.formats import BLOCK, Format, wire_bytes, wire_specs
+from gossip.exchange.int4_step import FAR, FEW, FINEST, common_steps
 from gossip.exchange.messages import Implausible
 from gossip.exchange.quantise import PIECE
 from gossip.exchange.swap import NORM_RATIO, norm, probe_coordinates

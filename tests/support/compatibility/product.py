@@ -7,7 +7,7 @@ The names here are these tests' own. What is renamed in the product is imported 
 from __future__ import annotations
 
 from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
-from gossip.exchange import codec
+from gossip.exchange import codec, int4_step
 from gossip.exchange.formats import Format
 from gossip.exchange.messages import (
     Accepted,

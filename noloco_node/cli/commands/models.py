@@ -1,0 +1,51 @@
+"""The commands `evaluate` and `generate`: what an exported model is worth, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from noloco_node.cli.options import HomesOption
+
+
+def evaluate(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="DIR", help="Directories that `export` wrote, or other checkpoints with --data."),
+    ] = None,
+    from_home: HomesOption = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to evaluate on: a file, directory or glob, json:PATH, parquet:PATH, hub:OWNER/NAME@COMMIT.",
+            show_default="the run's held-out split",
+        ),
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="At most so many batches of 8 sequences.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
+) -> None:
+    """Print validation loss and perplexity of exported checkpoints, or of homes: merged, and each replica."""
+    from noloco_node.inference.evaluation import evaluate as evaluate_models
+
+    typer.echo(evaluate_models(directories or (), from_home or (), data=data, batches=batches, as_json=as_json))
+
+
+def generate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from.", show_default=False)],
+    max_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 takes the most probable token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the most probable; 0: from all.")] = 40,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
+) -> None:
+    """Let an exported checkpoint go on from a prompt, token by token."""
+    from noloco_node.inference.generation import Sampling
+    from noloco_node.inference.generation import generate as pieces
+
+    added = pieces(directory, prompt, Sampling(max_tokens, temperature, top_k, seed))
+    typer.echo(prompt, nl=False)
+    for piece in added:
+        typer.echo(piece, nl=False)
+    typer.echo()
