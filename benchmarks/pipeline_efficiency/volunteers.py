@@ -1,6 +1,7 @@
 """Sixteen volunteers: what `init` plans for them and expects, and what production nodes then do in virtual time.
 
-    python -m benchmarks.pipeline_efficiency.volunteers [--preset 1b] [--up 100 20] [--seeds 0 1 2] [--shares 0.2 0.1]
+    python -m benchmarks.pipeline_efficiency.volunteers [--preset 1b] [--up 100 20] [--seeds 0 1 2] [--shares 0.2 0.1] \
+        [--subspace 512]
 
 The machines and the network are those of `docs/scenarios/volunteers.toml`: 24 GiB on the GPU, 32 GiB beside it, 60
 TFLOP/s as reached, 100 Mbit/s down, 60 ± 20 ms; computing again and coding are charged. A row: tokens a second from the
@@ -49,10 +50,14 @@ def volunteers(up: float) -> Machines:
     )
 
 
-def plan(preset: str, up: float, share: float) -> Planned:
-    """Return what `init` plans, with this share of the line for rounds."""
+def plan(preset: str, up: float, share: float, subspace: int | None = None) -> Planned:
+    """Return what `init` plans, with this share of the line for rounds, and in a subspace where one is named."""
     run = decode_run(run_text(preset), "the preset")
-    run = structs.replace(run, outer=structs.replace(run.outer, line_share=share))
+    run = structs.replace(
+        run,
+        outer=structs.replace(run.outer, line_share=share),
+        pipeline=structs.replace(run.pipeline, subspace=subspace),
+    )
     return plan_for(run, volunteers(up))
 
 
@@ -60,9 +65,13 @@ def measure(preset: str, run: RunConfig, up: float, seed: int, rounds: int) -> R
     """Simulate a run that was planned from a preset."""
     values = planned_values(run)
     values["outer"]["line_share"] = run.outer.line_share
+    text = run_text(preset)
+    if run.pipeline.subspace is not None:
+        text = text.replace("# subspace = ", "subspace = ")
+        values["pipeline"]["subspace"] = run.pipeline.subspace
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.toml"
-        path.write_text(with_values(run_text(preset), values, ""))
+        path.write_text(with_values(text, values, ""))
         scenario = load_scenario(SCENARIO)
         scenario = structs.replace(
             scenario,
@@ -96,10 +105,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2], help="of the line, for rounds")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--subspace", type=int, help="numbers a token that travel; not by default")
     args = parser.parse_args()
     for share in args.shares:
         for up in args.up:
-            planned = plan(args.preset, up, share)
+            planned = plan(args.preset, up, share, args.subspace)
             pipeline, expected = planned.run.pipeline, planned.expected
             print(
                 f"{up:g} Mbit/s up, {share:.0%} for rounds: {pipeline.stages} x {pipeline.replicas}, windows of "
