@@ -59,10 +59,14 @@ class Crowd:
         self.commands = commands
         self.run = run_file(commands.directory)
         self.bootstrap, self.invite = host(commands, self.run)
-        self.sources = [join(commands, self.invite, 0) for _ in range(2)]
-        self.keeper, *self.spares = [join(commands, self.invite, 1) for _ in range(4)]
+        self.sources = [self.newcomer(0) for _ in range(2)]
+        self.keeper, *self.spares = [self.newcomer(1) for _ in range(4)]
         self.disturbed: list[Command] = []
         self.all_train()
+
+    def newcomer(self, stage: int) -> Command:
+        """Start a replica whose device is slow: a swarm without end would keep every core of the machine busy."""
+        return join(self.commands, self.invite, stage, "--slowdown", "10")
 
     @property
     def sound(self) -> list[Command]:
@@ -82,7 +86,7 @@ class Crowd:
     def spare(self) -> Command:
         """Return a replica of the last stage, to be disturbed; the others are sound without it."""
         if not self.spares:
-            self.spares.append(join(self.commands, self.invite, 1))
+            self.spares.append(self.newcomer(1))
             self.all_train()
         victim = self.spares.pop()
         self.disturbed.append(victim)
@@ -514,7 +518,7 @@ def test_a_new_bootstrap_peer_takes_the_place_of_a_dead_one(crowd: Crowd) -> Non
     assert peer(crowd.sound[0]) in {record["peer"] for stage in seen["stages"] for record in stage}
     crowd.bootstrap, crowd.invite = host(crowd.commands, crowd.run, "--invite", str(home))
     assert invites.parse(crowd.invite).addresses != invites.parse(gone).addresses
-    newcomer = join(crowd.commands, crowd.invite, 1)
+    newcomer = crowd.newcomer(1)
     crowd.spares.append(newcomer)
     crowd.all_train()
     assert "copying stage 1" in newcomer.complaint
