@@ -7,11 +7,11 @@ who tests how a command starts, starts it as a person does.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import os
 import runpy
+import select
 import shutil
 import signal
 import subprocess
@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -67,15 +68,13 @@ class NodeForks:
     """The process that forks; it ends with us."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        directory = tempfile.mkdtemp(prefix="node-forks-")
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, **environment, "TMPDIR": directory, "TORCHINDUCTOR_CACHE_DIR": directory},
+            env={**os.environ, **environment},
         )
-        atexit.register(self._end, directory)
 
     def start(self, request: Request) -> ForkedProcess:
         assert self._process.stdin is not None
@@ -84,42 +83,44 @@ class NodeForks:
         self._process.stdin.flush()
         return ForkedProcess(int(self._process.stdout.readline()), Path(request.code))
 
-    def _end(self, directory: str) -> None:
-        self._process.communicate()
-        shutil.rmtree(directory, ignore_errors=True)
-
 
 def serve() -> None:
     """Fork for each line of the standard input, and write down how each fork ends."""
     alive: dict[int, Path] = {}
-
-    def bury(*_: object) -> None:
-        while alive:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
+    ends, end = os.pipe()
+    os.set_blocking(end, False)
+    signal.set_wakeup_fd(end)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    unfinished = b""
+    while True:
+        ready, _, _ = select.select([sys.stdin, ends], [], [])
+        if ends in ready:
+            os.read(ends, 4096)
+            note_ends(alive)
+        if sys.stdin in ready:
+            if not (news := os.read(sys.stdin.fileno(), 65536)):
                 return
-            path = alive.pop(pid)
-            path.with_suffix(".new").write_text(str(os.waitstatus_to_exitcode(status)))
-            path.with_suffix(".new").rename(path)
-
-    signal.signal(signal.SIGCHLD, bury)
-    for line in sys.stdin.buffer:
-        request = msgspec.json.decode(line, type=Request)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        pid = os.fork()
-        if not pid:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        else:
-            alive[pid] = Path(request.code)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        if not pid:
-            become(request)
-            return
-        print(pid, flush=True)
+            *lines, unfinished = (unfinished + news).split(b"\n")
+            for request in (msgspec.json.decode(line, type=Request) for line in lines):
+                if not (pid := os.fork()):
+                    become(request)
+                alive[pid] = Path(request.code)
+                print(pid, flush=True)
 
 
-def become(request: Request) -> None:
+def note_ends(alive: dict[int, Path]) -> None:
+    """Write down who has ended; only then may a process id be given to another."""
+    while alive and (end := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+        path = alive.pop(end.si_pid)
+        path.with_suffix(".new").write_text(str(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status))
+        path.with_suffix(".new").rename(path)
+        os.waitpid(end.si_pid, 0)
+
+
+def become(request: Request) -> NoReturn:
     """Be what was asked for."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     for number, (path, flags) in enumerate(
         ((os.devnull, os.O_RDONLY), (request.out, os.O_WRONLY), (request.err, os.O_WRONLY))
@@ -131,12 +132,15 @@ def become(request: Request) -> None:
     tempfile.tempdir = None
     sys.argv[1:] = request.arguments
     runpy.run_module("noloco_node", run_name="__main__", alter_sys=True)
+    raise SystemExit
 
 
 if __name__ == "__main__":
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory = tempfile.mkdtemp(prefix="node-forks-")
     gc.disable()
     for module in ("transformers.models.llama.modeling_llama", "noloco_node.cli.join", "noloco_node.export.exporter"):
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
     serve()
+    shutil.rmtree(directory)
