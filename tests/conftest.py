@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 
 import pytest
@@ -14,6 +16,10 @@ from hypothesis import settings
 settings.register_profile("random", deadline=None)
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.load_profile("same")
+
+REAL = ("network", "processes", "wan")
+LONG = (*REAL, "shared")
+"""Markers of tests that mostly wait, and of those that share what takes long."""
 
 # A shell that runs the tests in the background lets them ignore Ctrl-C, and every process that they start inherits
 # that: tests of Ctrl-C would then test nothing.
@@ -37,12 +43,37 @@ def pytest_configure(config: pytest.Config) -> None:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs in virtual time, so that `pytest -m virtual` shows what all of it together takes."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark what runs in virtual time, so that `pytest -m virtual` shows what all of it takes; sort what will run."""
     for item in items:
-        real = any(item.get_closest_marker(name) for name in ("network", "processes", "wan"))
-        if not real and isinstance(item, pytest.Function) and _simulates(item.module):
+        if not _has_one(item, REAL) and isinstance(item, pytest.Function) and _simulates(item.module):
             item.add_marker("virtual")
+    yield
+    items[:] = long_ones_first(items, getattr(config, "workerinput", {}).get("workercount", 1))
+
+
+def long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Return them in an order in which each worker begins with its share of the long tests.
+
+    `--dist worksteal` gives each worker an equal part of the list, and who is done takes the end of another's. A long
+    test there is waited for by all, and tests that share a swarm, torn apart, start it twice.
+    """
+    long = [item for item in items if _has_one(item, LONG)]
+    short = [item for item in items if not _has_one(item, LONG)]
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for _, of_a_file in itertools.groupby(long, lambda item: item.path):
+        min(shares, key=len).extend(of_a_file)
+    ordered: list[pytest.Item] = []
+    for number, share in enumerate(shares):
+        room = max(0, (len(items) - len(ordered)) // (workers - number) - len(share))
+        ordered += [*share, *short[:room]]
+        short = short[room:]
+    return ordered + short
+
+
+def _has_one(item: pytest.Item, markers: Iterable[str]) -> bool:
+    return any(item.get_closest_marker(name) for name in markers)
 
 
 def _simulates(module: ModuleType) -> bool:

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
+from process_swarm import run_file
 
 from benchmarks.robustness import chaos, fuzz, memory_soak
 from benchmarks.robustness.chaos import Case, Chaos, Rhythm
 from benchmarks.robustness.process_swarm import Shape, Swarm
 from noloco_node.journal.events import Event, Finished, InnerStep, Started
-from noloco_node.run.presets import demo_run_text
 
 CALM = Case(
     steps=100,
@@ -157,8 +157,7 @@ def test_a_peer_that_is_killed_stops_nobody_and_comes_back_with_its_home(tmp_pat
     """The short form of the benchmark: two by two, one kill, and as much time as a busy machine may need."""
 
     async def main() -> Swarm:
-        text = demo_run_text(stages=2, replicas=2, steps=1_000_000, seed=0)
-        async with Swarm(tmp_path, Shape(2, 2), text) as swarm:
+        async with Swarm(tmp_path, Shape(2, 2), run_file(tmp_path).read_text()) as swarm:
             await swarm.until(lambda: all(peer.steps >= 2 for peer in swarm.peers), "all take part", LAST_RESORT_S)
             strikes = Chaos(swarm, Rhythm(every_s=0.0, back_s=0.0), seed=0)
             strikes.look(going_on=True)

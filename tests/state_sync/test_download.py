@@ -91,9 +91,9 @@ class Newcomers:
 
 @pytest.mark.processes
 def test_a_process_killed_while_it_copies_takes_over_every_whole_piece(tmp_path: Path) -> None:
-    """Five real processes, five SIGKILLs at random instants; what a life takes over is checked in there."""
-    told = asyncio.run(kill_many(tmp_path, kills=5, megabytes=4.0, seed=0))
-    assert told.kills >= 5
+    """Real processes, SIGKILLs at random instants; what a life takes over is checked in there."""
+    told = asyncio.run(kill_many(tmp_path, kills=3, megabytes=4.0, seed=0))
+    assert told.kills >= 3
     assert told.copies >= 1
     assert told.resumed >= 1, "none of the lives had anything to go on from"
 

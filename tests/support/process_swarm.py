@@ -61,10 +61,10 @@ def host(commands: Commands, run: Path, *more: str) -> tuple[Command, str]:
     )
 
 
-def join(commands: Commands, invite: str, stage: int) -> Command:
+def join(commands: Commands, invite: str, stage: int, *more: str, forked: bool = True) -> Command:
     """Start a replica that tells of itself every second."""
-    options = ("--stage", str(stage), "--listen", LOCAL, "--refresh", "1", "--threads", "1")
-    return commands.start("join", invite, *options, home=True)
+    options = ("--stage", str(stage), "--listen", LOCAL, "--refresh", "1", "--threads", "1", *more)
+    return commands.start("join", invite, *options, home=True, forked=forked)
 
 
 def look(commands: Commands, invite: str) -> dict[str, Any]:

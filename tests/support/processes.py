@@ -18,11 +18,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 from limits import LAST_RESORT_S
+from node_forks import ForkedProcess, NodeForks, Request
 
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
@@ -31,31 +33,30 @@ T = TypeVar("T")
 E = TypeVar("E")
 
 POLL_S = 0.05
+LOAD_TORCH = ("export", "join")
+"""Commands that do."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 _NEVER = threading.Event()
 
 
 class Command:
     """One process of `noloco-node`, leader of its own process group as under a shell."""
 
-    def __init__(self, name: str, directory: Path, arguments: Iterable[str]) -> None:
+    def __init__(self, name: str, directory: Path, arguments: Iterable[str], *, forked: bool) -> None:
         self.name = name
         self.home, self.temporary = directory / "home", directory / "tmp"
         self.temporary.mkdir(parents=True)
         self._out, self._err = directory / "out", directory / "err"
         self._tail = Tail(self.home / "journal.jsonl")
         self._events: list[Event] = []
-        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         # torch makes a directory for its compiler wherever it is imported; nothing else may stay behind.
-        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"), "TMPDIR": str(self.temporary)}
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "noloco_node", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                env={**os.environ, **environment},
-            )
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"), "TMPDIR": str(self.temporary)}
+        self._out.touch()
+        self._err.touch()
+        start = _fork if forked else _spawn
+        self.process = start(
+            Request([*arguments], environment, str(self._out), str(self._err), str(directory / "code"))
+        )
 
     @property
     def exit_code(self) -> int | None:
@@ -122,12 +123,15 @@ class Commands:
         finally:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def start(self, *arguments: str, name: str | None = None, home: bool = False) -> Command:
-        """Start `noloco-node` with `arguments`; with `home`, also with a home of its own."""
+    def start(self, *arguments: str, name: str | None = None, home: bool = False, forked: bool = True) -> Command:
+        """Start `noloco-node` with `arguments`; with `home`, also with a home of its own.
+
+        `forked`: where it would load torch, it begins with that behind it.
+        """
         name = name or f"{arguments[0]}{len(self._commands)}"
         directory = self.directory / name
         more = ("--home", str(directory / "home")) if home else ()
-        command = Command(name, directory, [*arguments, *more])
+        command = Command(name, directory, [*arguments, *more], forked=forked and arguments[0] in LOAD_TORCH)
         self._commands.append(command)
         return command
 
@@ -167,6 +171,27 @@ class Commands:
 
     def __repr__(self) -> str:
         return f"Commands({self._commands!r})"
+
+
+def _spawn(request: Request) -> subprocess.Popen[bytes]:
+    with Path(request.out).open("wb") as out, Path(request.err).open("wb") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", "noloco_node", *request.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            env={**os.environ, **ENVIRONMENT, **request.environment},
+        )
+
+
+def _fork(request: Request) -> ForkedProcess:
+    return _forks().start(request)
+
+
+@cache
+def _forks() -> NodeForks:
+    return NodeForks(ENVIRONMENT)
 
 
 def _alive_with(mark: str) -> list[psutil.Process]:
