@@ -4,6 +4,7 @@ have many.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 def invite_text(given: str | None) -> str | None:
     """Return an invite as typed, or read it: from a file, or from the standard input (`-`). What is typed shows in
     the list of processes. `UserError` where a file cannot be read."""
-    if given is None or given.startswith("noloco"):
-        return given
+    if given is None:
+        return None
     if given == "-":
         return sys.stdin.readline().strip()
+    path = os.path.expanduser(given)
+    if not os.path.isfile(path):  # which no invite is too long for
+        return given
     try:
-        return Path(given).expanduser().read_text().strip() if Path(given).expanduser().is_file() else given
+        return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
         raise config_error(f"The invite cannot be read from {given}.", str(error), hint) from error
