@@ -19,6 +19,7 @@ from typing import NamedTuple
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.invite_credential import LOOK_S
 from noloco_node.admission.peer_keys import key_of
 from noloco_node.admission.proof_of_work import is_work
 from noloco_node.admission.ticket import MEMBER, Chain, Right, encode, extended
@@ -32,7 +33,6 @@ TICKETS_A_PREFIX = 32
 REFILL_S = 600.0
 """After so long a prefix may have one ticket more."""
 OPEN_DAYS = 365
-LOOK_S = 3600
 MOST_PREFIXES = 4096
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from noloco_node.demo.summary import ModelScores
 from noloco_node.errors import COMPLAINT, UserError, user_error_of
 from noloco_node.export.exporter import SwarmExport, merge_files, parts_of, write
-from noloco_node.export.held_out_loss import validation_loss, validation_text
+from noloco_node.export.held_out_loss import logits_of, validation_loss, validation_text
 from noloco_node.export.replica_files import ReplicaFile, ReplicaReader
 from noloco_node.inference.evaluation import open_model, unigram_entropy
 from noloco_node.inference.generation import Sampling, generate
@@ -58,7 +58,7 @@ def scores_of(
     model = open_model(directory)
 
     def loss() -> float:
-        return validation_loss(lambda ids: model(ids).logits, text).mean
+        return validation_loss(logits_of(model), text).mean
 
     merged = loss()
     losses = {}

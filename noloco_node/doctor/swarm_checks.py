@@ -18,7 +18,7 @@ from noloco_node.libp2p.streams import dialback
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes
 from noloco_node.swarm import speed_test
-from noloco_node.swarm.run_distribution import CLOCK_ERROR_S, SCHEMA, TOPIC, RunFileReply, RunRequest
+from noloco_node.swarm.run_distribution import JOINING_CLOCK_ERROR_S, SCHEMA, TOPIC, RunFileReply, RunRequest
 from noloco_node.units import format_rate
 
 ASK_S = 20.0
@@ -56,7 +56,7 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
     off = median(ahead_s)
     says = f"{abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} what {len(ahead_s)} peer(s) say"
     remedy = "set the clock (timedatectl set-ntp true)"
-    if abs(off) > CLOCK_ERROR_S:
+    if abs(off) > JOINING_CLOCK_ERROR_S:
         return fail(about, f"{says}; records of who is there expire by the time of day", remedy)
     return warn(about, says, remedy) if abs(off) > CLOCK_DOUBT_S else ok(about, says)
 

@@ -1,4 +1,10 @@
-"""The journal on the disk: one JSON object a line, appended, and rotated."""
+"""The journal on the disk: one JSON object a line, appended, and rotated.
+
+Each event is one write to a file opened for appending, so a crash tears one line at most. The reader skips what it
+cannot decode, and the writer begins a new line after a torn one. At MAX_BYTES the file moves to `journal.1.jsonl`, over
+the one before: the two together bound the disk that a journal takes. A disk that is full or gone costs events, and
+never the training: a journal is worth less than the run that it describes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,10 @@ from typing import Self
 import msgspec
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.journal.events import MAX_BYTES, Event, fields_of
+from noloco_node.journal.events import Event, fields_of
+
+MAX_BYTES = 64 * 2**20
+"""Some 300,000 inner steps."""
 
 
 class Journal:

@@ -20,7 +20,7 @@ from noloco_node.run.runfile import content_hashes, decode_run, run_digest
 
 TOPIC = "run"
 PATIENCE_S = 20.0
-CLOCK_ERROR_S = 60.0
+JOINING_CLOCK_ERROR_S = 60.0
 """With more, others refuse our records as made in the future, or take them for old."""
 
 
@@ -76,7 +76,7 @@ class RunFileText:
 
 def check_clock(ahead_s: float, peer: str) -> None:
     """Raise `UserError` if our clock is so far from a peer's that records would expire too early or too late."""
-    if abs(ahead_s) > CLOCK_ERROR_S:
+    if abs(ahead_s) > JOINING_CLOCK_ERROR_S:
         raise UserError(
             f"This machine's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} a peer's.",
             why=f"{peer} says so, and records of who is there expire by the time of day",
