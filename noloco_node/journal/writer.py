@@ -24,12 +24,11 @@ MAX_BYTES = 64 * 2**20
 
 
 class Journal:
-    """The writing end; one process, one journal. `dropped`: events that the disk did not take."""
+    """The writing end; one process, one journal."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, now: Callable[[], float] = time.time) -> None:
         """Open `path` for appending; raise `UserError` where it cannot be opened at all."""
         self._path, self._max_bytes, self._now = path, max_bytes, now
-        self.dropped = 0
         self._closed = False
         try:
             self._file = _open(path)
@@ -45,7 +44,6 @@ class Journal:
     def write(self, event: Event) -> None:
         """Append `event` with the time of now; never raises for the disk's sake."""
         if self._closed:
-            self.dropped += 1
             return
         line = msgspec.json.encode({**fields_of(event), "at": self._now()}) + b"\n"
         if self._torn:
@@ -56,15 +54,12 @@ class Journal:
                 line = line.lstrip(b"\n")
             written = os.write(self._file, line)
         except OSError:
-            self.dropped += 1
             return
         self._size += written
         self._torn = written < len(line)
-        if self._torn:
-            self.dropped += 1
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless, and whatever is written later counts as dropped."""
+        """Close the file; closing twice is harmless, and whatever is written later is lost."""
         if self._file >= 0:
             os.close(self._file)
         self._file, self._closed = -1, True
