@@ -10,7 +10,6 @@ networks is not. Whoever comes through a relay shows no address of its own, and 
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from noloco_node.admission.proof_of_work import is_work
 from noloco_node.admission.ticket import MEMBER, Chain, Right, encode, extended
 from noloco_node.network.bans import address_prefix
 from noloco_node.network.interface import Conversation
+from noloco_node.network.question import patient
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 
 TOPIC = "ticket"
@@ -112,15 +112,12 @@ class TicketService:
 
     async def answer(self, conversation: Conversation) -> None:
         """Answer one request."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                request = await conversation.receive()
-                if not isinstance(request, TicketRequest):
-                    raise Violation("whoever comes asks for a ticket")
-                ticket, refusal = self._decide(conversation, request)
-                await conversation.send(TicketReply(ticket=ticket, refusal=refusal))
-        except TimeoutError as silence:
-            raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
+        async with patient(conversation, PATIENCE_S):
+            request = await conversation.receive()
+            if not isinstance(request, TicketRequest):
+                raise Violation("whoever comes asks for a ticket")
+            ticket, refusal = self._decide(conversation, request)
+            await conversation.send(TicketReply(ticket=ticket, refusal=refusal))
 
     def _decide(self, conversation: Conversation, request: TicketRequest) -> tuple[bytes, str]:
         run, peer, unix_s = self._state.run, conversation.peer, self._unix_time()

@@ -16,6 +16,7 @@ from noloco_node.admission.ticket import TICKET_BYTES, Right, decode
 from noloco_node.admission.ticket_service import TicketReply, TicketRequest
 from noloco_node.errors import UserError, config_error
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.question import ask
 from noloco_node.run.config import RunConfig
 from noloco_node.storage import atomic_file
 from noloco_node.swarm.invite import Invite
@@ -141,21 +142,18 @@ class RunAccess:
         answers: list[str] = []
         if trains and self._nonce is None:
             self._nonce = await asyncio.to_thread(work, run, network.peer_id)
+        request = TicketRequest(nonce=self._nonce or 0, trains=trains)
         for peer in dict.fromkeys(self.invite.peers):
             try:
-                async with (
-                    asyncio.timeout(WORK_S),
-                    network.talk(peer, ticket_service.TOPIC, ticket_service.SCHEMA) as conversation,
-                ):
-                    await conversation.send(TicketRequest(nonce=self._nonce or 0, trains=trains))
-                    reply = await conversation.receive()
-            except (ConnectionError, TimeoutError) as error:
-                answers.append(f"{peer}: {error or type(error).__name__}")
+                reply = await ask(
+                    network, peer, ticket_service.TOPIC, ticket_service.SCHEMA, request, TicketReply, WORK_S
+                )
+            except ConnectionError as error:
+                answers.append(f"{peer}: {error}")
                 continue
-            if isinstance(reply, TicketReply) and reply.ticket:
+            if reply.ticket:
                 return reply.ticket[:TICKET_BYTES]
-            refusal = reply.refusal[:200] if isinstance(reply, TicketReply) else "no ticket"
-            answers.append(f"{peer}: {''.join(letter for letter in refusal if letter.isprintable())}")
+            answers.append(f"{peer}: {''.join(letter for letter in reply.refusal[:200] if letter.isprintable())}")
         raise not_admitted("\n       ".join(answers) or "the invite names nobody to ask")
 
 
