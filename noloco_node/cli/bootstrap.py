@@ -49,7 +49,7 @@ async def host(options: BootstrapOptions) -> None:
     known = None if options.invite is None else _invite_of_same_run(options.invite, recipe, options.run)
     metrics_at = metrics_place(options)
     with Home.open(options.home or default_home("bootstrap")) as home:
-        page_at = page_place(options.web, is_open=options.web_open, home=home.path)
+        page_at = page_place(options.web, is_open=options.web_open, home=home)
         admissions = HostedAdmissions(recipe, options.run, home.identity, known)
         settings = NetworkSettings(
             run=recipe.digest,
@@ -62,7 +62,7 @@ async def host(options: BootstrapOptions) -> None:
             lends_line=options.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
         )
-        keys = [home.path / f"relay-{number}.key" for number in range(1, options.relays + 1)]
+        keys = [home.relay_key(number) for number in range(1, options.relays + 1)]
         async with (
             departure(say) as leaving,
             views_served(metrics_at, page_at, recipe.digest, PeerHistory("", 0)) as views,

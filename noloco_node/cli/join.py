@@ -76,9 +76,9 @@ async def join(invite: str | None, options: JoinOptions) -> None:
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
         met = _met_before(parsed, home)
         known_peers.note(met)
-        ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
+        ledger = TrafficLedger(home.traffic, datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
-        page_at = page_place(options.web, is_open=options.web_open, home=home.path)
+        page_at = page_place(options.web, is_open=options.web_open, home=home)
         given = await asyncio.to_thread(ledger_of, read(home.journal))
         own = PeerHistory(checked_name(options.name), 0, ledger=given)
         async with (

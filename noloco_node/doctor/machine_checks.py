@@ -15,6 +15,7 @@ from typing import NamedTuple
 from noloco_node.doctor.findings import Finding, Grade, fail, ok, warn
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import free_bytes
+from noloco_node.storage.home import HomePaths
 from noloco_node.units import format_bytes
 
 ENOUGH_FILES, FEW_FILES = 1024, 256
@@ -171,7 +172,7 @@ def _free_disk(home: Path) -> int | None:
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
-        own = sum(path.stat().st_size for path in (place / "checkpoint").glob("*.safetensors"))
+        own = sum(path.stat().st_size for path in HomePaths(place).checkpoint.glob("*.safetensors"))
         return shutil.disk_usage(place).free + own if os.access(place, os.W_OK) else None
     except OSError:
         return None

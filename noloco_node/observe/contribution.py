@@ -17,7 +17,7 @@ from noloco_node.errors import config_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.observe.swarm_view import plain
-from noloco_node.storage.home import JOURNAL
+from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.roster import Given
 from noloco_node.units import format_bytes, format_count, format_duration, format_energy
 
@@ -117,11 +117,12 @@ def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:
 
 def report(home: Path, *, as_json: bool) -> str:
     """Return what the journal of a home says was given, as text or as one JSON object a run."""
-    found = list(ledger_of(read(home / JOURNAL)).by_run.values())
+    journal = HomePaths(home).journal
+    found = list(ledger_of(read(journal)).by_run.values())
     if not found:
         raise config_error(
             f"{home} has given nothing yet.",
-            "its journal does not tell of any run" if (home / JOURNAL).exists() else "it has no journal",
+            "its journal does not tell of any run" if journal.exists() else "it has no journal",
             "name the home of a node that took part with --home",
         )
     if as_json:

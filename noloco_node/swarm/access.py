@@ -19,6 +19,7 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.question import ask
 from noloco_node.run.config import RunConfig
 from noloco_node.storage import atomic_file
+from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.invite import Invite
 from noloco_node.units import format_duration
 
@@ -97,7 +98,7 @@ class RunAccess:
     async def _ticket(self, network: PeerNetwork) -> bytes:
         assert self.invite.credential is not None
         me, home = network.peer_id, self._home
-        identity = None if home is None else home / "identity.key"
+        identity = None if home is None else HomePaths(home).identity
         own_key = None if identity is None or not identity.exists() else read_key(identity)
         try:
             ticket = self.invite.credential.ticket(self.invite.digest, me, self._rights, self._unix_time(), own_key)
@@ -119,7 +120,7 @@ class RunAccess:
 
     @property
     def _ticket_file(self) -> Path | None:
-        return self._home / "ticket" if self._home is not None and Right.TRAIN in self._rights else None
+        return HomePaths(self._home).ticket if self._home is not None and Right.TRAIN in self._rights else None
 
     def _keep(self, ticket: bytes) -> None:
         if self._ticket_file is not None:
