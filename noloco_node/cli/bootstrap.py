@@ -13,12 +13,13 @@ from pathlib import Path
 
 from noloco_node.cli.admissions import HostedAdmissions
 from noloco_node.cli.option_groups.web import page_place
-from noloco_node.cli.options import BootstrapOptions, default_home, metrics_place
+from noloco_node.cli.options import BootstrapOptions, default_home
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
+from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
@@ -47,7 +48,7 @@ async def host(options: BootstrapOptions) -> None:
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     stores = await asyncio.to_thread(_checkpoint_stores, options.weights, recipe.run)
     known = None if options.invite is None else _invite_of_same_run(options.invite, recipe, options.run)
-    metrics_at = metrics_place(options)
+    metrics_at = metrics_place(options.metrics, is_open=options.metrics_open)
     with Home.open(options.home or default_home("bootstrap")) as home:
         page_at = page_place(options.web, is_open=options.web_open, home=home)
         admissions = HostedAdmissions(recipe, options.run, home.identity, known)

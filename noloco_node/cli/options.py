@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +18,6 @@ from noloco_node.cli.option_groups.web import WebOpenOption, WebOption
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
-
-if TYPE_CHECKING:
-    from noloco_node.observe.served_place import ServedPlace
 
 
 def invite_text(given: str | None) -> str | None:
@@ -319,10 +316,3 @@ class SimulateOptions:
     ] = False
     web: WebOption = None
     web_open: WebOpenOption = False
-
-
-def metrics_place(options: BootstrapOptions | JoinOptions) -> ServedPlace | None:
-    """Return where metrics are to be served, if at all; raise `UserError` where they may not be."""
-    from noloco_node.observe.metrics_server import metrics_place as place
-
-    return None if options.metrics is None else place(options.metrics, is_open=options.metrics_open)

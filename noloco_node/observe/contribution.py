@@ -57,7 +57,8 @@ class ContributionLedger:
 
     def __init__(self) -> None:
         self.by_run: dict[str, Contribution] = {}
-        self._now: Contribution | None = None
+        self.now: Contribution | None = None
+        """What is given to the run that is taken part in; None before there is one."""
         self._sent = self._received = 0
         self._joules = 0.0
 
@@ -66,19 +67,14 @@ class ContributionLedger:
         found = self.by_run.get(run)
         return None if found is None else found.given()
 
-    @property
-    def now(self) -> Contribution | None:
-        """What is given to the run that is taken part in; None before there is one."""
-        return self._now
-
     def take(self, event: events.Event) -> None:
         """Add an event."""
         if isinstance(event, events.Started):
             begun = Contribution(run=event.run, first_at=event.at, last_at=event.at)
-            begun = self._now = self.by_run.setdefault(event.run, begun)
+            begun = self.now = self.by_run.setdefault(event.run, begun)
             begun.peers += [event.peer] * (event.peer not in begun.peers)
             begun.stages += [event.stage] * (event.stage not in begun.stages)
-        now = self._now
+        now = self.now
         if now is None:
             return
         pause_s = event.at - now.last_at
