@@ -18,6 +18,7 @@ from noloco_node.cli.option_groups.web import WebOpenOption, WebOption
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
+from noloco_node.storage.checkpoint import KEPT
 
 
 def invite_text(given: str | None) -> str | None:
@@ -226,7 +227,7 @@ class JoinOptions:
         typer.Option(
             min=1, help="Checkpoints to keep: one is written every round, as far as a twentieth of the time goes."
         ),
-    ] = 3
+    ] = KEPT
     keep_snapshots: Annotated[
         int,
         typer.Option(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT = 3
+"""Of the stage that is served, unless its owner says otherwise."""
 _NAME = re.compile(r"(\d{8})-\d{10}\.safetensors")
 
 
