@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,12 +88,9 @@ class AdmittedNetwork(NetworkWrapper):
         if refusals:
             raise not_admitted("\n       ".join(refusals))
 
-    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """Show our ticket where that was not done, and open a conversation; see `PeerNetwork.talk`."""
-        return self._talk(peer, topic, schema)
-
     @asynccontextmanager
-    async def _talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+        """Show our ticket where that was not done, and open a conversation; see `PeerNetwork.talk`."""
         if self._state.was_member(peer) and (why := self._state.refusal(peer)):
             raise ConnectionRefusedError(f"{peer} is no member: {why}")
         if peer not in self._welcomes:
