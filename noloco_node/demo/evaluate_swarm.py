@@ -29,7 +29,7 @@ from noloco_node.inference.evaluation import open_model, unigram_entropy
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.run.config import RunConfig
-from noloco_node.swarm.connection import visited
+from noloco_node.swarm.connection import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 async def fetch(invite: str, directory: Path) -> tuple[RunFileText, ModelLayout, list[list[ReplicaFile]]]:
     """Return the run, and of each stage the files of every replica that answers, laid beside `directory`."""
-    async with visited(invite) as (network, recipe, membership):
+    async with visited(invite, Visitor()) as (network, recipe, membership):
         layout = await asyncio.to_thread(model_layout, recipe.run)
         parts = parts_of(directory, recipe, layout)
         export = SwarmExport(network=network, recipe=recipe, look=membership.peek, layout=layout, parts=parts)
