@@ -59,8 +59,7 @@ class WindowOutcome(NamedTuple):
 class Slot:
     """A microbatch's place among those in flight; used as a context it is given back unless it succeeded."""
 
-    def __init__(self, gate: AdmissionWindow, sender: str) -> None:
-        self.sender = sender
+    def __init__(self, gate: AdmissionWindow) -> None:
         self._gate: AdmissionWindow | None = gate
         self._claim = gate.turns.claim()
 
@@ -178,7 +177,7 @@ class AdmissionWindow:
             return None
         # Whoever queues has been let in as soon as there was room: nobody is overtaken here.
         self._hear(sender)
-        return self._admit(sender)
+        return self._admit()
 
     async def full(self) -> tuple[WindowOutcome, ...] | None:
         """Wait until the window is complete; return what it is made of: the step is ours.
@@ -227,10 +226,6 @@ class AdmissionWindow:
         self._closed = reason
         self._refuse_queued(Refused(reason=reason))
         self._changed()
-
-    async def drained(self) -> None:
-        """Wait until nothing is in flight."""
-        await self._until(lambda: self.in_flight == 0)
 
     def statistics(self) -> dict[str, int | float]:
         """Return what is where now, and totals since the start."""
@@ -290,10 +285,10 @@ class AdmissionWindow:
             # With as many senders as places a share is one place; counting further would change nothing.
             heard.add(sender)
 
-    def _admit(self, sender: str) -> Slot:
+    def _admit(self) -> Slot:
         self.in_flight += 1
         self._counts["admitted"] += 1
-        return Slot(self, sender)
+        return Slot(self)
 
     def _succeeded(self, outcome: WindowOutcome) -> None:
         self._counts["stale"] += outcome.stale
@@ -320,7 +315,7 @@ class AdmissionWindow:
             if places:
                 self._queue[sender] = places
             if not place.done():
-                place.set_result(self._admit(sender))
+                place.set_result(self._admit())
         for watcher in self._watchers:
             if not watcher.done():
                 watcher.set_result(None)

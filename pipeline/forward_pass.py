@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -119,10 +119,8 @@ class PassInput(NamedTuple):
             raise RuntimeError("weights were changed under a forward pass that waits for its gradient")
 
 
-class Backward(Protocol):
-    """Runs autograd on a graph, or first computes it again where it is None; returns the input's gradient."""
-
-    def __call__(self, origin: PassInput, graph: Graph | None, gradient: Tensor, /) -> Tensor | None: ...
+Backward: TypeAlias = Callable[[PassInput, Graph | None, Tensor], Tensor | None]
+"""Runs autograd on a graph, or first computes it again where it is None; returns the input's gradient."""
 
 
 class PendingForward:

@@ -49,6 +49,10 @@ SHORTEST_SLEEP_S = 0.001
 BUSY = (Reason.FULL, Reason.GOSSIPING)
 POLL_S = 0.25
 """How often an empty roster is looked at again."""
+PATIENCE_S = 60.0
+"""How long to wait for a replica to appear at all."""
+ATTEMPTS = 4
+"""Calls that one microbatch may lose."""
 LARGEST_LOSS = 1e30
 EARLY_SHARE = 0.1
 """An "expired" with a larger share of the budget left is untrue: clocks that run apart explain less."""
@@ -79,14 +83,6 @@ class NextStageClient:
 
     hops: Callable[[], Sequence[Hop]]
     call: Callable[[str, Microbatch], Awaitable[Reply]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """`attempts`: calls that one microbatch may lose. `patience_s`: how long to wait for a replica to appear at all."""
-
-    attempts: int = 4
-    patience_s: float = 60.0
 
 
 class HopTotals(NamedTuple):
@@ -123,8 +119,8 @@ class _Search:
 class NextStage:
     """Routes the microbatches of one sender to the replicas of the next stage."""
 
-    def __init__(self, ways: NextStageClient, limits: Limits, rng: Random) -> None:
-        self._ways, self._limits, self._rng = ways, limits, rng
+    def __init__(self, ways: NextStageClient, rng: Random) -> None:
+        self._ways, self._rng = ways, rng
         self._bag = Bag()
         self._trials = Trials(ways.hops)
         self._forgiving_until_s = -math.inf
@@ -171,7 +167,7 @@ class NextStage:
         if self._trials.favoured() and (tried := self._draw_unproved(search)) is not None:
             self._count_call(tried, succeeded=0)
             self._trials.attempt(tried, self._call(tried, microbatch, _Search(deadline_s=deadline_s)), deadline_s)
-        while search.losses < self._limits.attempts and not self._given_up(search):
+        while search.losses < ATTEMPTS and not self._given_up(search):
             peer = self._choose(search)
             reply = None if peer is None else await self._ask_one(peer, microbatch, search)
             if reply is not None:
@@ -198,7 +194,7 @@ class NextStage:
             return False
         if search.empty_since_s is None:
             search.empty_since_s = _now_s()
-        return _now_s() - search.empty_since_s >= self._limits.patience_s
+        return _now_s() - search.empty_since_s >= PATIENCE_S
 
     def _choose(self, search: _Search) -> str | None:
         avoid = self._resting_now()

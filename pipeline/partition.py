@@ -166,13 +166,8 @@ class SliceSize(NamedTuple):
     multiplied: int
 
 
-def parameter_shapes(config: Config, cut: Cut) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every parameter of a slice, in the stage's order, without taking memory for them."""
-    return slice_size(config, cut).shapes
-
-
 def slice_size(config: Config, cut: Cut) -> SliceSize:
-    """Return the parameters of a slice, without taking memory for them."""
+    """Return the parameters of a slice, in the stage's order, without taking memory for them."""
     part = _empty_slice(config, cut)
     shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
     return SliceSize(shapes, sum(part.get_parameter(name).numel() for name in multiplied_weights(part)))

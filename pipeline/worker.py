@@ -96,7 +96,7 @@ class _Work(Generic[T]):
 
 
 class Worker:
-    """Takes microbatches through one stage; `downstream` is None at the last.
+    """Takes microbatches through one stage; `next_stage` is None at the last.
 
     `budget_s`: the longest time that any microbatch may travel from here.
     """
@@ -106,11 +106,11 @@ class Worker:
         stage: WorkerStage,
         gate: AdmissionWindow,
         compute: WorkerCompute,
-        downstream: NextStage | None,
+        next_stage: NextStage | None,
         budget_s: float,
     ) -> None:
         self._stage, self._gate, self._compute = stage, gate, compute
-        self._downstream, self._budget_s = downstream, budget_s
+        self._next_stage, self._budget_s = next_stage, budget_s
         self._counts: Counter[str] = Counter()
         self._abandoned = False
         self.device_s = 0.0
@@ -156,7 +156,7 @@ class Worker:
 
     async def _take(self, microbatch: Microbatch, slot: Slot, deadline_s: float) -> Reply:
         clock, stage = self._compute.clock, self._stage
-        if self._downstream is None:
+        if self._next_stage is None:
             if not (slot.take_turn() or await within(deadline_s, slot.turn())):
                 return Refused(reason=Reason.LEAVING)
             whole = _Work(clock, lambda: stage.loss(microbatch.hidden, microbatch.targets))
@@ -171,7 +171,7 @@ class Worker:
             return reply
         if self._abandoned:
             return Refused(reason=Reason.LEAVING)
-        assert reply.hidden is not None, "Downstream lets no other gradient through"
+        assert reply.hidden is not None, "NextStage lets no other gradient through"
         below, gradient = reply, reply.hidden
         back = _Work(clock, lambda: forward.backward(gradient))
         outcome = WindowOutcome(microbatch.progress, below.loss, below.tokens, slot.stale)
@@ -182,9 +182,9 @@ class Worker:
         self, slot: Slot, microbatch: Microbatch, ahead: _Work[WorkerForward], deadline_s: float
     ) -> tuple[WorkerForward, Reply]:
         """Run forward, have the later stages do their part, and wait for our turn; the caller watches the deadline."""
-        assert self._downstream is not None
+        assert self._next_stage is not None
         forward = await self._compute.run(ahead)
-        reply = await self._downstream.ask(replace(microbatch, hidden=forward.output), deadline_s)
+        reply = await self._next_stage.ask(replace(microbatch, hidden=forward.output), deadline_s)
         if isinstance(reply, Gradient) and not (slot.take_turn() or await slot.turn()):
             reply = Refused(reason=Reason.LEAVING)
         return forward, reply

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from noloco_node.admission.revocation import LIST_BYTES
 from noloco_node.admission.ticket import TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.network.question import patient
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
 
@@ -87,12 +88,9 @@ class AdmittedNetwork(NetworkWrapper):
         if refusals:
             raise not_admitted("\n       ".join(refusals))
 
-    def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
-        """Show our ticket where that was not done, and open a conversation; see `PeerNetwork.talk`."""
-        return self._talk(peer, topic, schema)
-
     @asynccontextmanager
-    async def _talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+    async def talk(self, peer: str, topic: str, schema: Schema) -> AsyncIterator[Conversation]:
+        """Show our ticket where that was not done, and open a conversation; see `PeerNetwork.talk`."""
         if self._state.was_member(peer) and (why := self._state.refusal(peer)):
             raise ConnectionRefusedError(f"{peer} is no member: {why}")
         if peer not in self._welcomes:
@@ -178,18 +176,15 @@ class AdmittedNetwork(NetworkWrapper):
 
     async def _admit(self, conversation: Conversation) -> None:
         """Answer whoever shows a ticket."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                shown = await conversation.receive()
-                if not isinstance(shown, ShowTicket) or len(shown.ticket) > TICKET_BYTES:
-                    raise Violation("whoever comes shows a ticket")
-                self._state.take_revocations(shown.revocations[:LIST_BYTES])
-                why = self._state.show(conversation.peer, shown.ticket)
-                # Who is not let in learns nothing else.
-                known = b"" if why and not self._state.was_member(conversation.peer) else self._state.raw_revocations
-                await conversation.send(TicketVerdict(refusal=why, revocations=known))
-        except TimeoutError as silence:
-            raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
+        async with patient(conversation, PATIENCE_S):
+            shown = await conversation.receive()
+            if not isinstance(shown, ShowTicket) or len(shown.ticket) > TICKET_BYTES:
+                raise Violation("whoever comes shows a ticket")
+            self._state.take_revocations(shown.revocations[:LIST_BYTES])
+            why = self._state.show(conversation.peer, shown.ticket)
+            # Who is not let in learns nothing else.
+            known = b"" if why and not self._state.was_member(conversation.peer) else self._state.raw_revocations
+            await conversation.send(TicketVerdict(refusal=why, revocations=known))
 
 
 class _CheckedConversation(ConversationWrapper):

@@ -17,7 +17,7 @@ from noloco_node.admission.peer_keys import KEY_BYTES, key_of
 from noloco_node.admission.ticket import TICKET_BYTES, Chain, Right, decode, encode, extended
 
 LOOK_S = 3600
-"""For which a peer lets a temporary identity of its own look."""
+"""For which a temporary identity may look."""
 _TEXT_CHARACTERS = 2 * TICKET_BYTES
 
 

@@ -10,7 +10,6 @@ networks is not. Whoever comes through a relay shows no address of its own, and 
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +18,13 @@ from typing import NamedTuple
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.invite_credential import LOOK_S
 from noloco_node.admission.peer_keys import key_of
 from noloco_node.admission.proof_of_work import is_work
 from noloco_node.admission.ticket import MEMBER, Chain, Right, encode, extended
 from noloco_node.network.bans import address_prefix
 from noloco_node.network.interface import Conversation
+from noloco_node.network.question import patient
 from noloco_node.network.schema import MessageSpec, Schema, Violation
 
 TOPIC = "ticket"
@@ -32,7 +33,6 @@ TICKETS_A_PREFIX = 32
 REFILL_S = 600.0
 """After so long a prefix may have one ticket more."""
 OPEN_DAYS = 365
-LOOK_S = 3600
 MOST_PREFIXES = 4096
 
 
@@ -112,15 +112,12 @@ class TicketService:
 
     async def answer(self, conversation: Conversation) -> None:
         """Answer one request."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                request = await conversation.receive()
-                if not isinstance(request, TicketRequest):
-                    raise Violation("whoever comes asks for a ticket")
-                ticket, refusal = self._decide(conversation, request)
-                await conversation.send(TicketReply(ticket=ticket, refusal=refusal))
-        except TimeoutError as silence:
-            raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
+        async with patient(conversation, PATIENCE_S):
+            request = await conversation.receive()
+            if not isinstance(request, TicketRequest):
+                raise Violation("whoever comes asks for a ticket")
+            ticket, refusal = self._decide(conversation, request)
+            await conversation.send(TicketReply(ticket=ticket, refusal=refusal))
 
     def _decide(self, conversation: Conversation, request: TicketRequest) -> tuple[bytes, str]:
         run, peer, unix_s = self._state.run, conversation.peer, self._unix_time()

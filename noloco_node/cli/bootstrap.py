@@ -13,12 +13,13 @@ from pathlib import Path
 
 from noloco_node.cli.admissions import HostedAdmissions
 from noloco_node.cli.option_groups.web import page_place
-from noloco_node.cli.options import BootstrapOptions, default_home, metrics_place
+from noloco_node.cli.options import BootstrapOptions, default_home
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
+from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.run.config import RunConfig
@@ -47,9 +48,9 @@ async def host(options: BootstrapOptions) -> None:
     recipe = RunFileText(read_run_text(options.run), str(options.run))
     stores = await asyncio.to_thread(_checkpoint_stores, options.weights, recipe.run)
     known = None if options.invite is None else _invite_of_same_run(options.invite, recipe, options.run)
-    metrics_at = metrics_place(options)
+    metrics_at = metrics_place(options.metrics, is_open=options.metrics_open)
     with Home.open(options.home or default_home("bootstrap")) as home:
-        page_at = page_place(options.web, is_open=options.web_open, home=home.path)
+        page_at = page_place(options.web, is_open=options.web_open, home=home)
         admissions = HostedAdmissions(recipe, options.run, home.identity, known)
         settings = NetworkSettings(
             run=recipe.digest,
@@ -62,7 +63,7 @@ async def host(options: BootstrapOptions) -> None:
             lends_line=options.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
         )
-        keys = [home.path / f"relay-{number}.key" for number in range(1, options.relays + 1)]
+        keys = [home.relay_key(number) for number in range(1, options.relays + 1)]
         async with (
             departure(say) as leaving,
             views_served(metrics_at, page_at, recipe.digest, PeerHistory("", 0)) as views,

@@ -28,7 +28,7 @@ from noloco_node.planning.plan import device_needs, graphs_that_fit, in_flight
 from noloco_node.planning.run_weights import RunWeights
 from noloco_node.storage.checkpoint import Checkpoint, save
 from noloco_node.storage.checkpoint_store import CheckpointStore
-from noloco_node.storage.home import Home, tokenizer_in
+from noloco_node.storage.home import Home
 from noloco_node.storage.partial_download import PartialDownloadFile
 from noloco_node.storage.snapshot_store import SnapshotDirectory
 from noloco_node.storage.state_file import StateFile
@@ -58,7 +58,7 @@ class HostMachine:
         self.former = CheckpointStore(home.checkpoint, home.snapshots, recipe.digest, peer, say)
         self.snapshots = SnapshotDirectory(home.snapshots, recipe.digest) if options.keep_snapshots else None
         self.first_weights, self.tokenizer = checkpoint
-        data = with_tokenizer_in(recipe.run.data, tokenizer_in(home.path, recipe.digest))
+        data = with_tokenizer_in(recipe.run.data, home.tokenizer(recipe.digest))
         run = msgspec.structs.replace(recipe.run, data=data)
         self._text = BackgroundOpen(partial(TextSource, run, options.data, peer, layout.vocabulary))
         self.device = Device(torch_device, options.slowdown)
@@ -111,7 +111,7 @@ class HostMachine:
         return await self.device.beside(StateFile, self._home.path, state)
 
     def partial_download(self, stage: int, weight_bytes: int) -> PartialDownloadFile:
-        return PartialDownloadFile(self._home.path / "catch-up", self._recipe.digest, stage, weight_bytes, say)
+        return PartialDownloadFile(self._home.partial_download, self._recipe.digest, stage, weight_bytes, say)
 
     def unix_time(self) -> float:
         return time.time()
@@ -135,8 +135,8 @@ def first_checkpoint(options: JoinOptions, home: Home, recipe: RunFileText, layo
 
     Raises `UserError` where the owner named a directory with other files; reads all of them, which takes a while.
     """
-    run, own = recipe.run, home.path / "weights" / recipe.digest[:32]
-    tokenizer_place = tokenizer_in(home.path, recipe.digest)
+    run, own = recipe.run, home.weights(recipe.digest)
+    tokenizer_place = home.tokenizer(recipe.digest)
     for place in (own, tokenizer_place):
         for other in place.parent.iterdir() if place.parent.exists() else ():
             if other != place:

@@ -18,7 +18,7 @@ from noloco_node.admission.peer_keys import peer_of, read_key
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import FirstCheckpoint, HostMachine, first_checkpoint
 from noloco_node.cli.option_groups.web import page_place
-from noloco_node.cli.options import JoinOptions, default_home, metrics_place
+from noloco_node.cli.options import JoinOptions, default_home
 from noloco_node.data.blocks import check_source
 from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal import events
@@ -40,6 +40,7 @@ from noloco_node.node.node_context import NodeOptions
 from noloco_node.node.shift_loop import shift_by_shift
 from noloco_node.node.shifts import Shifts
 from noloco_node.observe.contribution import ledger_of
+from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import short
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
@@ -76,14 +77,15 @@ async def join(invite: str | None, options: JoinOptions) -> None:
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
         met = _met_before(parsed, home)
         known_peers.note(met)
-        ledger = TrafficLedger(home.path / "traffic.json", datetime.now, say)
+        ledger = TrafficLedger(home.traffic, datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
-        page_at = page_place(options.web, is_open=options.web_open, home=home.path)
+        metrics_at = metrics_place(options.metrics, is_open=options.metrics_open)
+        page_at = page_place(options.web, is_open=options.web_open, home=home)
         given = await asyncio.to_thread(ledger_of, read(home.journal))
         own = PeerHistory(checked_name(options.name), 0, ledger=given)
         async with (
             departure(say) as leaving,
-            views_served(metrics_place(options), page_at, parsed.digest, own) as views,
+            views_served(metrics_at, page_at, parsed.digest, own) as views,
         ):
             record = Recorder(journal, views, torch_device, energy_meter(torch_device)).record
             reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)

@@ -36,10 +36,10 @@ from noloco_node.cli.options import (
     UploadOption,
     default_home,
     invite_text,
-    metrics_place,
 )
 from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
 from noloco_node.limits.budget import read_owner_limits
+from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.run.config import AdmissionRule
 from noloco_node.terminal import LogLevel, complain, configure
 
@@ -168,7 +168,8 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
 
     # Before torch is loaded: a refusal is to come at once.
     _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
-    _ = metrics_place(options), page_place(options.web, is_open=options.web_open), checked_name(options.name)
+    _ = metrics_place(options.metrics, is_open=options.metrics_open)
+    _ = page_place(options.web, is_open=options.web_open), checked_name(options.name)
     from noloco_node.terminal import say
 
     say("starting: torch is loaded, which takes some seconds")

@@ -78,7 +78,7 @@ def _invite(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey)
     members = load_members(options.run)
     issued = IssuedEntry(key=subject.hex(), kind=kind, until=until, note=options.note)
     save_members(options.run, msgspec.structs.replace(members, issued=(*members.issued, issued)))
-    return invites.format(base.digest, [str(address) for address in base.addresses], credential)
+    return str(msgspec.structs.replace(base, credential=credential))
 
 
 def _shut_out(options: MemberOptions, recipe: RunFileText, key: Ed25519PrivateKey, *, is_ban: bool) -> str:

@@ -4,11 +4,12 @@ have many.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,20 +18,21 @@ from noloco_node.cli.option_groups.web import WebOpenOption, WebOption
 from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
-
-if TYPE_CHECKING:
-    from noloco_node.observe.served_place import ServedPlace
+from noloco_node.storage.checkpoint import KEPT
 
 
 def invite_text(given: str | None) -> str | None:
     """Return an invite as typed, or read it: from a file, or from the standard input (`-`). What is typed shows in
     the list of processes. `UserError` where a file cannot be read."""
-    if given is None or given.startswith("noloco"):
-        return given
+    if given is None:
+        return None
     if given == "-":
         return sys.stdin.readline().strip()
+    path = os.path.expanduser(given)
+    if not os.path.isfile(path):  # which no invite is too long for
+        return given
     try:
-        return Path(given).expanduser().read_text().strip() if Path(given).expanduser().is_file() else given
+        return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
         raise config_error(f"The invite cannot be read from {given}.", str(error), hint) from error
@@ -225,7 +227,7 @@ class JoinOptions:
         typer.Option(
             min=1, help="Checkpoints to keep: one is written every round, as far as a twentieth of the time goes."
         ),
-    ] = 3
+    ] = KEPT
     keep_snapshots: Annotated[
         int,
         typer.Option(
@@ -315,10 +317,3 @@ class SimulateOptions:
     ] = False
     web: WebOption = None
     web_open: WebOpenOption = False
-
-
-def metrics_place(options: BootstrapOptions | JoinOptions) -> ServedPlace | None:
-    """Return where metrics are to be served, if at all; raise `UserError` where they may not be."""
-    from noloco_node.observe.metrics_server import metrics_place as place
-
-    return None if options.metrics is None else place(options.metrics, is_open=options.metrics_open)

@@ -24,7 +24,7 @@ MOST_CREDITS = 64
 """Sources that the table shows."""
 
 
-async def look(invite: str, *, as_json: bool, visitor: Visitor = Visitor()) -> str:  # noqa: B008 - it is frozen
+async def look(invite: str, *, as_json: bool, visitor: Visitor) -> str:
     """Return a table, or one JSON object, of all peers of a run."""
     async with visited(invite, visitor) as (_, recipe, membership):
         roster, late = membership.roster, membership.news_age_s

@@ -7,7 +7,7 @@ document by typing its end token.
 
 A position is the place of the document in which the next block begins and the number of its tokens already used. It
 is small, JSON holds it, and a fresh object that is given it goes on with the same blocks. Documents come in an order
-of (seed, peer): see `documents` (files) and `rows` (data sets).
+of (seed, peer): see `file_documents` and `dataset_documents`.
 
 Everything here blocks, on a disk or a network: call it from a thread.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.data.dataset_documents import SUFFIXES, RowDocuments, load_rows
-from noloco_node.data.encoding import SMALLEST_PIECE_BYTES, Encoder, open_encoder
+from noloco_node.data.encoding import Encoder, open_encoder
 from noloco_node.data.file_documents import (
     Documents,
     FileDocuments,
@@ -37,6 +37,9 @@ from noloco_node.data.file_documents import (
 from noloco_node.errors import config_error
 from noloco_node.run.config import DataConfig
 from noloco_node.run.runfile import with_source
+
+SMALLEST_PIECE_BYTES = 64 * 1024
+"""Of a long file that is cut into several documents."""
 
 
 def check_source(source: str) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from noloco_node.errors import config_error
 from noloco_node.run.config import TRAVELLING, DataConfig
 
-SMALLEST_PIECE_BYTES = 64 * 1024
 BYT5_VOCABULARY = 384
 _BYT5_END, _BYT5_OFFSET = 1, 3
 

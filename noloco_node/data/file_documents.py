@@ -61,7 +61,7 @@ class Documents(Protocol):
 
 
 class ReadingOrder(NamedTuple):
-    """Whose order it is, and which: None of `peer` and `seed` matters to validation."""
+    """Whose order it is, and which; for validation neither `peer` nor `seed` matters."""
 
     part: Part
     seed: int

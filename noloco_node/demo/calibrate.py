@@ -16,11 +16,10 @@ import time
 import torch
 from torch import Tensor
 
-from noloco_node.planning.model_layout import build_stage, model_layout
+from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.run.config import InnerConfig, PipelineConfig, RunConfig
 from noloco_node.run.runfile import load_run
-from pipeline.inner_optimiser import Inner
-from pipeline.stage import Stage, StageSettings
+from pipeline.stage import Stage
 
 MEASURE_S = 3.0
 
@@ -31,7 +30,8 @@ def measure(run: RunConfig, measure_s: float) -> float:
     Returns the seconds of a microbatch: through all stages, forward, backward and inner steps.
     """
     torch.set_num_threads(1)
-    stages = _stages(run)
+    layout, device = model_layout(run), torch.device("cpu")
+    stages = [make_stage(run, layout, number, device) for number in range(run.pipeline.stages)]
     tokens = _tokens(run)
     _window(stages, tokens, run.pipeline, run.inner)  # the first is slow: memory is taken, kernels are chosen
     begun, windows = time.perf_counter(), 0
@@ -39,16 +39,6 @@ def measure(run: RunConfig, measure_s: float) -> float:
         _window(stages, tokens, run.pipeline, run.inner)
         windows += 1
     return elapsed / (windows * run.pipeline.microbatches_per_step)
-
-
-def _stages(run: RunConfig) -> list[Stage]:
-    settings = StageSettings(torch.device("cpu"))
-    inner = Inner(run.inner.beta1, run.inner.beta2, run.inner.epsilon, run.inner.weight_decay, run.inner.clip_norm)
-    plan = model_layout(run)
-    return [
-        Stage(build_stage(run, plan, number, settings.device), inner, settings, first=own.embeds, last=own.head)
-        for number, own in enumerate(plan.cuts)
-    ]
 
 
 def _tokens(run: RunConfig) -> Tensor:

@@ -23,13 +23,13 @@ from torch import Tensor
 from noloco_node.demo.summary import ModelScores
 from noloco_node.errors import COMPLAINT, UserError, user_error_of
 from noloco_node.export.exporter import SwarmExport, merge_files, parts_of, write
-from noloco_node.export.held_out_loss import validation_loss, validation_text
+from noloco_node.export.held_out_loss import logits_of, validation_loss, validation_text
 from noloco_node.export.replica_files import ReplicaFile, ReplicaReader
 from noloco_node.inference.evaluation import open_model, unigram_entropy
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
 from noloco_node.run.config import RunConfig
-from noloco_node.swarm.connection import visited
+from noloco_node.swarm.connection import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 async def fetch(invite: str, directory: Path) -> tuple[RunFileText, ModelLayout, list[list[ReplicaFile]]]:
     """Return the run, and of each stage the files of every replica that answers, laid beside `directory`."""
-    async with visited(invite) as (network, recipe, membership):
+    async with visited(invite, Visitor()) as (network, recipe, membership):
         layout = await asyncio.to_thread(model_layout, recipe.run)
         parts = parts_of(directory, recipe, layout)
         export = SwarmExport(network=network, recipe=recipe, look=membership.peek, layout=layout, parts=parts)
@@ -58,7 +58,7 @@ def scores_of(
     model = open_model(directory)
 
     def loss() -> float:
-        return validation_loss(lambda ids: model(ids).logits, text).mean
+        return validation_loss(logits_of(model), text).mean
 
     merged = loss()
     losses = {}

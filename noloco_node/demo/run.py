@@ -36,7 +36,7 @@ from noloco_node.run.config import RunConfig
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.storage.atomic_file import write_whole
-from noloco_node.storage.home import Home
+from noloco_node.storage.home import Home, HomePaths
 from noloco_node.units import format_bytes, format_clock
 from noloco_node.web.page_server import Page, PagePlace, page_served
 
@@ -170,7 +170,7 @@ class _Demo:
             name = f"{stage}{letters(replica)}"
             history = PeerHistory(name, stage, demo.slowdown if name == demo.slow_peer else 1.0)
             home = self._home.path / name
-            peers.append(Peer(self._join(invite, history, home), Tail(home / "journal.jsonl"), history))
+            peers.append(Peer(self._join(invite, history, home), Tail(HomePaths(home).journal), history))
         return invite, peers
 
     def _join(self, invite: str, history: PeerHistory, logs: Path) -> Child:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from noloco_node.doctor.findings import Finding, Grade, fail, ok, warn
 from noloco_node.errors import Exit, UserError
 from noloco_node.machine.memory import free_bytes
+from noloco_node.storage.checkpoint import KEPT
+from noloco_node.storage.home import HomePaths
 from noloco_node.units import format_bytes
 
 ENOUGH_FILES, FEW_FILES = 1024, 256
 CHECKPOINT_SETS = 5
 """Slow and fast weights, outer momentum and the optimiser's two moments."""
-CHECKPOINTS = 4
-"""Those that are kept by default, and the one that is being written."""
 LITTLE_DISK_BYTES = 2 * 10**9
 NO_DISK_BYTES = 10**6
 """With less not even an identity and a run file fit: no home can be made."""
@@ -94,7 +94,7 @@ def judge_disk(supply: Supply, needs: Sequence[Need], home: Path) -> Finding:
     return _against(about, free, wanted, f"free some space at {home}, or give another --home")
 
 
-def disk_bytes(weights: int, kept: int = CHECKPOINTS - 1) -> int:
+def disk_bytes(weights: int, kept: int = KEPT) -> int:
     """Return what the checkpoints of a stage take, given the bytes of its weights: the `kept` ones, and one more."""
     return CHECKPOINT_SETS * weights * (kept + 1)
 
@@ -171,7 +171,7 @@ def _free_disk(home: Path) -> int | None:
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
-        own = sum(path.stat().st_size for path in (place / "checkpoint").glob("*.safetensors"))
+        own = sum(path.stat().st_size for path in HomePaths(place).checkpoint.glob("*.safetensors"))
         return shutil.disk_usage(place).free + own if os.access(place, os.W_OK) else None
     except OSError:
         return None

@@ -16,9 +16,10 @@ from typing import NamedTuple
 from noloco_node.doctor.findings import Finding, fail, ok, warn
 from noloco_node.libp2p.streams import dialback
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.question import ask
 from noloco_node.planning.bandwidth import NARROW_S, MicrobatchBytes
 from noloco_node.swarm import speed_test
-from noloco_node.swarm.run_distribution import CLOCK_ERROR_S, SCHEMA, TOPIC, RunFileReply, RunRequest
+from noloco_node.swarm.run_distribution import JOINING_CLOCK_ERROR_S, SCHEMA, TOPIC, RunFileReply, RunRequest
 from noloco_node.units import format_rate
 
 ASK_S = 20.0
@@ -56,7 +57,7 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
     off = median(ahead_s)
     says = f"{abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} what {len(ahead_s)} peer(s) say"
     remedy = "set the clock (timedatectl set-ntp true)"
-    if abs(off) > CLOCK_ERROR_S:
+    if abs(off) > JOINING_CLOCK_ERROR_S:
         return fail(about, f"{says}; records of who is there expire by the time of day", remedy)
     return warn(about, says, remedy) if abs(off) > CLOCK_DOUBT_S else ok(about, says)
 
@@ -64,19 +65,17 @@ def judge_clock(ahead_s: Sequence[float]) -> Finding:
 async def dialled_back(network: PeerNetwork, peers: Sequence[str], ports: tuple[int, ...]) -> dialback.ReachVerdict:
     """Ask peers to dial us back at our ports; one that does not answer says nothing."""
 
-    async def ask(peer: str) -> dialback.DialBackReply | None:
+    request = dialback.DialMe(ports=ports)
+
+    async def reply_of(peer: str) -> dialback.DialBackReply | None:
         try:
-            async with (
-                asyncio.timeout(dialback.ASK_S),
-                network.talk(peer, dialback.TOPIC, dialback.SCHEMA) as conversation,
-            ):
-                await conversation.send(dialback.DialMe(ports=ports))
-                reply = await conversation.receive()
-                return reply if isinstance(reply, dialback.DialBackReply) else None
-        except (ConnectionError, TimeoutError):
+            return await ask(
+                network, peer, dialback.TOPIC, dialback.SCHEMA, request, dialback.DialBackReply, dialback.ASK_S
+            )
+        except ConnectionError:
             return None
 
-    answers = await asyncio.gather(*(ask(peer) for peer in peers[:MOST_ASKED]))
+    answers = await asyncio.gather(*(reply_of(peer) for peer in peers[:MOST_ASKED]))
     return dialback.judge([answer for answer in answers if answer is not None])
 
 

@@ -39,6 +39,7 @@ from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import DataConfig
 from noloco_node.run.runfile import read_run_text
 from noloco_node.state_sync.replica_mean import LeftOut, ReplicaSummary
+from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.connection import Visitor, visited
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.terminal import say
@@ -84,13 +85,14 @@ async def export(
 def recipe_of(homes: Sequence[Path]) -> RunFileText:
     """Return the run that these homes took part in; raise `UserError` where they name none, or several."""
     for home in homes:
-        if not (home / "run.toml").is_file():
+        if not HomePaths(home).run_file.is_file():
             raise config_error(
                 f"{home} is not the home of a node.",
                 why="it holds no run.toml, which a node keeps there when it joins",
                 hint="the directory that `noloco-node join --home` was given, ~/.noloco/node by default",
             )
-    recipes = {home: RunFileText(read_run_text(home / "run.toml"), str(home / "run.toml")) for home in homes}
+    places = {home: HomePaths(home).run_file for home in homes}
+    recipes = {home: RunFileText(read_run_text(place), str(place)) for home, place in places.items()}
     first = recipes[homes[0]]
     for home, recipe in recipes.items():
         if recipe.digest != first.digest:

@@ -30,6 +30,7 @@ from noloco_node.state_sync.replica_mean import (
 )
 from noloco_node.storage import tensor_file
 from noloco_node.storage.checkpoint import Counters, counters_of, files
+from noloco_node.storage.home import HomePaths
 from noloco_node.terminal import say
 
 LOOKS = 3
@@ -66,7 +67,8 @@ class ReplicaFile(NamedTuple):
 def in_home(home: Path, run_id: str, complain: Callable[[str], None] = say) -> list[ReplicaFile]:
     """Return what a home holds of a run: of each stage and peer the newest file that is whole; `complain` of others."""
     found: dict[tuple[int, str], ReplicaFile] = {}
-    for directory in (home / "checkpoint", *sorted((home / "snapshots").glob("[0-9]*"))):
+    paths = HomePaths(home)
+    for directory in (paths.checkpoint, *sorted(paths.snapshots.glob("[0-9]*"))):
         for path, held in _held(directory, complain):
             try:
                 counters = counters_of(held.path)

@@ -1,12 +1,7 @@
-"""The journal: what happened to this peer, one JSON object a line.
+"""What happened to a peer: the events, and each as a line of JSON.
 
-A journal serves three readers: a person with `jq`, the live view of the demo, and the summary of a run. So it is flat,
-append-only text; every line says when (`at`, unix seconds) and what (`event`), and stands for itself.
-
-Each event is one write to a file opened for appending, so a crash tears one line at most. The reader skips what it
-cannot decode, and the writer begins a new line after a torn one. At `max_bytes` the file moves to `journal.1.jsonl`,
-over the one before: the two together bound the disk that a journal takes. A disk that is full or gone costs events,
-which are counted, and never the training: a journal is worth less than the run that it describes.
+They are read by a person with `jq`, by views that follow a living node or play a run again, and by what sums up and
+exports. So a journal is flat text; every line says when (`at`, unix seconds) and what (`event`), and stands for itself.
 """
 
 from __future__ import annotations
@@ -19,9 +14,6 @@ from msgspec import structs
 
 from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
 from noloco_node.run.peer_state import PeerState
-
-MAX_BYTES = 64 * 2**20
-"""Size at which a journal is rotated, if nobody says otherwise: some 300,000 inner steps."""
 
 RUN_OVER = "the run is over"
 """Why training has ended whose budget is used up (`Finished.why`)."""

@@ -1,4 +1,10 @@
-"""The journal on the disk: one JSON object a line, appended, and rotated."""
+"""The journal on the disk: one JSON object a line, appended, and rotated.
+
+Each event is one write to a file opened for appending, so a crash tears one line at most. The reader skips what it
+cannot decode, and the writer begins a new line after a torn one. At MAX_BYTES the file moves to `journal.1.jsonl`, over
+the one before: the two together bound the disk that a journal takes. A disk that is full or gone costs events, and
+never the training: a journal is worth less than the run that it describes.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +17,18 @@ from typing import Self
 import msgspec
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.journal.events import MAX_BYTES, Event, fields_of
+from noloco_node.journal.events import Event, fields_of
+
+MAX_BYTES = 64 * 2**20
+"""Some 300,000 inner steps."""
 
 
 class Journal:
-    """The writing end; one process, one journal. `dropped`: events that the disk did not take."""
+    """The writing end; one process, one journal."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, now: Callable[[], float] = time.time) -> None:
         """Open `path` for appending; raise `UserError` where it cannot be opened at all."""
         self._path, self._max_bytes, self._now = path, max_bytes, now
-        self.dropped = 0
         self._closed = False
         try:
             self._file = _open(path)
@@ -36,7 +44,6 @@ class Journal:
     def write(self, event: Event) -> None:
         """Append `event` with the time of now; never raises for the disk's sake."""
         if self._closed:
-            self.dropped += 1
             return
         line = msgspec.json.encode({**fields_of(event), "at": self._now()}) + b"\n"
         if self._torn:
@@ -47,15 +54,12 @@ class Journal:
                 line = line.lstrip(b"\n")
             written = os.write(self._file, line)
         except OSError:
-            self.dropped += 1
             return
         self._size += written
         self._torn = written < len(line)
-        if self._torn:
-            self.dropped += 1
 
     def close(self) -> None:
-        """Close the file; closing twice is harmless, and whatever is written later counts as dropped."""
+        """Close the file; closing twice is harmless, and whatever is written later is lost."""
         if self._file >= 0:
             os.close(self._file)
         self._file, self._closed = -1, True

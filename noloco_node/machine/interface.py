@@ -170,16 +170,6 @@ class ComputeHost(Protocol):
         """Make a stage; a job of the device's thread."""
 
 
-class TextHost(Protocol):
-    """The training text of this peer."""
-
-    def prepare_text(self, stage: int, /) -> None:
-        """Begin to open the text if this stage needs it: its state is about to be downloaded, which takes a while."""
-
-    async def open_text(self) -> Text:
-        """Return the training text."""
-
-
 class FirstWeights(Protocol):
     """The weights that a run starts from, where they are those of a checkpoint.
 
@@ -197,8 +187,18 @@ class FirstWeights(Protocol):
         """Return a stage's parameters; its pieces are here. Raises `UserError` where the files are of another model."""
 
 
-class StorageHost(Protocol):
-    """What lies on this peer's disk."""
+class Host(ComputeHost, Protocol):
+    """All that a machine gives to a node."""
+
+    # The training text of this peer.
+
+    def prepare_text(self, stage: int, /) -> None:
+        """Begin to open the text if this stage needs it: its state is about to be downloaded, which takes a while."""
+
+    async def open_text(self) -> Text:
+        """Return the training text."""
+
+    # What lies on its disk.
 
     @property
     def first_weights(self) -> FirstWeights | None:
@@ -234,9 +234,7 @@ class StorageHost(Protocol):
     def partial_download(self, stage: int, weight_bytes: int, /) -> ChunkStore | None:
         """Return where the chunks of a stage's state are noted while it is downloaded; None: in memory alone."""
 
-
-class ClockHost(Protocol):
-    """The time of day."""
+    # The time of day, and what its owner lets us take of the line.
 
     def unix_time(self) -> float:
         """Return the time of day, in seconds."""
@@ -244,16 +242,8 @@ class ClockHost(Protocol):
     def asleep_s(self) -> float:
         """Return the seconds for which the machine has slept since its start."""
 
-
-class BandwidthHost(Protocol):
-    """What the owner lets us take of the line."""
-
     def line_s(self, stage: int, /) -> float:
         """Return the seconds of our bandwidth that a microbatch needs at a stage; 0 without a limit."""
-
-
-class Host(ComputeHost, TextHost, StorageHost, ClockHost, BandwidthHost, Protocol):
-    """All that a machine gives to a node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -87,11 +87,6 @@ class FrameDecoder:
         return self._view
 
     @property
-    def between_frames(self) -> bool:
-        """Whether the bytes so far end with a complete frame."""
-        return self._kind is None and len(self._view) == _PREFIX.size
-
-    @property
     def in_message(self) -> bool:
         """Whether a message is under way, beyond its prefix."""
         return self._kind is FrameKind.MESSAGE

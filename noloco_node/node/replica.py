@@ -40,7 +40,7 @@ from pipeline.admission import AdmissionWindow, WindowOutcome
 from pipeline.checks.spot_checks import CheckSettings, SpotChecks
 from pipeline.checks.verdicts import CheckFinding, Verdict
 from pipeline.inner_optimiser import OptimiserState
-from pipeline.next_stage import Limits, NextStage, NextStageClient
+from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
 from pipeline.worker import Worker, WorkerCompute
 
@@ -90,7 +90,7 @@ class Replica:
             Random(f"{run.seed}|checks|{config.peer}"),
         )
         next_stage = NextStageClient(hops=self._checks.hops, call=self._checks.call)
-        self.next_stage = None if config.last else NextStage(next_stage, Limits(), rng)
+        self.next_stage = None if config.last else NextStage(next_stage, rng)
         self.worker = Worker(
             stage,
             self.admission,

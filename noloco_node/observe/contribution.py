@@ -17,7 +17,7 @@ from noloco_node.errors import config_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.observe.swarm_view import plain
-from noloco_node.storage.home import JOURNAL
+from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.roster import Given
 from noloco_node.units import format_bytes, format_count, format_duration, format_energy
 
@@ -57,7 +57,8 @@ class ContributionLedger:
 
     def __init__(self) -> None:
         self.by_run: dict[str, Contribution] = {}
-        self._now: Contribution | None = None
+        self.now: Contribution | None = None
+        """What is given to the run that is taken part in; None before there is one."""
         self._sent = self._received = 0
         self._joules = 0.0
 
@@ -66,19 +67,14 @@ class ContributionLedger:
         found = self.by_run.get(run)
         return None if found is None else found.given()
 
-    @property
-    def now(self) -> Contribution | None:
-        """What is given to the run that is taken part in; None before there is one."""
-        return self._now
-
     def take(self, event: events.Event) -> None:
         """Add an event."""
         if isinstance(event, events.Started):
             begun = Contribution(run=event.run, first_at=event.at, last_at=event.at)
-            begun = self._now = self.by_run.setdefault(event.run, begun)
+            begun = self.now = self.by_run.setdefault(event.run, begun)
             begun.peers += [event.peer] * (event.peer not in begun.peers)
             begun.stages += [event.stage] * (event.stage not in begun.stages)
-        now = self._now
+        now = self.now
         if now is None:
             return
         pause_s = event.at - now.last_at
@@ -117,11 +113,12 @@ def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:
 
 def report(home: Path, *, as_json: bool) -> str:
     """Return what the journal of a home says was given, as text or as one JSON object a run."""
-    found = list(ledger_of(read(home / JOURNAL)).by_run.values())
+    journal = HomePaths(home).journal
+    found = list(ledger_of(read(journal)).by_run.values())
     if not found:
         raise config_error(
             f"{home} has given nothing yet.",
-            "its journal does not tell of any run" if (home / JOURNAL).exists() else "it has no journal",
+            "its journal does not tell of any run" if journal.exists() else "it has no journal",
             "name the home of a node that took part with --home",
         )
     if as_json:

@@ -32,6 +32,7 @@ from noloco_node.observe.swarm_view import (
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.runfile import decode_run
+from noloco_node.storage.home import HomePaths
 
 TRACE = "events.jsonl"
 """What `simulate --trace` writes."""
@@ -234,7 +235,7 @@ def _of_run(journal: Iterable[events.Event], run: str) -> Iterator[events.Event]
 
 def _run_of(home: Path) -> RunConfig | None:
     """Return the run of the run file that lies in a home or beside it, if one does and is legible."""
-    for path in (home / "run.toml", home.parent / "run.toml"):
+    for path in (HomePaths(home).run_file, HomePaths(home.parent).run_file):
         try:
             return decode_run(path.read_text(), str(path))
         except (OSError, UnicodeDecodeError, UserError):

@@ -21,8 +21,12 @@ MOST_REQUESTS = 16
 """At once; one more is let go of unanswered."""
 
 
-def metrics_place(text: str, *, is_open: bool) -> ServedPlace:
-    """Return the place that HOST:PORT, or PORT alone, names; raise `UserError` for none, and for one in the open."""
+def metrics_place(text: str | None, *, is_open: bool) -> ServedPlace | None:
+    """Return where metrics are to be served (HOST:PORT, or PORT alone), if at all; raise `UserError` for what is no
+    place, and for one in the open.
+    """
+    if text is None:
+        return None
     place = parse_place(text, "--metrics")
     if not is_open and not place.is_own:
         raise UserError(

@@ -39,7 +39,6 @@ class FramePeer(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     trains: bool
     round: int
-    steps: int
     tokens: int
     tokens_covered: int | None
     there_s: float | None
@@ -139,7 +138,6 @@ def _peer(peer: PeerView, places: dict[str, int], at: float) -> FramePeer:
         state=plain(peer.state),
         trains=peer.trains,
         round=peer.round,
-        steps=peer.inner_steps,
         tokens=peer.tokens,
         tokens_covered=peer.tokens_covered,
         there_s=_rounded(peer.there_s, 0),

@@ -12,11 +12,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from gossip.events import OuterStepTaken, RoundDeferred
 from noloco_node.journal import events
 from noloco_node.observe.contribution import Contribution, ContributionLedger
+from noloco_node.observe.swarm_view import Thinned
 from noloco_node.run.peer_state import PeerState
 
 RECENT = 8
@@ -30,21 +31,11 @@ class Point(NamedTuple):
     value: float
 
 
-class Curve:
-    """At most `limit` points: when it is full, every second one goes and the rest are taken half as often."""
+Curve: TypeAlias = Thinned[Point]
 
-    def __init__(self, limit: int = 4096) -> None:
-        self.points: list[Point] = []
-        self._limit, self._stride, self._seen = limit, 1, 0
 
-    def add(self, x: float, value: float) -> None:
-        """Take a point, or pass it over where the curve is thinned."""
-        if self._seen % self._stride == 0:
-            self.points.append(Point(x, value))
-        self._seen += 1
-        if len(self.points) >= self._limit:
-            self.points = self.points[::2]
-            self._stride *= 2
+def _curve() -> Curve:
+    return Curve(4096)
 
 
 @dataclass(slots=True)
@@ -72,8 +63,8 @@ class PeerHistory:
     tokens: int = 0
     loss: float | None = None
     """Of the last inner steps, smoothed."""
-    losses: Curve = field(default_factory=Curve)
-    drawn: Curve = field(default_factory=Curve)
+    losses: Curve = field(default_factory=_curve)
+    drawn: Curve = field(default_factory=_curve)
     """Tokens so far."""
     busy_s: float = 0.0
     worked_s: float = 0.0
@@ -83,7 +74,7 @@ class PeerHistory:
     partner: str | None = None
     gap_first: float | None = None
     gap_last: float | None = None
-    gaps: Curve = field(default_factory=Curve)
+    gaps: Curve = field(default_factory=_curve)
     met: int = 0
     solo: int = 0
     deferred: int = 0
@@ -155,9 +146,9 @@ class PeerHistory:
         self.underway, self.ended_at, self.progress = True, event.at, event.progress
         self.steps = event.step
         self.tokens += event.tokens
-        self.drawn.add(event.at, self.tokens)
+        self.drawn.add(Point(event.at, self.tokens))
         if event.loss is not None:
-            self.losses.add(event.at, event.loss)
+            self.losses.add(Point(event.at, event.loss))
             self.loss = event.loss if self.loss is None else 0.8 * self.loss + 0.2 * event.loss
 
     def _take_outer_step(self, event: OuterStepTaken) -> None:
@@ -168,7 +159,7 @@ class PeerHistory:
         if event.gap is not None:
             self.gap_first = event.gap if self.gap_first is None else self.gap_first
             self.gap_last = event.gap
-            self.gaps.add(event.at, event.gap)
+            self.gaps.add(Point(event.at, event.gap))
 
     def _take_hops(self, event: events.Hops) -> None:
         if self.hops_at is not None and event.at > self.hops_at:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import fmean
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from noloco_node.observe.bottleneck import StageLoad, cause_of, named_stage, present_bottleneck
 from noloco_node.run.peer_state import PeerState
+
+T = TypeVar("T")
 
 SHORT_ID = 8
 """Letters of a peer id that a person sees; its last ones, for the first are alike."""
@@ -156,21 +159,26 @@ class SwarmView(msgspec.Struct, frozen=True, kw_only=True):
     routes_told: str = TOLD_ROUTES
 
 
-class Course:
-    """The course of a run in at most `limit` moments: when it is full, every second one goes."""
+class Thinned(Generic[T]):
+    """At most `limit` of all that comes, evenly: when it is full, every second goes and the rest are taken half as
+    often.
+    """
 
     def __init__(self, limit: int = 512) -> None:
-        self.moments: list[Moment] = []
+        self.points: list[T] = []
         self._limit, self._stride, self._seen = limit, 1, 0
 
-    def add(self, moment: Moment) -> None:
-        """Take a moment, or pass it over where the course is thinned."""
+    def add(self, point: T) -> None:
+        """Take a point, or pass it over."""
         if self._seen % self._stride == 0:
-            self.moments.append(moment)
+            self.points.append(point)
         self._seen += 1
-        if len(self.moments) >= self._limit:
-            self.moments = self.moments[::2]
+        if len(self.points) >= self._limit:
+            self.points = self.points[::2]
             self._stride *= 2
+
+
+Course: TypeAlias = Thinned[Moment]
 
 
 class RunTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +230,7 @@ def swarm_view(
         stages=seen,
         peers=tuple(sorted(_with_shares(peers, seen), key=lambda peer: (peer.stage, peer.name, peer.peer))),
         changes=tuple(sorted(changes, key=lambda change: change.at)),  # silence is noticed late
-        course=tuple(course.moments),
+        course=tuple(course.points),
         given=_given_in_all(peers),
         routes=totals.routes,
         routes_told=totals.routes_told,

@@ -200,8 +200,7 @@ class DownloadAccount:
     def _tell(self) -> None:
         seconds = self._now() - self._since_s
         rate = (self._fetched_bytes - self._since_bytes) / seconds if seconds > 0 else 0.0
-        left_bytes = self._total_bytes - self._held_bytes
-        line = progress_line(self._stage, self._held_bytes, self._total_bytes, rate, left_bytes)
+        line = progress_line(self._stage, self._held_bytes, self._total_bytes, rate)
         share = self._held_bytes / self._total_bytes if self._total_bytes else 1.0
         drawn = self._reporter.draw is not None and self._reporter.draw(share, line)
         if not drawn and self._now() - self._said_s >= SAY_EVERY_S:
@@ -227,13 +226,13 @@ class DownloadAccount:
         )
 
 
-def progress_line(stage: int, held_bytes: int, total_bytes: int, bytes_per_s: float, left_bytes: int) -> str:
+def progress_line(stage: int, held_bytes: int, total_bytes: int, bytes_per_s: float) -> str:
     """Return how far a copy is, in words."""
     share = held_bytes / total_bytes if total_bytes else 1.0
     text = f"copying stage {stage}: {format_bytes(held_bytes)} of {format_bytes(total_bytes)} ({share:.0%})"
     if bytes_per_s <= 0.0:
         return text
-    return f"{text}, {format_rate(bytes_per_s)}, {format_duration(left_bytes / bytes_per_s)} left"
+    return f"{text}, {format_rate(bytes_per_s)}, {format_duration((total_bytes - held_bytes) / bytes_per_s)} left"
 
 
 def waiting_line(stage: int, since_unix_s: float, now_unix_s: float, again_s: float) -> str:

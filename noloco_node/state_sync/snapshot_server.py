@@ -8,7 +8,6 @@ which it leaves. Of all stages together one is given at a time, which bounds the
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from gossip.transfer.donor import Donor, DonorLimits
 from gossip.transfer.download import piece_s
 from noloco_node.machine.interface import Host, Runner
 from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.network.question import patient
 from noloco_node.run.protocols import topic
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf
 from noloco_node.storage.checkpoint import Checkpoint
@@ -165,9 +165,6 @@ def state_of(kept: Checkpoint) -> ReplicaState:
 
 async def turn_away(conversation: Conversation) -> None:
     """Tell whoever asks to come back later; raise ConnectionAbortedError where it asks nothing."""
-    try:
-        async with asyncio.timeout(REQUEST_S):
-            await conversation.receive()
-            await conversation.send(Busy(retry_after_s=RETRY_S))
-    except TimeoutError as silence:
-        raise ConnectionAbortedError("no request came") from silence
+    async with patient(conversation, REQUEST_S):
+        await conversation.receive()
+        await conversation.send(Busy(retry_after_s=RETRY_S))

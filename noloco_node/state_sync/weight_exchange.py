@@ -20,6 +20,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.network.question import patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore, refused_by_disk
 
@@ -81,15 +82,13 @@ class WeightServer:
         self._streams[peer] += 1
         try:
             while True:
-                async with asyncio.timeout(PATIENCE_S):
+                async with patient(conversation, PATIENCE_S):
                     request = await conversation.receive()
                 content = await self._job(self._content, request)
-                async with asyncio.timeout(PATIENCE_S):
+                async with patient(conversation, PATIENCE_S):
                     await conversation.send(FileContent(content=content))
         except ConnectionResetError:
             return
-        except TimeoutError as silence:
-            raise ConnectionAbortedError(f"{peer} was silent") from silence
         finally:
             self._streams -= Counter([peer])  # which forgets peers without a stream
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,10 +36,13 @@ SPARE_BYTES = 16 * 2**20
 """What a file may leave free of a disk: other files on it grow too."""
 
 
-def lacking(needed_bytes: int, free_bytes: int) -> str:
-    """Say that a disk has too little room."""
-    spare, needed, free = map(format_bytes, (SPARE_BYTES, needed_bytes + SPARE_BYTES, free_bytes))
-    return f"{needed} are needed ({spare} of them to spare), {free} are free"
+def require_room(directory: Path, size_bytes: int, path: Path | None = None) -> None:
+    """Raise `OSError` where a disk has no room for so much more; `path`: the file that it names."""
+    free_bytes = shutil.disk_usage(directory).free
+    if size_bytes + SPARE_BYTES > free_bytes:
+        spare, needed, free = map(format_bytes, (SPARE_BYTES, size_bytes + SPARE_BYTES, free_bytes))
+        why = f"{needed} are needed ({spare} of them to spare), {free} are free"
+        raise OSError(errno.ENOSPC, why, None if path is None else str(path))
 
 
 def sweep(directory: Path) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT = 3
+"""Of the stage that is served, unless its owner says otherwise."""
 _NAME = re.compile(r"(\d{8})-\d{10}\.safetensors")
 
 
@@ -76,7 +77,7 @@ def store(
     atomic_file.make_directory(directory)
     atomic_file.sweep(directory)
     earlier = files(directory)
-    path = directory / f"{_serial(earlier[-1]) + 1 if earlier else 1:08d}-{counters.inner_steps:010d}.safetensors"
+    path = following(directory, f"{counters.inner_steps:010d}.safetensors")
     try:
         tensor_file.write(path, arrays, msgspec.json.encode(counters).decode(), read)
     except OSError as error:
@@ -168,6 +169,11 @@ def load(path: Path, *wanted: str) -> Checkpoint:
 def files(directory: Path) -> list[Path]:
     """Return the checkpoints in the order in which they were written."""
     return sorted(directory.glob("[0-9]*.safetensors"), key=_order)
+
+
+def following(directory: Path, name: str) -> Path:
+    """Return where the next file of a directory goes: `name` behind the number after the last."""
+    return directory / f"{1 + max(map(_serial, files(directory)), default=0):08d}-{name}"
 
 
 def _order(path: Path) -> tuple[int, int, str]:

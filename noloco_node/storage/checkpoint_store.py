@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import Checkpoint, Counters, files, load_whole, of_run
+from noloco_node.storage.checkpoint import Checkpoint, Counters, files, following, load_whole, of_run
 
 KEPT = 2
 """Files of a stage that is served no more."""
@@ -79,8 +79,7 @@ class CheckpointStore:
                 directory = self._former / str(stage)
                 atomic_file.make_directory(directory)
                 there = files(directory)
-                serial = int(there[-1].name.split("-")[0]) + 1 if there else 1
-                os.replace(path, directory / f"{serial:08d}-{path.name.split('-')[-1]}")
+                os.replace(path, following(directory, path.name.split("-")[-1]))
                 atomic_file.flush(directory)
                 for old in there[: 1 - KEPT]:
                     old.unlink(missing_ok=True)

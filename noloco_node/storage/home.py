@@ -34,11 +34,52 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
     command: str
 
 
-class Home:
+class HomePaths:
+    """What lies in a home, and where; it may be another process's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.identity = path / "identity.key"
+        """The private key that makes the peer id."""
+        self.journal = path / JOURNAL
+        """The journal (`noloco_node.journal.writer`)."""
+        self.checkpoint = path / "checkpoint"
+        """What a restart resumes from."""
+        self.snapshots = path / "snapshots"
+        """Slow weights of other stages, kept for others."""
+        self.invite = path / "invite"
+        """An invite by which this peer, and others that it met, are found."""
+        self.run_history = path / "reached.json"
+        """How far the run had come when its peers were last seen."""
+        self.run_file = path / "run.toml"
+        """The run file as it was fetched."""
+        self.ticket = path / "ticket"
+        """The ticket that was given to this peer."""
+        self.traffic = path / "traffic.json"
+        """Bytes of this month (`noloco_node.limits.traffic_ledger`)."""
+        self.partial_download = path / "catch-up"
+        """Pieces of a state that is still being copied."""
+        self.page_token = path / "web-token"
+        """The token of the page in a browser."""
+
+    def relay_key(self, number: int) -> Path:
+        """Return where the identity of a bootstrap peer's relay lies."""
+        return self.path / f"relay-{number}.key"
+
+    def weights(self, run_id: str) -> Path:
+        """Return where files of weights lie that a run starts from."""
+        return self.path / "weights" / run_id[:32]
+
+    def tokenizer(self, run_id: str) -> Path:
+        """Return where the tokenizer of a run lies, if its files travel."""
+        return self.path / "tokenizer" / run_id[:32]
+
+
+class Home(HomePaths):
     """A directory that is ours alone until `close`. Made by `Home.open`."""
 
     def __init__(self, path: Path, lock: int) -> None:
-        self.path = path
+        super().__init__(path)
         self._lock = lock
 
     @classmethod
@@ -61,41 +102,6 @@ class Home:
             raise refusal from error
         return cls(path, lock)
 
-    @property
-    def identity(self) -> Path:
-        """The private key that makes the peer id."""
-        return self.path / "identity.key"
-
-    @property
-    def journal(self) -> Path:
-        """The journal that `noloco_node.journal.events` writes."""
-        return self.path / JOURNAL
-
-    @property
-    def checkpoint(self) -> Path:
-        """What a restart resumes from."""
-        return self.path / "checkpoint"
-
-    @property
-    def snapshots(self) -> Path:
-        """Slow weights of other stages, kept for others."""
-        return self.path / "snapshots"
-
-    @property
-    def invite(self) -> Path:
-        """An invite by which this peer, and others that it met, are found."""
-        return self.path / "invite"
-
-    @property
-    def run_history(self) -> Path:
-        """How far the run had come when its peers were last seen."""
-        return self.path / "reached.json"
-
-    @property
-    def run_file(self) -> Path:
-        """The run file as it was fetched."""
-        return self.path / "run.toml"
-
     def keep_run_file(self, text: str) -> None:
         """Have the run file as it was fetched; raise `UserError` (STORAGE) where it is not there and the disk
         refuses."""
@@ -117,11 +123,6 @@ class Home:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def tokenizer_in(home: Path, run_id: str) -> Path:
-    """Return where a home keeps the tokenizer of a run, if its files travel."""
-    return home / "tokenizer" / run_id[:32]
 
 
 def holder(path: Path) -> LockHolder | None:

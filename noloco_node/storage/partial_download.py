@@ -11,9 +11,7 @@ most, and a disk that refuses, or has little room left, ends the noting: the cop
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,7 +26,7 @@ from gossip.exchange.messages import Manifest, Section
 from gossip.transfer.assembly import Key
 from gossip.transfer.chunks import DIGEST_BYTES, MOST_PIECE_BYTES, present, raw
 from noloco_node.errors import reason_of
-from noloco_node.storage.atomic_file import SPARE_BYTES, lacking
+from noloco_node.storage.atomic_file import require_room
 
 _PREFIX = struct.Struct(">I")
 _HEADER_BYTES = 2**26
@@ -166,9 +164,7 @@ class PartialDownloadFile:
         try:
             if self._file < 0:
                 self._open()
-            free_bytes = shutil.disk_usage(self.path.parent).free
-            if frame_bytes + SPARE_BYTES > free_bytes:
-                raise OSError(errno.ENOSPC, lacking(frame_bytes, free_bytes))
+            require_room(self.path.parent, frame_bytes)
             for part in (memoryview(_PREFIX.pack(len(header)) + header), body):
                 while part:
                     part = part[os.write(self._file, part) :]

@@ -16,8 +16,9 @@ from gossip.exchange.messages import ReplicaState, Section
 from gossip.exchange.swap import norm
 from gossip.transfer.chunks import Span, tensors_of
 from gossip.transfer.held_copy import held_sections
+from noloco_node.storage.atomic_file import require_room
 from noloco_node.storage.tensor_bytes import bytes_of
-from noloco_node.storage.tensor_file import Array, require_room
+from noloco_node.storage.tensor_file import Array
 
 
 class StateFile:

@@ -11,17 +11,15 @@ tensors, of a GPU's one of some MiB. Reading a tensor is left to the safetensors
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from noloco_node.storage.atomic_file import SPARE_BYTES, lacking, replacing
+from noloco_node.storage.atomic_file import replacing, require_room
 
 CHUNK_BYTES = 4 * 2**20
 LARGEST_HEADER_BYTES = 100 * 2**20
@@ -70,13 +68,6 @@ def write(path: Path, arrays: Sequence[Array], about: str, read: Callable[[], No
     require_room(path.parent, 8 + len(head) + sum(array.size_bytes for array in arrays), path)
     with replacing(path) as aside:
         _write_aside(aside, head, arrays, read)
-
-
-def require_room(directory: Path, size_bytes: int, path: Path) -> None:
-    """Raise `OSError` where a disk has too little room for a file."""
-    free_bytes = shutil.disk_usage(directory).free
-    if size_bytes + SPARE_BYTES > free_bytes:
-        raise OSError(errno.ENOSPC, lacking(size_bytes, free_bytes), str(path))
 
 
 def about(path: Path) -> str | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from noloco_node.errors import Exit, UserError, config_error, reason_of
-from noloco_node.storage.atomic_file import SPARE_BYTES, lacking, write
+from noloco_node.storage.atomic_file import require_room, write
 from noloco_node.storage.tensor_file import LARGEST_HEADER_BYTES, tensor_ranges
 from noloco_node.units import format_bytes
 
@@ -142,12 +141,11 @@ class WeightStore:
     def check_room(self, pieces: int) -> None:
         """Raise `OSError` where the disk has no room for so many pieces more, or they may not have it."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        free_bytes, needed_bytes = shutil.disk_usage(self.directory).free, pieces * PIECE_BYTES
+        needed_bytes = pieces * PIECE_BYTES
         if self._most_bytes is not None and needed_bytes > self._most_bytes:
             needed, most = format_bytes(needed_bytes), format_bytes(self._most_bytes)
             raise OSError(errno.ENOSPC, f"{needed} are needed, and --max-disk allows {most}")
-        if needed_bytes + SPARE_BYTES > free_bytes:
-            raise OSError(errno.ENOSPC, lacking(needed_bytes, free_bytes))
+        require_room(self.directory, needed_bytes)
 
     def all_pieces(self) -> list[FilePieceKey]:
         """Return every piece of every file."""

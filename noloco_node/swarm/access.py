@@ -16,8 +16,10 @@ from noloco_node.admission.ticket import TICKET_BYTES, Right, decode
 from noloco_node.admission.ticket_service import TicketReply, TicketRequest
 from noloco_node.errors import UserError, config_error
 from noloco_node.network.interface import PeerNetwork
+from noloco_node.network.question import ask
 from noloco_node.run.config import RunConfig
 from noloco_node.storage import atomic_file
+from noloco_node.storage.home import HomePaths
 from noloco_node.swarm.invite import Invite
 from noloco_node.units import format_duration
 
@@ -96,7 +98,7 @@ class RunAccess:
     async def _ticket(self, network: PeerNetwork) -> bytes:
         assert self.invite.credential is not None
         me, home = network.peer_id, self._home
-        identity = None if home is None else home / "identity.key"
+        identity = None if home is None else HomePaths(home).identity
         own_key = None if identity is None or not identity.exists() else read_key(identity)
         try:
             ticket = self.invite.credential.ticket(self.invite.digest, me, self._rights, self._unix_time(), own_key)
@@ -118,7 +120,7 @@ class RunAccess:
 
     @property
     def _ticket_file(self) -> Path | None:
-        return self._home / "ticket" if self._home is not None and Right.TRAIN in self._rights else None
+        return HomePaths(self._home).ticket if self._home is not None and Right.TRAIN in self._rights else None
 
     def _keep(self, ticket: bytes) -> None:
         if self._ticket_file is not None:
@@ -141,21 +143,18 @@ class RunAccess:
         answers: list[str] = []
         if trains and self._nonce is None:
             self._nonce = await asyncio.to_thread(work, run, network.peer_id)
+        request = TicketRequest(nonce=self._nonce or 0, trains=trains)
         for peer in dict.fromkeys(self.invite.peers):
             try:
-                async with (
-                    asyncio.timeout(WORK_S),
-                    network.talk(peer, ticket_service.TOPIC, ticket_service.SCHEMA) as conversation,
-                ):
-                    await conversation.send(TicketRequest(nonce=self._nonce or 0, trains=trains))
-                    reply = await conversation.receive()
-            except (ConnectionError, TimeoutError) as error:
-                answers.append(f"{peer}: {error or type(error).__name__}")
+                reply = await ask(
+                    network, peer, ticket_service.TOPIC, ticket_service.SCHEMA, request, TicketReply, WORK_S
+                )
+            except ConnectionError as error:
+                answers.append(f"{peer}: {error}")
                 continue
-            if isinstance(reply, TicketReply) and reply.ticket:
+            if reply.ticket:
                 return reply.ticket[:TICKET_BYTES]
-            refusal = reply.refusal[:200] if isinstance(reply, TicketReply) else "no ticket"
-            answers.append(f"{peer}: {''.join(letter for letter in refusal if letter.isprintable())}")
+            answers.append(f"{peer}: {''.join(letter for letter in reply.refusal[:200] if letter.isprintable())}")
         raise not_admitted("\n       ".join(answers) or "the invite names nobody to ask")
 
 

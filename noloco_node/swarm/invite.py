@@ -23,13 +23,12 @@ import msgspec
 from noloco_node.admission.invite_credential import InviteCredential, parse_credential
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
+from noloco_node.storage.home import HomePaths
 
 _SCHEME, _CREDENTIAL_SCHEME = "noloco1:", "noloco2:"
 _MOST_ADDRESSES = 64
 BESIDE = 4
 """Addresses of ordinary peers that are added to an invite: with them it outlives its bootstrap peers."""
-FILE = "invite"
-"""Its name in a home."""
 
 
 class Invite(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +98,7 @@ def found(given: str | None, home: Path) -> str:
     if given is not None and not os.path.isdir(directory):
         return given
     try:
-        return (directory / FILE).read_text().strip()
+        return HomePaths(directory).invite.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             "There is no invite to this swarm.",

@@ -41,6 +41,8 @@ CLOCK_S = 60.0
 """By which the clock of whoever wrote a record may be behind without a doubt."""
 LONGEST_LIFETIME_S = 300.0
 """For which a record is believed, whatever it asks for."""
+LEAST_CLOCKS = 3
+"""Of others, that tell how right our own is."""
 CLOCK_ERROR_S = 300.0
 """By which the clocks of a swarm may differ without harm."""
 
@@ -156,14 +158,14 @@ def youngest_at(records: Iterable[Published]) -> float:
     return max((record.at for record in records), default=0.0)
 
 
-def skew_s(offsets_s: Iterable[float | None], typical_age_s: float, least_peers: int = 3) -> float | None:
+def skew_s(offsets_s: Iterable[float | None], typical_age_s: float) -> float | None:
     """Return by how much our clock is ahead of the others', negative if behind; None if too few are known to tell.
 
     The median of what single peers' records say, so that no single wrong clock decides. `typical_age_s`: of a record
     when it is read.
     """
     known = [offset_s for offset_s in offsets_s if offset_s is not None]
-    return median(known) - typical_age_s if len(known) >= least_peers else None
+    return median(known) - typical_age_s if len(known) >= LEAST_CLOCKS else None
 
 
 def at_most(found: Collection[str], known: Mapping[str, Any]) -> Iterable[str]:

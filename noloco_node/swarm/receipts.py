@@ -21,7 +21,8 @@ from itertools import islice
 
 import msgspec
 
-LARGEST_COUNT = 2**53
+from noloco_node.swarm.peer_records import LARGEST_COUNT
+
 RECEIPT_BYTES = 4096
 LONGEST_ID = 64
 MOST_LISTED = 48

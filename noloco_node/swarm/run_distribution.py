@@ -6,13 +6,13 @@ decoded, its digest computed, and the text thrown away unless the two agree.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.network.question import ask, patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
 from noloco_node.run.permissions import check_paths
@@ -20,7 +20,7 @@ from noloco_node.run.runfile import content_hashes, decode_run, run_digest
 
 TOPIC = "run"
 PATIENCE_S = 20.0
-CLOCK_ERROR_S = 60.0
+JOINING_CLOCK_ERROR_S = 60.0
 """With more, others refuse our records as made in the future, or take them for old."""
 
 
@@ -66,17 +66,14 @@ class RunFileText:
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer one `RunRequest`."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await conversation.receive()
-                await conversation.send(RunFileReply(text=self.text, unix_time=time.time()))
-        except TimeoutError as silence:
-            raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
+        async with patient(conversation, PATIENCE_S):
+            await conversation.receive()
+            await conversation.send(RunFileReply(text=self.text, unix_time=time.time()))
 
 
 def check_clock(ahead_s: float, peer: str) -> None:
     """Raise `UserError` if our clock is so far from a peer's that records would expire too early or too late."""
-    if abs(ahead_s) > CLOCK_ERROR_S:
+    if abs(ahead_s) > JOINING_CLOCK_ERROR_S:
         raise UserError(
             f"This machine's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} a peer's.",
             why=f"{peer} says so, and records of who is there expire by the time of day",
@@ -93,19 +90,13 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
     answers: list[str] = []
     for peer in peers:
         try:
-            async with asyncio.timeout(PATIENCE_S), network.talk(peer, TOPIC, SCHEMA) as conversation:
-                await conversation.send(RunRequest())
-                reply = await conversation.receive()
-                if not isinstance(reply, RunFileReply):
-                    raise ConnectionAbortedError(f"expected a run file, got {type(reply).__name__}")
-        except (ConnectionError, TimeoutError) as error:
-            answers.append(f"{peer}: {error or type(error).__name__}")
+            reply = await ask(network, peer, TOPIC, SCHEMA, RunRequest(), RunFileReply, PATIENCE_S)
+        except ConnectionError as error:
+            answers.append(f"{peer}: {error}")
             continue
         try:
             recipe = RunFileText(reply.text, f"the run file from {peer}", allowed)
-        except (
-            UserError
-        ) as trouble:  # that peer's text, or a directory that this machine has not: the next may do better
+        except UserError as trouble:  # that peer's text, or a directory that is not here: the next may do better
             answers.append(f"{peer}: {trouble.what} {trouble.why}")
             continue
         if recipe.digest == digest:

@@ -18,6 +18,7 @@ import msgspec
 
 from noloco_node.errors import reason_of
 from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.network.question import ask, patient
 from noloco_node.network.schema import MessageSpec, Schema
 from noloco_node.storage import atomic_file
 from noloco_node.swarm.membership import Membership
@@ -75,12 +76,9 @@ class RunHistory:
 
     async def serve(self, conversation: Conversation) -> None:
         """Answer one `ReachedRequest`."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await conversation.receive()
-                await conversation.send(ReachedReply(progress=self.progress))
-        except TimeoutError as silence:
-            raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
+        async with patient(conversation, PATIENCE_S):
+            await conversation.receive()
+            await conversation.send(ReachedReply(progress=self.progress))
 
     def _read(self) -> float:
         try:
@@ -107,10 +105,7 @@ async def reached(network: PeerNetwork, peers: Sequence[str]) -> float:
 
 async def _asked(network: PeerNetwork, peer: str) -> float:
     try:
-        async with asyncio.timeout(PATIENCE_S), network.talk(peer, TOPIC, SCHEMA) as conversation:
-            await conversation.send(ReachedRequest())
-            reply = await conversation.receive()
-    except (ConnectionError, TimeoutError):  # of an older version, say, that does not remember
+        reply = await ask(network, peer, TOPIC, SCHEMA, ReachedRequest(), ReachedReply, PATIENCE_S)
+    except ConnectionError:  # of an older version, say, that does not remember
         return 0.0
-    known = isinstance(reply, ReachedReply) and 0.0 <= reply.progress <= 1.0
-    return reply.progress if known else 0.0
+    return reply.progress if 0.0 <= reply.progress <= 1.0 else 0.0

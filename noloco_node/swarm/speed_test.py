@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from noloco_node.limits.budget import Bucket, take
 from noloco_node.network.interface import Conversation
+from noloco_node.network.question import patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
 from noloco_node.tasks import loop_s
 
@@ -89,28 +90,23 @@ class SpeedTestService:
 
     async def answer(self, conversation: Conversation) -> None:
         """Answer one question; ConnectionAbortedError where the asker takes too long."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                question = await conversation.receive()
-                if not isinstance(question, SendMe | TakeFromMe) or not 1 < question.pieces <= MOST_PIECES:
-                    raise Violation(f"a doctor asks for 2 to {MOST_PIECES} pieces to be sent or taken")
-                wait_s = self._admit(question.pieces * PIECE_BYTES)
-                if wait_s > 0.0:
-                    self.refused += 1
-                    await conversation.send(NotNow(retry_after_s=wait_s))
-                    return
-                try:
-                    if isinstance(question, SendMe):
-                        await send(conversation, question.pieces)
-                    else:
-                        await conversation.send(Go())
-                        await conversation.send(
-                            await count(conversation, question.pieces, await conversation.receive())
-                        )
-                finally:
-                    self._busy = False
-        except TimeoutError as slow:
-            raise ConnectionAbortedError(f"{conversation.peer} was not measured within {PATIENCE_S:g} s") from slow
+        async with patient(conversation, PATIENCE_S):
+            question = await conversation.receive()
+            if not isinstance(question, SendMe | TakeFromMe) or not 1 < question.pieces <= MOST_PIECES:
+                raise Violation(f"a doctor asks for 2 to {MOST_PIECES} pieces to be sent or taken")
+            wait_s = self._admit(question.pieces * PIECE_BYTES)
+            if wait_s > 0.0:
+                self.refused += 1
+                await conversation.send(NotNow(retry_after_s=wait_s))
+                return
+            try:
+                if isinstance(question, SendMe):
+                    await send(conversation, question.pieces)
+                else:
+                    await conversation.send(Go())
+                    await conversation.send(await count(conversation, question.pieces, await conversation.receive()))
+            finally:
+                self._busy = False
 
     def _admit(self, size: int) -> float:
         """Begin a measurement; return 0, or how long to wait for one, in seconds."""

@@ -29,7 +29,7 @@ PAGE_EVERY_S = 1.0
 
 
 class ServedViews:
-    """Keeps what is served up to date. Without metrics and page it does nothing."""
+    """Keeps what is served up to date, and the history of our own peer, from which its record is filled."""
 
     def __init__(self, metrics: NodeMetrics | None, page: Page | None, own: PeerHistory) -> None:
         """`own`: what our peer has done so far, named as its owner names it."""

@@ -16,7 +16,8 @@ from noloco_node.errors import Exit, UserError
 def test_an_invite_is_typed_or_read_from_a_file_or_from_the_standard_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line, file = "noloco1:ab@/ip4/203.0.113.7/tcp/4001", tmp_path / "invite"
+    monkeypatch.chdir(tmp_path)
+    line, file = "noloco1:ab@/ip4/203.0.113.7/tcp/4001" + 400 * "0", Path("noloco-invite")
     file.write_text(f"{line}\n")
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{line}\nmore\n"))
     assert [invite_text(each) for each in (line, str(file), "-", None)] == [line, line, line, None]

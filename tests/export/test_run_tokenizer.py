@@ -18,7 +18,7 @@ from noloco_node.planning.plan import plan
 from noloco_node.run.config import DataConfig
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.weight_exchange import SCHEMA, TOKENIZER_TOPIC, WeightServer
-from noloco_node.storage.home import tokenizer_in
+from noloco_node.storage.home import HomePaths
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText
@@ -76,7 +76,7 @@ def test_a_home_keeps_it_for_an_export(checkpoint: Path, tmp_path: Path) -> None
     with pytest.raises(UserError, match="None of these homes") as caught:
         reading_with_tokenizer(homes, recipe)
     assert caught.value.code is Exit.CONFIG
-    kept = WeightStore.filling(tokenizer_in(homes[1], recipe.digest), recipe.run.data.tokenizer_files)
+    kept = WeightStore.filling(HomePaths(homes[1]).tokenizer(recipe.digest), recipe.run.data.tokenizer_files)
     WeightStore.whole(checkpoint, kept.files).copy_to(kept)
     assert open_tokenizer(reading_with_tokenizer(homes, recipe)).eos_token == "<|end|>"
     (kept.directory / "tokenizer.json").write_text("{}")

@@ -92,7 +92,7 @@ def feed(data: bytes, schema: Schema = SCHEMA, piece: int = 1 << 20) -> list[Fra
         place += count
         frame = intake.got(count)
         if frame is not None:
-            assert intake.between_frames
+            assert not intake.in_message
             frames.append(frame)
     return frames
 

@@ -110,6 +110,7 @@ def test_labels_are_bounded_whatever_is_said(reasons: list[str]) -> None:
     ],
 )
 def test_a_place_of_our_own_needs_no_leave(text: str, place: ServedPlace) -> None:
+    assert metrics_place(None, is_open=False) is None
     assert metrics_place(text, is_open=False) == place
 
 
@@ -117,7 +118,9 @@ def test_a_place_of_our_own_needs_no_leave(text: str, place: ServedPlace) -> Non
 def test_a_place_in_the_open_is_refused_unless_asked_for(text: str) -> None:
     with pytest.raises(UserError, match="could be read by others"):
         metrics_place(text, is_open=False)
-    assert metrics_place(text, is_open=True).port == 9464
+    opened = metrics_place(text, is_open=True)
+    assert opened is not None
+    assert opened.port == 9464
 
 
 @pytest.mark.parametrize("text", ["", "x", "1.2.3.4", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:²"])

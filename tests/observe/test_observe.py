@@ -27,7 +27,7 @@ from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.playback import FASTEST, SLOWEST, Playback, meanings
 from noloco_node.observe.roster_observer import RosterObserver, split_wait
 from noloco_node.observe.screen import line, lines, picture
-from noloco_node.observe.swarm_view import MOST_WORDS, Course, Moment, SwarmView, plain
+from noloco_node.observe.swarm_view import MOST_WORDS, SwarmView, plain
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
@@ -337,14 +337,6 @@ def test_what_strangers_say_is_neither_markup_nor_control(name: str, waits: str)
         assert text.isprintable()
     assert "[red]" in "".join(lines(view))
     assert len(plain(waits)) <= MOST_WORDS
-
-
-def test_a_course_is_bounded_and_keeps_its_first_moment() -> None:
-    course = Course(limit=16)
-    for number in range(1000):
-        course.add(Moment(at=number, progress=0.0, tokens_per_s=0.0, loss=None, gap=None))
-    assert len(course.moments) < 16
-    assert course.moments[0].at == 0
 
 
 @given(st.lists(st.sampled_from(["forward", "back", "faster", "slower", "pause", "begin", "end"])), st.floats(0, 100))

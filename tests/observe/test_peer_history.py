@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from noloco_node.journal import events
 from noloco_node.observe.braille_chart import Series, chart, smoothed
-from noloco_node.observe.peer_history import Curve, PeerHistory, Point, over_tokens
+from noloco_node.observe.peer_history import PeerHistory, Point, over_tokens
+from noloco_node.observe.swarm_view import Thinned
 
 
 def inner(step: int, at: float) -> events.InnerStep:
@@ -50,13 +51,13 @@ def test_a_common_axis_counts_the_tokens_of_all_sources() -> None:
 
 
 @given(st.integers(1, 5000))
-def test_a_curve_is_bounded_and_keeps_its_first_point(count: int) -> None:
-    curve = Curve(limit=64)
+def test_what_is_thinned_is_bounded_and_keeps_its_first_point(count: int) -> None:
+    thinned = Thinned[int](limit=64)
     for number in range(count):
-        curve.add(number / count, float(number))
-    assert len(curve.points) <= 64
-    assert curve.points[0].value == 0
-    gaps = {b.value - a.value for a, b in pairwise(curve.points)}
+        thinned.add(number)
+    assert len(thinned.points) < 64
+    assert thinned.points[0] == 0
+    gaps = {later - earlier for earlier, later in pairwise(thinned.points)}
     assert len(gaps) <= 1  # evenly thinned
 
 

@@ -14,14 +14,22 @@ import torch
 
 from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
-from pipeline.next_stage import MOST_HOPS_COUNTED, Expired, HopTotals, Limits, NextStage, NextStageClient, within
+from pipeline.next_stage import (
+    ATTEMPTS,
+    MOST_HOPS_COUNTED,
+    PATIENCE_S,
+    Expired,
+    HopTotals,
+    NextStage,
+    NextStageClient,
+    within,
+)
 from pipeline.routing import Hop
 from pipeline.trust.suspects import TIMES_COST
 
 HIDDEN = torch.zeros(1, 2, 3)
 MICROBATCH = Microbatch(hidden=HIDDEN, targets=torch.zeros(1, 2, dtype=torch.int64), progress=0.1, budget_s=100.0)
 GRADIENT = Gradient(hidden=HIDDEN, loss=1.0, tokens=2)
-LIMITS = Limits()
 UNREACHABLE, GIVEN_UP, BROKEN = ConnectionRefusedError(), ConnectionAbortedError(), ConnectionResetError()
 
 Answer = Reply | ConnectionError
@@ -32,14 +40,12 @@ Script = Callable[[str, int], Answer]
 class Peers:
     """The next stage: scripted peers that take a second each to answer, and a note of who was called when."""
 
-    def __init__(self, names: str, script: Script, limits: Limits = LIMITS) -> None:
+    def __init__(self, names: str, script: Script) -> None:
         self.hops = [Hop(name) for name in names]
         self.calls: list[tuple[str, float]] = []
         self.budgets: list[float] = []
         self._script, self._answered = script, Counter[str]()
-        self.downstream = NextStage(
-            NextStageClient(hops=lambda: self.hops, call=self.call), limits, Random("downstream")
-        )
+        self.downstream = NextStage(NextStageClient(hops=lambda: self.hops, call=self.call), Random("downstream"))
 
     async def call(self, peer: str, microbatch: Microbatch) -> Reply:
         self.calls.append((peer, asyncio.get_running_loop().time()))
@@ -171,7 +177,7 @@ def test_when_all_refuse_we_sleep_until_the_earliest_may_be_asked_again() -> Non
 
 def test_refusals_use_up_no_attempt_but_the_budget_bounds_them() -> None:
     async def main() -> None:
-        peers = Peers("a", lambda *_: Refused(reason=Reason.FULL, retry_after_s=math.nan), Limits(attempts=1))
+        peers = Peers("a", lambda *_: Refused(reason=Reason.FULL, retry_after_s=math.nan))
         assert await peers.ask() == Refused(reason=Reason.EXPIRED)
         assert len(peers.calls) > 80, "not a number is the least pause"
         assert asyncio.get_running_loop().time() == 100.0
@@ -226,12 +232,12 @@ def test_who_waits_for_room_at_a_healthy_replica_is_not_stranded(answer: Answer,
 
 def test_after_the_last_attempt_there_is_no_route() -> None:
     async def main() -> None:
-        peers = Peers("abcdef", lambda *_: BROKEN, Limits(attempts=3))
+        peers = Peers("abcdef", lambda *_: BROKEN)
         reply = await peers.ask()
         assert isinstance(reply, Refused)
         assert reply.reason is Reason.NO_ROUTE
         assert reply.retry_after_s > 0.0
-        assert len(set(peers.called)) == len(peers.called) == 3, "each time another one"
+        assert len(set(peers.called)) == len(peers.called) == ATTEMPTS, "each time another one"
 
     run(main())
 
@@ -249,7 +255,7 @@ def test_one_that_was_lost_is_not_asked_again_while_there_are_others() -> None:
 
 def test_no_route_below_uses_attempts_and_accuses_nobody() -> None:
     async def main() -> None:
-        peers = Peers("ab", lambda *_: Refused(reason=Reason.NO_ROUTE, retry_after_s=3.0), Limits(attempts=4))
+        peers = Peers("ab", lambda *_: Refused(reason=Reason.NO_ROUTE, retry_after_s=3.0))
         reply = await peers.ask()
         assert isinstance(reply, Refused)
         assert reply.reason is Reason.NO_ROUTE
@@ -382,11 +388,11 @@ def test_an_empty_roster_is_waited_for_and_the_wait_is_told() -> None:
 
 def test_an_empty_roster_is_not_waited_for_for_ever() -> None:
     async def main() -> None:
-        peers = Peers("", lambda *_: GRADIENT, Limits(patience_s=10.0))
+        peers = Peers("", lambda *_: GRADIENT)
         reply = await peers.ask()
         assert isinstance(reply, Refused)
         assert reply.reason is Reason.NO_ROUTE
-        assert 10.0 <= asyncio.get_running_loop().time() < 11.0
+        assert PATIENCE_S <= asyncio.get_running_loop().time() < PATIENCE_S + 1.0
 
     run(main())
 
@@ -410,7 +416,7 @@ def test_a_fault_of_our_own_is_not_swallowed() -> None:
         async def call(peer: str, microbatch: Microbatch) -> Reply:
             raise TimeoutError("ours")
 
-        downstream = NextStage(NextStageClient(hops=lambda: [Hop("a")], call=call), Limits(), Random(0))
+        downstream = NextStage(NextStageClient(hops=lambda: [Hop("a")], call=call), Random(0))
         with pytest.raises(TimeoutError, match="ours"):
             await downstream.ask(MICROBATCH, 10.0)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.decoder_slice import Cut, NotSliceableError, Slice, find_decoder_parts
 from pipeline.model_config import Config, Prepared, family_config, prepare
-from pipeline.partition import _most_even, _Work, build, cut, forward_flops, parameter_shapes, skeleton, verify_family
+from pipeline.partition import _most_even, _Work, build, cut, forward_flops, skeleton, slice_size, verify_family
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 32,
@@ -163,8 +163,7 @@ def test_shapes_without_memory(family: str) -> None:
     for piece in cut(recipe.config, 3, None, 32):
         part = build(recipe, piece, seed=0)
         shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
-        assert parameter_shapes(recipe.config, piece) == shapes
-        assert list(parameter_shapes(recipe.config, piece)) == list(shapes), "the same order"
+        assert list(slice_size(recipe.config, piece).shapes.items()) == list(shapes.items()), "the same order"
 
 
 def test_cost_of_a_layer_by_hand() -> None:
@@ -190,7 +189,7 @@ def test_a_token_pays_for_the_experts_that_it_meets() -> None:
     (few_flops,), (many_flops,) = (forward_flops(config, [piece], 32) for config in (few, many))
     assert many_flops == few_flops + router
     few_weights, many_weights = (
-        sum(map(math.prod, parameter_shapes(config, piece).values())) for config in (few, many)
+        sum(map(math.prod, slice_size(config, piece).shapes.values())) for config in (few, many)
     )
     assert many_weights > few_weights + 10_000
 
@@ -251,7 +250,7 @@ def test_cuts_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="max_position_embeddings = 64"):
         cut(config, 2, None, 65)
     with pytest.raises(ValueError, match="prepare it first"):
-        parameter_shapes(family_config("gpt2", FAMILIES["gpt2"]), Cut(0, 1, embeds=True, head=False))
+        slice_size(family_config("gpt2", FAMILIES["gpt2"]), Cut(0, 1, embeds=True, head=False))
 
 
 def test_unknown_fields_and_families_are_named() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from noloco_node.sim.clock import run
 from pipeline.admission import AdmissionWindow, WindowOutcome
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
-from pipeline.next_stage import Limits, NextStage, NextStageClient
+from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.routing import Hop
 from pipeline.worker import Worker, WorkerCompute
 
@@ -169,7 +169,7 @@ class Swarm:
         def hops() -> list[Hop]:
             return [Hop(peer.name, peer.worker.device_s) for peer in self.stages[stage] if peer.alive or self.stale]
 
-        return NextStage(NextStageClient(hops=hops, call=call), Limits(), Random(f"{self.seed}|routes|{sender}"))
+        return NextStage(NextStageClient(hops=hops, call=call), Random(f"{self.seed}|routes|{sender}"))
 
     stale = True
     """Whether the dead stay in the roster."""

@@ -20,7 +20,7 @@ from noloco_node.planning.checkpoint_map import CheckpointMap, check_files, read
 from noloco_node.planning.model_layout import check_hub_weights, model_layout
 from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.partition import cut, parameter_shapes
+from pipeline.partition import cut, slice_size
 
 EXPERTS = {**LLAMA, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def layout(family: str, stages: int = 2) -> tuple[Prepared, list[dict[str, tuple[int, ...]]]]:
     prepared = prepare(family_config(family, FAMILIES[family]))
-    return prepared, [parameter_shapes(prepared.config, each) for each in cut(prepared.config, stages, None, 32)]
+    return prepared, [slice_size(prepared.config, each).shapes for each in cut(prepared.config, stages, None, 32)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -259,7 +259,7 @@ def test_the_bar_is_drawn_below_what_others_say_and_leaves_nothing(capsys: pytes
 @settings(deadline=None)
 @given(st.integers(0, 2**45), st.integers(0, 2**45), st.floats(0.0, 1e10))
 def test_the_line_of_progress_is_never_nonsense(held: int, left: int, rate: float) -> None:
-    line = progress_line(3, held, held + left, rate, left)
+    line = progress_line(3, held, held + left, rate)
     assert "nan" not in line
     assert "-" not in line
     assert line.count("left") == (rate > 0.0)

@@ -18,7 +18,7 @@ from gossip.transfer.chunks import cut
 from gossip.transfer.donor import ABANDONED_S, Donor
 from gossip.transfer.held_copy import CopyInMemory
 from noloco_node.sim.clock import run
-from noloco_node.storage import tensor_file
+from noloco_node.storage import atomic_file
 from noloco_node.storage.state_file import StateFile
 
 SPANS = cut([torch.empty(shape, device="meta").numel() * 4 for shape in SHAPES])
@@ -68,7 +68,7 @@ def test_a_disk_without_room_has_newcomers_come_back(tmp_path: Path, monkeypatch
     async def main() -> None:
         donor, wanted = Donor(provide, at_once, SHAPES, TERMS), StateRequest(parts=Parts.ALL)
         with monkeypatch.context() as full:
-            full.setattr(tensor_file, "SPARE_BYTES", 2**60)
+            full.setattr(atomic_file, "SPARE_BYTES", 2**60)
             assert isinstance(await donor._manifest(wanted), Busy)
         assert isinstance(await donor._manifest(wanted), Busy), "not at once again"
         await asyncio.sleep(ABANDONED_S)

@@ -46,7 +46,7 @@ def test_an_invite_is_found_in_a_home_where_none_is_given(tmp_path: Path) -> Non
         with pytest.raises(UserError, match="no invite") as caught:
             invite.found(given_home, tmp_path)
         assert caught.value.code is Exit.CONFIG
-    (tmp_path / invite.FILE).write_text(f"{text}\n")
+    (tmp_path / "invite").write_text(f"{text}\n")
     assert invite.found(None, tmp_path) == invite.found(str(tmp_path), Path("elsewhere")) == text
 
 
@@ -81,14 +81,14 @@ def test_what_strangers_say_of_themselves_breaks_no_invite(tmp_path: Path) -> No
 def test_a_home_keeps_an_invite_and_says_once_that_it_cannot(tmp_path: Path) -> None:
     said: list[str] = []
     came_by = invite.parse(invite.format(DIGEST, ADDRESSES[:1]))
-    kept = KeptInvite(tmp_path / invite.FILE, came_by, ADDRESSES[1:2], said.append)
+    kept = KeptInvite(tmp_path / "invite", came_by, ADDRESSES[1:2], said.append)
     assert kept.keep() == invite.format(DIGEST, ADDRESSES[1::-1])
     assert kept.keep(ADDRESSES[2:3]) == invite.found(None, tmp_path)
     assert [str(each) for each in invite.parse(invite.found(None, tmp_path)).addresses] == [
         *ADDRESSES[1::-1],
         ADDRESSES[2],
     ]
-    refused = KeptInvite(tmp_path / "nowhere" / invite.FILE, came_by, (), said.append)
+    refused = KeptInvite(tmp_path / "nowhere" / "invite", came_by, (), said.append)
     refused.keep()
     refused.keep(ADDRESSES[2:3])
     assert len(said) == 1
@@ -142,9 +142,9 @@ def test_any_text_is_an_invite_or_trouble(text: str) -> None:
 def test_a_home_knows_others_of_the_same_run(tmp_path: Path) -> None:
     parsed = invite.parse(invite.format(DIGEST, ADDRESSES[:1]))
     assert invite.kept_addresses(parsed, tmp_path) == []
-    (tmp_path / invite.FILE).write_text(invite.format(DIGEST, ADDRESSES[:3]))
+    (tmp_path / "invite").write_text(invite.format(DIGEST, ADDRESSES[:3]))
     assert list(map(str, invite.kept_addresses(parsed, tmp_path))) == ADDRESSES[1:3]
-    (tmp_path / invite.FILE).write_text(invite.format(DIGEST[::-1], ADDRESSES[:3]))
+    (tmp_path / "invite").write_text(invite.format(DIGEST[::-1], ADDRESSES[:3]))
     assert invite.kept_addresses(parsed, tmp_path) == []
 
 

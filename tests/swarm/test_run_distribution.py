@@ -14,7 +14,7 @@ from noloco_node.network.interface import Conversation
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.run_distribution import (
-    CLOCK_ERROR_S,
+    JOINING_CLOCK_ERROR_S,
     SCHEMA,
     TOPIC,
     RunFileReply,
@@ -72,7 +72,9 @@ def test_nothing_of_this_machine_is_read_for_a_file_of_others(tmp_path: Path) ->
     assert "--local" in caught.value.hint
 
 
-@pytest.mark.parametrize(("off_s", "word"), [(CLOCK_ERROR_S + 1, "ahead of"), (-CLOCK_ERROR_S - 1, "behind")])
+@pytest.mark.parametrize(
+    ("off_s", "word"), [(JOINING_CLOCK_ERROR_S + 1, "ahead of"), (-JOINING_CLOCK_ERROR_S - 1, "behind")]
+)
 def test_a_clock_that_is_off_is_said(off_s: float, word: str) -> None:
     async def serve(conversation: Conversation) -> None:
         await conversation.receive()
@@ -80,4 +82,4 @@ def test_a_clock_that_is_off_is_said(off_s: float, word: str) -> None:
 
     with pytest.raises(UserError, match=f"clock is 61 s {word} a peer's"):
         fetched({"right": serve}, ["right"])
-    check_clock(CLOCK_ERROR_S - 1, "somebody")
+    check_clock(JOINING_CLOCK_ERROR_S - 1, "somebody")

@@ -19,7 +19,7 @@ from page_frames import view_of
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
-from noloco_node.cli.option_groups.web import TOKEN, page_place
+from noloco_node.cli.option_groups.web import page_place
 from noloco_node.errors import Exit, UserError
 from noloco_node.observe.playback import Playback
 from noloco_node.observe.served_place import ServedPlace
@@ -218,12 +218,12 @@ def test_a_page_in_a_thread_shows_what_another_loop_gives_it(said: list[str]) ->
 
 
 def test_an_address_outlives_its_process_where_a_home_keeps_it(tmp_path: Path) -> None:
-    first = kept_token(tmp_path / TOKEN)
+    first = kept_token(tmp_path / "token")
     assert re.fullmatch("[0-9a-f]{32}", first)
-    assert kept_token(tmp_path / TOKEN) == first
-    (tmp_path / TOKEN).write_text("../../short")
-    assert kept_token(tmp_path / TOKEN) not in (first, "../../short")
-    assert len(kept_token(tmp_path / "nowhere" / TOKEN)) == 32
+    assert kept_token(tmp_path / "token") == first
+    (tmp_path / "token").write_text("../../short")
+    assert kept_token(tmp_path / "token") not in (first, "../../short")
+    assert len(kept_token(tmp_path / "nowhere" / "token")) == 32
 
 
 def test_a_token_is_left_out_only_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -2,5 +2,6 @@
 
 members      `members`
 journals     what nodes have written down: `me`, `journal export`
+models       what an export is worth: `evaluate`, `generate`
 observation  `watch`
 """

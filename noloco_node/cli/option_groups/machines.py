@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,53 +16,57 @@ from noloco_node.run.presets import machines_of
 if TYPE_CHECKING:
     from noloco_node.planning.throughput import Machines
 
-
-_NUMBERS = {"peers": int, "tflops": float, "latency_ms": float}
+USUAL: dict[str, Any] = {
+    "peers": 16,
+    "gpu": "24GiB",
+    "ram": "32GiB",
+    "line": "100mbit",
+    "tflops": 60.0,
+    "latency_ms": 60.0,
+}
+"""What is left out of machines that are named, in the order in which they are told."""
 
 
 @dataclass(frozen=True)
 class MachineOptions:
-    """Equal machines. Where none of these is given, nothing is planned; else those left out are as `usual`."""
+    """Equal machines. Where none of these is given, nothing is planned; else those left out are as USUAL."""
 
     gpu: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of a machine's GPU.", show_default="24GiB")
+        str | None, typer.Option(metavar="SIZE", help="Memory of a machine's GPU.", show_default=USUAL["gpu"])
     ] = None
     ram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Main memory of a machine that is free.", show_default="32GiB")
+        str | None,
+        typer.Option(metavar="SIZE", help="Main memory of a machine that is free.", show_default=USUAL["ram"]),
     ] = None
     line: Annotated[
         str | None,
         typer.Option(
-            metavar="RATE", help="A machine's line: 100mbit, or down and up 100mbit/20mbit.", show_default="100mbit"
+            metavar="RATE", help="A machine's line: 100mbit, or down and up 100mbit/20mbit.", show_default=USUAL["line"]
         ),
     ] = None
-    peers: Annotated[int | None, typer.Option(min=1, max=20_000, help="Machines in all.", show_default="16")] = None
+    peers: Annotated[
+        int | None, typer.Option(min=1, max=20_000, help="Machines in all.", show_default=str(USUAL["peers"]))
+    ] = None
     tflops: Annotated[
         float | None,
         typer.Option(
-            min=0.001, max=1e6, help="10^12 operations a second of a GPU, as reached in training.", show_default="60"
+            min=0.001,
+            max=1e6,
+            help="10^12 operations a second of a GPU, as reached in training.",
+            show_default=f"{USUAL['tflops']:g}",
         ),
     ] = None
     latency_ms: Annotated[
-        float | None, typer.Option(min=0.0, max=6e4, help="Of a message between two machines.", show_default="60")
+        float | None,
+        typer.Option(
+            min=0.0, max=6e4, help="Of a message between two machines.", show_default=f"{USUAL['latency_ms']:g}"
+        ),
     ] = None
 
     @property
     def are_given(self) -> bool:
         """Whether machines were named."""
         return self != MachineOptions()
-
-    @property
-    def usual(self) -> MachineOptions:
-        """These, with what was left out."""
-        return MachineOptions(
-            gpu=self.gpu or "24GiB",
-            ram=self.ram or "32GiB",
-            line=self.line or "100mbit",
-            peers=self.peers or 16,
-            tflops=60.0 if self.tflops is None else self.tflops,
-            latency_ms=60.0 if self.latency_ms is None else self.latency_ms,
-        )
 
     def completed_from(self, path: Path) -> MachineOptions:
         """Return these, with what was left out as the comment of the run file at `path` names it, if it names any.
@@ -76,8 +80,8 @@ class MachineOptions:
             words = shlex.split(named)
             pairs = zip(words[::2], words[1::2], strict=True)
             found = {word.removeprefix("--").replace("-", "_"): value for word, value in pairs}
-            read = {name: _NUMBERS.get(name, str)(value) for name, value in found.items()}
-            return MachineOptions(**read | {name: own for name, own in asdict(self).items() if own is not None})
+            read = {name: type(USUAL.get(name, ""))(value) for name, value in found.items()}
+            return MachineOptions(**read | self._given())
         except (ValueError, TypeError) as error:
             raise config_error(
                 f"The comment of {path} names machines that cannot be read.",
@@ -87,24 +91,27 @@ class MachineOptions:
 
     def in_words(self) -> str:
         """Return them as they are typed, those that were left out too."""
-        all_ = self.usual
-        return (
-            f"--peers {all_.peers} --gpu {all_.gpu} --ram {all_.ram} --line {all_.line} --tflops {all_.tflops:g} "
-            f"--latency-ms {all_.latency_ms:g}"
-        )
+        told = ((name, f"{each:g}" if isinstance(each, float) else each) for name, each in self._all().items())
+        return " ".join(f"--{name.replace('_', '-')} {each}" for name, each in told)
 
     def machines(self) -> Machines:
         """Return the machines; raise `UserError` (Exit.USAGE) where they cannot be read."""
         from noloco_node.planning.throughput import Machines
 
-        all_ = self.usual
-        down, both, up = (all_.line or "").partition("/")
+        all_ = self._all()
+        down, both, up = all_["line"].partition("/")
         return Machines(
-            count=all_.peers or 0,
-            gpu_bytes=read_size(all_.gpu or "", "--gpu", "24GiB or 80GB"),
-            ram_bytes=read_size(all_.ram or "", "--ram", "32GiB or 64GB"),
+            count=all_["peers"],
+            gpu_bytes=read_size(all_["gpu"], "--gpu", "24GiB or 80GB"),
+            ram_bytes=read_size(all_["ram"], "--ram", "32GiB or 64GB"),
             up_bytes_per_s=read_rate(up if both else down, "--line"),
             down_bytes_per_s=read_rate(down, "--line"),
-            flops=1e12 * (all_.tflops or 0.0),
-            latency_s=(all_.latency_ms or 0.0) / 1000,
+            flops=1e12 * all_["tflops"],
+            latency_s=all_["latency_ms"] / 1000,
         )
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def _all(self) -> dict[str, Any]:
+        return USUAL | self._given()

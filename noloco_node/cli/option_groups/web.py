@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.observe.served_place import parse_place
+from noloco_node.storage.home import HomePaths
 
 if TYPE_CHECKING:
     from noloco_node.web.page_server import PagePlace
-
-TOKEN = "web-token"
-"""The file of a home that keeps the token of its page."""
 
 WebOption = Annotated[
     str | None,
@@ -31,7 +28,7 @@ WebOpenOption = Annotated[
 ]
 
 
-def page_place(web: str | None, *, is_open: bool, home: Path | None = None) -> PagePlace | None:
+def page_place(web: str | None, *, is_open: bool, home: HomePaths | None = None) -> PagePlace | None:
     """Return where a page is to be served, if at all; raise `UserError` where that is no place.
 
     `home`: keeps the token, so that the address stays the same after a restart.
@@ -50,4 +47,4 @@ def page_place(web: str | None, *, is_open: bool, home: Path | None = None) -> P
 
     if is_open:
         return PagePlace(place, "")
-    return PagePlace(place, new_token() if home is None else kept_token(home / TOKEN))
+    return PagePlace(place, new_token() if home is None else kept_token(home.page_token))

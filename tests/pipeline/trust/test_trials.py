@@ -12,7 +12,7 @@ import torch
 
 from noloco_node.sim.clock import run
 from pipeline.messages import Gradient, Microbatch, Reply
-from pipeline.next_stage import Limits, NextStage, NextStageClient
+from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.routing import Hop
 from pipeline.trust.suspects import LONGEST_SUSPICION_S
 from pipeline.trust.trials import LATE
@@ -36,7 +36,7 @@ class Stage:
         self.calls: list[str] = []
         self.hanging: Counter[str] = Counter()
         self.most_hanging = 0
-        self.next_stage = NextStage(NextStageClient(hops=lambda: self.hops, call=self.call), Limits(), Random("trials"))
+        self.next_stage = NextStage(NextStageClient(hops=lambda: self.hops, call=self.call), Random("trials"))
 
     async def call(self, peer: str, microbatch: Microbatch) -> Reply:
         self.calls.append(peer)
