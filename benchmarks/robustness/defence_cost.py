@@ -1,12 +1,14 @@
 """What the defences cost a swarm in which nobody attacks: seconds of CPU and bytes, with them and without.
 
-    python -m benchmarks.robustness.defence_cost            # all on and all off, three times in turn
-    python -m benchmarks.robustness.defence_cost --each     # also each one alone
+    python -m benchmarks.robustness.defence_cost                   # all on and all off, three times in turn
+    python -m benchmarks.robustness.defence_cost --each            # also each one alone
+    python -m benchmarks.robustness.defence_cost --width 64 256    # also of a wider model, whose passes are longer
 
 Production nodes in virtual time train the small Llama of `training_attacks`, 2 stages x 4 replicas. The defences are
 influence (a partner's weights, activations and gradients are measured before they count), receipts (samples are signed
 for, and believed as far as they are covered), admission (tickets are shown, and stand before every record) and bans.
-None of them can be switched off in the product: here their parts are replaced from outside. Bytes are those of
+None of them can be switched off in the product: here their parts are replaced from outside. Spot checks are in both:
+their cost is a setting. Bytes are those of
 messages, and of records that are published and read.
 """
 
@@ -25,14 +27,15 @@ from unittest import mock
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.robustness.training_attacks import prepared
+from benchmarks.robustness.training_attacks import Shape, prepared
 from gossip.rounds.outer_optimiser import OuterOptimiser
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import AdmittedNetwork
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.admission.ticket_service import TicketSigner
+from noloco_node.network.bans import BanningNetwork
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.node import node
+from noloco_node.network.wrapper import NetworkWrapper
 from noloco_node.node.training import StageWork
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -88,7 +91,7 @@ def without_receipts() -> Iterator[None]:
 @contextmanager
 def without_bans() -> Iterator[None]:
     """Forget violations."""
-    with mock.patch.object(node, "BanningNetwork", lambda network: network):
+    with mock.patch.multiple(BanningNetwork, talk=NetworkWrapper.talk, serve=NetworkWrapper.serve):
         yield
 
 
@@ -127,9 +130,9 @@ OFF: dict[str, Callable[[], Any]] = {
 ALL = (*OFF, "admission")
 
 
-def cost(defences: Sequence[str], seed: int) -> Cost:
+def cost(defences: Sequence[str], seed: int, width: int = 64) -> Cost:
     """Train once with these defences."""
-    setup, records = prepared(seed), Counter[str]()
+    setup, records = prepared(seed, shape=Shape(width=width)), Counter[str]()
     publish, read_all = SimPeerNetwork.publish, SimPeerNetwork.read_all
 
     async def published(network: SimPeerNetwork, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
@@ -162,17 +165,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--each", action="store_true", help="also each defence alone")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--width", nargs="+", type=int, default=[64], help="channels of the model")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     choices: list[tuple[str, ...]] = [(), ALL, *([(name,) for name in ALL] if wanted.each else [])]
-    found: dict[tuple[str, ...], list[Cost]] = {choice: [] for choice in choices}
-    for seed in range(wanted.times):
-        # In turn, so that what else the machine does falls on all of them.
+    for width in wanted.width:
+        cost((), 0, width)  # what is imported and compiled once
+        found: dict[tuple[str, ...], list[Cost]] = {choice: [] for choice in choices}
+        for seed in range(wanted.times):
+            # In turn, so that what else the machine does falls on all of them, and each is first now and then.
+            turn = seed % len(choices)
+            for choice in (*choices[turn:], *choices[:turn]):
+                found[choice].append(cost(choice, seed, width))
+                print(f"seed {seed}, {' '.join(choice) or 'none'}: {found[choice][-1].cpu_s:.2f} s of CPU", flush=True)
+        print(f"{width} channels")
         for choice in choices:
-            found[choice].append(cost(choice, seed))
-            print(f"seed {seed}, {' '.join(choice) or 'none'}: {found[choice][-1].cpu_s:.2f} s of CPU", flush=True)
-    for choice in choices:
-        _show(choice, found[choice], found[()])
+            _show(choice, found[choice], found[()])
 
 
 def _show(choice: tuple[str, ...], costs: Sequence[Cost], bare: Sequence[Cost]) -> None:
