@@ -2,7 +2,8 @@
 
     python -m benchmarks.robustness.defence_cost                   # all on and all off, three times in turn
     python -m benchmarks.robustness.defence_cost --each            # also each one alone
-    python -m benchmarks.robustness.defence_cost --width 64 256    # also of a wider model, whose passes are longer
+    python -m benchmarks.robustness.defence_cost --width 256       # a model four times as wide
+    python -m benchmarks.robustness.defence_cost --rows 16         # microbatches of four times as many tokens
     python -m benchmarks.robustness.defence_cost --parts           # seconds spent in each, of one run with all of them
 
 Production nodes in virtual time train the small Llama of `training_attacks`, 2 stages x 4 replicas. The defences are
@@ -29,7 +30,7 @@ from unittest import mock
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.robustness.training_attacks import Shape, prepared
+from benchmarks.robustness.training_attacks import SMALL, Shape, prepared
 from gossip.rounds.outer_optimiser import OuterOptimiser
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import AdmittedNetwork, _CheckedConversation
@@ -176,9 +177,9 @@ OFF: dict[str, Callable[[], Any]] = {
 ALL = (*OFF, "admission")
 
 
-def cost(defences: Sequence[str], seed: int, width: int = 64) -> Cost:
+def cost(defences: Sequence[str], seed: int, shape: Shape = SMALL) -> Cost:
     """Train once with these defences."""
-    setup, records = prepared(seed, shape=Shape(width=width)), Counter[str]()
+    setup, records = prepared(seed, shape=shape), Counter[str]()
     publish, read_all = SimPeerNetwork.publish, SimPeerNetwork.read_all
 
     async def published(network: SimPeerNetwork, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
@@ -212,37 +213,34 @@ def main() -> None:
     parser.add_argument("--each", action="store_true", help="also each defence alone")
     parser.add_argument("--parts", action="store_true", help="what is spent in each defence, and nothing else")
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--width", nargs="+", type=int, default=[64], help="channels of the model")
+    parser.add_argument("--width", type=int, default=SMALL.width, help="channels of the model")
+    parser.add_argument("--rows", type=int, default=SMALL.rows, help="sequences of a microbatch")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     choices: list[tuple[str, ...]] = [(), ALL, *([(name,) for name in ALL] if wanted.each else [])]
-    for width in wanted.width:
-        cost((), 0, width)  # what is imported and compiled once
-        if wanted.parts:
-            _show_parts(width, wanted.times)
-            continue
-        found: dict[tuple[str, ...], list[Cost]] = {choice: [] for choice in choices}
-        for seed in range(wanted.times):
-            # In turn, so that what else the machine does falls on all of them, and each is first now and then.
-            turn = seed % len(choices)
-            for choice in (*choices[turn:], *choices[:turn]):
-                found[choice].append(cost(choice, seed, width))
-                print(f"seed {seed}, {' '.join(choice) or 'none'}: {found[choice][-1].cpu_s:.2f} s of CPU", flush=True)
-        print(f"{width} channels")
-        for choice in choices:
-            _show(choice, found[choice], found[()])
+    shape = Shape(width=wanted.width, rows=wanted.rows)
+    cost((), 0)  # what is imported and compiled once
+    if wanted.parts:
+        _show_parts(shape, wanted.times)
+        return
+    found: dict[tuple[str, ...], list[Cost]] = {choice: [] for choice in choices}
+    for seed in range(wanted.times):
+        # In turn, so that what else the machine does falls on all of them, and each is first now and then.
+        turn = seed % len(choices)
+        for choice in (*choices[turn:], *choices[:turn]):
+            found[choice].append(cost(choice, seed, shape))
+            print(f"seed {seed}, {' '.join(choice) or 'none'}: {found[choice][-1].cpu_s:.2f} s of CPU", flush=True)
+    for choice in choices:
+        _show(choice, found[choice], found[()])
 
 
-def _show_parts(width: int, times: int) -> None:
+def _show_parts(shape: Shape, times: int) -> None:
     for seed in range(times):
         spent = Counter[str]()
         with metered(spent):
-            all_s = cost(ALL, seed, width).cpu_s
+            all_s = cost(ALL, seed, shape).cpu_s
         shares = ", ".join(f"{name} {spent[name] / all_s:.2%}" for name in PARTS)
-        print(
-            f"{width} channels, seed {seed}: {all_s:.2f} s of CPU, {shares}; all {spent.total() / all_s:.2%}",
-            flush=True,
-        )
+        print(f"seed {seed}: {all_s:.2f} s of CPU; {shares}; all {spent.total() / all_s:.2%}", flush=True)
 
 
 def _show(choice: tuple[str, ...], costs: Sequence[Cost], bare: Sequence[Cost]) -> None:

@@ -56,7 +56,7 @@ outer = {{ inner_steps_per_round = 4, overlap_steps = 2 }}
 pipeline.stages = {stages}
 pipeline.replicas = {replicas}
 pipeline.sequence_length = 32
-pipeline.microbatch_size = 4
+pipeline.microbatch_size = {rows}
 pipeline.microbatches_per_step = 2
 pipeline.check_share = {share}
 
@@ -101,11 +101,12 @@ class Row(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How many stages, each of one layer so wide, and replicas of each."""
+    """How many stages, each of one layer so wide, and replicas of each. `rows`: sequences of a microbatch."""
 
     stages: int = 2
     replicas: int = 4
     width: int = 64
+    rows: int = 4
 
 
 SMALL = Shape()
