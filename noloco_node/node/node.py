@@ -190,8 +190,8 @@ class Node:
         context = self._context
         await self._snapshots.begin(move.target)
         try:
-            newcomer = context.newcomer(move.target, device_s, self._failed_at(move.target))
-            return await until_event(leave, join(newcomer))
+            failed = self._failed_at(move.target) if move.target == move.origin else NONE_FAILED
+            return await until_event(leave, join(context.newcomer(move.target, device_s, failed)))
         except UserError as trouble:
             why = f"{trouble.what} {trouble.why}"
         gc.collect()  # what was built of it

@@ -77,7 +77,8 @@ async def revive(
     progress = median_low([record.progress for record in others] or [state.progress])
     usual = newcomer.failed.usual or tuple(record.loss for record in others if record.loss is not None)
     trial = SnapshotTrial(givers[-1], usual) if givers[-1] not in newcomer.failed.losses else None
-    return replace(await device.run(from_donor, stage, state), progress=progress, trial=trial)
+    given = trial is not None
+    return replace(await device.run(from_donor, stage, state), progress=progress, given=given, trial=trial)
 
 
 def untried(newcomer: Newcomer, order: Sequence[str], saved_round: int | None) -> tuple[str, ...]:
