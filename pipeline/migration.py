@@ -73,7 +73,10 @@ class StagePace(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Who goes from where to where; `before` and `after`: microbatches a second of the starving stage."""
+    """Who goes from where to where; `before` and `after`: microbatches a second of the starving stage.
+
+    To its own stage: whoever begins there again, with other weights.
+    """
 
     peer: str
     origin: int
@@ -82,6 +85,8 @@ class Move(NamedTuple):
     after: float
 
     def __str__(self) -> str:
+        if self.origin == self.target:
+            return f"the weights of stage {self.origin} that we were given are worth nothing"
         starving = f"stage {self.target} " + ("has nobody" if self.before == 0.0 else f"does {self.before:.3g}")
         return f"{starving}, with us {self.after:.3g} microbatches/s, and stage {self.origin} can spare us"
 

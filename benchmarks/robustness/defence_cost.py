@@ -1,12 +1,17 @@
 """What the defences cost a swarm in which nobody attacks: seconds of CPU and bytes, with them and without.
 
-    python -m benchmarks.robustness.defence_cost            # all on and all off, three times in turn
-    python -m benchmarks.robustness.defence_cost --each     # also each one alone
+    python -m benchmarks.robustness.defence_cost                   # all on and all off, three times in turn
+    python -m benchmarks.robustness.defence_cost --each            # also each one alone
+    python -m benchmarks.robustness.defence_cost --width 256       # a model four times as wide
+    python -m benchmarks.robustness.defence_cost --rows 16         # microbatches of four times as many tokens
+    python -m benchmarks.robustness.defence_cost --parts           # seconds spent in each, of one run with all of them
 
 Production nodes in virtual time train the small Llama of `training_attacks`, 2 stages x 4 replicas. The defences are
 influence (a partner's weights, activations and gradients are measured before they count), receipts (samples are signed
 for, and believed as far as they are covered), admission (tickets are shown, and stand before every record) and bans.
-None of them can be switched off in the product: here their parts are replaced from outside. Bytes are those of
+None of them can be switched off in the product: here their parts are replaced from outside. Spot checks are in both:
+their cost is a setting. The difference of two runs is one of two large numbers, which other programs shift; `--parts`
+adds up what the functions of each defence take, and not what waits and wrappers around them do. Bytes are those of
 messages, and of records that are published and read.
 """
 
@@ -25,19 +30,20 @@ from unittest import mock
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks.robustness.training_attacks import prepared
+from benchmarks.robustness.training_attacks import SMALL, Shape, prepared
 from gossip.rounds.outer_optimiser import OuterOptimiser
 from noloco_node.admission.admission_state import AdmissionState
-from noloco_node.admission.admitted_network import AdmittedNetwork
+from noloco_node.admission.admitted_network import AdmittedNetwork, _CheckedConversation
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.admission.ticket_service import TicketSigner
+from noloco_node.network.bans import BanList, BanningNetwork
 from noloco_node.network.interface import PeerNetwork
-from noloco_node.node import node
+from noloco_node.network.wrapper import NetworkWrapper
 from noloco_node.node.training import StageWork
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.world import World, simulate
-from noloco_node.swarm.receipts import ReceiptLedger
+from noloco_node.swarm.receipts import ReceiptLedger, Tally
 from pipeline.activations.influence import SizeBound
 
 UNTIL = 2**33
@@ -79,7 +85,7 @@ def without_receipts() -> Iterator[None]:
 
     with (
         mock.patch.multiple(SimPeerNetwork, publish=published, read_all=read),
-        mock.patch.multiple(ReceiptLedger, take=mock.DEFAULT, prove=mock.DEFAULT),
+        mock.patch.multiple(ReceiptLedger, take=lambda *_: None, prove=lambda *_: None),
         mock.patch.object(StageWork, "_covered", return_value=float("inf")),
     ):
         yield
@@ -88,7 +94,7 @@ def without_receipts() -> Iterator[None]:
 @contextmanager
 def without_bans() -> Iterator[None]:
     """Forget violations."""
-    with mock.patch.object(node, "BanningNetwork", lambda network: network):
+    with mock.patch.multiple(BanningNetwork, talk=NetworkWrapper.talk, serve=NetworkWrapper.serve):
         yield
 
 
@@ -119,6 +125,50 @@ def with_admission() -> Iterator[None]:
         yield
 
 
+PARTS: dict[str, tuple[tuple[type, str], ...]] = {
+    "influence": ((OuterOptimiser, "_bounded"), (SizeBound, "bounded")),
+    "receipts": (
+        *((ReceiptLedger, name) for name in ("take", "prove", "covered", "credited", "believed_in_all")),
+        *((Tally, name) for name in ("add", "raw")),
+        (StageWork, "_covered"),
+    ),
+    "bans": ((BanningNetwork, "_refuse_banned"), (BanList, "note")),
+    "admission": (
+        *(
+            (AdmissionState, name)
+            for name in ("show", "rights", "refusal", "accepts", "was_member", "take_revocations")
+        ),
+        (_CheckedConversation, "check"),
+    ),
+}
+
+
+@contextmanager
+def metered(spent: Counter[str]) -> Iterator[None]:
+    """Add the CPU seconds in the functions of each defence to `spent`; one within another counts once."""
+    inside: list[str] = []
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if inside:
+                return function(*args, **options)
+            inside.append(name)
+            begun_s = time.process_time()
+            try:
+                return function(*args, **options)
+            finally:
+                spent[name] += time.process_time() - begun_s  # type: ignore[assignment]
+                inside.clear()
+
+        return call
+
+    with ExitStack() as stack:
+        for name, functions in PARTS.items():
+            for owner, attribute in functions:
+                stack.enter_context(mock.patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
+        yield
+
+
 OFF: dict[str, Callable[[], Any]] = {
     "influence": without_influence,
     "receipts": without_receipts,
@@ -127,9 +177,9 @@ OFF: dict[str, Callable[[], Any]] = {
 ALL = (*OFF, "admission")
 
 
-def cost(defences: Sequence[str], seed: int) -> Cost:
+def cost(defences: Sequence[str], seed: int, shape: Shape = SMALL) -> Cost:
     """Train once with these defences."""
-    setup, records = prepared(seed), Counter[str]()
+    setup, records = prepared(seed, shape=shape), Counter[str]()
     publish, read_all = SimPeerNetwork.publish, SimPeerNetwork.read_all
 
     async def published(network: SimPeerNetwork, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
@@ -161,18 +211,36 @@ def main() -> None:
     """Print a line for each choice of defences, beside none."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--each", action="store_true", help="also each defence alone")
+    parser.add_argument("--parts", action="store_true", help="what is spent in each defence, and nothing else")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--width", type=int, default=SMALL.width, help="channels of the model")
+    parser.add_argument("--rows", type=int, default=SMALL.rows, help="sequences of a microbatch")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     choices: list[tuple[str, ...]] = [(), ALL, *([(name,) for name in ALL] if wanted.each else [])]
+    shape = Shape(width=wanted.width, rows=wanted.rows)
+    cost((), 0)  # what is imported and compiled once
+    if wanted.parts:
+        _show_parts(shape, wanted.times)
+        return
     found: dict[tuple[str, ...], list[Cost]] = {choice: [] for choice in choices}
     for seed in range(wanted.times):
-        # In turn, so that what else the machine does falls on all of them.
-        for choice in choices:
-            found[choice].append(cost(choice, seed))
+        # In turn, so that what else the machine does falls on all of them, and each is first now and then.
+        turn = seed % len(choices)
+        for choice in (*choices[turn:], *choices[:turn]):
+            found[choice].append(cost(choice, seed, shape))
             print(f"seed {seed}, {' '.join(choice) or 'none'}: {found[choice][-1].cpu_s:.2f} s of CPU", flush=True)
     for choice in choices:
         _show(choice, found[choice], found[()])
+
+
+def _show_parts(shape: Shape, times: int) -> None:
+    for seed in range(times):
+        spent = Counter[str]()
+        with metered(spent):
+            all_s = cost(ALL, seed, shape).cpu_s
+        shares = ", ".join(f"{name} {spent[name] / all_s:.2%}" for name in PARTS)
+        print(f"seed {seed}: {all_s:.2f} s of CPU; {shares}; all {spent.total() / all_s:.2%}", flush=True)
 
 
 def _show(choice: tuple[str, ...], costs: Sequence[Cost], bare: Sequence[Cost]) -> None:

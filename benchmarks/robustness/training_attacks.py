@@ -56,7 +56,7 @@ outer = {{ inner_steps_per_round = 4, overlap_steps = 2 }}
 pipeline.stages = {stages}
 pipeline.replicas = {replicas}
 pipeline.sequence_length = 32
-pipeline.microbatch_size = 4
+pipeline.microbatch_size = {rows}
 pipeline.microbatches_per_step = 2
 pipeline.check_share = {share}
 
@@ -65,8 +65,8 @@ architecture = "llama"
 
 [model.sizes]
 vocab_size = 384
-hidden_size = 64
-intermediate_size = 128
+hidden_size = {width}
+intermediate_size = {inner_width}
 num_hidden_layers = {stages}
 num_attention_heads = 2
 max_position_embeddings = 64
@@ -101,10 +101,12 @@ class Row(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How many stages, each of one layer, and replicas of each."""
+    """How many stages, each of one layer so wide, and replicas of each. `rows`: sequences of a microbatch."""
 
     stages: int = 2
     replicas: int = 4
+    width: int = 64
+    rows: int = 4
 
 
 SMALL = Shape()
@@ -116,7 +118,7 @@ def prepared(
     """Return the swarm; `share` of its compute goes into spot checks. `slowness`: of each stage's replicas in turn."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"
-        path.write_text(RUN.format(steps=steps, share=share, **shape._asdict()))
+        path.write_text(RUN.format(steps=steps, share=share, inner_width=2 * shape.width, **shape._asdict()))
         swarm = SwarmConfig(run=str(path), model="transformer", duration_s=36_000.0)
         return build_setup(Scenario(seed=seed, swarm=swarm, devices=DevicesConfig(slowness=tuple(slowness))))
 

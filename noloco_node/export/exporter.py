@@ -20,20 +20,21 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import Exit, UserError, config_error, reason_of
-from noloco_node.export.held_out_loss import without_worse
+from noloco_node.export.held_out_loss import best_snapshots, without_worse
 from noloco_node.export.huggingface import check_target, write_checkpoint
 from noloco_node.export.parts import PartsDirectory, parts_beside, passed
 from noloco_node.export.provenance import Provenance, noted, told_of
-from noloco_node.export.replica_fetch import FetchedReplica, Look, at_work, fetched
+from noloco_node.export.replica_fetch import Look, at_work, fetched
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, in_home, merged, newest
 from noloco_node.export.run_tokenizer import fetched_tokenizer, reading_with_tokenizer
-from noloco_node.export.snapshot_fetch import fetch_snapshot
+from noloco_node.export.snapshot_fetch import fetch_snapshots
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.model_layout import ModelLayout, model_layout
 from noloco_node.run.config import DataConfig
@@ -74,8 +75,10 @@ async def export(
             network=network, recipe=recipe, look=membership.peek, layout=layout, parts=parts, filed=filed
         )
         found = await swarm.stages()
-    lying = [[*filed, *parts.replicas(number, ())] for number in range(len(found))]
+    snapshots = [parts.snapshots(number) for number in range(len(found))]
+    lying = [[*filed, *parts.replicas(number, ()), *snapshots[number]] for number in range(len(found))]
     run = structs.replace(recipe.run, data=data)
+    found = await asyncio.to_thread(best_snapshots, run, layout, found, snapshots)
     found = await asyncio.to_thread(without_worse, run, layout, found, lying)
     done = await asyncio.to_thread(write, out, recipe, layout, found, data)
     parts.remove()
@@ -179,24 +182,25 @@ class SwarmExport:
         if came or any(each.peer in living for each in lying):
             return await self._merged(number, candidates)
         own = max((each.counters.round for each in candidates), default=None)
-        kept = await fetch_snapshot(self.network, self.recipe, self.look, number, self.layout.shapes[number], own)
-        if isinstance(kept, FetchedReplica):
-            return await self._with_snapshot(number, candidates, kept)
+        shapes, keep = self.layout.shapes[number], partial(self.parts.keep_snapshot, number)
+        kept = await fetch_snapshots(self.network, self.recipe, self.look, number, shapes, own, keep)
+        if not isinstance(kept, UserError):
+            return await self._with_snapshot(number, candidates, kept[0])
         if not candidates:
             raise kept
         return await self._merged(number, candidates)
 
     async def _with_snapshot(
-        self, number: int, candidates: Sequence[ReplicaFile], snapshot: FetchedReplica
+        self, number: int, candidates: Sequence[ReplicaFile], snapshot: ReplicaFile
     ) -> MergedReplicas:
         """Return the mean of a snapshot and of those candidates that it has not left far behind."""
-        kept = await asyncio.to_thread(self.parts.keep_snapshot, number, snapshot)
-        rounds_behind = self.recipe.run.outer.staleness_at_most
-        older = [each for each in candidates if passed(each.counters.round, [snapshot.round], rounds_behind)]
-        found = await self._merged(number, newest([*(each for each in candidates if each not in older), kept], number))
-        why = f"the snapshot that {snapshot.peer} keeps is of round {snapshot.round}"
+        rounds_behind, round = self.recipe.run.outer.staleness_at_most, snapshot.counters.round
+        older = [each for each in candidates if passed(each.counters.round, [round], rounds_behind)]
+        members = newest([*(each for each in candidates if each not in older), snapshot], number)
+        found = await self._merged(number, members)
+        why = f"the snapshot that {snapshot.peer} keeps is of round {round}"
         left_out = [LeftOut(peer=each.peer, why=f"round {each.counters.round}, {why}") for each in older]
-        taken = any((each.peer, each.round) == (snapshot.peer, snapshot.round) for each in found.taken)
+        taken = any((each.peer, each.round) == (snapshot.peer, round) for each in found.taken)
         return found._replace(left_out=(*found.left_out, *left_out), kept_by=snapshot.peer if taken else None)
 
     async def _fetch_replicas(self, number: int) -> tuple[list[ReplicaFile], list[ReplicaFile]]:

@@ -5,13 +5,15 @@ each replica takes its stage's place among the means of the other stages, and pr
 come within a few per cent of each other. As long as one is worse than the best of its stage by more than `WORSE`, the
 worst of all leaves its stage's mean, and the others are judged anew, for it may have spoiled what they were judged by.
 So of two replicas, too, one can be told from the other.
+
+Of several snapshots of a stage that nobody serves one is taken: the newest, unless another has so much less loss.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -85,22 +87,45 @@ def without_worse(
 
     Where nothing is to be chosen, or the run's held-out text cannot be read here, nobody is left out.
     """
-    judges = [_members(stage, files) for stage, files in zip(stages, filed, strict=True)]
-    if all(len(members) < 2 for members in judges):
-        return list(stages)
+    judged = [_members(stage, files) for stage, files in zip(stages, filed, strict=True)]
+    with _judgement(run, layout, stages, judged) as judgement:
+        return list(stages) if judgement is None else judgement.of(stages)
+
+
+def best_snapshots(
+    run: RunConfig, layout: ModelLayout, stages: Sequence[MergedReplicas], snapshots: Sequence[Sequence[ReplicaFile]]
+) -> list[MergedReplicas]:
+    """Return the stages, each that comes from a snapshot with the one of several whose loss is not too high.
+
+    Another one than the newest stands there alone.
+    """
+    judged = [found if stage.kept_by is not None else [] for stage, found in zip(stages, snapshots, strict=True)]
+    with _judgement(run, layout, stages, judged) as judgement:
+        return list(stages) if judgement is None else judgement.best_of(stages)
+
+
+@contextmanager
+def _judgement(
+    run: RunConfig, layout: ModelLayout, stages: Sequence[MergedReplicas], judged: Sequence[Sequence[ReplicaFile]]
+) -> Iterator[_Judgement | None]:
+    """Open what is to be judged; None where nothing is to be chosen, or the text cannot be read here."""
+    if all(len(members) < 2 for members in judged):
+        yield None
+        return
     length = run.pipeline.sequence_length
     try:
         text = validation_text(run.data, length, run.seed, max(1, JUDGED_TOKENS // (BATCH * length)))
     except UserError as trouble:
         say(f"the replicas are not judged by their loss: {trouble.what} {trouble.why}")
-        return list(stages)
+        yield None
+        return
     say("judging the replicas by their loss on held-out text")
     with ExitStack() as opened:
         readers = [
             opened.enter_context(ReplicaReader(members, shapes))
-            for members, shapes in zip(judges, layout.shapes, strict=True)
+            for members, shapes in zip(judged, layout.shapes, strict=True)
         ]
-        return _Judgement(layout, text, readers, stages).of(stages)
+        yield _Judgement(layout, text, readers, stages)
 
 
 def _members(stage: MergedReplicas, filed: Sequence[ReplicaFile]) -> list[ReplicaFile]:
@@ -136,6 +161,22 @@ class _Judgement:
             best = min(losses[number].values())
             kept[number].remove(worst)
             found[number] = self._without(found[number], number, kept[number], worst, losses[number][worst], best)
+
+    def best_of(self, stages: Sequence[MergedReplicas]) -> list[MergedReplicas]:
+        """Return the stages with the best of their readers' snapshots, where that is much better than the present."""
+        found = list(stages)
+        for number, reader in enumerate(self._readers):
+            losses = self._losses(number, range(len(reader.filed)), found[number])
+            present = next((place for place in losses if reader.filed[place].peer == found[number].kept_by), None)
+            if present is None or losses[present] <= (1.0 + WORSE) * min(losses.values()):
+                continue
+            best = min(losses, key=lambda place: losses[place])
+            before, keeper, weights = found[number], reader.filed[best].peer, reader.weights(best)
+            why = f"loss {losses[present]:.3f} with what {before.kept_by} keeps, {losses[best]:.3f} with {keeper}'s"
+            left_out = [LeftOut(peer=each.peer, why=why) for each in before.taken]
+            found[number] = MergedReplicas(weights, (reader.standing(best),), (*before.left_out, *left_out), keeper)
+            self._put(number, weights)
+        return found
 
     def _losses(self, number: int, places: Sequence[int], stage: MergedReplicas) -> dict[int, float]:
         """Return the loss with each of these replicas in the stage's place; not finite is infinite."""

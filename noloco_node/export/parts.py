@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median_low
 
@@ -104,11 +105,21 @@ class PartsDirectory:
 
     def keep_snapshot(self, stage: int, copy: FetchedReplica) -> ReplicaFile:
         """Keep a snapshot likewise, as its keeper's own weights would be."""
-        return self._write(self.path / f"stage-{stage}-snapshot.safetensors", stage, copy)
+        return self._write(self.of_replica(stage, copy.peer, "snapshot-"), stage, copy)
 
-    def of_replica(self, stage: int, peer: str) -> Path:
-        """Return where the weights of one replica lie."""
-        return self.path / f"stage-{stage}-{hashlib.sha256(peer.encode()).hexdigest()[:16]}.safetensors"
+    def snapshots(self, stage: int) -> list[ReplicaFile]:
+        """Return the snapshots of a stage that came, the files that are whole."""
+        found = []
+        for path in sorted(self.path.glob(f"stage-{stage}-snapshot-*.safetensors")):
+            with suppress(OSError, ValueError):
+                tensor_file.check(path)
+                counters = counters_of(path)
+                found.append(ReplicaFile(path, counters.peer, counters))
+        return found
+
+    def of_replica(self, stage: int, peer: str, kind: str = "") -> Path:
+        """Return where the weights of one replica lie, or those that a peer keeps."""
+        return self.path / f"stage-{stage}-{kind}{hashlib.sha256(peer.encode()).hexdigest()[:16]}.safetensors"
 
     def _of_stage(self, stage: int) -> Path:
         return self.path / f"stage-{stage}.safetensors"

@@ -30,6 +30,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync import weight_exchange
 from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.snapshot_server import FormerStageServer
+from noloco_node.state_sync.starting_loss import NONE_FAILED, FailedSnapshots
 from noloco_node.storage.checkpoint_writer import CheckpointWriter
 from noloco_node.swarm import run_distribution, speed_test
 from noloco_node.swarm.membership import Membership
@@ -92,6 +93,8 @@ class Node:
         self._addresses: tuple[str, ...] = ()
         self._unfit: set[int] = set()
         """Stages that we could not build."""
+        self._failed: dict[int, FailedSnapshots] = {}
+        """Snapshots that were worth nothing, by stage."""
 
     @property
     def replica(self) -> Replica | None:
@@ -151,6 +154,8 @@ class Node:
         end = await self._serve_stage(start, leave, moves=0)
         while end is not None and end.move is not None:
             gc.collect()  # two stages at once may not fit, and the parts of a replica refer to each other
+            if end.failed is not None:
+                self._failed[end.move.target] = self._failed_at(end.move.target).with_one(*end.failed)
             following = await self._serve_stage(self._arrive(end.move, end.device_s, leave), leave, end.moves)
             if following is None and end.finished is not None:
                 self._context.reporter.record(end.finished)
@@ -185,7 +190,8 @@ class Node:
         context = self._context
         await self._snapshots.begin(move.target)
         try:
-            return await until_event(leave, join(context.newcomer(move.target, device_s)))
+            failed = self._failed_at(move.target) if move.target == move.origin else NONE_FAILED
+            return await until_event(leave, join(context.newcomer(move.target, device_s, failed)))
         except UserError as trouble:
             why = f"{trouble.what} {trouble.why}"
         gc.collect()  # what was built of it
@@ -194,6 +200,9 @@ class Node:
         context.reporter.record(events.Moved(origin=move.target, target=move.origin, why=why))
         context.reporter.record(events.StateChanged(state=PeerState.JOINING))
         return await until_event(leave, join(context.newcomer(move.origin)))
+
+    def _failed_at(self, stage: int) -> FailedSnapshots:
+        return self._failed.get(stage, NONE_FAILED)
 
     def _forgive(self, seconds: float) -> None:
         """Suspect nobody of the next stage for so long: it was us who were away."""

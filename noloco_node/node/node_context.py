@@ -11,6 +11,7 @@ from noloco_node.node.health import HealthMonitor
 from noloco_node.node.joining.newcomer import Newcomer
 from noloco_node.node.training import StageWork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
+from noloco_node.state_sync.starting_loss import NONE_FAILED, FailedSnapshots
 from noloco_node.storage.checkpoint_writer import CheckpointWriter
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.run_distribution import RunFileText
@@ -66,8 +67,8 @@ class NodeContext:
         """Whether snapshots of other stages are kept here."""
         return self.host.snapshots is not None and self.options.keep_snapshots > 0
 
-    def newcomer(self, stage: int | None, device_s: float = 0.0) -> Newcomer:
-        """Return ourselves as who is about to join, at `stage` if that is given."""
+    def newcomer(self, stage: int | None, device_s: float = 0.0, failed: FailedSnapshots = NONE_FAILED) -> Newcomer:
+        """Return ourselves as who is about to join, at `stage` if that is given. `failed`: as in `Newcomer`."""
         return Newcomer(
             run_file=self.run_file,
             dimensions=self.dimensions,
@@ -82,4 +83,5 @@ class NodeContext:
             reached=self.options.reached,
             begin_anew=self.options.begin_anew,
             bootstrap_peers=self.options.bootstrap_peers,
+            failed=failed,
         )

@@ -7,6 +7,7 @@ the fast weights. Everything that touches weights is a job of the device's one t
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -30,7 +31,7 @@ from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, round_settings
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, topic
-from noloco_node.state_sync.starting_loss import StartingLoss
+from noloco_node.state_sync.starting_loss import SnapshotTrial, StartingLoss
 from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
@@ -112,7 +113,10 @@ class Replica:
                 answers=AdaptiveTimeout(ANSWERS) if config.deadlines else None,
             ),
         )
-        self._starting_loss = StartingLoss(judges=starting_state.given)
+        self._trial = starting_state.trial
+        self._starting_loss = StartingLoss(judges=starting_state.given, trial=self._trial)
+        self.failed_snapshot: asyncio.Future[tuple[SnapshotTrial, float]] = asyncio.get_running_loop().create_future()
+        """The snapshot that we began with, and what it loses: once that is far too much."""
         self._disowned = False
         """Whether our weights were disowned when the window began."""
         self._loss: float | None = None
@@ -176,11 +180,19 @@ class Replica:
         failed = self._starting_loss.failed(losses, known)
         if failed is not None:
             ours, theirs = failed
-            self.rounds.disown()
-            self._disowned = True
+            if self._trial is not None:
+                self.failed_snapshot.set_result((self._trial, ours))
+            else:
+                self.rounds.disown()
+                self._disowned = True
             self._context.record(
                 events.Disowned(stage=self.config.stage, round=self.rounds.finished, loss=ours, usual=theirs)
             )
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether our weights are a snapshot of which nobody knows yet whether it is worth anything."""
+        return self._trial is not None and (self._starting_loss.judges or self.failed_snapshot.done())
 
     @property
     def stranded(self) -> bool:

@@ -33,6 +33,8 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig
+from noloco_node.state_sync.snapshot_server import turn_away
+from noloco_node.state_sync.starting_loss import SnapshotTrial
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.tasks import background
 from pipeline.migration import Move
@@ -45,7 +47,8 @@ class TenureEnd(NamedTuple):
     """How the time at a stage ended. `saved`: its last checkpoint is on the disk. `move`: to another stage, if any.
 
     `device_s`: what a microbatch will take there. `moves`: of this peer so far, with this one. `finished`: what is to
-    be journalled should we be asked to leave before we have arrived there.
+    be journalled should we be asked to leave before we have arrived there. `failed`: the snapshot that we
+    served here, and what it lost, where it was worth nothing.
     """
 
     saved: bool
@@ -53,6 +56,7 @@ class TenureEnd(NamedTuple):
     move: Move | None = None
     device_s: float = 0.0
     finished: events.Finished | None = None
+    failed: tuple[SnapshotTrial, float] | None = None
 
 
 class StageTenure:
@@ -112,6 +116,9 @@ class StageTenure:
         context.work.rest()
         self._donor.close()
         await self._end_meetings()
+        if training.move.target == training.move.origin:
+            failed = self.replica.failed_snapshot.result()
+            return TenureEnd(saved, moves, training.move, self.migration.device_s, finished, failed)
         return TenureEnd(saved, moves + 1, training.move, self.migration.device_s, finished)
 
     # What others may ask of us.
@@ -124,7 +131,7 @@ class StageTenure:
             await self._serve(MICROBATCH, microbatch_schema(run, context.dimensions.width), replica.microbatches.serve)
         context.membership.tally = replica.microbatches.tally if replica.config.last and number > 0 else None
         await self._serve(GOSSIP, gossip_schema(run, self._shapes), self._meet)
-        await self._serve(STATE, state_schema(self._shapes), self._donor.serve)
+        await self._serve(STATE, state_schema(self._shapes), self._give)
         self._announce(PeerState.TRAINING)
         context.reporter.record(events.StateChanged(state=PeerState.TRAINING))
 
@@ -133,6 +140,10 @@ class StageTenure:
         self._served[name] = schema
         handler = violations_journalled(self._context.reporter.record, protocol, handler)
         await self._context.network.serve(name, schema, handler)
+
+    async def _give(self, conversation: Conversation) -> None:
+        """Give our weights to whoever asks, once they are known to be worth anything."""
+        await (turn_away(conversation) if self.replica.on_trial else self._donor.serve(conversation))
 
     async def _meet(self, conversation: Conversation) -> None:
         task = asyncio.current_task()
@@ -199,12 +210,15 @@ class StageTenure:
 
     async def _in_pause(self) -> None:
         """Save every round, between two inner steps, where weights, momentum and optimiser belong together."""
-        if self._context.writer.due(self.replica.rounds.finished):
+        if not self.replica.on_trial and self._context.writer.due(self.replica.rounds.finished):
             self._context.writer.begin(await self._checkpoint())
 
     async def _save(self) -> bool:
-        """Write the last checkpoint; a disk that refuses is said and costs no more than that."""
-        return await self._context.writer.finish(await self._checkpoint())
+        """Write the last checkpoint; a disk that refuses is said and costs no more than that.
+
+        A snapshot that is on trial is not worth that of which it would take the place.
+        """
+        return self.replica.on_trial or await self._context.writer.finish(await self._checkpoint())
 
     async def _checkpoint(self) -> Checkpoint:
         work = self._context.work

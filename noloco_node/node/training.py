@@ -281,9 +281,14 @@ class Training:
             deserted = group.create_task(self._work.run_until_deserted(replica), name="deserted")
             asked = group.create_task(leave.wait(), name="leave")
             moving = group.create_task(self._migration.run(moves), name="moving")
-            await asyncio.wait({work, deserted, asked, moving}, return_when=asyncio.FIRST_COMPLETED)
+            failed = replica.failed_snapshot
+            ends: set[asyncio.Future[Any]] = {work, deserted, asked, moving, failed}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             over = work.done() or deserted.done()
-            self.move = moving.result() if moving.done() and not over and not asked.done() else None
+            if not over and not asked.done():
+                stage = replica.config.stage
+                again = Move(replica.config.peer, stage, stage, 0.0, 0.0) if failed.done() else None
+                self.move = moving.result() if moving.done() else again
             moving.cancel()
             self.state = PeerState.TRAINING if over else PeerState.LEAVING
             replica.admission.close()
@@ -315,7 +320,8 @@ class Training:
         """Journal how it ended."""
         if self.move is not None:
             origin, target, why = self.move.origin, self.move.target, str(self.move)
-            self._reporter.say(f"moving from stage {origin} to stage {target}: {why}")
+            moving = f"moving from stage {origin} to stage {target}" if origin != target else f"leaving stage {origin}"
+            self._reporter.say(f"{moving}: {why}")
             self._reporter.record(events.Moved(origin=origin, target=target, why=why, discarded=ending.discarded))
             self._reporter.record(events.StateChanged(state=PeerState.JOINING))
             return

@@ -18,6 +18,7 @@ from gossip.rule.outer_step import OuterState
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor_switch import OUTLYING_PROGRESS, round_to_start_in
 from noloco_node.machine.interface import StageModel
+from noloco_node.state_sync.starting_loss import SnapshotTrial
 from noloco_node.storage.checkpoint import Checkpoint
 from pipeline.inner_optimiser import OptimiserState
 
@@ -26,12 +27,13 @@ from pipeline.inner_optimiser import OptimiserState
 class StartingState:
     """Where a replica starts, its stage being there already: the outer state, its counters, the run's progress.
 
-    `given`: by another peer, whose word it is that the weights are worth anything.
+    `given`: by another peer, whose word it is that the weights are worth anything. `trial`: of a snapshot.
     """
 
     origin: Origin
     progress: float = 0.0
     given: bool = False
+    trial: SnapshotTrial | None = None
 
 
 def from_seed(stage: StageModel) -> StartingState:

@@ -329,7 +329,8 @@ def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
 ) -> None:
     monkeypatch.setattr(exporter, "visited", swarm.visited)
     # The weights are drawn, and the model is too small for the text of its run.
-    monkeypatch.setattr(exporter, "without_worse", lambda run, layout, stages, filed: stages)
+    for judges in ("without_worse", "best_snapshots"):
+        monkeypatch.setattr(exporter, judges, lambda run, layout, stages, filed: stages)
     out = tmp_path / "model"
 
     async def main() -> str:
@@ -338,7 +339,7 @@ def test_a_stage_that_died_comes_from_the_newest_snapshot_and_that_is_said(
         await swarm.keeper("a", 1, round=10)
         await swarm.keeper("b", 1, round=12)
         found = await swarm.exported()
-        assert swarm.asked[3:] == [("b", SNAPSHOT)]
+        assert swarm.asked[3:] == [("b", SNAPSHOT), ("a", SNAPSHOT)]
         assert [each.kept_by for each in found] == [None, "b"]
         assert same_tensors(tuple(found[1].weights.values()), swarm.given("b", SNAPSHOT))
         assert {path.name for path in swarm.parts.glob("stage-?.*")} == {"stage-0.safetensors", "stage-1.safetensors"}
@@ -367,7 +368,7 @@ def test_a_keeper_that_gives_nothing_gives_way_to_the_next(swarm: Swarm) -> None
         swarm.fails = {("b", SNAPSHOT)}
         swarm.at_work("dead", 1, 20)
         found = await swarm.exported()
-        assert swarm.asked[-3:] == [("dead", STATE), ("b", SNAPSHOT), ("c", SNAPSHOT)]
+        assert swarm.asked[-4:] == [("dead", STATE), ("b", SNAPSHOT), ("c", SNAPSHOT), ("a", SNAPSHOT)]
         assert found[1].kept_by == "c"
 
     run(main())

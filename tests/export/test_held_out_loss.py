@@ -16,7 +16,7 @@ from noloco_node.data.blocks import open_blocks
 from noloco_node.errors import config_error
 from noloco_node.export import held_out_loss
 from noloco_node.export.exporter import merge_files
-from noloco_node.export.held_out_loss import without_worse
+from noloco_node.export.held_out_loss import best_snapshots, without_worse
 from noloco_node.export.replica_files import MergedReplicas, ReplicaFile, newest
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.run.presets import demo_run_text
@@ -88,6 +88,24 @@ def test_of_two_replicas_of_a_stage_the_one_that_predicts_nothing_leaves_the_mea
         if number in liars:
             assert "the best has" in stage.left_out[0].why
             assert all(map(torch.equal, stage.weights.values(), near(number, 3 * number)))
+
+
+@pytest.mark.parametrize("newest_is_bad", [False, True])
+def test_of_several_snapshots_of_a_stage_the_newest_is_taken_unless_another_predicts_better(
+    tmp_path: Path, newest_is_bad: bool
+) -> None:
+    living = lay(tmp_path, 0, "a", near(0, 1))
+    snapshots = [lay(tmp_path, 1, "b", bad(1) if newest_is_bad else near(1, 2)), lay(tmp_path, 1, "c", near(1, 3))]
+    first, second = merge_files([living, snapshots[0]], RUN, PLAN)
+    stages = [first, second._replace(kept_by="b")]
+    found = best_snapshots(RUN.run, PLAN, stages, [[], snapshots])
+    assert found[0] is first
+    keeper = "c" if newest_is_bad else "b"
+    assert (found[1].kept_by, [each.peer for each in found[1].taken]) == (keeper, [keeper])
+    assert [each.peer for each in found[1].left_out] == (["b"] if newest_is_bad else [])
+    assert all(map(torch.equal, found[1].weights.values(), near(1, 3 if newest_is_bad else 2)))
+    assert best_snapshots(RUN.run, PLAN, stages, [[], snapshots[:1]]) == stages
+    assert best_snapshots(RUN.run, PLAN, [first, second], [[], snapshots]) == [first, second]
 
 
 def test_where_nothing_is_to_be_chosen_or_the_text_cannot_be_read_nobody_leaves(

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S
 from memory_swarms import Peer, recipe, until
+from msgspec import structs
 from real_nodes import RealNodes
 
 from gossip.exchange.messages import Manifest, Parts, StateRequest
@@ -46,6 +47,7 @@ from noloco_node.state_sync.snapshot_choice import (
     verify_snapshot,
 )
 from noloco_node.state_sync.snapshot_keeper import next_stage, possible
+from noloco_node.state_sync.starting_loss import FAR
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.snapshot_store import KEPT, SnapshotDirectory
 from noloco_node.swarm.peer_records import CLOCK_S
@@ -205,6 +207,51 @@ def test_a_stage_that_lost_all_its_replicas_comes_back_from_a_snapshot() -> None
     assert any("keeping snapshots of stage 1" in line for line in keeper.said)
     assert any("reviving stage 1 from a snapshot" in line for line in newcomer.said)
     assert not any("LOST ITS WEIGHTS" in line for line in newcomer.said)
+
+
+def lie_about(true: Checkpoint) -> Memory:
+    """Return snapshots that claim to be newer, and are worth nothing."""
+    store, counters = Memory(), structs.replace(true.counters, round=true.counters.round + 2 * ROUND_BOUND)
+    slow = tuple([-30.0 * tensor for tensor in true.tensors["slow"]])
+    store.kept[1], store.refuses = [Checkpoint(counters, {"slow": slow})], True
+    return store
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_of_snapshots_of_a_dead_stage_loss_tells_which_is_worth_anything(alone: bool) -> None:
+    """The liar's is asked for first, being the newest; where nobody has another, the stage begins anew."""
+
+    async def main() -> Peer:
+        hub, what, store = SimNetwork(), recipe(replicas=3, steps=4000, per_round=3), Memory()
+        keeper, served = [
+            Peer(hub, what, name, stage, snapshots=store, job_s=0.3) for stage, name in enumerate(("keeper", "served"))
+        ]
+        await until(lambda: len(store.kept.get(1, [])) >= 2)
+        lies = lie_about(store.kept[1][-1])
+        liar = Peer(hub, what, "liar", 0, snapshots=lies, job_s=0.3)
+        sources = [keeper, liar, *(Peer(hub, what, name, 0, job_s=0.3) for name in ("a", "b"))]
+        await until(lambda: all(len(peer.of(journal_events.InnerStep)) >= 2 for peer in sources))
+        await killed(hub, [served])
+        await until(lambda: forgotten(keeper, 1))
+        await asyncio.sleep(CLOCK_S)  # for so long its record is believed by whoever sees it for the first time
+        if alone:
+            await killed(hub, [keeper])
+        newcomer = Peer(hub, what, "newcomer", 1, job_s=0.3)
+        await until(lambda: bool(newcomer.of(journal_events.Disowned)))
+        assert newcomer.saved is None, "weights on trial are written nowhere"
+        steps = len(newcomer.of(journal_events.InnerStep))
+        await until(lambda: len(newcomer.of(journal_events.InnerStep)) >= steps + 20)
+        await over([*sources[alone:], newcomer])
+        return newcomer
+
+    newcomer = run(main())
+    disowned = newcomer.of(journal_events.Disowned)
+    assert [each.loss > FAR * each.usual for each in disowned] == [True]
+    assert newcomer.of(journal_events.InnerStep)[-1].loss < FAR * disowned[0].usual
+    assert any("LOST ITS WEIGHTS" in line for line in newcomer.said) == alone
+    began = [event.step for event in newcomer.of(journal_events.InnerStep) if event.step == 1]
+    assert bool(began) == alone
+    assert newcomer.saved is not None
 
 
 REAL = """

@@ -102,6 +102,7 @@ class _StateSearch:
             saved_round=self._saved_round,
             staleness_at_most=self._run.outer.staleness_at_most,
             begun=self._newcomer.reached > 0.0 and not self._newcomer.begin_anew,
+            revives=bool(self._newcomer.failed.losses),
         )
         attempts = Attempts()
         tokenizer = self._newcomer.host.tokenizer

@@ -10,6 +10,7 @@ from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
+from noloco_node.state_sync.starting_loss import NONE_FAILED, FailedSnapshots
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_distribution import RunFileText
@@ -21,8 +22,8 @@ class Newcomer:
 
     `requested_stage`: the one that its owner asked for, or to which it moves; then `device_s` is what a microbatch will
     take it there, as far as it knows. `slowest_bytes_per_s`: a donor whose line is slower is given up. `deadlines`:
-    False waits for a copy without end. `reached`, `begin_anew`, `bootstrap_peers`: as in
-    `NodeOptions`.
+    False waits for a copy without end. `reached`, `begin_anew`, `bootstrap_peers`: as in `NodeOptions`. `failed`:
+    snapshots of the requested stage that were worth nothing.
     """
 
     run_file: RunFileText
@@ -38,6 +39,7 @@ class Newcomer:
     reached: float = 0.0
     begin_anew: bool = False
     bootstrap_peers: tuple[str, ...] = ()
+    failed: FailedSnapshots = NONE_FAILED
 
     @property
     def me(self) -> str:

@@ -10,16 +10,20 @@ loudly as it deserves.
 Nobody vouches for a snapshot, so it is believed within bounds, by whoever takes one home too
 (`noloco_node.export.snapshot_fetch`). One that claims far more progress than the run has made is passed over. Rounds
 say less: a stage with a quarter of another's replicas takes four times its steps. Where three or more peers offer one,
-the median norm is the measure. It carries neither momenta nor the optimiser's memory: those begin at zero, as for the
-run's first step, in the middle of the schedule.
+the median norm is the measure. Its first microbatches then show whether it is worth anything
+(`noloco_node.state_sync.starting_loss`); if not, the newcomer comes back here for another one. It carries neither
+momenta nor the optimiser's memory: those begin at zero, as for the run's first step, in the middle of the schedule.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from statistics import median_low
 
+from gossip.exchange.messages import Manifest
 from gossip.transfer.download import download_state
 from noloco_node.machine.interface import StageModel
 from noloco_node.node.joining.newcomer import Newcomer
@@ -28,6 +32,7 @@ from noloco_node.run.peer_state import AT_WORK
 from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.manifests import SNAPSHOT, WeightsOf, ask_manifests, standings
 from noloco_node.state_sync.snapshot_choice import asked_of, donors, reached, verify_snapshot
+from noloco_node.state_sync.starting_loss import SnapshotTrial
 from noloco_node.state_sync.starting_state import StartingState, from_donor
 
 
@@ -52,11 +57,17 @@ async def revive(
     subject = WeightsOf(number, tuple(tuple(shape) for shape in stage.shapes), SNAPSHOT)
     replies = await ask_manifests(newcomer.network, asked, subject)
     offers, run = standings(replies.manifests), reached(newcomer.membership.roster)
-    order = donors(saved_round, offers, run)
+    order = untried(newcomer, donors(saved_round, offers, run), saved_round)
     if not order:
         return SnapshotNotFound(promised=replies.busy > 0)
     wanted = subject.wanted(copying_s(subject.weight_bytes, newcomer.slowest_bytes_per_s))
-    wanted = replace(wanted, objection=verify_snapshot(offers, run))
+    believed, givers = verify_snapshot(offers, run), list[str]()
+
+    async def objection(peer: str, manifest: Manifest) -> str | None:
+        givers.append(peer)
+        return await believed(peer, manifest)
+
+    wanted = replace(wanted, objection=objection)
     try:
         state = await download_state(order, subject.converse(newcomer.network), wanted, device.run)
     except ConnectionError as error:
@@ -64,4 +75,20 @@ async def revive(
         return SnapshotNotFound(promised=True)
     say(f"reviving stage {number} from a snapshot of its round {state.round}")
     progress = median_low([record.progress for record in others] or [state.progress])
-    return replace(await device.run(from_donor, stage, state), progress=progress)
+    usual = newcomer.failed.usual or tuple(record.loss for record in others if record.loss is not None)
+    trial = SnapshotTrial(givers[-1], usual) if givers[-1] not in newcomer.failed.losses else None
+    given = trial is not None
+    return replace(await device.run(from_donor, stage, state), progress=progress, given=given, trial=trial)
+
+
+def untried(newcomer: Newcomer, order: Sequence[str], saved_round: int | None) -> tuple[str, ...]:
+    """Return who is asked, of those whose snapshot is believed: who has not given one that was worth nothing.
+
+    Where nobody else is left and we have no checkpoint, the best of those if it knew more than a guess does.
+    """
+    tried = newcomer.failed.losses
+    left = tuple(peer for peer in order if peer not in tried)
+    if left or not tried or saved_round is not None:
+        return left
+    best = min(tried, key=lambda peer: tried[peer])
+    return (best,) if best in order and tried[best] < math.log(newcomer.dimensions.vocabulary) else ()

@@ -104,7 +104,8 @@ class Attempts:
 class Seeker:
     """Who looks for the state of `stage`. `saved_round`: of its own checkpoint of that stage, None without one.
 
-    `begun`: whether the run is known to have been begun, and its owner did not say to begin it anew.
+    `begun`: whether the run is known to have been begun, and its owner did not say to begin it anew. `revives`: a
+    snapshot of the stage was worth nothing; whoever serves the stage now may have begun with the same one.
     """
 
     me: str
@@ -112,25 +113,26 @@ class Seeker:
     saved_round: int | None
     staleness_at_most: int
     begun: bool = False
+    revives: bool = False
 
 
 def choose_source(roster: Roster, seeker: Seeker, attempts: Attempts) -> StateSource:
     """Return where to take the first state from, or how long to wait before looking again."""
-    saved = seeker.saved_round is not None
+    saved, living = seeker.saved_round is not None, living_replicas(roster, seeker.stage, seeker.me)
     match attempts.failure:
         case DownloadFailed():
             return Wait(pause_s(attempts.downloads), for_replica=True)
         case SnapshotNotFound(promised):
             if asks_again(promised, saved, attempts.searches - 1):
                 return Wait(AGAIN_S, for_replica=False)
-            return FromCheckpoint(searched=True) if saved else FromSeed(lost=True)
+            if not living:
+                return FromCheckpoint(searched=True) if saved else FromSeed(lost=True)
     if not any(record.round > 0 for records in roster.stages for record in records):
         if saved:
             return FromCheckpoint()
         alone = not any(living_replicas(roster, stage, seeker.me) for stage in range(len(roster.stages)))
         return NobodyBack(attempts.looks) if seeker.begun and alone else FromSeed()
-    living = living_replicas(roster, seeker.stage, seeker.me)
-    if not living:
+    if not living or (seeker.revives and attempts.failure is None and not attempts.downloads):
         return FromPeerSnapshot(attempts.searches)
     rounds = [record.round for record in living]
     if seeker.saved_round is not None and is_recent_enough(seeker.saved_round, rounds, seeker.staleness_at_most):

@@ -19,6 +19,7 @@ from noloco_node.node.joining.state_source import (
     StateSource,
     Wait,
     choose_source,
+    living_replicas,
 )
 from noloco_node.run.peer_state import PeerState
 from noloco_node.state_sync.download import COPY_AGAIN_S
@@ -36,8 +37,8 @@ def roster(*records: PeerRecord) -> Roster:
     return Roster(stages=tuple(tuple(each for each in records if each.stage == stage) for stage in (0, 1)))
 
 
-def seeker(saved_round: int | None = None, *, begun: bool = False) -> Seeker:
-    return Seeker(me="me", stage=1, saved_round=saved_round, staleness_at_most=STALENESS, begun=begun)
+def seeker(saved_round: int | None = None, *, begun: bool = False, revives: bool = False) -> Seeker:
+    return Seeker(me="me", stage=1, saved_round=saved_round, staleness_at_most=STALENESS, begun=begun, revives=revives)
 
 
 HERE, THERE = record(1, 20), record(0, 20)
@@ -168,16 +169,26 @@ def test_what_we_have_is_not_thrown_away_and_what_lives_is_not_overwritten(
             assert attempts.failure is not None
 
 
-@given(RECORDS, SAVED, st.lists(st.booleans(), min_size=ATTEMPTS, max_size=ATTEMPTS))
+def test_whose_snapshot_was_worth_nothing_asks_for_another_before_it_copies_who_may_have_the_same() -> None:
+    again, found = seeker(revives=True), roster(HERE, THERE)
+    assert choose_source(found, again, Attempts()) == FromPeerSnapshot(0)
+    assert choose_source(found, again, LAST_SEARCH) == FromReplicas((HERE,))
+    assert choose_source(found, again, Attempts(downloads=1)) == FromReplicas((HERE,))
+
+
+@given(RECORDS, SAVED, st.lists(st.booleans(), min_size=ATTEMPTS, max_size=ATTEMPTS), st.booleans())
 def test_the_search_for_a_snapshot_comes_to_an_end(
-    found: Roster, saved_round: int | None, promises: list[bool]
+    found: Roster, saved_round: int | None, promises: list[bool], revives: bool
 ) -> None:
     attempts = Attempts()
     for promised in promises:
         attempts = attempts.after(SnapshotNotFound(promised))
-        source = choose_source(found, seeker(saved_round), attempts)
-        if not isinstance(source, Wait):
+        source = choose_source(found, seeker(saved_round, revives=revives), attempts)
+        if living_replicas(found, 1, "me"):
+            assert isinstance(source, Wait | FromReplicas | FromCheckpoint | FromSeed)
+        elif not isinstance(source, Wait):
             assert source == (FromSeed(lost=True) if saved_round is None else FromCheckpoint(searched=True))
+        if not isinstance(source, Wait):
             return
         attempts = attempts.after(None)
     pytest.fail("still waiting")
