@@ -131,6 +131,18 @@ def test_each_trains_on_both_texts(name: str) -> None:
     assert sorted(taken, reverse=True) == taken
 
 
+def test_late_corrections_of_pairs_arrive_and_nobody_waits_for_them() -> None:
+    from benchmarks.laboratory.running import trial
+
+    late = at(replace(heads()["pairs_late"][0], replicas=4, steps=12), 1e-2, 1)
+    one, other = (trial.run(replace(late, overlap=steps)) for steps in (late.overlap, 0))
+    assert one.steps_taken == other.steps_taken
+    assert one.rounds == other.rounds
+    assert one.virtual_s < other.virtual_s
+    assert one.merged != other.merged
+    assert one.merged == pytest.approx(other.merged, abs=0.3)
+
+
 def test_a_grid_may_begin_at_a_later_seed() -> None:
     grid: Grid = rivals()
     assert [cell.seed for cell in grid.tuning("mean")] == [0]

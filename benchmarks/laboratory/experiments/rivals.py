@@ -28,6 +28,8 @@ CHOSEN = {"streaming": 3, "sparse": 2, "epidemic": 1, "gasloc": 2, "shards": 1}
 CROWDED = ("mean", "diloco", "gossip_weighed")
 """What is run with more replicas too, on the library's text."""
 MORE = (16, 32)
+LATE_BY = 3
+"""Inner steps: as late as the fastest machine's corrections are in asynchronous gossip."""
 STREAMED = Rule(alpha=0.9, beta=0.4, lookahead=True)
 """The outer rule of Streaming DiLoCo."""
 
@@ -61,6 +63,10 @@ def heads() -> dict[str, tuple[Cell, str]]:
         "pairs_exact": (
             size.exact(size.replicas, 2, gossip.inner_steps, gossip.late_inner_steps),
             "weighed means of pairs in step, exact, rounds as gossip's",
+        ),
+        "pairs_late": (
+            replace(size.exact(size.replicas, 2, gossip.inner_steps, gossip.late_inner_steps), overlap=LATE_BY),
+            f"the same, each correction {LATE_BY} inner steps late",
         ),
         "fours_exact": (size.exact(size.replicas, 4, 6, 21), "weighed means of four in step, exact, every 6 to 21"),
     }

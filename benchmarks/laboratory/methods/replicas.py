@@ -43,6 +43,8 @@ class Replica:
         self.steps = 0
         self.rounds = self.sent_bytes = 0.0
         self.busy_s = 0.0
+        self._coming: tuple[int, Model] | None = None
+        """A correction that is on its way, and the inner step after which it arrives."""
 
     def __repr__(self) -> str:
         return f"<Replica {self.number}: {self.steps} inner steps of {self.step_s:.2f} s>"
@@ -60,6 +62,16 @@ class Replica:
         """Add to the fast weights."""
         for stage, correction in zip(self.stages, corrections, strict=True):
             stage.correct(correction)
+
+    def correct_later(self, corrections: Model, steps: int) -> None:
+        """Add to the fast weights when so many inner steps more have been taken."""
+        self._coming = (self.steps + steps, corrections)
+
+    def arrive(self, *, early: bool = False) -> None:
+        """Take the correction that is on its way if it is due, or `early`."""
+        if self._coming is not None and (early or self.steps >= self._coming[0]):
+            self.correct(self._coming[1])
+            self._coming = None
 
 
 class Swarm:
@@ -171,6 +183,7 @@ class Swarm:
     def note_step(self, replica: Replica) -> None:
         """Count an inner step that was taken."""
         replica.steps += 1
+        replica.arrive()
         self.taken += 1
         if self.left <= 0 and not self.spent_at_s:
             self.spent_at_s = now_s()

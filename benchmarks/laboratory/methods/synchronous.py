@@ -6,7 +6,8 @@
 own packages never form. It may have the number format, the dynamic steps and the weighed means that gossip has, or
 send but the largest values of each replica (SparseLoCo).
 `pairs`: NoLoCo as published, in groups of 2, 4 or 8 drawn anew each round, with routes through two stages where the
-cell asks for them; it may have dynamic steps and weighed means.
+cell asks for them; it may have dynamic steps and weighed means, and corrections that come some inner steps late, but
+before the next round.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from benchmarks.laboratory.experiments.hardware_model import all_gather, all_reduce, exchange_s
 from benchmarks.laboratory.methods.coded_mean import CodedMean
-from benchmarks.laboratory.methods.replicas import Replica, Swarm, mean_of
+from benchmarks.laboratory.methods.replicas import Model, Replica, Swarm, mean_of
 from benchmarks.laboratory.methods.server_rules import Server, begin, heavy_ball, nesterov
 from benchmarks.laboratory.methods.sparse_mean import SparseMean
 from gossip.rounds.local_steps import dynamic_steps
@@ -121,7 +122,10 @@ async def pairs(swarm: Swarm) -> None:
     counted = [replica.steps for replica in swarm.replicas]
     async for _ in rounds(swarm):
         taken = taken_since(swarm, counted)
-        await asyncio.sleep(wait_s)
+        for replica in swarm.replicas:
+            replica.arrive(early=True)
+        late: list[Model] = [[] for _ in swarm.replicas]
+        await asyncio.sleep(0.0 if cell.overlap else wait_s)
         for stage in range(len(swarm.replicas[0].stages)):
             fast = [replica.stages[stage].weights() for replica in swarm.replicas]
             for group in groups(drawing, cell.replicas, cell.group):
@@ -132,10 +136,17 @@ async def pairs(swarm: Swarm) -> None:
                     before = state[one][stage]
                     after = outer_step(before, fast_mean, slow_mean, outer)
                     state[one][stage] = after = ahead(before, after, rule.alpha) if rule.lookahead else after
-                    swarm.replicas[one].stages[stage].set_weights(after.slow)
-        for replica in swarm.replicas:
+                    if cell.overlap:
+                        late[one].append(pseudo_gradient(after.slow, fast[one]))
+                    else:
+                        swarm.replicas[one].stages[stage].set_weights(after.slow)
+        for replica, corrections in zip(swarm.replicas, late, strict=True):
+            if cell.overlap:
+                replica.correct_later(corrections, cell.overlap)
             replica.sent_bytes += sent
             replica.rounds += 1
+    for replica in swarm.replicas:
+        replica.arrive(early=True)
 
 
 def ahead(before: OuterState, after: OuterState, alpha: float) -> OuterState:

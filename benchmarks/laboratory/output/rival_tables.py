@@ -48,6 +48,7 @@ AGAINST = (
     ("gossip_weighed", "mean", "no worse"),
     ("fours_exact", "mean", "no worse"),
     ("pairs_exact", "mean", "no worse"),
+    ("pairs_late", "pairs_exact", "no worse"),
     ("gossip_fast_lines", "pairs_exact", "no worse"),
     ("gossip_weighed", "gossip_fast_lines", "no worse"),
     ("pairs_coded", "pairs_exact", "no worse"),
