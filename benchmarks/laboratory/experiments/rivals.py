@@ -25,6 +25,9 @@ SIZE = Size(steps=160, every=20)
 """NoLoCo has as many rounds in a run as at the full scale."""
 CHOSEN = {"streaming": 3, "sparse": 2, "epidemic": 1, "gasloc": 2, "shards": 1}
 """Which of its settings a rival of others is run with, from 1."""
+CROWDED = ("mean", "diloco", "gossip_weighed")
+"""What is run with more replicas too, on the library's text."""
+MORE = (16, 32)
 STREAMED = Rule(alpha=0.9, beta=0.4, lookahead=True)
 """The outer rule of Streaming DiLoCo."""
 
@@ -151,5 +154,10 @@ def _recipes() -> Iterator[Recipe]:
         for text in get_args(Corpus)[1:]:
             other = replace(cell, text=text)
             yield Recipe(name=f"{name}_{text}", family=name, cell=other, about=f"{about}, {text}", first_seed=1)
+    for name in CROWDED:
+        cell, about = heads()[name]
+        for count in MORE:
+            crowd = replace(cell, replicas=count)
+            yield Recipe(name=f"{name}_of_{count}", family=name, cell=crowd, about=about, first_seed=1)
     for name, (cell, about) in trials().items():
         yield Recipe(name=name, family=name, cell=cell, about=about, seeds=1)

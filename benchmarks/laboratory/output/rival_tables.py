@@ -10,7 +10,7 @@ from typing import get_args
 
 from benchmarks.laboratory.experiments.cell import Corpus, Result
 from benchmarks.laboratory.experiments.hardware_model import PARAMETERS
-from benchmarks.laboratory.experiments.rivals import CHOSEN, heads, trials
+from benchmarks.laboratory.experiments.rivals import CHOSEN, CROWDED, MORE, SIZE, heads, trials
 from benchmarks.laboratory.output.headline import closed
 from benchmarks.laboratory.output.table import (
     NOTHING,
@@ -60,8 +60,8 @@ AGAINST = (
 
 
 def rival_tables(data: Measured) -> list[Table]:
-    """Return a table of each text, and one of what was chosen from."""
-    return [*(_table(data, text) for text in get_args(Corpus)), _choices(data)]
+    """Return a table of each text, one of more replicas, and one of what was chosen from."""
+    return [*(_table(data, text) for text in get_args(Corpus)), _crowds(data), _choices(data)]
 
 
 def _table(data: Measured, text: Corpus) -> Table:
@@ -89,6 +89,21 @@ def _table(data: Measured, text: Corpus) -> Table:
     what = {"library": "the standard library's text", "torch": "a text on which nothing was chosen"}[text]
     says = " ".join(_said(data, suffix, ends))
     return Table(f"Rivals on an equal footing: {what}", says, HEADER, tuple(rows), data.take_missing(), 2)
+
+
+def _crowds(data: Measured) -> Table:
+    of = {name: [name, *(f"{name}_of_{count}" for count in MORE)] for name in CROWDED}
+    rows = []
+    for name, mine in of.items():
+        rows.append((name, "nats", *(shown(data.figure(each, merged), 4, "diverged") for each in mine)))
+        for other in CROWDED[:2]:
+            if other != name:
+                ratios = (shown(data.against(*pair, merged_ratio)) for pair in zip(mine, of[other], strict=True))
+                rows.append((name, f"perplexity over {other}'s", *ratios))
+    header = ("method", "", *(f"{count} replicas" for count in (SIZE.replicas, *MORE)))
+    title = "More replicas: the standard library's text, as many steps of each"
+    says = "Each keeps the learning rate and the rounds that it has with eight replicas."
+    return Table(title, says, header, tuple(rows), data.take_missing(), 2)
 
 
 def _choices(data: Measured) -> Table:
