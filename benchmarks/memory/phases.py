@@ -9,7 +9,7 @@ storages of tensors that Python knows, counted after each job; and *resident*, b
 before, with what the inner step needs for a moment. `check` plans the live ones; the last column is what it plans of
 the whole process, the device's part included, over what was resident. While a checkpoint is written, and while a copy
 is made and all its pieces are read, a round is taken. Arithmetic is processor time of one thread, the median over
-rounds after the first.
+rounds after the first: encoding, checking and the step; to measure how far a partner is (`influence`) comes on top.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Replica:
         self.stage = Stage(module, inner, StageSettings(torch.device("cpu")), first=False, last=False)
         self.parameters: int = sum(weight.numel() for weight in module.parameters())
         self.gradients = list(module.parameters())
-        self.live_bytes, self.cpu_s = 0, 0.0
+        self.live_bytes, self.cpu_s, self.bound_s = 0, 0.0, 0.0
         self.train()
 
     def train(self) -> None:
@@ -172,6 +172,9 @@ async def one_round(replica: Replica, optimiser: OuterOptimiser) -> None:
         slow = await optimiser.hear_slow(came_slow.coded.wire, mine_slow)
     replica.cpu_s = cpu_s  # what the partner computes
     fast = await optimiser.hear_fast(came.coded.wire, snapshot, mine)
+    cpu_s = replica.cpu_s
+    fast = await optimiser.bound_fast("partner", fast, snapshot)
+    replica.cpu_s, replica.bound_s = cpu_s, replica.cpu_s - cpu_s
     await optimiser.correct(Step(snapshot.fast, fast, slow))
 
 
@@ -181,8 +184,12 @@ def _steps(optimiser: OuterOptimiser, probe: Tensor | None) -> tuple[float, ...]
     return optimiser.steps(probe, theirs)
 
 
-async def measure(millions: float, outer: OuterConfig, rounds: int, directory: Path) -> tuple[list[Phase], list[float]]:
-    """Go through all phases; return them, and nanoseconds of arithmetic a parameter and round."""
+async def measure(
+    millions: float, outer: OuterConfig, rounds: int, directory: Path
+) -> tuple[list[Phase], list[float], list[float]]:
+    """Go through all phases; return them, and nanoseconds a parameter of each round: of arithmetic, and of measuring
+    what came.
+    """
     replica = Replica(millions)
     settings = RoundSettings(seed=0, outer=Outer(outer.alpha, outer.beta, outer.gamma), codec=Format(outer.codec))
     optimiser = OuterOptimiser(settings, OuterState(replica.stage.weights()), replica, replica.compute)  # type: ignore[arg-type]
@@ -190,7 +197,7 @@ async def measure(millions: float, outer: OuterConfig, rounds: int, directory: P
     once = 4 * replica.parameters
     steps_bytes = once + planned.momentum + planned.gathered + planned.owed
     round_bytes = steps_bytes + once + planned.exchange
-    nanoseconds = []
+    nanoseconds, bounding = list[float](), list[float]()
     await one_round(replica, optimiser)
     found = []
     replica.begin_phase()
@@ -202,6 +209,7 @@ async def measure(millions: float, outer: OuterConfig, rounds: int, directory: P
         replica.cpu_s = 0.0
         await one_round(replica, optimiser)
         nanoseconds.append(1e9 * replica.cpu_s / replica.parameters)
+        bounding.append(1e9 * replica.bound_s / replica.parameters)
     found.append(replica.end_phase("a round", round_bytes))
     replica.begin_phase()
     saved = await checkpoint_of(replica, optimiser)
@@ -216,7 +224,7 @@ async def measure(millions: float, outer: OuterConfig, rounds: int, directory: P
     await one_round(replica, optimiser)
     await giving
     found.append(replica.end_phase("a round while giving a copy", round_bytes))
-    return found, nanoseconds
+    return found, nanoseconds, bounding
 
 
 async def checkpoint_of(replica: Replica, optimiser: OuterOptimiser) -> Checkpoint:
@@ -258,7 +266,7 @@ def main() -> None:
     torch.set_num_threads(1)
     outer = OuterConfig(codec=asked.codec, alpha=asked.alpha, gamma=asked.gamma)
     with tempfile.TemporaryDirectory() as directory:
-        found, nanoseconds = asyncio.run(measure(asked.millions, outer, asked.rounds, Path(directory)))
+        found, *spent = asyncio.run(measure(asked.millions, outer, asked.rounds, Path(directory)))
     print(
         f"torch {torch.__version__}, one thread, {asked.millions:g}M parameters, {asked.codec}, alpha {asked.alpha:g}"
     )
@@ -266,8 +274,9 @@ def main() -> None:
     print(f"{'bytes a parameter beside the device':<36} {heads}")
     for phase in found:
         print(f"{phase.name:<36} {phase.planned:8.2f} {phase.live:8.2f} {phase.resident:9.2f} {phase.ratio:13.3f}")
-    low, high = min(nanoseconds), max(nanoseconds)
-    print(f"a round's arithmetic: {median(nanoseconds):.2f} ns a parameter (from {low:.2f} to {high:.2f})")
+    for what, nanoseconds in zip(("a round's arithmetic", "measuring what came"), spent, strict=True):
+        low, high = min(nanoseconds), max(nanoseconds)
+        print(f"{what}: {median(nanoseconds):.2f} ns a parameter (from {low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":

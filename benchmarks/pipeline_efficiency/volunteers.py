@@ -4,9 +4,10 @@
         [--subspace 512]
 
 The machines and the network are those of `docs/scenarios/volunteers.toml`: 24 GiB on the GPU, 32 GiB beside it, 60
-TFLOP/s as reached, 100 Mbit/s down, 60 ± 20 ms; computing again and coding are charged. A row: tokens a second from the
-first microbatch to the last, so that the last round does not count; how busy the devices of the busiest stage were
-while they trained; the part of all bytes that was rounds'; inner steps to a meeting.
+TFLOP/s as reached, 100 Mbit/s down, 60 ± 20 ms; computing again and coding are charged. A row: replicas of each stage,
+for peers choose theirs; tokens a second from the first microbatch to the last, so that the last round does not count;
+how busy the devices of the busiest stage were while they trained; the part of all bytes that was rounds'; inner steps
+to a meeting.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def row(report: Report) -> str:
     steps, met = (sum(getattr(stage, name) for stage in report.stages) for name in ("inner_steps", "met"))
     rounds = report.sent_bytes.get("gossip", 0) / sum(report.sent_bytes.values())
     busy = max(stage.work for stage in report.stages)
-    return f"{report.tokens_per_s:,.0f} | {busy:.0%} | {rounds:.1%} | {steps / met if met else float('inf'):.1f}"
+    replicas = " + ".join(str(stage.peers) for stage in report.stages)
+    each = steps / met if met else float("inf")
+    return f"{replicas} | {report.tokens_per_s:,.0f} | {busy:.0%} | {rounds:.1%} | {each:.1f}"
 
 
 def main() -> None:
@@ -111,8 +114,9 @@ def main() -> None:
         for up in args.up:
             planned = plan(args.preset, up, share, args.subspace)
             pipeline, expected = planned.run.pipeline, planned.expected
+            replicas = " + ".join(map(str, expected.replicas))
             print(
-                f"{up:g} Mbit/s up, {share:.0%} for rounds: {pipeline.stages} x {pipeline.replicas}, windows of "
+                f"{up:g} Mbit/s up, {share:.0%} for rounds: {replicas} replicas, windows of "
                 f"{pipeline.microbatches_per_step}, {pipeline.windows_in_flight} in flight, {pipeline.codec}, a round "
                 f"every {planned.run.outer.inner_steps_per_round}; expected {expected.tokens_per_s:,.0f} tokens/s, "
                 f"{expected.busy:.0%} busy, of {expected.possible:,.0f} possible",

@@ -91,12 +91,12 @@ def encode(form: Format, weights: Tensors, residual: Tensors = (), steps: Sequen
         for at in pieces(form, len(own)):
             meant = memory[: at.stop - at.start]
             if residual and form is not Format.FLOAT32:
-                torch.add(own[at], residual[number].reshape(-1)[at], out=meant)
+                meant.copy_(residual[number].reshape(-1)[at]).add_(own[at])
             else:
                 meant.copy_(own[at])
             size = float(torch.linalg.vector_norm(meant))
             norms.append(size)
-            largest = _write(form, parts, at, meant, steps[number] if steps else 0.0)
+            largest = _write(form, parts, at, meant, steps[number] if steps else 0.0, size)
             # A norm overflows before any value does.
             if not (math.isfinite(size) or math.isfinite(largest())):
                 raise ConnectionAbortedError(f"{NOT_FINITE}: tensor {number} in {form}")
@@ -195,7 +195,8 @@ class Feedback:
         own = weights[number].view(-1)[at]
         if not self.residual:
             return own
-        return torch.add(own, self.residual[number].view(-1)[at], out=memory[: len(own)])
+        # A sum of two types would make a tensor of one of them before.
+        return memory[: len(own)].copy_(self.residual[number].view(-1)[at]).add_(own)
 
     def begin(self, like: Tensors) -> None:
         """Take the memory for what will be owed: `settle` needs it."""
@@ -203,22 +204,22 @@ class Feedback:
             self.residual = tuple([torch.zeros_like(tensor, dtype=OWED) for tensor in like])
 
     def settle(self, number: int, at: slice, meant: Tensor, sent: Tensor) -> None:
-        """Take note that `sent` was used for what was `meant` of a parameter, both decoded values."""
+        """Take note that `sent` was used for what was `meant` of a parameter, both decoded; `meant` is used up."""
         if self.residual:
-            torch.sub(meant, sent, out=self.residual[number].view(-1)[at])
+            self.residual[number].view(-1)[at].copy_(meant.sub_(sent))
 
 
-def _write(form: Format, parts: Tensors, at: slice, values: Tensor, step: float) -> Callable[[], float]:
-    """Encode a piece to where it belongs; `values` are used up.
+def _write(form: Format, parts: Tensors, at: slice, values: Tensor, step: float, norm: float) -> Callable[[], float]:
+    """Encode a piece to where it belongs; `values`, of this norm, are used up.
 
-    Return what tells its largest magnitude as it will be decoded.
+    Return what tells its largest magnitude as it will be decoded, if the norm is not finite.
     """
     if form is Format.INT8:
         scales = parts[1][_blocks(at)]
         round_int8(values, parts[0][at], scales)
         return lambda: largest_of(scales * LARGEST_CODE)
     if form is Format.INT4:
-        round_int4(values, parts[0][_packed(at, parts[0])], step, high=at.start >= len(parts[0]))
+        round_int4(values, parts[0][_packed(at, parts[0])], step, high=at.start >= len(parts[0]), norm=norm)
         return lambda: largest_of(torch.stack(torch.aminmax(values)) * step)
     parts[0][at].copy_(values)
     return lambda: largest_of(parts[0][at].float())

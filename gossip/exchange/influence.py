@@ -86,12 +86,12 @@ class Deviation(NamedTuple):
 def measure(theirs: Coded, own: Tensors, owed: Feedback, slow: Tensors, fast: Tensors) -> Deviation:
     """Measure what came beside our weights `own`, `slow` or `fast` themselves, of which `owed` is still to be sent."""
     apart = learned = along = ours = across = 0.0
-    reader, memory, near = Reader(theirs, own), scratch(own), scratch(own)
+    reader, near, memory, moved = Reader(theirs, own), *(scratch(own) for _ in range(3))
     for number, tensor in enumerate(own):
         for at in pieces(theirs.form, tensor.numel()):
             meant = owed.meant(own, number, at, near)
-            difference = torch.sub(reader.read(number, at, meant, memory), meant)
-            move = torch.sub(slow[number].view(-1)[at], fast[number].view(-1)[at])
+            difference = torch.sub(reader.read(number, at, meant, memory), meant, out=memory[: len(meant)])
+            move = torch.sub(slow[number].view(-1)[at], fast[number].view(-1)[at], out=moved[: len(meant)])
             apart += float(torch.dot(difference, difference))
             learned += float(torch.dot(move, move))
             along += float(torch.dot(move, difference))

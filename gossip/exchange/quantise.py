@@ -15,6 +15,7 @@ is. A piece of `PIECE` values stays in the cache from the first operation to the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -27,6 +28,8 @@ PIECE = 1024 * BLOCK
 LARGEST_CODE = 127
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """A scale of a block of zeros, and of values too small to have a normal one."""
+_FEW_STEPS = 2.0**21
+"""So many fit the last bits of a float32 with room to spare."""
 
 
 def pieces(form: Format, size: int, longest: int = PIECE) -> Iterator[slice]:
@@ -60,19 +63,24 @@ def restore_int8(codes: Tensor, scales: Tensor, out: Tensor) -> None:
         rows.mul_(scales[at // BLOCK : at // BLOCK + len(rows)].unsqueeze(1))
 
 
-def round_int4(values: Tensor, codes: Tensor, step: float, *, high: bool) -> None:
-    """Replace float32 `values` [n] by whole numbers of steps; write them mod 16 into one half of `codes` uint8 [n].
+def round_int4(values: Tensor, codes: Tensor, step: float, *, high: bool, norm: float = math.inf) -> None:
+    """Round float32 `values` [n] to whole numbers of steps; write them mod 16 into one half of `codes` uint8 [n].
 
-    The high half goes over a low one that is there, and a high half of zeros.
+    The high half goes over a low one that is there, and a high half of zeros. `norm`: of the values. They are used up:
+    where it is not finite they are the whole numbers.
     """
-    values.mul_(1 / step).round_()
-    residue = torch.mul(values, 1 / 16).floor_()
-    torch.sub(values, residue, alpha=16, out=residue)
+    values.mul_(1 / step)
+    if norm < _FEW_STEPS * step:
+        # Above 2^23 float32 holds whole numbers alone: the sum is rounded to one, and its last bits are theirs.
+        whole = values.add_(1.5 * 2**23).view(torch.int32)
+    else:
+        values.round_()
+        whole = torch.sub(values, torch.mul(values, 1 / 16).floor_(), alpha=16)
     # By way of int8: torch is eight times as fast there.
     if high:
-        codes.bitwise_or_(residue.to(torch.int8).bitwise_left_shift_(4).view(torch.uint8))
+        codes.bitwise_or_(whole.to(torch.int8).bitwise_left_shift_(4).view(torch.uint8))
     else:
-        codes.view(torch.int8).copy_(residue)
+        codes.view(torch.int8).copy_(whole).bitwise_and_(15)
 
 
 def restore_int4(codes: Tensor, near: Tensor, step: float, out: Tensor, *, high: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_node.planning.message_sizes import hop_bytes, round_bytes
@@ -48,7 +49,7 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
         f"On {machines.in_words()}, {machines.flops / 1e12:g} TFLOP/s, lines of "
         f"{format_rate(machines.down_bytes_per_s)} down and {format_rate(machines.up_bytes_per_s)} up, "
         f"{1000 * machines.latency_s:g} ms apart:",
-        f"{pipeline.stages} stage{'s' * (pipeline.stages > 1)} of {pipeline.replicas} replicas, "
+        f"{pipeline.stages} stage{'s' * (pipeline.stages > 1)} of {_replicas(found.replicas)}, "
         f"windows of {pipeline.microbatches_per_step}, "
         f"{pipeline.windows_in_flight} in flight, {pipeline.codec}: about {found.tokens_per_s:,.0f} tokens/s, "
         f"{found.tokens_per_s / found.possible:.0%} of what these devices could do without a network. Those of the "
@@ -57,6 +58,11 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
         f"Memory: {format_bytes(device)} on the GPU and {format_bytes(beside)} beside it at most; "
         f"{found.computed_again:.0%} of the forward passes are computed again.",
     ]
+    if len(set(found.replicas)) > 1:
+        said.append(
+            "Stages that ask for more have more replicas. Peers choose so by themselves where their owners name their "
+            "lines (--max-upload, --max-download)."
+        )
     if pipeline.stages > 1:
         hop = hop_bytes(pipeline, layout.width)
         said.append(f"A microbatch's hop: {format_bytes(hop.down)} down, {format_bytes(hop.back)} back.")
@@ -69,6 +75,12 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
     if found.busy < IDLE:
         said.append(f"Warning: devices stand still more than half of the time. {_remedy(found.bound)}")
     return fitted(said)
+
+
+def _replicas(counts: Sequence[int]) -> str:
+    if len(set(counts)) == 1:
+        return f"{counts[0]} replicas"
+    return f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} replicas"
 
 
 def report(path: Path, machines: Machines | None) -> list[str]:

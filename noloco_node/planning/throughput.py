@@ -3,8 +3,9 @@
 A closed form, so that a search may ask it a thousand times and more of anything never gives less. Each replica of a
 stage works on its share of the microbatches, and the slowest of three sets the pace: the device (with the forward pass
 that is computed again where the graphs of a window do not fit, and what coding costs), the uplink and the downlink, of
-which rounds have their share. A microbatch's way down and back takes its passes, its transfers and a latency a hop:
-with two windows in flight one of them covers it, with one the pipeline runs dry once a window.
+which rounds have their share. A stage that asks for more has more replicas: `settled`. A microbatch's way down and back
+takes its passes, its transfers and a latency a hop: with two windows in flight one of them covers it, with one the
+pipeline runs dry once a window.
 
 It leaves out queues, which a window twice as long as the way keeps full, but for `WAITING`, and the inner step.
 `docs/results.md` holds it against simulations; `pipeline_model` says more of windows, and knows no lines.
@@ -75,6 +76,8 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     """Inner steps between two rounds that take the share of the line that they may have."""
     computed_again: float
     """Share of forward passes, of the stage with the most."""
+    replicas: tuple[int, ...]
+    """Of each stage, where peers choose theirs and know their lines."""
 
 
 def coding_seconds(run: RunConfig, width: int, flops: float) -> float:
@@ -118,22 +121,18 @@ def fits(needs: Sequence[Memory], machines: Machines) -> bool:
 
 
 def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Sequence[Memory]) -> Throughput:
-    """Return what to expect of a run on these machines, as many replicas of each stage as it plans."""
+    """Return what to expect of a run on these machines, as many of them as it plans."""
     pipeline, loads = run.pipeline, stage_loads(run, layout, machines, needs)
     tokens = pipeline.microbatch_size * pipeline.sequence_length
-    left = 1.0 - run.outer.line_share if pipeline.replicas > 1 else 1.0
-    between = max(0, pipeline.stages - 2)
-    paces = [
-        (seconds, f"{what} of stage {number}")
-        for number, load in enumerate(loads)
-        for used in (left / (1.0 + WAITING * between) if 0 < number < pipeline.stages - 1 else left,)
-        for seconds, what in (
-            (load.device_s, "the devices"),
-            (load.up_s / used, "the uplinks"),
-            (load.down_s / used, "the downlinks"),
-        )
-    ]
-    pace_s, bound = max(paces, key=lambda pace: pace[0])
+    slowest = _slowest(loads, run.outer.line_share if pipeline.replicas > 1 else 0.0)
+    replicas = settled([seconds for seconds, _ in slowest], pipeline.stages * pipeline.replicas)
+    # What a microbatch asks of a replica, where all stages had as many.
+    parts = [pipeline.replicas / count for count in replicas]
+    pace_s, what, number = max(
+        (seconds * part, what, number)
+        for number, ((seconds, what), part) in enumerate(zip(slowest, parts, strict=True))
+    )
+    bound = f"{what} of stage {number}"
     way_s = _way_s(loads, machines.latency_s)
     each_s, window = pace_s, pipeline.microbatches_per_step
     if pipeline.windows_in_flight == 1:
@@ -145,12 +144,39 @@ def forecast(run: RunConfig, layout: ModelLayout, machines: Machines, needs: Seq
     speed = pipeline.replicas * tokens / each_s
     return Throughput(
         tokens_per_s=speed,
-        busy=max(load.device_s for load in loads) / each_s,
+        busy=max(load.device_s * part for load, part in zip(loads, parts, strict=True)) / each_s,
         possible=machines.count * machines.flops / (3.0 * sum(layout.work)),
         bound=bound,
         computed_again=max([_computed_again(run, memory, machines) for memory in needs[:-1]], default=0.0),
         steps_per_round=_steps_per_round(run, layout, machines, each_s),
+        replicas=replicas,
     )
+
+
+def settled(seconds: Sequence[float], count: int) -> tuple[int, ...]:
+    """Return how many of `count` equal peers serve each stage, given the seconds that a microbatch takes of one there.
+
+    One after the other takes the stage that limits the swarm, as newcomers do (`pipeline.placement`).
+    """
+    found = [0] * len(seconds)
+    for _ in range(count):
+        found[min(range(len(seconds)), key=lambda stage: found[stage] / seconds[stage])] += 1
+    return tuple(found)
+
+
+def _slowest(loads: Sequence[MicrobatchSeconds], line_share: float) -> list[tuple[float, str]]:
+    """Return for each stage what a microbatch takes of a replica, and of what.
+
+    A round weighs alike on all stages, and where a line is used most it has its share.
+    """
+    between = 1.0 + WAITING * max(0, len(loads) - 2)
+    waits = [between if 0 < number < len(loads) - 1 else 1.0 for number in range(len(loads))]
+    lines = [(load.up_s * wait, load.down_s * wait) for load, wait in zip(loads, waits, strict=True)]
+    rounds_s = line_share / (1.0 - line_share) * max(map(max, lines))
+    return [
+        max((load.device_s, "the devices"), (up_s + rounds_s, "the uplinks"), (down_s + rounds_s, "the downlinks"))
+        for load, (up_s, down_s) in zip(loads, lines, strict=True)
+    ]
 
 
 def _way_s(loads: tuple[MicrobatchSeconds, ...], latency_s: float) -> float:

@@ -206,7 +206,14 @@ class SimulatedPeer:
             self.disk = checkpoint
             return "the simulated disk"
 
-        return MemoryHost(life.device, self.archive, build=build, open_text=self._open_text, save=save)
+        return MemoryHost(
+            life.device,
+            self.archive,
+            build=build,
+            open_text=self._open_text,
+            save=save,
+            line_s=self._setting.line_s,
+        )
 
     async def _open_text(self) -> Text:
         run = self._setting.run

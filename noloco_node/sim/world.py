@@ -82,7 +82,7 @@ class World:
         devices = setting.scenario.devices
         for number, name in enumerate(setting.peers):
             stage, replica = divmod(number, setting.run.pipeline.replicas)
-            peer = self._add(name, stage)
+            peer = self._add(name, None if setting.scenario.swarm.choose_stages else stage)
             peer.first_slowness = peer.slowness = devices.slowness[replica % len(devices.slowness)]
             peer.stutter = Stutter(devices.stutter_share, devices.stutter_pause_s)
         for name in unreachable(setting.peers, setting.scenario.network.dials_only):

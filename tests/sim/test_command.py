@@ -69,6 +69,12 @@ def troubled() -> Report:
     )
 
 
+def test_peers_that_choose_their_stages_share_them_out() -> None:
+    report = simulated(NINE + "choose_stages = true\n")
+    assert [stage.peers for stage in report.stages] == [3, 3, 3]
+    assert report.tokens > 0
+
+
 @pytest.mark.parametrize("name", ["calm", "troubled"])
 def test_the_figures_fit_together(name: str, request: pytest.FixtureRequest) -> None:
     report: Report = request.getfixturevalue(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from gossip.exchange.messages import ReplicaState
@@ -18,8 +18,8 @@ from noloco_node.storage.weight_store import WeightStore
 class MemoryHost:
     """Implements `noloco_node.machine.interface.Host`.
 
-    Its time of day is the event loop's, it never sleeps, its line has no limit, nobody knows how much memory is free,
-    and what has come of a download is gone with the process.
+    Its time of day is the event loop's, it never sleeps, nobody knows how much memory is free, and what has come of a
+    download is gone with the process. `line_s`: by stage; none where the line has no limit that the owner knows.
     """
 
     def __init__(
@@ -33,13 +33,14 @@ class MemoryHost:
         snapshots: SnapshotStore | None = None,
         first_weights: FirstWeights | None = None,
         tokenizer: WeightStore | None = None,
+        line_s: Sequence[float] = (),
     ) -> None:
         self.device, self.former, self.snapshots = device, disk, snapshots
         self.first_weights, self.tokenizer = first_weights, tokenizer
         self.needs_bytes: list[int] = []
         self.graph_bytes: list[int] = []
         self.beside_bytes: list[int] = []
-        self._build, self._open_text, self._save = build, open_text, save
+        self._build, self._open_text, self._save, self._line_s = build, open_text, save, line_s
 
     def build(self, stage: int) -> StageModel:
         return self._build(stage)
@@ -83,4 +84,4 @@ class MemoryHost:
         return 0.0
 
     def line_s(self, stage: int) -> float:
-        return 0.0
+        return self._line_s[stage] if self._line_s else 0.0

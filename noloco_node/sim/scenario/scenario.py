@@ -69,6 +69,8 @@ class SwarmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     save_every_s: float = 300.0
     moves: bool = False
     """Replicas go to another stage when they are needed there."""
+    choose_stages: bool = False
+    """Planned peers choose their stages as they join, and know their lines; otherwise each is told its stage."""
     duration_s: float = 86_400.0
     """Peers that are still at work after so long are asked to leave."""
     impatient: bool = True

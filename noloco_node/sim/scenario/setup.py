@@ -11,8 +11,9 @@ import torch
 from msgspec import structs
 
 from noloco_node.errors import config_error
+from noloco_node.limits.budget import OwnerLimits
 from noloco_node.machine.interface import Dimensions, StageModel
-from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
+from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, bandwidth_seconds, microbatch_bytes
 from noloco_node.planning.plan import graphs_that_fit, in_flight, mean_steps_per_round, memories
 from noloco_node.planning.throughput import coding_seconds
 from noloco_node.run.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
@@ -55,6 +56,8 @@ class SimSetup(NamedTuple):
     """Of the run file's whole model; 0 where there is none."""
     slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
     """By which nodes reckon their deadlines: from the weights in their hands, and a bowl's are small."""
+    line_s: tuple[float, ...] = ()
+    """That a microbatch takes of a line at each stage, as owners know it."""
 
     @property
     def run(self) -> RunConfig:
@@ -139,7 +142,18 @@ def build_setup(scenario: Scenario) -> SimSetup:
         microbatch_tokens=start.pipeline.microbatch_size * start.pipeline.sequence_length,
         parameters=0 if plan is None else sum(sizes.stage_bytes) // 4,
         slowest_bytes_per_s=SLOWEST_BYTES_PER_S * BOWL_BYTES.get(swarm.model, largest_bytes) / largest_bytes,
+        line_s=_line_seconds(scenario, real, plan) if plan is not None and swarm.choose_stages else (),
     )
+
+
+def _line_seconds(scenario: Scenario, run: RunConfig, plan: ModelLayout) -> tuple[float, ...]:
+    up, down = (
+        None if rate is None else rate * MBIT_BYTES
+        for rate in (scenario.network.up_mbit_per_s, scenario.network.down_mbit_per_s)
+    )
+    limits = OwnerLimits(upload_bytes_per_s=up, download_bytes_per_s=down)
+    stages = range(run.pipeline.stages)
+    return tuple(bandwidth_seconds(microbatch_bytes(run, plan, stage), limits) for stage in stages)
 
 
 def _run(start: RunConfig, swarm: SwarmConfig, seed: int) -> RunConfig:

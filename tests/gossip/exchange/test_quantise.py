@@ -18,6 +18,9 @@ def test_what_a_sender_reads_of_its_own_is_what_its_codes_say(seed: int, step: f
     meant = (torch.randn(2000, generator=source) * far + torch.randint(-9, 10, (2000,), generator=source) / 2) * step
     codes = torch.zeros(2000, dtype=torch.uint8)
     round_int4(meant.clone(), codes, step, high=high)
+    short = torch.zeros_like(codes)
+    round_int4(meant.clone(), short, step, high=high, norm=float(torch.linalg.vector_norm(meant)))
+    assert torch.equal(short, codes)
     sent, own, theirs, heard = (torch.empty(2000) for _ in range(4))
     restore_int4(codes, meant, step, sent, high=high)
     came = torch.randint(0, 256, (2000,), generator=source, dtype=torch.uint8)
