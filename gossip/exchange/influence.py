@@ -17,10 +17,9 @@ show that.
 
 Whoever walks backwards stays within any distance. What gives it away is the direction: the cosine between what we have
 learned and where the partner stands, both seen from our slow weights. One of them is noisy, the mean of a partner's
-last few is less so: the more there are, the less it takes. It only counts beside partners that went our way: replicas
-that read unlike texts may all pull apart, in the end. So it is never said of one that has gone our way before. Until
-it can be said, of a first partner above all, and of that one, whoever pulls back counts the less the more it does, to
-LEAST_PULL: they still come together, only slower. The only other replica of a stage counts whole.
+last few is less so. Who pulls back counts the less the more it does, to LEAST_PULL, unless most others pull back too:
+they still come together, only slower. Nobody is refused for it, for an honest partner that lags stands where we come
+from, and pulls back as well. The only other replica of a stage counts whole.
 
 Of fewer than LEAST_VALUES weights none of this says anything: they only have to be finite.
 
@@ -52,8 +51,6 @@ TYPICAL = 1.0
 """The least median, in our own pseudo-gradients: who is no farther than one step does no more than one step's harm."""
 VOICES, PARTNERS, MOVES = 4, 32, 16
 """How much is remembered: distances of each partner, partners, and norms of our own pseudo-gradients."""
-BACKWARDS, FORWARDS = -0.15, 0.1
-"""A partner whose mean cosine is less, over many meetings, does not count where the median of the others has more."""
 LEAST_PULL, NO_PULL = 0.25, -0.5
 """What counts at least of a partner that pulls back, and the mean cosine at which nothing else would."""
 NEWEST = 0.4
@@ -61,7 +58,7 @@ NEWEST = 0.4
 OFTEN = 3
 """Meetings from which a partner is mostly far."""
 LEAST_OTHERS = 2
-"""Whom it takes to say of a partner that it walks backwards."""
+"""How many others it takes to say what most of them do."""
 SELF_DOUBT = 8
 LEAST_ALIKE = 0.3
 """Cosine of a partner's weights and ours. Those of honest replicas have more, noise has hardly any."""
@@ -117,7 +114,6 @@ class _Seen:
         self.ratios: deque[float] = deque(maxlen=VOICES)
         self.cosine = 0.0
         self.directions = 0
-        self.went_our_way = False
 
     @property
     def voice(self) -> float:
@@ -129,7 +125,6 @@ class _Seen:
         if cosine is not None:
             self.directions += 1
             self.cosine += max(NEWEST, 1.0 / self.directions) * (cosine - self.cosine)
-            self.went_our_way |= self.cosine > FORWARDS
 
 
 class InfluenceBound:
@@ -167,9 +162,6 @@ class InfluenceBound:
         if ratio > (CLIP if often else REFUSE) * most:
             self._refused += 1
             raise Implausible(f"weights {ratio:.3g} of our own steps from ours, where {most:.3g} is usual")
-        if self._walks_backwards(seen):
-            self._refused += 1
-            raise Implausible(f"weights against the way that ours went: cosine {seen.cosine:.2f} on the mean")
         if len(self._seen) > 1 or not self._in_doubt:
             self._refused = 0
         pull = 1.0 if only else self._pull(seen)
@@ -179,12 +171,6 @@ class InfluenceBound:
     def _in_doubt(self) -> bool:
         """Whether it may be us."""
         return self._refused >= SELF_DOUBT
-
-    def _walks_backwards(self, seen: _Seen) -> bool:
-        if seen.went_our_way or not seen.directions or seen.cosine >= BACKWARDS * (1 + 1 / seen.directions):
-            return False
-        others = [other.cosine for other in self._seen.values() if other is not seen and other.directions]
-        return len(others) >= LEAST_OTHERS and median_low(others) > FORWARDS
 
     def _pull(self, seen: _Seen) -> float:
         """Return what counts of a partner for its direction; all where most others pull back as well."""

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from gossip.exchange.codec import Feedback, Sides, encode
 from gossip.exchange.formats import Format
 from gossip.exchange.influence import (
-    BACKWARDS,
     CLIP,
     LEAST_ALIKE,
     LEAST_PULL,
@@ -127,32 +126,30 @@ def test_weights_that_are_not_like_ours_do_not_count(times: float | str) -> None
     check_alike(encode(Format.FLOAT32, plus(fast, draw(4, 1.0))).coded, fast)
 
 
-def test_whoever_walks_backwards_is_refused_and_one_odd_meeting_is_not() -> None:
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(-1.0, 1.0)), max_size=40))
+@quick
+def test_nobody_is_refused_for_its_direction(meetings: list[tuple[str, float]]) -> None:
+    """A slow machine's replica lags, and lies where the others come from; they refused it once in nine meetings."""
+    bound = InfluenceBound()
+    for name, direction in meetings:
+        assert LEAST_PULL <= bound.share(name, at(1.0, direction=direction)) <= 1.0
+
+
+def test_whoever_walks_backwards_counts_little_and_one_odd_meeting_does_not_decide() -> None:
     bound = InfluenceBound()
     for direction in (0.6, -0.5, 0.9):
-        for name in ("honest", "other"):
+        for name in ("honest", "other", "drifting"):
             assert bound.share(name, at(1.0, direction=direction)) == 1.0
-    assert bound.share("liar", at(1.0, direction=2 * BACKWARDS)) < 1.0
-    with pytest.raises(Implausible, match="against"):
-        bound.share("liar", at(1.0, direction=2 * BACKWARDS))
-    with pytest.raises(Implausible, match="against"):
-        bound.share("worse", at(1.0, direction=2.1 * BACKWARDS))
+    for name in ("liar", "drifting"):
+        shares = [bound.share(name, at(1.0, direction=-0.6)) for _ in range(8)]
+        assert shares[-1] == LEAST_PULL
     for _ in range(9):
-        bound.share("honest", at(1.0))
+        bound.share("other", at(1.0))
     for _ in range(5):
-        bound.share("slow", at(1.0, direction=-0.9)._replace(own=0.1))
+        assert bound.share("slow", at(1.0, direction=-0.9)._replace(own=0.1)) == 1.0
 
 
-def test_who_has_gone_our_way_is_scaled_down_and_not_refused() -> None:
-    """A slow machine's replica that drifted away late in a run was shut out by those that it had trained with."""
-    bound = InfluenceBound()
-    for name in ("honest", "other", "drifting"):
-        bound.share(name, at(1.0))
-    shares = [bound.share("drifting", at(1.0, direction=-0.6)) for _ in range(8)]
-    assert shares[-1] == LEAST_PULL
-
-
-def test_where_all_pull_apart_nobody_is_refused_for_it() -> None:
+def test_where_all_pull_apart_all_count_whole() -> None:
     bound = InfluenceBound()
     shares = [bound.share(f"p{number % 3}", at(1.0, direction=-0.3)) for number in range(12)]
     assert min(shares) == pytest.approx(0.4)
