@@ -25,8 +25,8 @@ ORDER = (
     "mean_equal",
     "gossip_by_steps",
     *(f"{HELD_OUT}{name}" for name in ("mean_equal", "gossip_by_steps", "parallel", "noloco", "ours")),
-    "gossip_fifth",
-    "mean_fifth",
+    "gossip_by_steps_fifth",
+    "mean_equal_fifth",
     "diloco_equal",
     "mean_equal_none",
     "gossip_by_steps_none",
@@ -51,8 +51,7 @@ def equals(size: Size) -> Iterator[Recipe]:
         yield Recipe(name=name, family=family, cell=cell, about=about, tried=TRIED if family == name else ())
         if name != "diloco_equal":
             seldom = replace(cell, inner_steps=5 * cell.inner_steps, late_inner_steps=5 * (cell.late_inner_steps or 0))
-            rare = f"{name.split('_')[0]}_fifth"
-            yield Recipe(name=rare, family=family, cell=seldom, about=f"{about}, a fifth as often")
+            yield Recipe(name=f"{name}_fifth", family=family, cell=seldom, about=f"{about}, a fifth as often")
             alike = replace(cell, speeds="none")
             yield Recipe(name=f"{name}_none", family=family, cell=alike, about=f"{about}, on equal machines")
 

@@ -38,14 +38,15 @@ from benchmarks.laboratory.running.results import Figure, Measured, bytes_with_m
 CONDITIONS = {
     "ours": "ours",
     "gossip_by_steps": "ours, means weighed by steps",
+    "gossip_by_steps_fifth": "ours, means weighed by steps, rounds a fifth as often",
     "ours_beside": "ours, coding charged beside",
     "ours_none": "ours, equal machines",
     "gossip_by_steps_none": "ours, means weighed by steps, equal machines",
 }
 """Rows that are asynchronous gossip, under this condition or that."""
-BESIDE = ("mean_equal_none", "local_sgd_paced", "diloco_hb", "diloco", "local_sgd")
+BESIDE = ("mean_equal_fifth", "mean_equal_none", "local_sgd_paced", "diloco_hb", "diloco", "local_sgd")
 """Synchronous means that the table always shows."""
-EQUALS = ("mean_equal", "diloco_equal", "mean_equal_none")
+EQUALS = ("mean_equal", "diloco_equal", "mean_equal_fifth", "mean_equal_none")
 """Those of them whose place on the scale is told."""
 HEADLINES = {
     "library": ("Asynchronous gossip, on very unequal machines", ""),
@@ -153,6 +154,7 @@ def _pairs(data: Measured, on: str) -> Iterator[str]:
     """Yield what weighing gives, and how gossip does beside the mean where all machines are equal."""
     pairs = (
         ("gossip_by_steps", "ours"),
+        ("gossip_by_steps_fifth", "mean_equal_fifth"),
         ("gossip_by_steps_none", "ours_none"),
         ("ours_none", "mean_equal_none"),
         ("gossip_by_steps_none", "mean_equal_none"),
