@@ -72,9 +72,9 @@ doing without a barrier. Withdrawn are:
 
 An independent check found it: a synchronous mean with int4 and error feedback both ways, dynamic steps, replicas
 weighed by their tokens and rounds of 7 growing to 24 steps, untuned, ended at 1.242 and 1.244 nats (seeds 0, 1). That
-mean is now a method of this laboratory, `mean_equal`, and leads the headline below on three seeds. On the second text
-it has run at the smaller scale alone: "Rivals on an equal footing". (The same check found gossip on that text, with
-other speeds and one seed, at 0.58 of the gap, and on equal machines at 0.35.)
+mean is now a method of this laboratory, `mean_equal`, and leads the headline below on three seeds of both texts. (The
+same check found gossip on the second text, with other speeds and one seed, at 0.58 of the gap, and on equal machines at
+0.35.)
 
 What gossip offers whatever the loss: no barrier, no collective, nobody whose absence stops the others, and any number
 of replicas."""

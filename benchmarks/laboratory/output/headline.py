@@ -142,7 +142,7 @@ def _beside(data: Measured, on: str, best: str | None) -> Iterator[str]:
                 f"mean with the same choices ({best}; {apart(found)}): 'no worse' {judged(found, *NO_WORSE)}. It sends "
                 f"{sent.text(2)} times the bytes, a last merge included."
             )
-        elif name == "ours":
+        elif best is None and name == "ours":
             yield (
                 "The record holds no synchronous mean that was given all of its choices, on "
                 f"{SEEDS} seeds: whether gossip or a barrier makes the better model, for the same bytes or in the same "
