@@ -30,9 +30,9 @@ async def ask(
 
 @asynccontextmanager
 async def patient(conversation: Conversation, patience_s: float) -> AsyncIterator[None]:
-    """Answer in the body; raise ConnectionAbortedError where whoever asks takes longer than that."""
+    """Answer in the body; raise ConnectionAbortedError where whoever asks takes longer than `patience_s` seconds."""
     try:
         async with asyncio.timeout(patience_s):
             yield
     except TimeoutError as silence:
-        raise ConnectionAbortedError(f"{conversation.peer} was silent") from silence
+        raise ConnectionAbortedError(f"{conversation.peer} took longer than {patience_s:g} s") from silence

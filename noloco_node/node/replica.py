@@ -7,9 +7,8 @@ the fast weights. Everything that touches weights is a job of the device's one t
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from random import Random
 from statistics import fmean
@@ -29,9 +28,9 @@ from noloco_node.network.send_turns import SendTurns
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, round_settings
+from noloco_node.node.starting_weights import StartingWeights
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, topic
-from noloco_node.state_sync.starting_loss import SnapshotTrial, StartingLoss
 from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
@@ -113,12 +112,7 @@ class Replica:
                 answers=AdaptiveTimeout(ANSWERS) if config.deadlines else None,
             ),
         )
-        self._trial = starting_state.trial
-        self._starting_loss = StartingLoss(judges=starting_state.given, trial=self._trial)
-        self.failed_snapshot: asyncio.Future[tuple[SnapshotTrial, float]] = asyncio.get_running_loop().create_future()
-        """The snapshot that we began with, and what it loses: once that is far too much."""
-        self._disowned = False
-        """Whether our weights were disowned when the window began."""
+        self.starting_weights = StartingWeights(starting_state, self.rounds)
         self._loss: float | None = None
         self._gap: float | None = None
         self._partner: str | None = None
@@ -151,7 +145,12 @@ class Replica:
         now_s, tokens = loop_s(), sum(outcome.tokens for outcome in outcomes)
         losses = [outcome.loss for outcome in outcomes if outcome.loss is not None]
         self._loss = fmean(losses) if losses else None
-        self._judge_start(losses)
+        others = (record for records in self._context.roster().stages for record in records)
+        known = [record.loss for record in others if record.peer != self.config.peer and record.loss is not None]
+        if (failed := self.starting_weights.failed(losses, known)) is not None:
+            ours, usual = failed
+            disowned = events.Disowned(stage=self.config.stage, round=self.rounds.finished, loss=ours, usual=usual)
+            self._context.record(disowned)
         self.seconds_per_step = max(1e-6, now_s - self._stepped_at)
         device_s = self._device.busy_s - self._busy_s
         self._stepped_at, self._busy_s = now_s, self._device.busy_s
@@ -169,30 +168,6 @@ class Replica:
                 stale=sum(outcome.stale for outcome in outcomes),
             )
         )
-
-    def _judge_start(self, losses: Sequence[float]) -> None:
-        """Have weights that somebody gave us replaced, where our first microbatches lose far more than others'."""
-        waited, self._disowned = self._disowned, self.rounds.disowned
-        if waited or self._disowned:
-            return  # this window began with weights that have been replaced since, or will be
-        others = (record for records in self._context.roster().stages for record in records)
-        known = [record.loss for record in others if record.peer != self.config.peer and record.loss is not None]
-        failed = self._starting_loss.failed(losses, known)
-        if failed is not None:
-            ours, theirs = failed
-            if self._trial is not None:
-                self.failed_snapshot.set_result((self._trial, ours))
-            else:
-                self.rounds.disown()
-                self._disowned = True
-            self._context.record(
-                events.Disowned(stage=self.config.stage, round=self.rounds.finished, loss=ours, usual=theirs)
-            )
-
-    @property
-    def on_trial(self) -> bool:
-        """Whether our weights are a snapshot of which nobody knows yet whether it is worth anything."""
-        return self._trial is not None and (self._starting_loss.judges or self.failed_snapshot.done())
 
     @property
     def stranded(self) -> bool:

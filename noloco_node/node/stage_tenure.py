@@ -117,7 +117,7 @@ class StageTenure:
         self._donor.close()
         await self._end_meetings()
         if training.move.target == training.move.origin:
-            failed = self.replica.failed_snapshot.result()
+            failed = self.replica.starting_weights.failed_snapshot.result()
             return TenureEnd(saved, moves, training.move, self.migration.device_s, finished, failed)
         return TenureEnd(saved, moves + 1, training.move, self.migration.device_s, finished)
 
@@ -143,7 +143,8 @@ class StageTenure:
 
     async def _give(self, conversation: Conversation) -> None:
         """Give our weights to whoever asks, once they are known to be worth anything."""
-        await (turn_away(conversation) if self.replica.on_trial else self._donor.serve(conversation))
+        doubtful = self.replica.starting_weights.doubtful
+        await (turn_away(conversation) if doubtful else self._donor.serve(conversation))
 
     async def _meet(self, conversation: Conversation) -> None:
         task = asyncio.current_task()
@@ -210,15 +211,17 @@ class StageTenure:
 
     async def _in_pause(self) -> None:
         """Save every round, between two inner steps, where weights, momentum and optimiser belong together."""
-        if not self.replica.on_trial and self._context.writer.due(self.replica.rounds.finished):
+        replica = self.replica
+        if not replica.starting_weights.doubtful and self._context.writer.due(replica.rounds.finished):
             self._context.writer.begin(await self._checkpoint())
 
     async def _save(self) -> bool:
         """Write the last checkpoint; a disk that refuses is said and costs no more than that.
 
-        A snapshot that is on trial is not worth that of which it would take the place.
+        A snapshot that may be worth nothing does not take the place of what is there.
         """
-        return self.replica.on_trial or await self._context.writer.finish(await self._checkpoint())
+        doubtful = self.replica.starting_weights.doubtful
+        return doubtful or await self._context.writer.finish(await self._checkpoint())
 
     async def _checkpoint(self) -> Checkpoint:
         work = self._context.work

@@ -281,7 +281,7 @@ class Training:
             deserted = group.create_task(self._work.run_until_deserted(replica), name="deserted")
             asked = group.create_task(leave.wait(), name="leave")
             moving = group.create_task(self._migration.run(moves), name="moving")
-            failed = replica.failed_snapshot
+            failed = replica.starting_weights.failed_snapshot
             ends: set[asyncio.Future[Any]] = {work, deserted, asked, moving, failed}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             over = work.done() or deserted.done()

@@ -23,7 +23,7 @@ def clipped(replica: Replica) -> int:
 
 def doubts_weights(replica: Replica) -> bool:
     """Say whether a replica still doubts the weights that a donor gave it, or has found them worth nothing."""
-    return replica._starting_loss.judges or replica.rounds.disowned
+    return not replica.starting_weights.judged or replica.rounds.disowned
 
 
 def slots(gate: AdmissionWindow) -> str:
