@@ -1,6 +1,6 @@
 """Run many random fault schedules under all invariants and print what they went through.
 
-    python -m benchmarks.simulator.explore [--count 1000] [--first 0] [--processes 2]
+    python -m benchmarks.simulator.explore [--count 1000] [--first 0] [--hostile] [--processes 2]
 
 A schedule is a swarm of three stages and three replicas in virtual time, with every kind of fault (see
 `noloco_node/sim/explore/schedule_generator.py`); the invariants are in `noloco_node/sim/explore/invariants.py`.
@@ -14,11 +14,14 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterable
+from itertools import count, islice
 
 import torch
 
 from noloco_node.sim.explore.schedule_generator import draw
 from noloco_node.sim.explore.search import ExploreResult, examine, report
+from noloco_node.sim.scenario.faults import Hostile
+from noloco_node.sim.scenario.scenario import Scenario
 
 LINE_EVERY_S = 10.0
 
@@ -28,18 +31,24 @@ def examine_seed(seed: int) -> ExploreResult:
     return examine(draw(seed))
 
 
+def has_hostile_peers(scenario: Scenario) -> bool:
+    """Say whether anybody attacks in a scenario."""
+    return any(isinstance(fault, Hostile) for fault in scenario.fault)
+
+
 def main() -> int:
     """Examine all seeds; say how far it is; print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000, help="schedules to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--hostile", action="store_true", help="count and run those alone that have hostile peers")
     parser.add_argument("--processes", type=int, default=2, help="processes, one core each")
     arguments = parser.parse_args()
     begun_s = said_s = time.monotonic()
     results: list[ExploreResult] = []
     with multiprocessing.get_context("spawn").Pool(arguments.processes, torch.set_num_threads, (1,)) as pool:
-        seeds = range(arguments.first, arguments.first + arguments.count)
-        for result in pool.imap(examine_seed, seeds, chunksize=4):
+        seeds = (seed for seed in count(arguments.first) if not arguments.hostile or has_hostile_peers(draw(seed)))
+        for result in pool.imap(examine_seed, islice(seeds, arguments.count), chunksize=4):
             results.append(result)
             if result.broken is not None:
                 print(f"seed {result.scenario.seed}: {result.broken}", flush=True)

@@ -30,21 +30,23 @@ ORDER = (
     "diloco_equal",
     "mean_equal_none",
     "gossip_by_steps_none",
+    "gossip_by_steps_often",
     *(f"{HELD_OUT}{name}" for name in ("diloco_equal", "mean_equal_none", "gossip_by_steps_none", "ours_none")),
+    f"{HELD_OUT}gossip_by_steps_often",
 )
 """The headline's recipes that `everything` has not run before, the most telling first."""
 
 
 def equals(size: Size) -> Iterator[Recipe]:
     """Yield what gossip is held against: means over all that have its choices, each tuned, and gossip with theirs."""
-    all_of, often = size.replicas, f"with all choices of gossip, every {EARLY} to {LATE} steps"
+    all_of, choices = size.replicas, f"with all choices of gossip, every {EARLY} to {LATE} steps"
     cells = {
-        "mean_equal": (size.equal(all_of, Rule()), f"a synchronous mean {often}"),
+        "mean_equal": (size.equal(all_of, Rule()), f"a synchronous mean {choices}"),
         "gossip_by_steps": (
             replace(size.ours(all_of), weighed=True),
             "asynchronous gossip, means weighed by inner steps",
         ),
-        "diloco_equal": (size.equal(all_of, DILOCO_HB), f"DiLoCo, heavy ball 0.3, {often}"),
+        "diloco_equal": (size.equal(all_of, DILOCO_HB), f"DiLoCo, heavy ball 0.3, {choices}"),
     }
     for name, (cell, about) in cells.items():
         family = "ours" if cell.method == "gossip" else name
@@ -54,6 +56,9 @@ def equals(size: Size) -> Iterator[Recipe]:
             yield Recipe(name=f"{name}_fifth", family=family, cell=seldom, about=f"{about}, a fifth as often")
             alike = replace(cell, speeds="none")
             yield Recipe(name=f"{name}_none", family=family, cell=alike, about=f"{about}, on equal machines")
+        if cell.method == "gossip":
+            often = replace(cell, inner_steps=cell.inner_steps // 2, late_inner_steps=(cell.late_inner_steps or 0) // 2)
+            yield Recipe(name=f"{name}_often", family=family, cell=often, about=f"{about}, twice as often")
 
 
 def held_out(recipes: Iterable[Recipe]) -> Iterator[Recipe]:
