@@ -21,6 +21,10 @@ of these, and was worse at twice that by 0.09 nats and more.
 """
 HELD_OUT = "torch_"
 """What the name of a recipe on the other text begins with."""
+EQUAL_BYTES = {"mean_equal_none_equal_bytes": (4, 14), "gossip_by_steps_none_equal_bytes": (3, 7)}
+"""Inner steps between rounds, early and late, by which equal machines send as many bytes a step as very unequal ones
+do every 7 to 24 (the mean) and 4 to 16 steps (gossip): (1/early - 1/late) / log(late/early) rounds a step.
+"""
 ORDER = (
     "mean_equal",
     "gossip_by_steps",
@@ -30,9 +34,10 @@ ORDER = (
     "diloco_equal",
     "mean_equal_none",
     "gossip_by_steps_none",
+    *EQUAL_BYTES,
     "gossip_by_steps_often",
-    *(f"{HELD_OUT}{name}" for name in ("diloco_equal", "mean_equal_none", "gossip_by_steps_none", "ours_none")),
-    f"{HELD_OUT}gossip_by_steps_often",
+    *(f"{HELD_OUT}{name}" for name in (*EQUAL_BYTES, "diloco_equal")),
+    *(f"{HELD_OUT}{name}" for name in ("mean_equal_none", "gossip_by_steps_none", "ours_none")),
 )
 """The headline's recipes that `everything` has not run before, the most telling first."""
 
@@ -56,6 +61,10 @@ def equals(size: Size) -> Iterator[Recipe]:
             yield Recipe(name=f"{name}_fifth", family=family, cell=seldom, about=f"{about}, a fifth as often")
             alike = replace(cell, speeds="none")
             yield Recipe(name=f"{name}_none", family=family, cell=alike, about=f"{about}, on equal machines")
+            early, late = EQUAL_BYTES[f"{name}_none_equal_bytes"]
+            often = replace(alike, inner_steps=early, late_inner_steps=late)
+            said = f"{about.partition(', every')[0]}, every {early} to {late} steps, on equal machines"
+            yield Recipe(name=f"{name}_none_equal_bytes", family=family, cell=often, about=said)
         if cell.method == "gossip":
             often = replace(cell, inner_steps=cell.inner_steps // 2, late_inner_steps=(cell.late_inner_steps or 0) // 2)
             yield Recipe(name=f"{name}_often", family=family, cell=often, about=f"{about}, twice as often")
