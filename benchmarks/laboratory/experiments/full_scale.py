@@ -36,7 +36,8 @@ ORDER = (
     "gossip_by_steps_none",
     *EQUAL_BYTES,
     "gossip_by_steps_often",
-    *(f"{HELD_OUT}{name}" for name in (*EQUAL_BYTES, "diloco_equal")),
+    "pairs_equal",
+    *(f"{HELD_OUT}{name}" for name in (*EQUAL_BYTES, "diloco_equal", "pairs_equal")),
     *(f"{HELD_OUT}{name}" for name in ("mean_equal_none", "gossip_by_steps_none", "ours_none")),
 )
 """The headline's recipes that `everything` has not run before, the most telling first."""
@@ -52,11 +53,15 @@ def equals(size: Size) -> Iterator[Recipe]:
             "asynchronous gossip, means weighed by inner steps",
         ),
         "diloco_equal": (size.equal(all_of, DILOCO_HB), f"DiLoCo, heavy ball 0.3, {choices}"),
+        "pairs_equal": (
+            replace(size.ours(all_of), method="shards", weighed=True),
+            "weighed means of pairs in step, int4, rounds as gossip's",
+        ),
     }
     for name, (cell, about) in cells.items():
-        family = "ours" if cell.method == "gossip" else name
+        family = name if cell.method == "central" else "ours"
         yield Recipe(name=name, family=family, cell=cell, about=about, tried=TRIED if family == name else ())
-        if name != "diloco_equal":
+        if name in ("mean_equal", "gossip_by_steps"):
             seldom = replace(cell, inner_steps=5 * cell.inner_steps, late_inner_steps=5 * (cell.late_inner_steps or 0))
             yield Recipe(name=f"{name}_fifth", family=family, cell=seldom, about=f"{about}, a fifth as often")
             alike = replace(cell, speeds="none")
