@@ -25,6 +25,8 @@ EQUAL_BYTES = {"mean_equal_none_equal_bytes": (4, 14), "gossip_by_steps_none_equ
 """Inner steps between rounds, early and late, by which equal machines send as many bytes a step as very unequal ones
 do every 7 to 24 (the mean) and 4 to 16 steps (gossip): (1/early - 1/late) / log(late/early) rounds a step.
 """
+LONGER = 1.175
+"""Times the seconds that gossip takes for as many tokens, the synchronous mean takes: its machines wait."""
 ORDER = (
     "mean_equal",
     "gossip_by_steps",
@@ -37,7 +39,8 @@ ORDER = (
     *EQUAL_BYTES,
     "gossip_by_steps_often",
     "pairs_equal",
-    *(f"{HELD_OUT}{name}" for name in (*EQUAL_BYTES, "diloco_equal", "pairs_equal")),
+    "gossip_by_steps_as_long",
+    *(f"{HELD_OUT}{name}" for name in (*EQUAL_BYTES, "diloco_equal", "pairs_equal", "gossip_by_steps_as_long")),
     *(f"{HELD_OUT}{name}" for name in ("mean_equal_none", "gossip_by_steps_none", "ours_none")),
 )
 """The headline's recipes that `everything` has not run before, the most telling first."""
@@ -73,6 +76,8 @@ def equals(size: Size) -> Iterator[Recipe]:
         if cell.method == "gossip":
             often = replace(cell, inner_steps=cell.inner_steps // 2, late_inner_steps=(cell.late_inner_steps or 0) // 2)
             yield Recipe(name=f"{name}_often", family=family, cell=often, about=f"{about}, twice as often")
+            longer, said = replace(cell, steps=round(LONGER * cell.steps)), "as many seconds as the mean takes"
+            yield Recipe(name=f"{name}_as_long", family=family, cell=longer, about=f"{about}, {said}")
 
 
 def held_out(recipes: Iterable[Recipe]) -> Iterator[Recipe]:
