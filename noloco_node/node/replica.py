@@ -288,7 +288,7 @@ class Replica:
         """Say what the replica waits for and since when; None while it works."""
         now_s, wait = loop_s(), self.next_stage.waiting if self.next_stage else None
         if wait is not None and now_s - wait.since_s > IDLE_S:
-            return f"{wait.what}, for {now_s - wait.since_s:.0f} s"
+            return f"{wait.words}, for {now_s - wait.since_s:.0f} s"
         idle_s = now_s - self._stepped_at
         if self.admission.in_flight == 0 and self.admission.succeeded < self.admission.window and idle_s > IDLE_S:
             return f"microbatches from stage {self.config.stage - 1}, for {idle_s:.0f} s" if self.config.stage else None

@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from noloco_node.observe.bottleneck import StageView
 from noloco_node.observe.braille_chart import Series, chart, smoothed
 from noloco_node.observe.peer_history import Point
 from noloco_node.observe.swarm_view import (
@@ -23,7 +24,6 @@ from noloco_node.observe.swarm_view import (
     Change,
     GivenInAll,
     PeerView,
-    StageView,
     SwarmView,
     plain,
 )
