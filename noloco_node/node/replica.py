@@ -36,7 +36,7 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
 from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.admission import AdmissionWindow, WindowOutcome
+from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.checks.spot_checks import CheckSettings, SpotChecks
 from pipeline.checks.verdicts import CheckFinding, Verdict
 from pipeline.inner_optimiser import OptimiserState
