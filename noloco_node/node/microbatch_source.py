@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RETRY_S = 1.0
+"""Pause before the same tokens are tried again after no stage would take them, where the refusal names none."""
 LONGEST_RETRY_S = 30.0
 """Whatever a refusal names: the next stage may have healed, or other replicas."""
-"""Pause before the same tokens are tried again after no stage would take them, where the refusal names none."""
 
 
 class Process(Protocol):

@@ -414,7 +414,7 @@ def test_an_old_record_that_somebody_repeats_is_no_news() -> None:
 )
 def test_a_first_record_is_doubted_only_if_two_clocks_say_so(age_s: float, ours_s: float, youngest_s: float) -> None:
     now_s = 1e6
-    reading = DhtRead(now_s=0.0, unix_s=now_s + ours_s, youngest_at=now_s + youngest_s, heard=True)
+    reading = DhtRead(now_s=0.0, unix_s=now_s + ours_s, youngest_at=now_s + youngest_s, ages=True)
     doubted = is_doubtful(now_s - age_s, reading, 30.0)
     assert doubted == (age_s + ours_s > 30.0 + CLOCK_S and age_s + youngest_s > 30.0 + CLOCK_S)
     assert not is_doubtful(0.0, reading, 30.0), "it says no time"
