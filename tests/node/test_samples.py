@@ -33,8 +33,6 @@ REFRESH_S = 30.0
 SAMPLE_S = 3.0
 FORGOTTEN_S = 2 * (SOURCE_LIFETIME_S + CLOCK_ERROR_S)
 """After which the DHT knows nothing of a source."""
-NIGHT_S = (FORGOTTEN_S, FORGOTTEN_S, 100.0, 500.0)
-"""Of one that sleeps for a night, and a newcomer that never met it."""
 
 
 # The law, with sources that train nothing.
