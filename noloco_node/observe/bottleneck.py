@@ -67,7 +67,7 @@ SAID = {
     Wanted.ANSWER: Cause.ROUTE,
     "microbatches from stage": Cause.MICROBATCHES,
 }
-"""How the words begin in which a record or a journal says what a replica waits for (`Replica.waiting`)."""
+"""How the words begin in which a record or a journal says what a replica waits for (`Replica.waits`)."""
 
 
 class Bottleneck(NamedTuple):

@@ -259,9 +259,9 @@ def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
     present = [peer for peer in peers if peer.state != "gone"]
     # Without the details, in which those differ that wait for the same.
     waits = [peer.waits.partition(":")[0] for peer in present if peer.waits is not None]
-    causes = Counter(cause_of(words) or words for words in waits)
-    worst = max(causes, key=lambda cause: (causes[cause], cause), default=None)
-    most = next((words for words in waits if (cause_of(words) or words) == worst), None)
+    causes = [cause_of(words) or words for words in waits]
+    counts = Counter(causes)
+    worst = max(counts, key=lambda cause: (counts[cause], cause), default=None)
     return StageView(
         stage=number,
         replicas=len(present),
@@ -269,8 +269,8 @@ def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
         tokens_per_s=sum(peer.tokens_per_s for peer in present),
         busy=_mean([peer.busy for peer in present if peer.trains]),
         gap=_mean([peer.gap for peer in present]),
-        waits=most,
-        waiting=0 if worst is None else causes[worst],
+        waits=None if worst is None else waits[causes.index(worst)],
+        waiting=0 if worst is None else counts[worst],
     )
 
 

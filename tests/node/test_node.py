@@ -250,7 +250,9 @@ def test_who_has_finished_waits_for_nothing() -> None:
         await asyncio.sleep(20.0)
         replica = peers[1].node.replica
         assert replica is not None
-        assert cause_of(replica.waiting() or "") is Cause.MICROBATCHES
+        waits = replica.waits()
+        assert waits is not None
+        assert cause_of(waits[0]) is Cause.MICROBATCHES
         assert replica.describe(state).waiting is None
         for peer in peers:
             peer.leave.set()
