@@ -71,7 +71,7 @@ def line(view: SwarmView) -> str:
     gap = [] if view.gap is None else [f"gap {view.gap:.2g}"]
     census = ", ".join(f"{each.stage}: {each.replicas}" for each in view.stages)
     parts = [f"{view.progress:.1%}", f"{view.tokens_per_s:,.0f} tokens/s", time_left(view), *loss, *gap]
-    parts += [f"replicas by stage {census}", *filter(None, [view.trouble]), view.bottleneck]
+    parts += [f"replicas by stage {census}", *filter(None, [view.trouble]), plain(view.bottleneck)]
     return f"{_clock(view.at)}  " + " | ".join(parts)
 
 

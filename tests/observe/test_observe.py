@@ -337,13 +337,15 @@ def test_a_picture_fits_and_says_first_what_counts(view: SwarmView, size: tuple[
 
 @given(st.text(max_size=400), st.text(max_size=400))
 def test_what_strangers_say_is_neither_markup_nor_control(name: str, waits: str) -> None:
-    marked = f"[red]\x1b[2J\u202e{waits}"
-    view = RosterObserver(RUN.run, RUN.digest).view(
-        roster([record(0, 0, waiting=marked, peer=f"x[/]{name}")], []), BEGUN
-    )
-    for text in [*drawn(view, 100, 30), *lines(view), line(view)]:
-        assert text.isprintable()
-    assert "[red]" in "".join(lines(view))
+    marked = f"{Wanted.ROOM}[red]\x1b[2J\u202e{waits}"
+    for below in ([], [record(1, 0)]):
+        view = RosterObserver(RUN.run, RUN.digest).view(
+            roster([record(0, 0, waiting=marked, peer=f"x[/]{name}")], below), BEGUN
+        )
+        for text in [*drawn(view, 100, 30), *lines(view), line(view)]:
+            assert text.isprintable()
+        assert "[red]" in "".join(lines(view))
+    assert "[red]" in line(view)
     assert len(plain(waits)) <= MOST_WORDS
 
 
