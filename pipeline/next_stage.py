@@ -262,16 +262,10 @@ class NextStage:
     def _lose(self, peer: str, error: ConnectionError, search: _Search, cost_s: float) -> None:
         search.losses += 1
         search.lost.add(peer)
-        if isinstance(error, ConnectionRefusedError):
-            kind = "lost_unreachable"
-        elif isinstance(error, ConnectionAbortedError):
-            kind = "lost_given_up"
-        else:
-            kind = "lost_broken"
-        self._counts[kind] += 1
+        unreachable, hung = isinstance(error, ConnectionRefusedError), isinstance(error, ConnectionAbortedError)
+        self._counts["lost_unreachable" if unreachable else "lost_given_up" if hung else "lost_broken"] += 1
         if _now_s() >= self._forgiving_until_s:
-            accused, hung = kind != "lost_broken", kind == "lost_given_up"
-            self._trials.lose(peer, _now_s(), cost_s, accused=accused, hung=hung)
+            self._trials.lose(peer, _now_s(), cost_s, accused=unreachable or hung, hung=hung)
 
     def _rest(self, peer: str, refusal: Refused) -> None:
         least_s = LEAVING_REST_S if refusal.reason is Reason.LEAVING else SHORTEST_REST_S
