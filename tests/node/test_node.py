@@ -318,7 +318,7 @@ async def list_as_replica(hub: SimNetwork, what: RunFileText, name: str, stage: 
     """Let a stranger claim to be a replica that trains."""
     network = hub.network(name)
     record = PeerRecord(peer=name, stage=stage, state=PeerState.TRAINING, round=round)
-    await Membership(network, what.digest, what.run.pipeline.stages, lifetime_s=600.0).claim(record)
+    await Membership(network, what.digest, what.run.pipeline.stages, refresh_s=200.0).claim(record)
     return network
 
 

@@ -56,9 +56,7 @@ class Life:
 
     def __init__(self, hub: SimNetwork, name: str, progress: float, counters: Counters | None) -> None:
         clock = asyncio.get_running_loop().time
-        self._presence = Membership(
-            hub.network(name), "run", 1, lifetime_s=3 * REFRESH_S, refresh_s=REFRESH_S, unix_time=clock
-        )
+        self._presence = Membership(hub.network(name), "run", 1, refresh_s=REFRESH_S, unix_time=clock)
         self._name, self._begun_with, self._counters = name, progress, counters
         self.done = 0
         """Samples of this life."""

@@ -47,7 +47,7 @@ def test_a_peer_that_publishes_seldom_is_believed_in_between_and_gone_in_the_end
         hub, loop = SimNetwork(WEATHER), asyncio.get_running_loop()
         _, one = present(hub, "a")
         _, third = present(hub, "c")
-        slow = Membership(hub.network("b"), RUN, 2, lifetime_s=180.0, refresh_s=60.0, unix_time=loop.time)
+        slow = Membership(hub.network("b"), RUN, 2, refresh_s=60.0, unix_time=loop.time)
         tasks = [asyncio.create_task(each.run()) for each in (one, slow, third)]
         await slow.claim(record("b", 1))
         await third.claim(record("c", 1))
