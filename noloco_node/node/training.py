@@ -99,10 +99,9 @@ class StageWork:
         """Return when the run is over at stage 0 and nobody is left to whom our microbatches could go."""
 
         def deserted() -> bool:
-            source, counted = self._source, self._counted
-            if source is None or counted is None or not replica.stranded:
+            if self._source is None or self._counted is None or not replica.stranded:
                 return False
-            return counted.is_over(source.samples, source.returned_s)
+            return self._counted.is_over(self._source.samples, self._source.returned_s)
 
         await self._seen(deserted)
 
