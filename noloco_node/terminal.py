@@ -159,9 +159,6 @@ class Bar:
         self._progress: Progress | None = None
         self._drawn_s = 0.0
 
-    def __repr__(self) -> str:
-        return f"Bar({'away' if self._progress is None else 'drawn'})"
-
     def draw(self, share: float, text: str) -> bool:
         """Draw it full to `share`, from 0 to 1, a text behind it; return whether there is a terminal to draw on."""
         if not self._console.is_interactive:
