@@ -114,8 +114,9 @@ def init(
 ) -> None:
     """Write a commented run file, the recipe that all peers of a run share.
 
-    With machines (any of --gpu, --ram, --line, --peers, --tflops, --latency-ms) it is cut for them: stages, windows,
-    codec and rounds for the most tokens a second that fit, with the preset's budget of tokens.
+    With machines (any of --gpu, --ram, --line, --peers, --tflops, --latency-ms)
+    it is cut for them: stages, windows, codec and rounds for the most tokens a
+    second that fit, with the preset's budget of tokens.
     """
     from noloco_node.cli.new_run import write_run
 
@@ -135,8 +136,8 @@ def check(
 ) -> None:
     """Say what a run file means (memory, bytes, work, efficiency), or which field is wrong and why.
 
-    Also what to expect on the machines that the file's comment names, or on others, and what a bandwidth budget
-    carries; this part is text only.
+    Also what to expect on the machines that the file's comment names, or on
+    others, and what a bandwidth budget carries; this part is text only.
     """
     from noloco_node.planning import bandwidth, machine_text
     from noloco_node.planning.plan_text import fitted, report
@@ -269,11 +270,12 @@ app.command()(models.generate)
 
 @app.command()
 def demo(
-    stages: Annotated[int, typer.Option(min=1, help="Stages of the model.")] = 2,
+    stages: Annotated[int, typer.Option(metavar="N", min=1, help="Stages of the model.")] = 2,
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Replicas of each stage; by default 3, or 2 where memory is short.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Replicas of each stage; by default 3, or 2 where memory is short."),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.2, help="About how long to train.")] = 2.0,
+    minutes: Annotated[float, typer.Option(metavar="X", min=0.2, help="About how long to train.")] = 2.0,
     home: Annotated[Path, typer.Option(help="Directory for journals, logs, picture and checkpoint.")] = Path(
         "noloco-demo"
     ),
