@@ -91,7 +91,7 @@ async def serve(network: AdmittedNetwork) -> Membership:
 
 async def gets_nothing(network: PeerNetwork, server: str) -> None:
     """Ask for everything that is there to be had."""
-    with pytest.raises(UserError, match="does not let us in|No peer of the invite serves"):
+    with pytest.raises(UserError, match=r"does not let us in|No peer of the invite serves"):
         await fetch(network, [server], RECIPE.digest)
     with pytest.raises(ConnectionError):
         await swarm_checks.clock_of(network, server)
