@@ -9,7 +9,7 @@ from noloco_node.planning.message_sizes import hop_bytes, round_bytes
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.plan import mean_steps_per_round
 from noloco_node.planning.plan_text import fitted
-from noloco_node.planning.search import Planned, plan_for
+from noloco_node.planning.search import Planned, in_subspaces, plan_for
 from noloco_node.planning.throughput import Machines, fits, forecast, gpu_memories
 from noloco_node.run.config import RunConfig
 from noloco_node.run.runfile import load_run
@@ -74,7 +74,25 @@ def describe_expectation(planned: Planned, machines: Machines) -> list[str]:
         )
     if found.busy < IDLE:
         said.append(f"Warning: devices stand still more than half of the time. {_remedy(found.bound)}")
+        if "links" in found.bound and pipeline.subspace is None:
+            said += _subspaces(planned, machines)
     return fitted(said)
+
+
+def _subspaces(planned: Planned, machines: Machines) -> list[str]:
+    """Say what fewer numbers a token would bring, and what they may cost."""
+    before, narrow = planned.expected.tokens_per_s, list(in_subspaces(planned, machines))
+    faster = [plan for plan in narrow if plan.expected.tokens_per_s > before]
+    if not faster:
+        return []
+    fields = [f"subspace = {plan.run.pipeline.subspace}" for plan in faster]
+    speeds = [f"{plan.expected.tokens_per_s:,.0f}" for plan in faster]
+    times = [f"{plan.expected.tokens_per_s / before:.1f}" for plan in faster]
+    return [
+        f"With {' or '.join(fields)} in [pipeline] it would be about {' or '.join(speeds)} tokens/s. A model learns "
+        f"less from each token then; that pays while it takes less than {' or '.join(times)} times the tokens "
+        '(docs/results.md, "A subspace").'
+    ]
 
 
 def _replicas(counts: Sequence[int]) -> str:

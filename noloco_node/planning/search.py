@@ -27,6 +27,8 @@ _LEAST_BYTES = 16
 """A parameter takes on a device: float32 weights, gradients and two moments."""
 _STAGE_COUNTS = 2
 """Numbers of stages that are tried of those that fit: with more, only bytes and ways grow."""
+_SUBSPACE_PARTS = (4, 8)
+"""Of the width, what travels in the subspaces that are weighed: the parts that were trained (docs/results.md)."""
 _CODECS = tuple(name for name in ACTIVATION_CODECS if name != "float32")
 
 
@@ -58,6 +60,19 @@ def plan_for(run: RunConfig, machines: Machines) -> Planned:
     # Of equals `max` takes the first.
     best = max(found, key=lambda plan: plan.expected.tokens_per_s)
     return best._replace(run=_with_rounds(best, run))
+
+
+def in_subspaces(planned: Planned, machines: Machines) -> Iterator[Planned]:
+    """Yield the same plan with smaller and smaller parts of the width travelling, for as far as the model allows it."""
+    width = int(planned.layout.prepared.config.hidden_size)
+    for part in _SUBSPACE_PARTS:
+        run = _with_pipeline(planned.run, subspace=width // part)
+        try:
+            layout = model_layout(run)
+        except UserError:
+            return
+        needs = gpu_memories(run, layout)
+        yield Planned(run, layout, needs, forecast(run, layout, machines, needs))
 
 
 def _stage_counts(machines: int, layers: int) -> list[int]:

@@ -172,6 +172,9 @@ def test_init_writes_a_plan_that_check_agrees_with_and_warns_where_the_line_is_n
     idle = CliRunner().invoke(app, ["check", str(path), "--line", "2mbit"]).output.replace("\n", " ")
     assert "devices stand still more than half of the time" in idle
     assert "A plan for them reaches about" in idle
+    assert "With subspace = 192 or subspace = 96 in [pipeline] it would be about" in idle
+    path.write_text(run_text("125m").replace("# subspace = 256", "subspace = 96"))
+    assert "With subspace" not in CliRunner().invoke(app, ["check", str(path), "--line", "2mbit"]).output
 
 
 def test_fewer_machines_than_a_run_plans_get_a_plan_of_their_own_and_no_forecast(tmp_path: Path) -> None:

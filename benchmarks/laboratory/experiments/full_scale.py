@@ -21,6 +21,12 @@ of these, and was worse at twice that by 0.09 nats and more.
 """
 HELD_OUT = "torch_"
 """What the name of a recipe on the other text begins with."""
+EQUAL_BYTES = {"mean_equal_none_equal_bytes": (4, 14), "gossip_by_steps_none_equal_bytes": (3, 7)}
+"""Inner steps between rounds, early and late, by which equal machines send as many bytes a step as very unequal ones
+do every 7 to 24 (the mean) and 4 to 16 steps (gossip): (1/early - 1/late) / log(late/early) rounds a step.
+"""
+LONGER = 1.175
+"""Times the seconds that gossip takes for as many tokens, the synchronous mean takes: its machines wait."""
 ORDER = (
     "mean_equal",
     "gossip_by_steps",
@@ -30,9 +36,12 @@ ORDER = (
     "diloco_equal",
     "mean_equal_none",
     "gossip_by_steps_none",
+    *EQUAL_BYTES,
     "gossip_by_steps_often",
-    *(f"{HELD_OUT}{name}" for name in ("diloco_equal", "mean_equal_none", "gossip_by_steps_none", "ours_none")),
-    f"{HELD_OUT}gossip_by_steps_often",
+    "pairs_equal",
+    "gossip_by_steps_as_long",
+    *(f"{HELD_OUT}{name}" for name in (*EQUAL_BYTES, "diloco_equal", "pairs_equal", "gossip_by_steps_as_long")),
+    *(f"{HELD_OUT}{name}" for name in ("mean_equal_none", "gossip_by_steps_none", "ours_none")),
 )
 """The headline's recipes that `everything` has not run before, the most telling first."""
 
@@ -47,18 +56,28 @@ def equals(size: Size) -> Iterator[Recipe]:
             "asynchronous gossip, means weighed by inner steps",
         ),
         "diloco_equal": (size.equal(all_of, DILOCO_HB), f"DiLoCo, heavy ball 0.3, {choices}"),
+        "pairs_equal": (
+            replace(size.ours(all_of), method="shards", weighed=True),
+            "weighed means of pairs in step, int4, rounds as gossip's",
+        ),
     }
     for name, (cell, about) in cells.items():
-        family = "ours" if cell.method == "gossip" else name
+        family = name if cell.method == "central" else "ours"
         yield Recipe(name=name, family=family, cell=cell, about=about, tried=TRIED if family == name else ())
-        if name != "diloco_equal":
+        if name in ("mean_equal", "gossip_by_steps"):
             seldom = replace(cell, inner_steps=5 * cell.inner_steps, late_inner_steps=5 * (cell.late_inner_steps or 0))
             yield Recipe(name=f"{name}_fifth", family=family, cell=seldom, about=f"{about}, a fifth as often")
             alike = replace(cell, speeds="none")
             yield Recipe(name=f"{name}_none", family=family, cell=alike, about=f"{about}, on equal machines")
+            early, late = EQUAL_BYTES[f"{name}_none_equal_bytes"]
+            often = replace(alike, inner_steps=early, late_inner_steps=late)
+            said = f"{about.partition(', every')[0]}, every {early} to {late} steps, on equal machines"
+            yield Recipe(name=f"{name}_none_equal_bytes", family=family, cell=often, about=said)
         if cell.method == "gossip":
             often = replace(cell, inner_steps=cell.inner_steps // 2, late_inner_steps=(cell.late_inner_steps or 0) // 2)
             yield Recipe(name=f"{name}_often", family=family, cell=often, about=f"{about}, twice as often")
+            longer, said = replace(cell, steps=round(LONGER * cell.steps)), "as many seconds as the mean takes"
+            yield Recipe(name=f"{name}_as_long", family=family, cell=longer, about=f"{about}, {said}")
 
 
 def held_out(recipes: Iterable[Recipe]) -> Iterator[Recipe]:
