@@ -129,9 +129,9 @@ class MeetingChecker:
 
     def _tells(self, side: MeetingSide, other: MeetingSide) -> bool:
         """Say whether the gap tells this meeting from others; where there is none, the other may be the half of an
-        earlier one, whose last receipt was lost, if its mean is another."""
+        earlier one, whose last receipt was lost, if its mean is another. A mean that counts in part tells nothing."""
         away, bound = self._apart(side, other)
-        return max(side.gap, other.gap) > NO_GAP or away <= bound
+        return max(side.gap, other.gap) > NO_GAP or away <= bound or side.clipped or other.clipped
 
     def _is_spoilt(self, side: MeetingSide) -> bool:
         return any(self.context.is_spoilt(peer, side.begun_s) for peer in (side.name, side.partner))
