@@ -139,6 +139,8 @@ class NextStage:
         """Replicas whose last refusal was that they are full or gossiping."""
         self._totals: dict[str, HopTotals] = {}
         self._waits: dict[_Search, Waiting] = {}
+        self._empty_since_s: float | None = None
+        """Since when microbatches have found nobody in the roster: longer than one of them looks."""
         self._counts: Counter[str] = Counter()
 
     @property
@@ -200,10 +202,12 @@ class NextStage:
     def _given_up(self, search: _Search) -> bool:
         """Note since when the roster has been empty; say whether that is too long."""
         if self._ways.hops():
-            search.empty_since_s = None
+            search.empty_since_s = self._empty_since_s = None
             return False
         if search.empty_since_s is None:
             search.empty_since_s = _now_s()
+        if self._empty_since_s is None:
+            self._empty_since_s = search.empty_since_s
         return _now_s() - search.empty_since_s >= PATIENCE_S
 
     def _choose(self, search: _Search) -> str | None:
@@ -301,8 +305,11 @@ class NextStage:
             search.forgiving = True
         if search.waits_since_s is None:
             search.waits_since_s = _now_s()
+        since_s = search.waits_since_s
+        if self._empty_since_s is not None:
+            since_s = min(self._empty_since_s, since_s)
         will_pass = not self._busy.isdisjoint(good)
-        self._waits[search] = Waiting(wanted, f"{wanted}{more}", search.waits_since_s, will_pass)
+        self._waits[search] = Waiting(wanted, f"{wanted}{more}", since_s, will_pass)
         # Jitter, so that all who were refused together do not come back together; never early.
         sleep_s = max(SHORTEST_SLEEP_S, pause_s) * self._rng.uniform(1.0, 1.25)
         try:

@@ -74,7 +74,7 @@ class Node:
             reporter=reporter,
             membership=membership,
             work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
-            writer=CheckpointWriter(host.save, reporter.say, options.save_every_s),
+            writer=CheckpointWriter(host.save, reporter.say, reporter.warn or reporter.say, options.save_every_s),
             health=HealthMonitor(membership, reporter, host.unix_time, host.asleep_s, self._forgive),
             shut_out=bans.shut_out,
         )

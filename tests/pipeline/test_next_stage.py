@@ -398,6 +398,26 @@ def test_an_empty_roster_is_not_waited_for_for_ever() -> None:
     run(main())
 
 
+def test_the_wait_for_somebody_in_the_roster_is_longer_than_one_microbatch_looks() -> None:
+    async def main() -> None:
+        peers = Peers("", lambda *_: GRADIENT)
+        await peers.ask()
+        asking = asyncio.get_running_loop().create_task(peers.ask())
+        await asyncio.sleep(10.0)
+        assert peers.downstream.waiting is not None
+        assert peers.downstream.waiting.since_s == 0.0
+        peers.hops = [Hop("a")]
+        await asking
+        peers.hops, came_s = [], asyncio.get_running_loop().time()
+        asking = asyncio.get_running_loop().create_task(peers.ask())
+        await asyncio.sleep(10.0)
+        assert peers.downstream.waiting is not None
+        assert peers.downstream.waiting.since_s == came_s
+        asking.cancel()
+
+    run(main())
+
+
 @pytest.mark.parametrize("cut_at_s", [0.5, 1.5, 4.0])
 def test_a_cancelled_search_leaves_no_wait_behind(cut_at_s: float) -> None:
     async def main() -> None:
