@@ -51,10 +51,10 @@ class _Log:
         if self.as_json:
             known = {"peer": self.peer, "source": source}
             line = {"at": round(time.time(), 3), "level": level, **{k: v for k, v in known.items() if v}, "text": text}
-            print(json.dumps(line), file=sys.stderr, flush=True)
+            _print(json.dumps(line))
         elif _reaches_systemd():
             whose = f"{self.peer}: " if self.peer else ""
-            print(f"<{PRIORITIES[level]}>{whose}{text}", file=sys.stderr, flush=True)
+            _print(f"<{PRIORITIES[level]}>{whose}{text}")
         else:
             _print_plain(f"{level}: {text}" if level in (LogLevel.WARNING, LogLevel.ERROR) else text)
 
@@ -102,7 +102,7 @@ def complain(text: str) -> None:
     if _LOG.as_json:
         _LOG.write(LogLevel.ERROR, text)
     else:
-        print(text, file=sys.stderr, flush=True)
+        _print(text)
 
 
 def _reaches_systemd() -> bool:
@@ -123,7 +123,12 @@ def _print_plain(text: str) -> None:
     if sys.stderr.isatty():
         width, below = shutil.get_terminal_size().columns, " " * 10
         line = fill(line, width, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
-    print(line, file=sys.stderr, flush=True)
+    _print(line)
+
+
+def _print(line: str) -> None:
+    with suppress(OSError):  # the terminal is closed, or nobody reads the pipe: no reason to end
+        print(line, file=sys.stderr, flush=True)
 
 
 class Forecast:
@@ -158,9 +163,6 @@ class Bar:
         self._console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
         self._progress: Progress | None = None
         self._drawn_s = 0.0
-
-    def __repr__(self) -> str:
-        return f"Bar({'away' if self._progress is None else 'drawn'})"
 
     def draw(self, share: float, text: str) -> bool:
         """Draw it full to `share`, from 0 to 1, a text behind it; return whether there is a terminal to draw on."""

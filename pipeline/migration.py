@@ -187,35 +187,49 @@ def decide(
     found = movers(claims, work, me.seed)
     if not found:
         return MigrationDecision(MigrationState(heard=heard))
-    if found[0].target != state.starving:
-        state = MigrationState(found[0].target, 0, now_s)
-    state = state._replace(readings=state.readings + 1, heard=heard)
-    if found[0].before > state.kept_at * (1.0 + GAP_SHARE):
-        # Somebody has come, so that announcements are kept.
-        state = state._replace(kept=0, kept_at=found[0].before)
-    if state.readings == READINGS:
-        rng = Random(f"{me.seed}|moving|{me.peer}|{me.moves}|{state.starving}")
-        state = state._replace(ready_s=now_s + rng.uniform(0.0, pace.delay_s))
-    # Who has announced goes on, also where by now another would be the first of equals. Whoever could have gone for
-    # long, and has not, keeps nobody.
-    candidates = found if state.announced_s is not None else found[: 1 + state.readings // MOST_READINGS]
-    move = next((each for each in candidates if each.peer == me.peer), None)
-    if move is not None and proved is not None and not _is_held(move.origin, claims, proved):
-        move = None
+    state = _after_reading(me, state._replace(heard=heard), found[0], pace, now_s)
+    stays = state._replace(announced_s=None)
+    move = _own_move(me, state, found)
     early = state.readings < READINGS or now_s < state.ready_s
-    left_alone = found[0].before == 0.0 and now_s - state.since_s < pace.empty_s
-    if move is None or early or left_alone:
-        return MigrationDecision(state._replace(announced_s=None))
+    left_to_returning = found[0].before == 0.0 and now_s - state.since_s < pace.empty_s
+    if move is None or early or left_to_returning or not _is_held(move.origin, claims, proved):
+        return MigrationDecision(stays)
     if _gives_way(me, state, move, others):
-        return MigrationDecision(state._replace(announced_s=None, kept=state.kept + 1))
+        return MigrationDecision(stays._replace(kept=state.kept + 1))
     if state.announced_s is None:
         return MigrationDecision(state._replace(announced_s=now_s), move)
     return MigrationDecision(state, move, go=now_s - state.announced_s >= pace.settle_s)
 
 
-def _is_held(stage: int, claims: Sequence[StageClaim], proved: Collection[str]) -> bool:
-    """Say whether somebody stays at a stage whose work we have seen."""
-    return any(
+def _after_reading(
+    me: OwnPlacement, state: MigrationState, first: Move, pace: StagePace, now_s: float
+) -> MigrationState:
+    """Return what is remembered after one more reading, by which `first` should go."""
+    if first.target != state.starving:
+        state = MigrationState(first.target, since_s=now_s, heard=state.heard)
+    state = state._replace(readings=state.readings + 1)
+    if first.before > state.kept_at * (1.0 + GAP_SHARE):
+        # Somebody has come, so that announcements are kept.
+        state = state._replace(kept=0, kept_at=first.before)
+    if state.readings == READINGS:
+        rng = Random(f"{me.seed}|moving|{me.peer}|{me.moves}|{state.starving}")
+        state = state._replace(ready_s=now_s + rng.uniform(0.0, pace.delay_s))
+    return state
+
+
+def _own_move(me: OwnPlacement, state: MigrationState, found: Sequence[Move]) -> Move | None:
+    """Return our move, if it is our turn by the order of `found`.
+
+    Who has announced goes on, also where by now another would be the first of equals. Whoever could have gone for long,
+    and has not, keeps nobody.
+    """
+    candidates = found if state.announced_s is not None else found[: 1 + state.readings // MOST_READINGS]
+    return next((each for each in candidates if each.peer == me.peer), None)
+
+
+def _is_held(stage: int, claims: Sequence[StageClaim], proved: Collection[str] | None) -> bool:
+    """Say whether somebody stays at a stage whose work we have seen; None in place of `proved`: anybody will do."""
+    return proved is None or any(
         claim.stage == stage and claim.training and claim.moves_to is None and claim.peer in proved for claim in claims
     )
 

@@ -28,6 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from random import Random
 from typing import NamedTuple, TypeVar
 
@@ -92,13 +93,22 @@ class HopTotals(NamedTuple):
     succeeded: int = 0
 
 
+class Wanted(StrEnum):
+    """What a microbatch may wait for. With this the words begin that journals and records have."""
+
+    REPLICA = "a replica of the next stage to appear in the roster"
+    ROOM = "room at the next stage"
+    ANSWER = "an answer of the next stage"
+
+
 class Waiting(NamedTuple):
-    """What a microbatch waits for, in words, and since when (loop seconds).
+    """What a microbatch waits for, in words too, and since when (loop seconds).
 
     `will_pass`: a healthy replica is merely busy, and takes it before long.
     """
 
-    what: str
+    wanted: Wanted
+    words: str
     since_s: float
     will_pass: bool = False
 
@@ -129,6 +139,8 @@ class NextStage:
         """Replicas whose last refusal was that they are full or gossiping."""
         self._totals: dict[str, HopTotals] = {}
         self._waits: dict[_Search, Waiting] = {}
+        self._empty_since_s: float | None = None
+        """Since when microbatches have found nobody in the roster: longer than one of them looks."""
         self._counts: Counter[str] = Counter()
 
     @property
@@ -190,10 +202,12 @@ class NextStage:
     def _given_up(self, search: _Search) -> bool:
         """Note since when the roster has been empty; say whether that is too long."""
         if self._ways.hops():
-            search.empty_since_s = None
+            search.empty_since_s = self._empty_since_s = None
             return False
         if search.empty_since_s is None:
             search.empty_since_s = _now_s()
+        if self._empty_since_s is None:
+            self._empty_since_s = search.empty_since_s
         return _now_s() - search.empty_since_s >= PATIENCE_S
 
     def _choose(self, search: _Search) -> str | None:
@@ -252,16 +266,10 @@ class NextStage:
     def _lose(self, peer: str, error: ConnectionError, search: _Search, cost_s: float) -> None:
         search.losses += 1
         search.lost.add(peer)
-        if isinstance(error, ConnectionRefusedError):
-            kind = "lost_unreachable"
-        elif isinstance(error, ConnectionAbortedError):
-            kind = "lost_given_up"
-        else:
-            kind = "lost_broken"
-        self._counts[kind] += 1
+        unreachable, hung = isinstance(error, ConnectionRefusedError), isinstance(error, ConnectionAbortedError)
+        self._counts["lost_unreachable" if unreachable else "lost_given_up" if hung else "lost_broken"] += 1
         if _now_s() >= self._forgiving_until_s:
-            accused, hung = kind != "lost_broken", kind == "lost_given_up"
-            self._trials.lose(peer, _now_s(), cost_s, accused=accused, hung=hung)
+            self._trials.lose(peer, _now_s(), cost_s, accused=unreachable or hung, hung=hung)
 
     def _rest(self, peer: str, refusal: Refused) -> None:
         least_s = LEAVING_REST_S if refusal.reason is Reason.LEAVING else SHORTEST_REST_S
@@ -285,19 +293,23 @@ class NextStage:
         good = [peer for peer in peers if peer not in out_of_favour]
         resting = [self._resting.get(peer, 0.0) for peer in (good or peers)]
         if not peers:
-            what, pause_s = "a replica of the next stage to appear in the roster", POLL_S
+            wanted, more, pause_s = Wanted.REPLICA, "", POLL_S
         elif good:
-            what = f"room at the next stage: {len(good)} of {len(peers)} replicas refused for now, the others were lost"
+            wanted, more = Wanted.ROOM, f": {len(good)} of {len(peers)} replicas refused for now, the others were lost"
             if len(good) == len(peers):
-                what = f"room at the next stage: all its {len(peers)} replicas refused for now"
+                more = f": all its {len(peers)} replicas refused for now"
             pause_s = min(resting) - _now_s()
         else:
-            what = f"an answer of the next stage: all its {len(peers)} replicas were lost or are on trial"
+            wanted, more = Wanted.ANSWER, f": all its {len(peers)} replicas were lost or are on trial"
             pause_s = max(FIRST_BACKOFF_S * 2.0**search.losses, min(resting) - _now_s())
             search.forgiving = True
         if search.waits_since_s is None:
             search.waits_since_s = _now_s()
-        self._waits[search] = Waiting(what, search.waits_since_s, not self._busy.isdisjoint(good))
+        since_s = search.waits_since_s
+        if self._empty_since_s is not None:
+            since_s = min(self._empty_since_s, since_s)
+        will_pass = not self._busy.isdisjoint(good)
+        self._waits[search] = Waiting(wanted, f"{wanted}{more}", since_s, will_pass)
         # Jitter, so that all who were refused together do not come back together; never early.
         sleep_s = max(SHORTEST_SLEEP_S, pause_s) * self._rng.uniform(1.0, 1.25)
         try:

@@ -14,7 +14,7 @@ backward pass it asks for a **turn**, and between two steps there are exactly as
 
 Gradients of the two windows never meet: from the end of the last turn until the next window no backward pass runs.
 
-To fix the window at the door instead would need a second set of gradients, for replies overtake each other; without it
+To fix the window at the gate instead would need a second set of gradients, for replies overtake each other; without it
 a gradient of the next window would wait for one of this window that has not even arrived, and stages could wait for
 each other in a circle. With replicas of equal speed the two are equally fast in the model of
 `noloco_node.planning.pipeline_model`; with speeds of 1:1:2:4 a second set would gain up to five points of a hundred.

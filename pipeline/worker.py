@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from pipeline.admission import AdmissionWindow, Slot, WindowOutcome
+from pipeline.admission_window import AdmissionWindow, Slot, WindowOutcome
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import Expired, NextStage, within
 
@@ -185,7 +185,7 @@ class Worker:
         assert self._next_stage is not None
         forward = await self._compute.run(ahead)
         reply = await self._next_stage.ask(replace(microbatch, hidden=forward.output), deadline_s)
-        if isinstance(reply, Gradient) and not (slot.take_turn() or await slot.turn()):
+        if isinstance(reply, Gradient) and not await slot.turn():
             reply = Refused(reason=Reason.LEAVING)
         return forward, reply
 

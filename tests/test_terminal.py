@@ -96,3 +96,16 @@ def test_the_systemd_journal_is_told_the_level_and_not_the_time(
         terminal.warn("second")
         file.seek(0)
         assert file.read() == "<6>abcd1234: first\n<4>abcd1234: second\n"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_nobody_who_reads_is_no_reason_to_end(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as unread:
+        monkeypatch.setattr(sys, "stderr", unread)
+        terminal.configure(terminal.LogLevel.INFO, as_json=as_json)
+        say("to whom?")
+        terminal.complain("to whom?")
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # for what is still to be flushed

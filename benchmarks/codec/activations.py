@@ -42,7 +42,6 @@ from pipeline.schedule import Schedule, learning_rate
 from pipeline.stage import Stage
 
 STAGES = 4
-BOUNDARIES = STAGES - 1
 HELD_OUT = 128
 """Sequences on which loss is taken."""
 

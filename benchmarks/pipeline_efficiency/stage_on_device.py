@@ -31,7 +31,7 @@ from noloco_node.machine.device import Device, autocast_dtype, choose_device, fi
 from noloco_node.planning.model_layout import ModelLayout, build_stage, make_stage, model_layout
 from noloco_node.planning.plan import memories
 from noloco_node.run.config import DataConfig, ModelConfig, PipelineConfig, RunConfig
-from pipeline.admission import AdmissionWindow
+from pipeline.admission_window import AdmissionWindow
 from pipeline.messages import Gradient, Microbatch
 from pipeline.worker import Worker, WorkerCompute
 

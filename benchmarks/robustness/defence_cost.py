@@ -39,11 +39,11 @@ from noloco_node.admission.ticket_service import TicketSigner
 from noloco_node.network.bans import BanList, BanningNetwork
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.wrapper import NetworkWrapper
-from noloco_node.node.training import StageWork
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.world import World, simulate
 from noloco_node.swarm.receipts import ReceiptLedger, Tally
+from noloco_node.swarm.run_samples import RunSamples
 from pipeline.activations.influence import SizeBound
 
 UNTIL = 2**33
@@ -86,7 +86,7 @@ def without_receipts() -> Iterator[None]:
     with (
         mock.patch.multiple(SimPeerNetwork, publish=published, read_all=read),
         mock.patch.multiple(ReceiptLedger, take=lambda *_: None, prove=lambda *_: None),
-        mock.patch.object(StageWork, "_covered", return_value=float("inf")),
+        mock.patch.object(RunSamples, "_covered", return_value=float("inf")),
     ):
         yield
 
@@ -130,7 +130,7 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "receipts": (
         *((ReceiptLedger, name) for name in ("take", "prove", "covered", "credited", "believed_in_all")),
         *((Tally, name) for name in ("add", "raw")),
-        (StageWork, "_covered"),
+        (RunSamples, "_covered"),
     ),
     "bans": ((BanningNetwork, "_refuse_banned"), (BanList, "note")),
     "admission": (

@@ -185,13 +185,6 @@ def _loss(setup: SimSetup, stages: Sequence[Stage]) -> float:
 # The attacks.
 
 
-class Isolated(TamperedStage):
-    """One that lies about its weights takes nothing from others: what it says would be added to what it has."""
-
-    def correct(self, delta: Sequence[Tensor], /) -> None:
-        """Stay as it is."""
-
-
 class Ascending(TamperedStage):
     """Steps along its gradient."""
 

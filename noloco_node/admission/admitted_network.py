@@ -199,7 +199,7 @@ class _CheckedConversation(ConversationWrapper):
     def check(self) -> None:
         if self._right not in self._state.rights(self.peer):
             why = self._state.refusal(self.peer) or f"its ticket does not let it {self._right.name}".lower()
-            raise ConnectionRefusedError(f"not for {self.peer}: {why}")
+            raise ConnectionRefusedError(not_for(self.peer) + why)
 
     async def send(self, message: Any) -> None:
         self.check()
@@ -209,6 +209,11 @@ class _CheckedConversation(ConversationWrapper):
         message = await super().receive()
         self.check()
         return message
+
+
+def not_for(peer: str) -> str:
+    """Return how an answer begins to a peer that has no right to it."""
+    return f"not for {peer}: "
 
 
 def not_admitted(why: str) -> UserError:

@@ -60,22 +60,19 @@ from noloco_node.terminal import Bar, say, sign, warn
 from noloco_node.web.served_views import ServedViews, views_served
 
 
-async def join(invite: str | None, options: JoinOptions) -> None:
-    """Join the swarm of an invite, or of the one that our home keeps, and stay until the run ends or we are asked to
-    leave.
-    """
-    directory = options.home or default_home("node")
-    parsed = invites.parse(invites.found(invite, directory))
+async def join(invite: invites.Invite, options: JoinOptions) -> None:
+    """Join the swarm of an invite, and stay until the run ends or we are asked to leave."""
     if options.data is not None:
         await asyncio.to_thread(check_source, options.data)
     share_arenas()
     torch_device = choose_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    directory = options.home or default_home("node")
     with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
-        access = RunAccess(parsed, MEMBER, home.path)
+        access = RunAccess(invite, MEMBER, home.path)
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
-        met = _met_before(parsed, home)
+        met = _met_before(invite, home)
         known_peers.note(met)
         ledger = TrafficLedger(home.traffic, datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
@@ -85,7 +82,7 @@ async def join(invite: str | None, options: JoinOptions) -> None:
         own = PeerHistory(checked_name(options.name), 0, ledger=given)
         async with (
             departure(say) as leaving,
-            views_served(metrics_at, page_at, parsed.digest, own) as views,
+            views_served(metrics_at, page_at, invite.digest, own) as views,
         ):
             record = Recorder(journal, views, torch_device, energy_meter(torch_device)).record
             reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)

@@ -18,6 +18,7 @@ import typer
 from noloco_node import __version__
 from noloco_node.cli.commands import journals, members, models, observation
 from noloco_node.cli.event_loop import run
+from noloco_node.cli.interrupt import unwound
 from noloco_node.cli.option_groups.dataclass_options import taking
 from noloco_node.cli.option_groups.directories import LocalOption, directory_there
 from noloco_node.cli.option_groups.machines import MachineOptions
@@ -113,12 +114,14 @@ def init(
 ) -> None:
     """Write a commented run file, the recipe that all peers of a run share.
 
-    With machines (any of --gpu, --ram, --line, --peers, --tflops, --latency-ms) it is cut for them: stages, windows,
-    codec and rounds for the most tokens a second that fit, with the preset's budget of tokens.
+    With machines (any of --gpu, --ram, --line, --peers, --tflops, --latency-ms)
+    it is cut for them: stages, windows, codec and rounds for the most tokens a
+    second that fit, with the preset's budget of tokens.
     """
     from noloco_node.cli.new_run import write_run
 
-    typer.echo(write_run(path, preset, origin, admission, options, overwrite=force))
+    with unwound():
+        typer.echo(write_run(path, preset, origin, admission, options, overwrite=force))
 
 
 @app.command()
@@ -133,8 +136,8 @@ def check(
 ) -> None:
     """Say what a run file means (memory, bytes, work, efficiency), or which field is wrong and why.
 
-    Also what to expect on the machines that the file's comment names, or on others, and what a bandwidth budget
-    carries; this part is text only.
+    Also what to expect on the machines that the file's comment names, or on
+    others, and what a bandwidth budget carries; this part is text only.
     """
     from noloco_node.planning import bandwidth, machine_text
     from noloco_node.planning.plan_text import fitted, report
@@ -164,19 +167,21 @@ def bootstrap(options: BootstrapOptions) -> None:
 @taking(JoinOptions)
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
+    from noloco_node.swarm.invite import found, parse
     from noloco_node.swarm.peer_name import checked_name
 
     # Before torch is loaded: a refusal is to come at once.
     _ = options.allowance, options.most_memory_bytes, options.most_disk_bytes
     _ = metrics_place(options.metrics, is_open=options.metrics_open)
     _ = page_place(options.web, is_open=options.web_open), checked_name(options.name)
+    parsed = parse(found(invite, options.home or default_home("node")))
     from noloco_node.terminal import say
 
     say("starting: torch is loaded, which takes some seconds")
     with _imports():
         from noloco_node.cli.join import join as join_swarm
 
-    run(join_swarm(invite, options))
+    run(join_swarm(parsed, options))
 
 
 app.command()(members.members)
@@ -265,11 +270,12 @@ app.command()(models.generate)
 
 @app.command()
 def demo(
-    stages: Annotated[int, typer.Option(min=1, help="Stages of the model.")] = 2,
+    stages: Annotated[int, typer.Option(metavar="N", min=1, help="Stages of the model.")] = 2,
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Replicas of each stage; by default 3, or 2 where memory is short.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Replicas of each stage; by default 3, or 2 where memory is short."),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.2, help="About how long to train.")] = 2.0,
+    minutes: Annotated[float, typer.Option(metavar="X", min=0.2, help="About how long to train.")] = 2.0,
     home: Annotated[Path, typer.Option(help="Directory for journals, logs, picture and checkpoint.")] = Path(
         "noloco-demo"
     ),
@@ -315,17 +321,14 @@ def simulate(
     flags = SimulationFlags(options.peers, options.stages, options.rounds, options.seed)
     page = page_place(options.web, is_open=options.web_open)
     wanted = SimulationRequest(options.out, options.as_json, options.trace, page)
-    try:
+    with unwound("nothing was written"):
         if options.explore is not None:
             code = search(scenario, flags, wanted, options.explore, typer.echo)
         elif options.trace and options.seed is not None and scenario is None and not flags.of_the_swarm:
             code = repeat(options.seed, wanted, typer.echo)
         else:
             code = simulate_scenario(scenario, flags, wanted, typer.echo)
-        raise typer.Exit(code)
-    except KeyboardInterrupt:  # typer would leave without a word
-        typer.echo(f"{COMPLAINT}interrupted, nothing was written", err=True)
-        raise typer.Exit(Exit.INTERRUPTED) from None
+    raise typer.Exit(code)
 
 
 def main() -> None:
@@ -338,7 +341,7 @@ def main() -> None:
             raise
         complain(f"{COMPLAINT}{trouble}")
         sys.exit(trouble.code)
-    except (KeyboardInterrupt, asyncio.CancelledError):  # cancelled: the second signal of `signals`
+    except asyncio.CancelledError:  # by the second signal of `signals`
         complain(f"{COMPLAINT}interrupted")
         sys.exit(Exit.INTERRUPTED)
     finally:

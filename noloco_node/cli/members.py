@@ -105,7 +105,8 @@ def _subject(who: str | None, members: MemberList) -> tuple[str, int | None]:
     if key is not None:
         return key.hex(), found.get(key.hex())
     if len(found) != 1:
-        raise _usage(f"{who!r} is {'more than one' if found else 'nobody'}.", "`noloco-node members list`")
+        why = "it is no peer id, and not the beginning, of six digits or more, of one key in the list"
+        raise _usage(f"{who!r} is {'more than one' if found else 'nobody'}.", "`noloco-node members list`", why)
     return next(iter(found.items()))
 
 
@@ -124,5 +125,5 @@ def _day(unix_s: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))
 
 
-def _usage(what: str, hint: str) -> UserError:
-    return UserError(what, why="`noloco-node members` was not told enough", hint=hint, code=Exit.USAGE)
+def _usage(what: str, hint: str, why: str = "`noloco-node members` was not told enough") -> UserError:
+    return UserError(what, why=why, hint=hint, code=Exit.USAGE)

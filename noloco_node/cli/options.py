@@ -70,8 +70,8 @@ ListenOption = Annotated[
     typer.Option(
         "--listen",
         metavar="MULTIADDR",
-        help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001, /ip6/::/tcp/4001 or "
-        "/ip4/0.0.0.0/udp/4001/quic-v1. May be given more than once.",
+        help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001 or /ip6/::/tcp/4001; for QUIC with "
+        "/udp/4001/quic-v1 at its end. May be given more than once.",
         show_default="every interface, a free port",
     ),
 ]
@@ -147,6 +147,7 @@ class BootstrapOptions:
     relays: Annotated[
         int,
         typer.Option(
+            metavar="N",
             min=0,
             max=16,
             help="Relays for peers behind routers, at the ports after the peer's own; 0 for none. What they carry uses "
@@ -165,7 +166,9 @@ class JoinOptions:
 
     stage: Annotated[
         int | None,
-        typer.Option(min=0, help="Stage to serve, and never to leave.", show_default="the one that limits the swarm"),
+        typer.Option(
+            metavar="N", min=0, help="Stage to serve, and never to leave.", show_default="the one that limits the swarm"
+        ),
     ] = None
     stay: Annotated[
         bool, typer.Option("--stay", help="Do not move to another stage later, even if it is needed there.")
@@ -193,7 +196,9 @@ class JoinOptions:
             help="Be reached through the swarm's relays. Without it others are asked whether they can dial you.",
         ),
     ] = False
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for torch.", show_default="all cores")] = None
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="CPU threads for torch.", show_default="all cores")
+    ] = None
     max_memory: Annotated[
         str | None,
         typer.Option(
@@ -225,7 +230,9 @@ class JoinOptions:
     keep: Annotated[
         int,
         typer.Option(
-            min=1, help="Checkpoints to keep: one is written every round, as far as a twentieth of the time goes."
+            metavar="N",
+            min=1,
+            help="Checkpoints to keep: one is written every round, as far as a twentieth of the time goes.",
         ),
     ] = KEPT
     keep_snapshots: Annotated[
@@ -295,11 +302,19 @@ class SimulateOptions:
 
     peers: Annotated[
         int | None,
-        typer.Option(min=1, max=20_000, help="Peers in all: stages times replicas.", show_default="2 a stage"),
+        typer.Option(
+            metavar="N", min=1, max=20_000, help="Peers in all: stages times replicas.", show_default="2 a stage"
+        ),
     ] = None
-    stages: Annotated[int | None, typer.Option(min=1, max=256, help="Stages of the model.", show_default="2")] = None
-    rounds: Annotated[int | None, typer.Option(min=1, help="Gossip rounds of each replica.", show_default="20")] = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of all that is drawn.", show_default="0")] = None
+    stages: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=256, help="Stages of the model.", show_default="2")
+    ] = None
+    rounds: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Gossip rounds of each replica.", show_default="20")
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Seed of all that is drawn.", show_default="0")
+    ] = None
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Directory for picture and report.", show_default="noloco-simulation"),

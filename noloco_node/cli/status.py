@@ -85,7 +85,7 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     text = io.StringIO()
     console = Console(file=text, width=max(80, shutil.get_terminal_size().columns))
     console.print(table)
-    console.print(f"{view.tokens_per_s:,.0f} tokens/s, {time_left(view)}. {view.bottleneck}", highlight=False)
+    console.print(f"{view.tokens_per_s:,.0f} tokens/s, {time_left(view)}. {_said(view.bottleneck)}", highlight=False)
     peers = sorted((record for stage in roster.stages for record in stage), key=lambda record: record.peer)
     silent = [(each.peer, f"for {late[each.peer]:.0f} s: it may be dead") for each in peers if each.peer in late]
     moving = {each.peer: f"moves to stage {each.moves_to}" for each in peers if each.moves_to is not None}

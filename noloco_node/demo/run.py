@@ -130,7 +130,7 @@ class _Demo:
         steps = demo.steps or await self._affordable_steps()
         run = self._write_run(steps)
         self._say(
-            f"{steps} inner steps for each source, {_tokens(run):,} tokens in all, a round every "
+            f"{steps} inner steps for each peer of the first stage, {_tokens(run):,} tokens in all, a round every "
             f"{run.outer.inner_steps_per_round} to {run.outer.late_inner_steps_per_round} steps of the fastest"
         )
         return run

@@ -1,4 +1,4 @@
-"""How a node is asked to go: Ctrl-C or SIGTERM once means politely, twice means now.
+"""How a node is asked to go: Ctrl-C or SIGTERM once means politely, twice means now; a closed terminal means politely.
 
 As long as there is nothing to be polite about (nobody knows us yet), once means now. Now means: the body is
 cancelled, and everything in it is put away. What is left after the body is the end of threads and of the interpreter;
@@ -45,11 +45,20 @@ async def departure(say: Callable[[str], None]) -> AsyncIterator[Departure]:
             say("leaving politely; once more leaves at once")
             leaving.asked.set()
 
+    def hung_up() -> None:
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the kernel and the shell both tell of it
+        if not leaving.asked.is_set():
+            asked()
+
     for number in SIGNALS:
         loop.add_signal_handler(number, asked)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # by nohup
+        loop.add_signal_handler(signal.SIGHUP, hung_up)
     try:
         yield leaving
     finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, lambda *_: os._exit(Exit.INTERRUPTED))

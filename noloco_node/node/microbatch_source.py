@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RETRY_S = 1.0
+"""Pause before the same tokens are tried again after no stage would take them, where the refusal names none."""
 LONGEST_RETRY_S = 30.0
 """Whatever a refusal names: the next stage may have healed, or other replicas."""
-"""Pause before the same tokens are tried again after no stage would take them, where the refusal names none."""
 
 
 class Process(Protocol):
@@ -38,8 +38,9 @@ class MicrobatchSource:
         self,
         draw: Callable[[], Awaitable[Tensor]],
         process: Process,
-        progress: Callable[[int], float],
+        progress: Callable[[int, float], float],
         *,
+        samples: int = 0,
         prove: Callable[[str, int], None],
         me: str,
         budget_s: float,
@@ -49,10 +50,11 @@ class MicrobatchSource:
         """Hand in the callables.
 
         `draw`: the next tokens [batch, sequence + 1], int64. `process`: the worker's. `progress`: the run's progress,
-        given this source's own samples so far. `prove`: takes who computed the loss of how many samples.
-        `budget_s`: how long one microbatch may travel. `told`: later stages have to know all ids.
+        given this source's own samples so far, and when the last of them came back. `samples`: of an earlier life.
+        `prove`: takes who computed the loss of how many samples. `budget_s`: how long one microbatch may travel.
+        `told`: later stages have to know all ids.
         """
-        self.samples = 0
+        self.samples = samples
         self.returned_s = loop_s()
         """When a gradient came back last, or we began."""
         self._draw, self._process, self._progress, self._prove = draw, process, progress, prove
@@ -65,17 +67,20 @@ class MicrobatchSource:
                 group.create_task(self._keep_sending())
 
     async def _keep_sending(self) -> None:
-        while self._progress(self.samples) < 1.0:
+        while self._run_progress() < 1.0:
             tokens = await self._draw()
             while not await self._try(tokens):
-                if self._progress(self.samples) >= 1.0:
+                if self._run_progress() >= 1.0:
                     return
+
+    def _run_progress(self) -> float:
+        return self._progress(self.samples, self.returned_s)
 
     async def _try(self, tokens: Tensor) -> bool:
         microbatch = Microbatch(
             hidden=tokens[:, :-1],
             targets=tokens if self._told else tokens[:, 1:],
-            progress=self._progress(self.samples),
+            progress=self._run_progress(),
             budget_s=self._budget_s,
         )
         match await self._process(microbatch, self._me):

@@ -39,10 +39,6 @@ from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.tasks import background, until_event
 from pipeline.migration import Move
 
-LIFETIME_S = 30.0
-"""For which our record is believed at least; for others' too, since all of a run refresh alike as a rule."""
-REFRESHES = 3
-"""That our record outlives: one or two may be lost on the way."""
 MOST_ADDRESSES = 8
 """Of a machine with very many interfaces; a record has little room."""
 
@@ -64,7 +60,6 @@ class Node:
             network,
             run_file.digest,
             run.pipeline.stages,
-            lifetime_s=max(LIFETIME_S, REFRESHES * options.refresh_s),
             refresh_s=options.refresh_s,
             unix_time=host.unix_time,
             name=options.name,
@@ -79,7 +74,7 @@ class Node:
             reporter=reporter,
             membership=membership,
             work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
-            writer=CheckpointWriter(host.save, reporter.say, options.save_every_s),
+            writer=CheckpointWriter(host.save, reporter.say, reporter.warn or reporter.say, options.save_every_s),
             health=HealthMonitor(membership, reporter, host.unix_time, host.asleep_s, self._forgive),
             shut_out=bans.shut_out,
         )

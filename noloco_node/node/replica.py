@@ -36,7 +36,7 @@ from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
 from pipeline.activations.formats import ACTIVATION_CODECS
-from pipeline.admission import AdmissionWindow, WindowOutcome
+from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.checks.spot_checks import CheckSettings, SpotChecks
 from pipeline.checks.verdicts import CheckFinding, Verdict
 from pipeline.inner_optimiser import OptimiserState
@@ -267,6 +267,7 @@ class Replica:
 
     def describe(self, state: PeerState) -> PeerRecord:
         """Return our record for the roster."""
+        waits = None if state is PeerState.FINISHED else self.waits()
         return PeerRecord(
             peer=self.config.peer,
             stage=self.config.stage,
@@ -280,18 +281,18 @@ class Replica:
             loss=_finite(self._loss),
             gap=_finite(self._gap),
             partner=self._partner,
-            waiting=None if state is PeerState.FINISHED else self.waiting(),
+            waiting=waits and f"{waits[0]}, for {waits[1]:.0f} s",
             version=__version__,
         )
 
-    def waiting(self) -> str | None:
-        """Say what the replica waits for and since when; None while it works."""
+    def waits(self) -> tuple[str, float] | None:
+        """Return what the replica waits for, in words, and for how many seconds it has; None while it works."""
         now_s, wait = loop_s(), self.next_stage.waiting if self.next_stage else None
         if wait is not None and now_s - wait.since_s > IDLE_S:
-            return f"{wait.what}, for {now_s - wait.since_s:.0f} s"
-        idle_s = now_s - self._stepped_at
-        if self.admission.in_flight == 0 and self.admission.succeeded < self.admission.window and idle_s > IDLE_S:
-            return f"microbatches from stage {self.config.stage - 1}, for {idle_s:.0f} s" if self.config.stage else None
+            return wait.words, now_s - wait.since_s
+        idle_s, admission = now_s - self._stepped_at, self.admission
+        if admission.in_flight == 0 and admission.succeeded < admission.window and idle_s > IDLE_S:
+            return (f"microbatches from stage {self.config.stage - 1}", idle_s) if self.config.stage else None
         return None
 
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:

@@ -57,8 +57,8 @@ class ProgressReporter:
             if now_s - receipts_at >= RECEIPTS_EVERY_S:
                 receipts_at = now_s
                 self.record_receipts()
-            waiting = self._replica.waiting()
-            waits_for = waiting and waiting.partition(", for")[0]
+            waits = self._replica.waits()
+            waits_for = waits and waits[0]
             if waits_for != waited_for:
                 waited_for = waits_for
                 self._reporter.record(events.StateChanged(state=state, waiting=waits_for))

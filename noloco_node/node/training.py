@@ -22,23 +22,12 @@ from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.observed_work import ObservedWork
-from noloco_node.swarm.roster import Derived, Roster
+from noloco_node.swarm.run_samples import ALONE_S, RunSamples, is_over_below
 from noloco_node.tasks import loop_s, until_event
 from pipeline.migration import Move
-from pipeline.schedule import run_over
 
 ASKED = "asked to leave"
 LAST_ROUND_S = 20.0
-NEARLY_OVER, IDLE_S = 0.95, 300.0
-"""Progress from which on, and time without any work after which, sources that we have seen do nothing may end a run."""
-ALONE_S = 100.0
-"""The same, where no other source is at work: then nothing is lost by it."""
-LEAST_SERVED = 4
-"""Of its even part of the run's samples a later stage has to have served one in so many to judge sources by them
-alone."""
-UNSEEN_TIMES = 2
-"""Times our own samples that each source counts for, until the first of the work on them is seen."""
 DRAIN_S, LONGEST_DRAIN_S = 10.0, 60.0
 """How long a leaving node waits for the microbatches in its hands: twice what a window took, within these bounds."""
 
@@ -47,13 +36,6 @@ class StageWork:
     """This peer's part of the run, whatever stage it serves.
 
     `text`: what it trains on as a source; it stays open where the peer moves away from stage 0, and is gone on with.
-
-    The samples of the run, as a source counts them, are its own, those of every other source that it has heard of, and
-    the unlisted ones: what the run had reached beyond these when we began. They are those of sources that the DHT had
-    forgotten. One that is heard of later brings along what it had done before, and as many fewer are unlisted.
-
-    What others do from then on counts as far as receipts cover it (`noloco_node.swarm.receipts`). In a run of one stage
-    nobody can give any: there it counts as far as we have seen steps taken (`noloco_node.swarm.observed_work`).
     """
 
     def __init__(
@@ -68,15 +50,12 @@ class StageWork:
         self._run, self._me, self._membership = run, me, membership
         self._open_text, self._reporter = open_text, reporter
         self._source: MicrobatchSource | None = None
-        self._credited = Derived(lambda: membership.roster, self._credit)
+        self._counted: RunSamples | None = None
         self._resumed: Counters | None = None
         self._reached = 0
         """Samples of the whole run when we began at this stage, as far as was known."""
         self._begun = membership.roster
         """The roster of that moment."""
-        self._unlisted = self._own_then = self._own_seen = 0
-        self._observed: ObservedWork | None = None
-        self._last_roster: Roster | None = None
 
     @property
     def samples(self) -> int:
@@ -93,7 +72,7 @@ class StageWork:
 
     def rest(self) -> None:
         """Let go of the stage that was served."""
-        self._source = self._resumed = None
+        self._source = self._counted = self._resumed = None
 
     def begin(self, progress: float, counted: Counters | None) -> None:
         """Begin at a stage, at its progress, with what we counted there in an earlier life."""
@@ -108,14 +87,21 @@ class StageWork:
             source = await self._make_source(replica)
             await source.run(self._run.pipeline.microbatches_per_step * self._run.pipeline.windows_in_flight)
         else:
-            begun_s = loop_s()
-            await self._seen(lambda: self._is_over_below(replica, begun_s))
+            begun_s, served = loop_s(), replica.microbatches
+
+            def over() -> bool:
+                roster, idle_s = self._membership.roster, loop_s() - max(begun_s, served.returned_s)
+                return is_over_below(self._run, roster, served.tally.samples, replica.progress.value, idle_s)
+
+            await self._seen(over)
 
     async def run_until_deserted(self, replica: Replica) -> None:
         """Return when the run is over at stage 0 and nobody is left to whom our microbatches could go."""
 
         def deserted() -> bool:
-            return self._source is not None and replica.stranded and self._is_over(self._source.samples)
+            if self._source is None or self._counted is None or not replica.stranded:
+                return False
+            return self._counted.is_over(self._source.samples, self._source.returned_s)
 
         await self._seen(deserted)
 
@@ -133,111 +119,22 @@ class StageWork:
         if position is not None and not await text.restore(position):
             self._reporter.say("the text is another one than before: reading it from its beginning")
         self.text = text
+        # The swarm forgets a source that was away for long; its own checkpoint does not.
+        own = max(self._membership.roster.own_samples, resumed.samples if resumed else 0)
+        self._counted = RunSamples(self._run, self._membership, self._reached, self._begun, own)
         self._source = MicrobatchSource(
             text.draw,
             replica.worker.process,
-            self._progress,
+            self._counted.progress,
+            samples=own,
             me=self._me,
             prove=self._membership.receipts.prove,
             budget_s=self._run.pipeline.budget_s,
             rng=Random(f"{self._run.seed}|source|{self._me}"),
             told=self._run.pipeline.subspace is not None,
         )
-        # The swarm forgets a source that was away for long; its own checkpoint does not.
-        own = self._source.samples = max(self._membership.roster.own_samples, resumed.samples if resumed else 0)
-        self._own_then, self._own_seen, self._observed, self._last_roster = own, own, None, None
-        self._unlisted = max(0, self._reached - own - self._begun.others_samples)
         self._membership.begin_counting()
         return self._source
-
-    def _progress(self, own_samples: int) -> float:
-        """Return the progress of the whole run, our own samples being so many."""
-        roster = self._membership.roster
-        if self._is_over(own_samples):
-            return 1.0
-        unlisted = max(0, self._unlisted - (roster.first_samples - self._begun.first_samples))
-        claimed = own_samples + roster.others_samples + unlisted
-        return min(1.0, max(own_samples, min(claimed, self._covered(own_samples))) / self._run.budget_samples)
-
-    def _covered(self, own_samples: int) -> float:
-        """Return the samples of the run that receipts cover, or work which we have seen, `own_samples` being ours."""
-        roster = self._membership.roster
-        if self._run.pipeline.stages > 1:
-            return self._reached + (own_samples - self._own_then) + self._credited().all
-        records = roster.stage(0)
-        if self._observed is None:
-            self._observed = ObservedWork(records, from_start=not self._reached)
-        elif roster is not self._last_roster:
-            self._observed.take(records, (own_samples - self._own_seen) / self._run.samples_per_step)
-        if roster is not self._last_roster:
-            self._own_seen = own_samples
-        self._last_roster = roster
-        steps = self._observed.covers()
-        if steps is None:
-            # The first readings: sources that begin with us have done about as much.
-            return self._reached + UNSEEN_TIMES * max(1, roster.sources) * (own_samples - self._own_then)
-        return self._reached + steps * self._run.samples_per_step
-
-    def _is_over(self, own_samples: int) -> bool:
-        """Say whether the sources that did most of the work since we began have finished."""
-        roster, source = self._membership.roster, self._source
-        if self._run.pipeline.stages == 1 or source is None:
-            return run_over(roster.sources, roster.sources_finished)
-        credited = self._credited()
-        if run_over(own_samples - self._own_then + credited.present, credited.finished):
-            return True
-        # Who came late and is fast has done most since, and does not know how far the run was.
-        if run_over(own_samples + credited.present_in_all, credited.finished_in_all):
-            return True
-        nearly = self._covered(own_samples) >= NEARLY_OVER * self._run.budget_samples
-        others = roster.sources - roster.sources_finished > 1
-        idle = loop_s() - source.returned_s > (IDLE_S if others else ALONE_S)
-        # A source to which nothing comes back is not at work: it may be that its stages ended without it.
-        return (nearly or idle) and run_over(roster.sources - idle, roster.sources_finished)
-
-    def _is_over_below(self, replica: Replica, begun_s: float) -> bool:
-        """Say the same at a later stage, where we know ourselves who had work done."""
-        roster, served = self._membership.roster, replica.microbatches
-        finished = {credit.peer for credit in roster.credits if credit.finished}
-        present = finished | {record.peer for record in roster.stage(0)}
-        done = {peer: served.tally.samples.get(peer, 0) for peer in present}
-        most_say_so = run_over(roster.sources, roster.sources_finished)
-        # Of a few microbatches one source alone may have sent most.
-        enough = self._run.budget_samples // (LEAST_SERVED * self._run.pipeline.replicas)
-        if (most_say_so or sum(done.values()) >= enough) and run_over(
-            sum(done.values()), sum(done[peer] for peer in finished)
-        ):
-            return True
-        nearly = replica.progress.value >= NEARLY_OVER
-        others = roster.sources > roster.sources_finished
-        idle = loop_s() - max(begun_s, served.returned_s) > (IDLE_S if others else ALONE_S)
-        return (nearly or idle) and most_say_so
-
-    def _credit(self, roster: Roster) -> _Credited:
-        there = {record.peer for record in roster.stage(0)}
-        finished = [credit for credit in roster.credits if credit.finished]
-        at_work = [credit for credit in roster.credits if not credit.finished and credit.peer in there]
-        since, since_finished = (sum(credit.credited for credit in each) for each in (finished + at_work, finished))
-        in_all = in_all_finished = 0
-        if finished:  # to ask about all is dear, and of no use before
-            believed = self._membership.receipts.believed_in_all
-            in_all_finished = sum(min(credit.claimed, believed(credit.peer)) for credit in finished)
-            in_all = in_all_finished + sum(min(credit.claimed, believed(credit.peer)) for credit in at_work)
-        total = sum(credit.credited for credit in roster.credits)
-        return _Credited(total, since, since_finished, in_all, in_all_finished)
-
-
-class _Credited(NamedTuple):
-    """Samples of other sources that are believed: of all, of those at work or finished, and of the finished.
-
-    `in_all`: not only since we began.
-    """
-
-    all: int
-    present: int
-    finished: int
-    present_in_all: int
-    finished_in_all: int
 
 
 class Ending(NamedTuple):

@@ -15,10 +15,13 @@ time a microbatch, their speed, and what they wait for in words. It says the fir
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
+
+import msgspec
+
+from pipeline.next_stage import Wanted
 
 NEARLY_FULL, HALF_FULL = 0.75, 0.5
 ALIKE = 0.85
@@ -58,26 +61,35 @@ WHILE = {
     Cause.REPLIES: "waited for replies",
     Cause.MICROBATCHES: "waited for microbatches",
 }
-_NAMED = re.compile(r"\b[Ss]tages? ([0-9]+)")
-SAID = (
-    ("room at the next stage", Cause.ROOM),
-    ("a replica of the next stage", Cause.ROUTE),
-    ("an answer of the next stage", Cause.ROUTE),
-    ("microbatches from stage", Cause.MICROBATCHES),
-)
-"""How a replica's words on what it waits for begin (`pipeline.next_stage`, `noloco_node.node.replica`)."""
+SAID = {
+    Wanted.ROOM: Cause.ROOM,
+    Wanted.REPLICA: Cause.ROUTE,
+    Wanted.ANSWER: Cause.ROUTE,
+    "microbatches from stage": Cause.MICROBATCHES,
+}
+"""How the words begin in which a record or a journal says what a replica waits for (`Replica.waits`)."""
 
 
-class StageLoad(NamedTuple):
-    """One stage at this moment. `busy`: share of their time for which devices that train work; None if unknown.
+class Bottleneck(NamedTuple):
+    """What holds a swarm back, and the stage at which to look, if it is one."""
 
-    `waits`: what `waiting` of its replicas wait for, in their words.
+    sentence: str
+    stage: int | None = None
+
+
+class StageView(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage. `replicas`: peers that are there; `training`: those of them that train.
+
+    `busy`, `gap`: means over its replicas. `waits`: what most of those that wait for something wait for; `waiting`: how
+    many wait for that.
     """
 
     stage: int
     replicas: int
     training: int
+    tokens_per_s: float = 0.0
     busy: float | None = None
+    gap: float | None = None
     waits: str | None = None
     waiting: int = 0
 
@@ -91,7 +103,7 @@ class StageLoad(NamedTuple):
 
 def cause_of(waits: str) -> Cause | None:
     """Return what a replica waits for by its words; None if by these it is something else."""
-    return next((cause for words, cause in SAID if waits.startswith(words)), None)
+    return next((cause for words, cause in SAID.items() if waits.startswith(words)), None)
 
 
 class Wording(NamedTuple):
@@ -104,86 +116,78 @@ class Wording(NamedTuple):
 PAST, PRESENT = Wording("were", "the training"), Wording("are", "the time")
 
 
-def devices_bottleneck(work: Mapping[int, float], wording: Wording) -> str | None:
+def devices_bottleneck(work: Mapping[int, float], wording: Wording) -> Bottleneck | None:
     """Say which stage's devices are the limit, if any are. `work`: share of the time at work, by stage."""
     busiest = max(work, key=lambda stage: work[stage])
     rest = [share for stage, share in work.items() if stage != busiest]
     most, others = work[busiest], sum(rest) / len(rest) if rest else 0.0
     were, span = wording
     if rest and min(rest) >= ALIKE * most and most >= NEARLY_FULL:
-        return f"The devices are the limit, of all stages alike: busy for {min(rest):.0%} of {span} or more."
+        alike = f"The devices are the limit, of all stages alike: busy for {min(rest):.0%} of {span} or more."
+        return Bottleneck(alike)
     if most < NEARLY_FULL and (not rest or most < STANDS_OUT * max(rest)):
         return None
     if not rest:
-        return f"The devices are the limit: they {were} busy for {most:.0%} of {span}."
-    return (
-        f"Stage {busiest} is the bottleneck: its devices {were} busy for {most:.0%} of {span}, "
-        f"those of the other stages for {others:.0%}."
-    )
+        return Bottleneck(f"The devices are the limit: they {were} busy for {most:.0%} of {span}.")
+    alone = f"Stage {busiest} is the bottleneck: its devices {were} busy for {most:.0%} of {span}, "
+    return Bottleneck(f"{alone}those of the other stages for {others:.0%}.", busiest)
 
 
-def present_bottleneck(loads: Sequence[StageLoad], tokens_per_s: float, *, is_over: bool) -> str:
-    """Return the sentence of this moment; `loads`: every stage in order."""
+def present_bottleneck(stages: Sequence[StageView], tokens_per_s: float, *, is_over: bool) -> Bottleneck:
+    """Return what holds the swarm back at this moment; `stages`: all, in order."""
     if is_over:
-        return "The run is over: its tokens are used up."
-    if not any(load.replicas for load in loads):
-        return "Nothing is trained: nobody is there."
-    broken = _unserved(loads) or _out_of_reach(loads)
+        return Bottleneck("The run is over: its tokens are used up.")
+    if not any(each.replicas for each in stages):
+        return Bottleneck("Nothing is trained: nobody is there.")
+    broken = _unserved(stages) or _out_of_reach(stages)
     if broken:
         return broken
     if tokens_per_s <= 0.0:
-        stuck = [load for load in loads if load.cause is not None]
-        if stuck:
-            worst = max(stuck, key=lambda load: load.waiting / load.replicas)
-            return f"Nothing is trained: stage {worst.stage} waits for {worst.waits}."
-        return "No speed is known yet: the first inner steps are under way."
-    work = {load.stage: load.busy for load in loads if load.busy is not None}
-    sentence = devices_bottleneck(work, PRESENT) if len(work) == len(loads) else None
-    refused = [load for load in loads if load.cause is Cause.ROOM]
-    if sentence is None and refused:
-        worst = max(refused, key=lambda load: load.waiting / load.replicas)
-        return (
-            f"Stage {worst.stage + 1} is the bottleneck: its replicas refuse microbatches, and {worst.waiting} of "
-            f"{worst.replicas} of stage {worst.stage} wait for room."
-        )
+        stuck = _worst(stages, *Cause)
+        if stuck is not None:
+            return Bottleneck(f"Nothing is trained: stage {stuck.stage} waits for {stuck.waits}.", stuck.stage)
+        return Bottleneck("No speed is known yet: the first inner steps are under way.")
+    work = {each.stage: each.busy for each in stages if each.busy is not None}
+    found = devices_bottleneck(work, PRESENT) if len(work) == len(stages) else None
+    if found is not None:
+        return found
+    refused = _worst(stages, Cause.ROOM)
+    if refused is not None:
+        full = refused.stage + 1
+        share = f"{refused.waiting} of {refused.replicas} of stage {refused.stage} wait for room."
+        return Bottleneck(f"Stage {full} is the bottleneck: its replicas refuse microbatches, and {share}", full)
     if not work:
-        return "Nobody has said yet how busy its device is."
+        return Bottleneck("Nobody has said yet how busy its device is.")
     most = f"{max(work.values()):.0%} of the time"
-    if len(loads) == 1:
+    if len(stages) == 1:
         alone = f"The devices are busy for {most}, and there is no other stage to wait for: cores are shared, or rounds"
-        return sentence or f"{alone} hold them up."
-    return sentence or (
-        f"No stage's devices are busy for more than {most}: replicas wait for each other, a line, a core, or the end "
-        "of a window."
-    )
+        return Bottleneck(f"{alone} hold them up.")
+    order = "replicas wait for each other, a line, a core, or the end of a window."
+    return Bottleneck(f"No stage's devices are busy for more than {most}: {order}")
 
 
-def named_stage(sentence: str) -> int | None:
-    """Return the stage that a sentence of this module names first, for a view that points at it; None for none."""
-    found = _NAMED.search(sentence)
-    return None if found is None else int(found[1])
+def _worst(stages: Sequence[StageView], *causes: Cause) -> StageView | None:
+    """Return the stage of whose replicas most wait for one of these."""
+    stuck = [each for each in stages if each.cause in causes]
+    return max(stuck, key=lambda each: each.waiting / each.replicas, default=None)
 
 
-def _unserved(loads: Sequence[StageLoad]) -> str | None:
-    empty = [load.stage for load in loads if not load.replicas]
+def _unserved(stages: Sequence[StageView]) -> Bottleneck | None:
+    empty = [each.stage for each in stages if not each.replicas]
     if empty:
         which = f"stage {empty[0]}" if len(empty) == 1 else f"stages {', '.join(map(str, empty))}"
-        return f"Nobody serves {which}: no microbatch gets through until somebody does."
-    if not any(load.training for load in loads):
-        return None  # nobody has begun yet, and no stage is behind
-    idle = next((load for load in loads if not load.training), None)
-    if idle is None:
-        return None
+        return Bottleneck(f"Nobody serves {which}: no microbatch gets through until somebody does.", empty[0])
+    idle = next((each for each in stages if not each.training), None)
+    if idle is None or not any(each.training for each in stages):
+        return None  # where nobody has begun yet, no stage is behind
     none = "its only replica does not train" if idle.replicas == 1 else f"none of its {idle.replicas} replicas trains"
-    return f"Stage {idle.stage} is the bottleneck: {none}."
+    return Bottleneck(f"Stage {idle.stage} is the bottleneck: {none}.", idle.stage)
 
 
-def _out_of_reach(loads: Sequence[StageLoad]) -> str | None:
-    lost = [load for load in loads if load.cause is Cause.ROUTE]
-    if not lost:
+def _out_of_reach(stages: Sequence[StageView]) -> Bottleneck | None:
+    lost = _worst(stages, Cause.ROUTE)
+    if lost is None:
         return None
-    worst = max(lost, key=lambda load: load.waiting / load.replicas)
-    return (
-        f"Stage {min(worst.stage + 1, len(loads) - 1)} is out of reach: {worst.waiting} of {worst.replicas} replicas "
-        f"of stage {worst.stage} look for one of it."
-    )
+    target = min(lost.stage + 1, len(stages) - 1)
+    share = f"{lost.waiting} of {lost.replicas} replicas of stage {lost.stage} look for one of it."
+    return Bottleneck(f"Stage {target} is out of reach: {share}", target)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from noloco_node.observe.bottleneck import StageView
 from noloco_node.observe.playback import PlaybackState
 from noloco_node.observe.screen import fitting_peers, time_left
 from noloco_node.observe.swarm_view import (
@@ -19,7 +20,6 @@ from noloco_node.observe.swarm_view import (
     Moment,
     PeerView,
     Route,
-    StageView,
     SwarmView,
     plain,
     short,

@@ -1,8 +1,8 @@
 """A swarm as its peers' records in the DHT tell it.
 
-Nobody vouches for what a record says of its own peer. Tokens of the run count as far as sources claim them
-(`noloco_node.swarm.run_progress`), and either receipts cover them or most replicas are that far. Their growth is the
-swarm's speed; until they have been watched for long enough, it is what the sources say of theirs.
+Nobody vouches for what a record says of its own peer. Which tokens of the run count, `noloco_node.swarm.run_samples`
+says. Their growth is the swarm's speed; until they have been watched for long enough, it is what the sources say of
+theirs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from statistics import median_low
 from types import MappingProxyType
 
 import msgspec
@@ -32,9 +31,10 @@ from noloco_node.observe.swarm_view import (
     swarm_view,
 )
 from noloco_node.run.config import RunConfig
-from noloco_node.run.peer_state import AT_WORK, PeerState
+from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.peer_name import shown_name
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, Given, PeerRecord, Roster, SourceCredit
+from noloco_node.swarm.run_samples import believed_samples
 
 LEAST_SPAN_S, SPAN_S = 20.0, 60.0
 """For which the run's tokens are watched before their growth is believed, and over which it is measured."""
@@ -73,7 +73,7 @@ class RosterObserver:
             )
         if roster.old_since_s is None:
             self._note_changes(records, at)
-        samples = self._samples(roster)
+        samples = believed_samples(run, roster)
         totals = RunTotals(
             name=run.name,
             run_id=self._run_id,
@@ -98,14 +98,6 @@ class RosterObserver:
         if own is None or own.peer is None:
             return told
         return (*(route for route in told if route.origin != own.peer), *routes(own))
-
-    def _samples(self, roster: Roster) -> int:
-        """Return the samples of the run that are believed. Receipts of replicas that are gone went with them."""
-        if self._run.pipeline.stages == 1 or not roster.credits:
-            return roster.run_samples
-        progress = [record.progress for stage in roster.stages for record in stage if record.state in AT_WORK]
-        reached = round(median_low(progress or [0.0]) * self._run.budget_samples)
-        return min(roster.run_samples, max(roster.covered_samples, reached))
 
     def _tokens_per_s(self, roster: Roster, samples: int, at: float) -> float:
         seen = self._seen

@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from noloco_node.observe.bottleneck import StageView
 from noloco_node.observe.braille_chart import Series, chart, smoothed
 from noloco_node.observe.peer_history import Point
 from noloco_node.observe.swarm_view import (
@@ -23,7 +24,6 @@ from noloco_node.observe.swarm_view import (
     Change,
     GivenInAll,
     PeerView,
-    StageView,
     SwarmView,
     plain,
 )
@@ -71,7 +71,7 @@ def line(view: SwarmView) -> str:
     gap = [] if view.gap is None else [f"gap {view.gap:.2g}"]
     census = ", ".join(f"{each.stage}: {each.replicas}" for each in view.stages)
     parts = [f"{view.progress:.1%}", f"{view.tokens_per_s:,.0f} tokens/s", time_left(view), *loss, *gap]
-    parts += [f"replicas by stage {census}", *filter(None, [view.trouble]), view.bottleneck]
+    parts += [f"replicas by stage {census}", *filter(None, [view.trouble]), plain(view.bottleneck)]
     return f"{_clock(view.at)}  " + " | ".join(parts)
 
 

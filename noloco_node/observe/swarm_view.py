@@ -13,7 +13,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from noloco_node.observe.bottleneck import StageLoad, cause_of, named_stage, present_bottleneck
+from noloco_node.observe.bottleneck import StageView, cause_of, present_bottleneck
 from noloco_node.run.peer_state import PeerState
 
 T = TypeVar("T")
@@ -70,23 +70,6 @@ class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     def trains(self) -> bool:
         """Whether it takes part in the training now."""
         return self.state == PeerState.TRAINING
-
-
-class StageView(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage. `replicas`: peers that are there; `training`: those of them that train.
-
-    `busy`, `gap`: means over its replicas. `waits`: what most of those that wait for something wait for; `waiting`: how
-    many wait for that.
-    """
-
-    stage: int
-    replicas: int
-    training: int
-    tokens_per_s: float = 0.0
-    busy: float | None = None
-    gap: float | None = None
-    waits: str | None = None
-    waiting: int = 0
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +194,7 @@ def swarm_view(
     gap = _mean([peer.gap for peer in peers])
     speed = totals.tokens_per_s
     left_s = _left_s(totals)
-    sentence = _bottleneck(totals, seen)
+    bottleneck = present_bottleneck(seen, speed, is_over=totals.progress >= 1.0)
     course.add(Moment(at=at, progress=totals.progress, tokens_per_s=speed, loss=loss, gap=gap))
     return SwarmView(
         name=totals.name,
@@ -224,8 +207,8 @@ def swarm_view(
         left_s=left_s,
         loss=loss,
         gap=gap,
-        bottleneck=sentence,
-        limit=named_stage(sentence),
+        bottleneck=bottleneck.sentence,
+        limit=bottleneck.stage,
         trouble=totals.trouble,
         stages=seen,
         peers=tuple(sorted(_with_shares(peers, seen), key=lambda peer: (peer.stage, peer.name, peer.peer))),
@@ -276,9 +259,9 @@ def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
     present = [peer for peer in peers if peer.state != "gone"]
     # Without the details, in which those differ that wait for the same.
     waits = [peer.waits.partition(":")[0] for peer in present if peer.waits is not None]
-    causes = Counter(cause_of(words) or words for words in waits)
-    worst = max(causes, key=lambda cause: (causes[cause], cause), default=None)
-    most = next((words for words in waits if (cause_of(words) or words) == worst), None)
+    causes = [cause_of(words) or words for words in waits]
+    counts = Counter(causes)
+    worst = max(counts, key=lambda cause: (counts[cause], cause), default=None)
     return StageView(
         stage=number,
         replicas=len(present),
@@ -286,16 +269,9 @@ def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
         tokens_per_s=sum(peer.tokens_per_s for peer in present),
         busy=_mean([peer.busy for peer in present if peer.trains]),
         gap=_mean([peer.gap for peer in present]),
-        waits=most,
-        waiting=0 if worst is None else causes[worst],
+        waits=None if worst is None else waits[causes.index(worst)],
+        waiting=0 if worst is None else counts[worst],
     )
-
-
-def _bottleneck(totals: RunTotals, stages: Sequence[StageView]) -> str:
-    loads = [
-        StageLoad(each.stage, each.replicas, each.training, each.busy, each.waits, each.waiting) for each in stages
-    ]
-    return present_bottleneck(loads, totals.tokens_per_s, is_over=totals.progress >= 1.0)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -8,8 +8,8 @@ function there it is called and not copied:
 - a sender draws its next hop from a bag, in proportion to speed (`pipeline.routing`), and a call is one message down
   and one up: streams stay open (`noloco_node.network.conversation_pool`), and what opened them is not counted;
 - a replica admits exactly a window of microbatches between two inner steps, queues two more, a fair share per sender
-  and the senders in turn, and refuses the rest (`pipeline.admission`); who is refused leaves that replica in peace for
-  as long as it was told, asks another, and sleeps when all refuse (`pipeline.next_stage`);
+  and the senders in turn, and refuses the rest (`pipeline.admission_window`); who is refused leaves that replica in
+  peace for as long as it was told, asks another, and sleeps when all refuse (`pipeline.next_stage`);
 - with two windows in flight it admits and queues one more, and a gradient that has come may have to wait for its turn:
   those let in before the last step have one kept (`pipeline.window_turns`). The last stage has one window whatever the
   others have (`noloco_node.node.replica`);
@@ -110,7 +110,7 @@ class _Microbatch:
 
 
 class _Replica:
-    """One device and the door in front of it."""
+    """One device and the gate in front of it."""
 
     def __init__(self, stage: int, number: int, time: float, windows: int) -> None:
         self.stage, self.name, self.time, self.windows = stage, f"{stage}/{number}", time, windows

@@ -43,9 +43,13 @@ class CheckpointWriter:
     """Writes the checkpoints of one replica; `run` is to be awaited as long as it trains."""
 
     def __init__(
-        self, save: Callable[[Checkpoint], Awaitable[str]], say: Callable[[str], None], every_s: float
+        self,
+        save: Callable[[Checkpoint], Awaitable[str]],
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+        every_s: float,
     ) -> None:
-        self._save, self._say, self._every_s = save, say, every_s
+        self._save, self._say, self._warn, self._every_s = save, say, warn, every_s
         self._waiting: Checkpoint | None = None
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()
@@ -101,7 +105,7 @@ class CheckpointWriter:
             self._last = LastCheckpoint(checkpoint.counters.round, loop_s(), loop_s() - began_s)
         if cause is not None:
             if last or self._trouble is None:
-                self._say(f"could not save: {cause}; free some space, earlier checkpoints are kept")
+                self._warn(f"could not save: {cause}; free some space, earlier checkpoints are kept")
             self._trouble = cause
             return False
         again, self._trouble, self._saved_s = self._trouble is not None, None, loop_s()

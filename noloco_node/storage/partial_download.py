@@ -83,9 +83,6 @@ class PartialDownloadFile:
         self._whole_bytes = 0
         self._refused = self._scanned = False
 
-    def __repr__(self) -> str:
-        return f"Partial({self.path}, {self._whole_bytes} bytes)"
-
     def last(self) -> tuple[Manifest | None, frozenset[int]]:
         """Return what `follow` noted last."""
         found: _Follow | None = None

@@ -1,7 +1,7 @@
 """Who is there: our own record kept alive in the DHT, and everybody's read into one immutable `Roster`.
 
 Each peer has one record, under the key of its stage and its own id as the subkey. It is published every `refresh_s`,
-each time with a higher serial number, and a peer of which no news comes for `lifetime_s` (or as long as its record asks
+each time with a higher serial number, and a peer of which no news comes for `LIFETIME_S` (or as long as its record asks
 for, within bounds) leaves the roster: a peer that dies without a word leaves by itself
 (`noloco_node.swarm.peer_records` has the rules). In the same rhythm the stages are read: all of them by whoever looks
 for a place, by a peer at work those that it has to do with (`focus`). Where a newcomer of the next stage is copying its
@@ -43,6 +43,10 @@ from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, RunProgress, Sourc
 from noloco_node.swarm.stage_records import StageRecords
 from noloco_node.tasks import loop_s
 
+LIFETIME_S = 30.0
+"""For which our record is believed at least; others' too, since all of a run refresh alike as a rule."""
+REFRESHES = 3
+"""That our record outlives: one or two may be lost on the way."""
 LONGEST_IN_DHT_S = 3600.0
 READS_FOR_NEWCOMERS = 4
 """Readings in the time of one, while somebody is about to take work from us."""
@@ -57,18 +61,17 @@ class Membership:
         run_id: str,
         stages: int,
         *,
-        lifetime_s: float = 30.0,
         refresh_s: float = 10.0,
         unix_time: Callable[[], float] = time.time,
         name: str = "",
     ) -> None:
         self._network, self._run_id, self._unix_time, self._name = network, run_id, unix_time, name
-        self._lifetime_s, self._refresh_s = lifetime_s, refresh_s
+        self._lifetime_s, self._refresh_s = max(LIFETIME_S, REFRESHES * refresh_s), refresh_s
         self._own: PeerRecord | None = None
         self._serial = 0
         self._behind_s = 0.0
         """By how much our clock has been behind the others'."""
-        self._records = StageRecords(network.peer_id, stages, lifetime_s, refresh_s)
+        self._records = StageRecords(network.peer_id, stages, self._lifetime_s, refresh_s)
         self._progress = RunProgress(network.peer_id)
         self.given: Callable[[], Given | None] = lambda: None
         """What we say that we have given, whenever our record is published."""

@@ -4,9 +4,10 @@ A peer is believed as long as news of it comes: a record that differs and bears 
 The DHT's own expiry follows the clocks of those who write and read, and clocks are wrong by minutes; so it is only a
 generous bound, and a peer's age is counted by the reader, from the reading that found the news.
 
-Only time in which we could see counts. A reading that failed, or in which nobody was heard, says something about us and
-not about them: the clock by which they age stands still until somebody is heard, and then moves by half a lifetime at
-most. So neither a DHT out of reach nor a machine that slept declares everybody dead; who is dead follows soon after.
+Only time in which we could see counts. In a reading that says something about us and not about them
+(`noloco_node.swarm.stage_records` tells which) the clock by which they age stands still, and after it moves by half a
+lifetime at most. So neither a DHT out of reach nor a machine that slept declares everybody dead; who is dead follows
+soon after.
 
 A record that is seen for the first time may be left over from a peer that died minutes ago. If it is old by its own
 time of writing, both against our clock and against the youngest of all records read so far, it is doubted: its peer
@@ -68,22 +69,20 @@ class PeerEntry(msgspec.Struct, frozen=True):
 
     published: Published
     raw: bytes
-    heard_s: float
+    news_s: float
     believed: bool
     offset_s: float | None = None
 
 
 class DhtRead(NamedTuple):
     """The circumstances of one reading. `now_s`: loop seconds; `unix_s`: by our clock. `youngest_at`: when the
-    youngest record so far was written.
-
-    `heard`: whether news of anybody came in it, of this stage or another; if not, nobody ages.
+    youngest record so far was written. `ages`: whether peers of whom it has no news grow older by it.
     """
 
     now_s: float
     unix_s: float
     youngest_at: float
-    heard: bool
+    ages: bool
 
 
 class PeerTable:
@@ -95,7 +94,8 @@ class PeerTable:
         self._lifetime_s = lifetime_s
         self._entries: dict[str, PeerEntry] = {}
         self._clock_s = 0.0
-        self._heard_s: float | None = None
+        self._aged_s: float | None = None
+        """When it moved last (loop seconds)."""
         self._believed: dict[str, PeerRecord] | None = {}
         """What `believed` returns, until something changes."""
 
@@ -114,14 +114,14 @@ class PeerTable:
     def clear(self) -> None:
         """Forget everybody."""
         self._entries.clear()
-        self._heard_s = self._believed = None
+        self._aged_s = self._believed = None
 
     def take(self, news: Mapping[str, Published], raws: Mapping[str, bytes], reading: DhtRead) -> None:
         """Note the later records that a reading found, checked, and let the others age. `raws`: all that was found."""
-        if reading.heard:
-            if self._heard_s is not None:
-                self._clock_s += min(reading.now_s - self._heard_s, self._lifetime_s / 2)
-            self._heard_s = reading.now_s
+        if reading.ages:
+            if self._aged_s is not None:
+                self._clock_s += min(reading.now_s - self._aged_s, self._lifetime_s / 2)
+            self._aged_s = reading.now_s
         for peer, published in news.items():
             believed, offset_s = True, None
             if peer not in self._entries:
@@ -132,8 +132,8 @@ class PeerTable:
         aged = [
             peer
             for peer, entry in self._entries.items()
-            if entry.heard_s + self._lifetime_s <= self._clock_s  # nobody's is shorter
-            and entry.heard_s + self._life_s(entry.published) <= self._clock_s
+            if entry.news_s + self._lifetime_s <= self._clock_s  # nobody's is shorter
+            and entry.news_s + self._life_s(entry.published) <= self._clock_s
         ]
         if news or aged:
             self._believed = None
@@ -151,11 +151,6 @@ class PeerTable:
 def is_doubtful(at: float, reading: DhtRead, lifetime_s: float) -> bool:
     """Say whether a record that is seen for the first time is likely left over: old by our clock and by the others'."""
     return bool(at) and min(reading.unix_s, reading.youngest_at) - at > lifetime_s + CLOCK_S
-
-
-def youngest_at(records: Iterable[Published]) -> float:
-    """Return the latest time of writing that a record says; 0 if none does."""
-    return max((record.at for record in records), default=0.0)
 
 
 def skew_s(offsets_s: Iterable[float | None], typical_age_s: float) -> float | None:

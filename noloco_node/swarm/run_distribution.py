@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from noloco_node.admission.admitted_network import not_admitted, not_for
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.question import ask, patient
@@ -103,10 +104,12 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
             check_clock(time.time() - reply.unix_time, peer)
             return recipe
         answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
+    if any(not_for(network.peer_id) in answer for answer in answers):
+        raise not_admitted("; ".join(answers))
     raise UserError(
         f"No peer of the invite serves the run {digest[:12]}.",
         why="; ".join(answers),
-        hint="ask whoever sent the invite for a fresh one (where a ticket is wanted, one of your own); if the model "
-        "or the tokenizer is a local directory, it must hold the same files here as there, and be allowed with --local",
+        hint="ask whoever sent the invite for a fresh one; if the model or the tokenizer is a local directory, it must "
+        "hold the same files here as there, and be allowed with --local",
         code=Exit.OTHER_RUN,
     )

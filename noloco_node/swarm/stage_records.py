@@ -1,9 +1,11 @@
 """What one reader knows of the peers of all stages, from what it finds in the DHT under each stage's key.
 
 A record counts only if it is small, decodes strictly, names the peer and the stage that it is filed under and holds
-possible numbers. A reading in which nobody else is heard, though others were there, is trouble of our own: nobody ages
-by it. Where at least two others were known and none of them says anything new, the same holds for `ISOLATED_S`; after
-that they count as gone.
+possible numbers.
+
+A reading in which nobody else is heard, though others were there, is trouble of our own: nobody ages by it. Where at
+least two others were known and none of them says anything new, the same holds for `ISOLATED_S`; after that they count
+as gone.
 """
 
 from __future__ import annotations
@@ -12,15 +14,7 @@ from collections.abc import Collection, Mapping
 from itertools import islice
 
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.peer_records import (
-    DhtRead,
-    PeerTable,
-    Published,
-    at_most,
-    decode_record,
-    skew_s,
-    youngest_at,
-)
+from noloco_node.swarm.peer_records import DhtRead, PeerTable, Published, at_most, decode_record, skew_s
 from noloco_node.swarm.roster import PeerRecord
 
 ISOLATED_S = 300.0
@@ -68,10 +62,10 @@ class StageRecords:
         if self._hears(read, news):
             self._heard_s = now_s
         given_up = self._heard_s is not None and now_s - self._heard_s >= ISOLATED_S
-        others = (each for records in news.values() for peer, each in records.items() if peer != self._me)
-        self._youngest_at = max(self._youngest_at, youngest_at(others))
-        heard = self._heard_s == now_s or (given_up and bool(read))
-        reading = DhtRead(now_s, unix_s, self._youngest_at, heard)
+        others = (each.at for records in news.values() for peer, each in records.items() if peer != self._me)
+        self._youngest_at = max([self._youngest_at, *others])
+        ages = self._heard_s == now_s or (given_up and bool(read))
+        reading = DhtRead(now_s, unix_s, self._youngest_at, ages)
         for stage, records in news.items():
             self._tables[stage].take(records, read[stage], reading)
 

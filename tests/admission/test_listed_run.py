@@ -54,7 +54,7 @@ def test_named_peers_train_others_are_refused_and_a_revoked_one_is_out_within_a_
         run, homes = listed(commands.directory), [commands.directory / f"of-{stage}" for stage in range(2)]
         bootstrap, door = host(commands, run)
         unnamed = [join(commands, door, home) for home in homes]
-        peers = [refused(command, Exit.OTHER_RUN, "no ticket") for command in unnamed]
+        peers = [refused(command, Exit.NOT_ADMITTED, "no ticket") for command in unnamed]
         invites = [administer(MemberAction.INVITE, MemberOptions(who=peer, run=run, invite=door)) for peer in peers]
         nodes = [
             join(commands, invite, home, stage) for stage, (invite, home) in enumerate(zip(invites, homes, strict=True))

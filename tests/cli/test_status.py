@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from memory_swarms import recipe
 
@@ -49,3 +50,11 @@ def test_who_is_late_with_its_news_is_marked() -> None:
     assert "No news" not in picture(recipe(), roster)
     shown = picture(recipe(), roster, {"12D3KooWijklmnop": 17.3})
     assert "No news:\n ijklmnop for 17 s: it may be dead" in shown
+
+
+def test_what_a_stranger_waits_for_is_neither_markup_nor_signs_of_a_terminal() -> None:
+    waits = "room at the next stage[/x]\x1b[2J"
+    idle = msgspec.structs.replace(record("abcdefgh"), state=PeerState.TRAINING, tokens_per_s=0.0, waiting=waits)
+    roster = Roster(stages=((idle,), (msgspec.structs.replace(idle, peer="12D3KooWijklmnop", stage=1),)))
+    shown = " ".join(picture(recipe(), roster).split())
+    assert "Nothing is trained: stage 0 waits for room at the next stage[/x] [2J." in shown

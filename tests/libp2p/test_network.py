@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 import uvloop
+from handlers import echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
@@ -118,11 +119,6 @@ async def pair(
         peer(*await one.addresses(), timeouts=timeouts, **settings) as (other, other_daemon),
     ):
         yield one, one_daemon, other, other_daemon
-
-
-async def echo(conversation: Conversation) -> None:
-    while True:
-        await conversation.send(await conversation.receive())
 
 
 async def fails(call: Callable[[], Awaitable[Any]], error: type[Exception], match: str) -> None:

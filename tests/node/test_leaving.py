@@ -323,6 +323,15 @@ def test_a_disk_that_refuses_the_last_checkpoint_of_a_run_is_said_too() -> None:
     assert trouble.code is Exit.STORAGE
 
 
+@pytest.fixture
+def _signals_as_before() -> Iterator[None]:
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("_signals_as_before")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("polite", [True, False])
 def test_the_first_signal_asks_who_heeds_it_and_the_second_ends(number: signal.Signals, polite: bool) -> None:
@@ -342,13 +351,29 @@ def test_the_first_signal_asks_who_heeds_it_and_the_second_ends(number: signal.S
             return "twice" if heard.is_set() else "once"
         return "never"
 
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert asyncio.run(main()) == ("twice" if polite else "once")
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    assert asyncio.run(main()) == ("twice" if polite else "once")
     assert len(said) == polite
+
+
+@pytest.mark.usefixtures("_signals_as_before")
+@pytest.mark.parametrize("polite", [True, False])
+def test_a_closed_terminal_asks_once_however_often_it_is_told(polite: bool) -> None:
+    async def main() -> str:
+        loop = asyncio.get_running_loop()
+        try:
+            async with departure(lambda _: None) as leaving:
+                leaving.polite = polite
+                loop.call_soon(signal.raise_signal, signal.SIGHUP)
+                await leaving.asked.wait()
+                for _ in range(3):
+                    signal.raise_signal(signal.SIGHUP)
+                    await asyncio.sleep(0)  # to read the signal
+                    await asyncio.sleep(0)  # to be cancelled by it
+                return "politely"
+        except asyncio.CancelledError:
+            return "at once"
+
+    assert asyncio.run(main()) == ("politely" if polite else "at once")
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ class Untouched:
 def context(says: object, journal: list[Any]) -> ReplicaContext:
     return ReplicaContext(
         network=cast(Any, Network(says)),
-        roster=lambda: Roster(()),
+        roster=lambda: Roster(stages=()),
         record=journal.append,
         hold=cast(Any, None),
         microbatch_schema=microbatch_schema(RUN, 64),

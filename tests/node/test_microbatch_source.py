@@ -42,7 +42,7 @@ def test_every_sample_is_trained_on_in_the_end(refusals: list[bool], in_flight: 
             return Gradient(hidden=None, loss=1.0, tokens=8, computed_by="last")
 
         source = MicrobatchSource(
-            draw, process, lambda samples: samples / 20, prove=proved, me="me", budget_s=9.0, rng=Random(1)
+            draw, process, lambda samples, _: samples / 20, prove=proved, me="me", budget_s=9.0, rng=Random(1)
         )
         await source.run(in_flight)
         # Those in flight when the budget was reached still come back.
@@ -67,7 +67,7 @@ def test_no_refusal_puts_a_source_to_sleep_for_long(named_s: float) -> None:
             return answers.pop() if answers else Gradient(hidden=None, loss=1.0, tokens=8, computed_by="last")
 
         source = MicrobatchSource(
-            draw, process, lambda samples: samples / 2, prove=proved, me="me", budget_s=9.0, rng=Random(1)
+            draw, process, lambda samples, _: samples / 2, prove=proved, me="me", budget_s=9.0, rng=Random(1)
         )
         await source.run(1)
         assert source.samples == 2

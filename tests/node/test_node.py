@@ -17,6 +17,7 @@ from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
 from noloco_node.node.training import LONGEST_DRAIN_S
+from noloco_node.observe.bottleneck import Cause, cause_of
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.sim.clock import run
@@ -249,7 +250,9 @@ def test_who_has_finished_waits_for_nothing() -> None:
         await asyncio.sleep(20.0)
         replica = peers[1].node.replica
         assert replica is not None
-        assert "microbatches" in (replica.waiting() or "")
+        waits = replica.waits()
+        assert waits is not None
+        assert cause_of(waits[0]) is Cause.MICROBATCHES
         assert replica.describe(state).waiting is None
         for peer in peers:
             peer.leave.set()
@@ -315,7 +318,7 @@ async def list_as_replica(hub: SimNetwork, what: RunFileText, name: str, stage: 
     """Let a stranger claim to be a replica that trains."""
     network = hub.network(name)
     record = PeerRecord(peer=name, stage=stage, state=PeerState.TRAINING, round=round)
-    await Membership(network, what.digest, what.run.pipeline.stages, lifetime_s=600.0).claim(record)
+    await Membership(network, what.digest, what.run.pipeline.stages, refresh_s=200.0).claim(record)
     return network
 
 

@@ -33,8 +33,6 @@ REFRESH_S = 30.0
 SAMPLE_S = 3.0
 FORGOTTEN_S = 2 * (SOURCE_LIFETIME_S + CLOCK_ERROR_S)
 """After which the DHT knows nothing of a source."""
-NIGHT_S = (FORGOTTEN_S, FORGOTTEN_S, 100.0, 500.0)
-"""Of one that sleeps for a night, and a newcomer that never met it."""
 
 
 # The law, with sources that train nothing.
@@ -58,9 +56,7 @@ class Life:
 
     def __init__(self, hub: SimNetwork, name: str, progress: float, counters: Counters | None) -> None:
         clock = asyncio.get_running_loop().time
-        self._presence = Membership(
-            hub.network(name), "run", 1, lifetime_s=3 * REFRESH_S, refresh_s=REFRESH_S, unix_time=clock
-        )
+        self._presence = Membership(hub.network(name), "run", 1, refresh_s=REFRESH_S, unix_time=clock)
         self._name, self._begun_with, self._counters = name, progress, counters
         self.done = 0
         """Samples of this life."""
@@ -83,16 +79,17 @@ class Life:
     async def _live(self) -> None:
         await self._presence.claim(self._record(PeerState.CATCHING_UP))
         self._duty.begin(self._begun_with, self._counters)
-        replica: Any = SimpleNamespace(post=SimpleNamespace(stage=0), worker=SimpleNamespace(process=self._process))
+        replica: Any = SimpleNamespace(config=SimpleNamespace(stage=0), worker=SimpleNamespace(process=self._process))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._presence.run())
-            group.create_task(self._duty.fulfil(replica))
+            group.create_task(self._duty.run_until_done(replica))
             while True:
                 self._presence.update(self._record(PeerState.TRAINING))
                 await asyncio.sleep(REFRESH_S)
 
     def _record(self, state: PeerState) -> PeerRecord:
-        return PeerRecord(peer=self._name, stage=0, state=state, samples=self._duty.samples)
+        steps = self._duty.samples // RUN.samples_per_step
+        return PeerRecord(peer=self._name, stage=0, state=state, samples=self._duty.samples, inner_steps=steps)
 
     async def end(self, *, politely: bool) -> Counters:
         """End it, and return what its checkpoint counts."""
@@ -106,6 +103,7 @@ class Life:
             optimiser_steps=1,
             data_position=self._duty.position(),
         )
+        assert not self._task.done()
         self._task.cancel()
         await asyncio.wait([self._task])
         if politely:
@@ -174,6 +172,18 @@ changes = st.lists(
     ]
 )
 @example([("b", False, True, FORGOTTEN_S), ("a", False, False, FORGOTTEN_S), ("a", True, True, FORGOTTEN_S)])
+@example(
+    [
+        ("b", False, False, 100.0),
+        ("d", False, False, FORGOTTEN_S),
+        ("b", False, False, FORGOTTEN_S),
+        ("c", False, False, 100.0),
+        ("a", False, False, FORGOTTEN_S),
+        ("b", False, False, FORGOTTEN_S),
+        ("c", False, False, FORGOTTEN_S),
+        ("b", False, False, 100.0),
+    ]
+)
 def test_whoever_comes_goes_and_returns_every_sample_counts_once(story: list[Change]) -> None:
     """Source "a" is there from the beginning. Where nobody is left, the first to come is who went last."""
 

@@ -20,7 +20,14 @@ from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
-from noloco_node.observe.bottleneck import PAST, PRESENT, StageLoad, devices_bottleneck, present_bottleneck
+from noloco_node.observe.bottleneck import (
+    PAST,
+    PRESENT,
+    Bottleneck,
+    StageView,
+    devices_bottleneck,
+    present_bottleneck,
+)
 from noloco_node.observe.journal_observer import SILENT, JournalObserver, Recording, read_journals
 from noloco_node.observe.live_view import LiveView
 from noloco_node.observe.peer_history import PeerHistory
@@ -40,6 +47,7 @@ from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
+from pipeline.next_stage import Wanted
 
 RUN = RunFileText(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "a test's run file")
 MICROBATCH_TOKENS = RUN.run.pipeline.microbatch_size * RUN.run.pipeline.sequence_length
@@ -135,31 +143,30 @@ def test_a_wait_is_taken_apart(said: str | None, what: str | None, seconds: floa
     assert split_wait(said) == (what, seconds)
 
 
-ROOM = "room at the next stage"
-
-
 @pytest.mark.parametrize(
-    ("loads", "speed", "sentence"),
+    ("seen", "speed", "sentence", "limit"),
     [
-        ([StageLoad(0, 0, 0), StageLoad(1, 0, 0)], 0.0, "Nothing is trained: nobody is there."),
-        ([StageLoad(0, 1, 1), StageLoad(1, 0, 0)], 9.0, "Nobody serves stage 1: no microbatch"),
-        ([StageLoad(0, 1, 1), StageLoad(1, 2, 0)], 9.0, "Stage 1 is the bottleneck: none of its 2 replicas trains."),
-        (
-            [StageLoad(0, 2, 2, 0.1, ROOM, 1), StageLoad(1, 2, 2, 0.2)],
-            0.0,
-            "Nothing is trained: stage 0 waits for room",
-        ),
-        ([StageLoad(0, 2, 2, 0.1, ROOM, 1), StageLoad(1, 2, 2, 0.1)], 9.0, "Stage 1 is the bottleneck: its replicas r"),
-        ([StageLoad(0, 2, 2, 0.1, "an answer of the next stage", 2), StageLoad(1, 2, 2)], 0.0, "Stage 1 is out of re"),
-        ([StageLoad(0, 2, 2, 0.3), StageLoad(1, 2, 2, 0.9)], 9.0, "Stage 1 is the bottleneck: its devices are busy fo"),
-        ([StageLoad(0, 2, 2, 0.9), StageLoad(1, 2, 2, 0.9)], 9.0, "The devices are the limit, of all stages alike"),
-        ([StageLoad(0, 2, 2), StageLoad(1, 2, 2)], 9.0, "Nobody has said yet"),
-        ([StageLoad(0, 2, 2, 0.3)], 9.0, "The devices are busy for 30% of the time, and there is no other stage"),
+        ([(0, 0), (0, 0)], 0.0, "Nothing is trained: nobody is there.", None),
+        ([(1, 1), (0, 0)], 9.0, "Nobody serves stage 1: no microbatch", 1),
+        ([(1, 1), (0, 0), (0, 0)], 9.0, "Nobody serves stages 1, 2: no", 1),
+        ([(1, 1), (2, 0)], 9.0, "Stage 1 is the bottleneck: none of its 2 replicas trains.", 1),
+        ([(2, 2, 0.1, Wanted.ROOM, 1), (2, 2, 0.2)], 0.0, "Nothing is trained: stage 0 waits for room", 0),
+        ([(2, 2, 0.1, Wanted.ROOM, 1), (2, 2, 0.1)], 9.0, "Stage 1 is the bottleneck: its replicas r", 1),
+        ([(2, 2, 0.1, Wanted.ANSWER, 2), (2, 2)], 0.0, "Stage 1 is out of reach: 2 of 2", 1),
+        ([(2, 2, 0.3), (2, 2, 0.9)], 9.0, "Stage 1 is the bottleneck: its devices are busy fo", 1),
+        ([(2, 2, 0.9), (2, 2, 0.9)], 9.0, "The devices are the limit, of all stages alike", None),
+        ([(2, 2, 0.3), (2, 2, 0.3)], 9.0, "No stage's devices are busy for more than 30%", None),
+        ([(2, 2), (2, 2)], 9.0, "Nobody has said yet", None),
+        ([(2, 2, 0.3)], 9.0, "The devices are busy for 30% of the time, and there is no other stage", None),
     ],
 )
-def test_the_sentence_of_this_moment(loads: list[StageLoad], speed: float, sentence: str) -> None:
-    assert present_bottleneck(loads, speed, is_over=False).startswith(sentence)
-    assert present_bottleneck(loads, speed, is_over=True) == "The run is over: its tokens are used up."
+def test_the_bottleneck_of_this_moment(seen: list[Any], speed: float, sentence: str, limit: int | None) -> None:
+    fields = ("replicas", "training", "busy", "waits", "waiting")
+    stages = [StageView(stage=number, **dict(zip(fields, given, strict=False))) for number, given in enumerate(seen)]
+    found = present_bottleneck(stages, speed, is_over=False)
+    assert (found.sentence.startswith(sentence), found.stage) == (True, limit), found
+    over = present_bottleneck(stages, speed, is_over=True)
+    assert over == Bottleneck("The run is over: its tokens are used up.")
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
@@ -168,7 +175,8 @@ def test_a_run_that_is_over_and_one_under_way_are_judged_alike(work: list[float]
     past, present = devices_bottleneck(shares, PAST), devices_bottleneck(shares, PRESENT)
     assert (past is None) == (present is None)
     if past is not None and present is not None:
-        assert past.replace("were", "are").replace("the training", "the time") == present
+        assert past.sentence.replace("were", "are").replace("the training", "the time") == present.sentence
+        assert past.stage == present.stage
 
 
 class _Witness(Watcher):
@@ -318,7 +326,7 @@ def test_the_events_of_a_simulation_are_played_with_its_faults(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 10), (200, 70)])
-@pytest.mark.parametrize("view", [crowd(4, 4), crowd(100, 4), crowd(400, 4, ROOM + ": all of them, for 9 s")])
+@pytest.mark.parametrize("view", [crowd(4, 4), crowd(100, 4), crowd(400, 4, f"{Wanted.ROOM}: all, for 9 s")])
 def test_a_picture_fits_and_says_first_what_counts(view: SwarmView, size: tuple[int, int]) -> None:
     text = drawn(view, *size)
     assert len(text) <= size[1]
@@ -329,13 +337,15 @@ def test_a_picture_fits_and_says_first_what_counts(view: SwarmView, size: tuple[
 
 @given(st.text(max_size=400), st.text(max_size=400))
 def test_what_strangers_say_is_neither_markup_nor_control(name: str, waits: str) -> None:
-    marked = f"[red]\x1b[2J\u202e{waits}"
-    view = RosterObserver(RUN.run, RUN.digest).view(
-        roster([record(0, 0, waiting=marked, peer=f"x[/]{name}")], []), BEGUN
-    )
-    for text in [*drawn(view, 100, 30), *lines(view), line(view)]:
-        assert text.isprintable()
-    assert "[red]" in "".join(lines(view))
+    marked = f"{Wanted.ROOM}[red]\x1b[2J\u202e{waits}"
+    for below in ([], [record(1, 0)]):
+        view = RosterObserver(RUN.run, RUN.digest).view(
+            roster([record(0, 0, waiting=marked, peer=f"x[/]{name}")], below), BEGUN
+        )
+        for text in [*drawn(view, 100, 30), *lines(view), line(view)]:
+            assert text.isprintable()
+        assert "[red]" in "".join(lines(view))
+    assert "[red]" in line(view)
     assert len(plain(waits)) <= MOST_WORDS
 
 

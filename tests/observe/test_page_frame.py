@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from page_frames import BEGUN, HOSTILE, view_of, with_course
 
 from noloco_node.journal import events
-from noloco_node.observe.bottleneck import named_stage
 from noloco_node.observe.journal_observer import JournalObserver, routes
 from noloco_node.observe.page_frame import MOST_MOMENTS, MOST_PEERS, MOST_ROUTES, page_frame
 from noloco_node.observe.peer_history import PeerHistory
@@ -71,19 +70,6 @@ def test_a_frame_says_where_a_recording_is() -> None:
     frame = page_frame(view_of(2, 2), playback.state())
     assert frame.playback is not None
     assert (frame.playback.at_s, frame.playback.whole_s, frame.virtual) == (25.0, 100.0, False)
-
-
-@pytest.mark.parametrize(
-    ("sentence", "stage"),
-    [
-        ("Stage 2 is the bottleneck: its devices are busy for 90% of the time.", 2),
-        ("Nobody serves stages 1, 2: no microbatch gets through until somebody does.", 1),
-        ("Nothing is trained: stage 0 waits for room at the next stage.", 0),
-        ("No stage's devices are busy for more than 29% of the time: replicas wait for each other.", None),
-    ],
-)
-def test_the_sentence_says_at_which_stage_to_look(sentence: str, stage: int | None) -> None:
-    assert named_stage(sentence) == stage
 
 
 @given(st.lists(st.integers(0, 100), min_size=2, max_size=8))

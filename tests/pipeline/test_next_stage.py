@@ -22,6 +22,7 @@ from pipeline.next_stage import (
     HopTotals,
     NextStage,
     NextStageClient,
+    Wanted,
     within,
 )
 from pipeline.routing import Hop
@@ -376,7 +377,7 @@ def test_an_empty_roster_is_waited_for_and_the_wait_is_told() -> None:
         await asyncio.sleep(20.0)
         waiting = peers.downstream.waiting
         assert waiting is not None
-        assert "roster" in waiting.what
+        assert (waiting.wanted, waiting.words) == (Wanted.REPLICA, Wanted.REPLICA)
         assert waiting.since_s == 0.0
         peers.hops = [Hop("a")]
         assert await asking is GRADIENT
@@ -393,6 +394,26 @@ def test_an_empty_roster_is_not_waited_for_for_ever() -> None:
         assert isinstance(reply, Refused)
         assert reply.reason is Reason.NO_ROUTE
         assert PATIENCE_S <= asyncio.get_running_loop().time() < PATIENCE_S + 1.0
+
+    run(main())
+
+
+def test_the_wait_for_somebody_in_the_roster_is_longer_than_one_microbatch_looks() -> None:
+    async def main() -> None:
+        peers = Peers("", lambda *_: GRADIENT)
+        await peers.ask()
+        asking = asyncio.get_running_loop().create_task(peers.ask())
+        await asyncio.sleep(10.0)
+        assert peers.downstream.waiting is not None
+        assert peers.downstream.waiting.since_s == 0.0
+        peers.hops = [Hop("a")]
+        await asking
+        peers.hops, came_s = [], asyncio.get_running_loop().time()
+        asking = asyncio.get_running_loop().create_task(peers.ask())
+        await asyncio.sleep(10.0)
+        assert peers.downstream.waiting is not None
+        assert peers.downstream.waiting.since_s == came_s
+        asking.cancel()
 
     run(main())
 

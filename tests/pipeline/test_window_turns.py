@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from noloco_node.sim.clock import run
-from pipeline.admission import AdmissionWindow, Slot, WindowOutcome
+from pipeline.admission_window import AdmissionWindow, Slot, WindowOutcome
 from pipeline.messages import Reason, Refused
 from pipeline.window_turns import GradientTurns, TurnClaim
 

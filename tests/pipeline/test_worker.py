@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.sim.clock import run
-from pipeline.admission import AdmissionWindow, WindowOutcome
+from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.messages import Gradient, Microbatch, Reason, Refused, Reply
 from pipeline.next_stage import NextStage, NextStageClient
 from pipeline.routing import Hop

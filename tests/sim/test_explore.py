@@ -49,7 +49,7 @@ from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.swarm.peer_records import PeerTable
-from pipeline.admission import Slot
+from pipeline.admission_window import Slot
 
 pytestmark = pytest.mark.shared
 

@@ -69,7 +69,7 @@ def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_agai
         said: list[str] = []
         states: list[str | None] = []
         disk = Disk(0.1)
-        saving = CheckpointWriter(disk.save, said.append, every_s=60.0)
+        saving = CheckpointWriter(disk.save, said.append, lambda line: said.append(f"warning: {line}"), every_s=60.0)
         writing = asyncio.create_task(saving.run())
         for round in range(1, 9):
             disk.refuses = 3 <= round <= 6
@@ -84,7 +84,7 @@ def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_agai
         return said, states
 
     said, states = run(main())
-    assert [line.split()[0] for line in said] == ["saved", "could", "saved"]
+    assert [line.split()[0] for line in said] == ["saved", "warning:", "saved"]
     assert "earlier checkpoints are kept" in said[1]
     assert said[2].endswith("after all")
     assert [state is None for state in states] == [True, True, False, False, False, False, True, True]
@@ -96,7 +96,7 @@ def test_the_last_one_waits_for_the_one_before_it_and_is_always_said() -> None:
     async def main() -> list[str]:
         said: list[str] = []
         disk = Disk(30.0)
-        saving = CheckpointWriter(disk.save, said.append, every_s=60.0)
+        saving = CheckpointWriter(disk.save, said.append, said.append, every_s=60.0)
         writing = asyncio.create_task(saving.run())
         saving.begin(checkpoint(1))
         await asyncio.sleep(1.0)
@@ -121,7 +121,7 @@ def test_weights_may_move_once_a_checkpoint_is_written_refused_or_left_out(refus
 
         disk = Disk(30.0)
         disk.refuses = refuses
-        saving = CheckpointWriter(disk.save, lambda _: None, every_s=60.0)
+        saving = CheckpointWriter(disk.save, lambda _: None, lambda _: None, every_s=60.0)
         writing = asyncio.create_task(saving.run())
         saving.begin(reading(1))
         await asyncio.sleep(1.0)

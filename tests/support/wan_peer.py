@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from handlers import echo
 
 from noloco_node.errors import UserError
 from noloco_node.libp2p.endpoint.settings import NetworkSettings, Reachability
@@ -44,11 +45,6 @@ SCHEMAS = {
     topic: Schema({Numbers: MessageSpec("Numbers", {"numbers": TensorSpec((size,), "float32")})})
     for topic, size in SIZES.items()
 }
-
-
-async def echo(conversation: Conversation) -> None:
-    while True:
-        await conversation.send(await conversation.receive())
 
 
 async def call(talk: AbstractAsyncContextManager[Conversation], topic: str) -> float:

@@ -147,8 +147,9 @@ def test_whoever_is_shut_out_is_told_so() -> None:
 
 def test_without_a_pass_a_run_with_an_owner_gives_nothing() -> None:
     async def play(hosted: Hosted) -> None:
-        with pytest.raises(UserError, match="No peer of the invite serves") as caught:
+        with pytest.raises(UserError, match="does not let us in") as caught:
             await hosted.enter(2, None, MEMBER)
+        assert caught.value.code is Exit.NOT_ADMITTED
         assert "no ticket" in caught.value.why
 
     played("open", play)

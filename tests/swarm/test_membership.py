@@ -47,7 +47,7 @@ def test_a_peer_that_publishes_seldom_is_believed_in_between_and_gone_in_the_end
         hub, loop = SimNetwork(WEATHER), asyncio.get_running_loop()
         _, one = present(hub, "a")
         _, third = present(hub, "c")
-        slow = Membership(hub.network("b"), RUN, 2, lifetime_s=180.0, refresh_s=60.0, unix_time=loop.time)
+        slow = Membership(hub.network("b"), RUN, 2, refresh_s=60.0, unix_time=loop.time)
         tasks = [asyncio.create_task(each.run()) for each in (one, slow, third)]
         await slow.claim(record("b", 1))
         await third.claim(record("c", 1))
@@ -414,7 +414,7 @@ def test_an_old_record_that_somebody_repeats_is_no_news() -> None:
 )
 def test_a_first_record_is_doubted_only_if_two_clocks_say_so(age_s: float, ours_s: float, youngest_s: float) -> None:
     now_s = 1e6
-    reading = DhtRead(now_s=0.0, unix_s=now_s + ours_s, youngest_at=now_s + youngest_s, heard=True)
+    reading = DhtRead(now_s=0.0, unix_s=now_s + ours_s, youngest_at=now_s + youngest_s, ages=True)
     doubted = is_doubtful(now_s - age_s, reading, 30.0)
     assert doubted == (age_s + ours_s > 30.0 + CLOCK_S and age_s + youngest_s > 30.0 + CLOCK_S)
     assert not is_doubtful(0.0, reading, 30.0), "it says no time"

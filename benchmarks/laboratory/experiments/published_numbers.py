@@ -41,10 +41,6 @@ TABLE_2 = (
 )
 PEARSON = (0.91, 0.97)
 """Correlation of the replicas' standard deviation with the inner learning rate, from and to."""
-RANDOM_ROUTES_SPREAD = (-0.15, -0.10)
-"""What random routes do to the spread of replicas that never average: the small and the medium model."""
-RANDOM_ROUTES_PERPLEXITY = 0.04
-"""What they do to the perplexity, at most."""
 
 BY_SPEEDS = {
     "parallel": (42.47, 42.47, 42.47, 42.47),

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from noloco_node.cli.interrupt import unwound
 from noloco_node.cli.options import HomeOption, default_home
 
 journal = typer.Typer(no_args_is_help=True, help="What nodes have written down: journals.")
@@ -36,4 +37,5 @@ def export_journal(
 
     if kind not in list(TableFormat):
         raise typer.BadParameter(f"{kind!r} is none of {', '.join(TableFormat)}")
-    typer.echo(export_journals(homes, out, TableFormat(kind)))
+    with unwound():
+        typer.echo(export_journals(homes, out, TableFormat(kind)))

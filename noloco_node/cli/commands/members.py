@@ -17,8 +17,9 @@ def members(
 ) -> None:
     """Let peers into your run and shut them out: works without a network, on the owner's key beside the run file.
 
-    `invite` prints an invite for one identity: for PEER, or for whoever shows it first. `revoke` ends a ticket or an
-    invitation, `ban` shuts a peer out for some days.
+    `invite` prints an invite for one identity: for PEER, or for whoever shows it
+    first. `revoke` ends a ticket or an invitation, `ban` shuts a peer out for
+    some days.
     """
     from noloco_node.cli.members import administer
 

@@ -23,7 +23,7 @@ def evaluate(
             show_default="the run's held-out split",
         ),
     ] = None,
-    batches: Annotated[int, typer.Option(min=1, help="At most so many batches of 8 sequences.")] = 64,
+    batches: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many batches of 8 sequences.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
 ) -> None:
     """Print validation loss and perplexity of exported checkpoints, or of homes: merged, and each replica."""
@@ -35,9 +35,13 @@ def evaluate(
 def generate(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `export` wrote.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from.", show_default=False)],
-    max_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 takes the most probable token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the most probable; 0: from all.")] = 40,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many tokens.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(metavar="X", min=0.0, max=100.0, help="0 takes the most probable token.")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Draw from so many of the most probable; 0: from all.")
+    ] = 40,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
 ) -> None:
     """Let an exported checkpoint go on from a prompt, token by token."""

@@ -45,11 +45,13 @@ class MachineOptions:
         ),
     ] = None
     peers: Annotated[
-        int | None, typer.Option(min=1, max=20_000, help="Machines in all.", show_default=str(USUAL["peers"]))
+        int | None,
+        typer.Option(metavar="N", min=1, max=20_000, help="Machines in all.", show_default=str(USUAL["peers"])),
     ] = None
     tflops: Annotated[
         float | None,
         typer.Option(
+            metavar="X",
             min=0.001,
             max=1e6,
             help="10^12 operations a second of a GPU, as reached in training.",
@@ -59,7 +61,11 @@ class MachineOptions:
     latency_ms: Annotated[
         float | None,
         typer.Option(
-            min=0.0, max=6e4, help="Of a message between two machines.", show_default=f"{USUAL['latency_ms']:g}"
+            metavar="X",
+            min=0.0,
+            max=6e4,
+            help="Of a message between two machines.",
+            show_default=f"{USUAL['latency_ms']:g}",
         ),
     ] = None
 

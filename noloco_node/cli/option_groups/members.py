@@ -38,7 +38,7 @@ class MemberOptions:
             help="The line that a bootstrap peer printed: `invite` adds a credential to it.", show_default=False
         ),
     ] = None
-    days: Annotated[float, typer.Option(min=0.0, help="How long the invite lasts, or the ban.")] = 30.0
+    days: Annotated[float, typer.Option(metavar="X", min=0.0, help="How long the invite lasts, or the ban.")] = 30.0
     note: Annotated[str, typer.Option(help="Whom it is for; kept in your list alone.", show_default=False)] = ""
     may_sign: Annotated[
         bool, typer.Option("--may-sign", help="Let the peer host a bootstrap peer that signs tickets for others.")

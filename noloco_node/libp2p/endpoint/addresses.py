@@ -130,12 +130,11 @@ def _join(parts: Sequence[tuple[str, str | None]]) -> str:
 
 
 def _not_an_address(text: str, why: str) -> UserError:
-    return UserError(
-        f"The address {text!r} cannot be used.",
-        why=why,
-        hint="write it like /ip4/0.0.0.0/tcp/4001 (port 0 to listen lets the system choose)",
-        code=Exit.CONFIG,
-    )
+    return _not_usable(text, why, "write it like /ip4/0.0.0.0/tcp/4001 (port 0 to listen lets the system choose)")
+
+
+def _not_usable(text: str, why: str, hint: str) -> UserError:
+    return UserError(f"The address {text!r} cannot be used.", why=why, hint=hint, code=Exit.CONFIG)
 
 
 def _try_port(text: str, kinds: Sequence[str], host: str, port: int) -> None:
@@ -155,4 +154,9 @@ def _try_port(text: str, kinds: Sequence[str], host: str, port: int) -> None:
                     "if it is an earlier node of yours, stop that one first",
                     code=Exit.PORT_TAKEN,
                 ) from None
-            raise _not_an_address(text, f"this machine cannot listen there: {error.strerror}") from None
+            raise _not_usable(
+                text,
+                f"this machine cannot listen there: {error.strerror}",
+                "listen on an address that this machine has, or on all: /ip4/0.0.0.0/tcp/4001 (ports below 1024 are "
+                "root's); the one that others dial, a router's, belongs to --announce",
+            ) from None

@@ -42,6 +42,7 @@ def plain_cause(words: str, address: PeerAddress) -> str:
 
 
 _MEANINGS = {
+    "failed to negotiate security protocol": "whoever answers there is no peer: another program, or a proxy in between",
     "connection refused": "connection refused: no program listens there",
     "no good addresses": "the host's name does not resolve, or none of its addresses can be dialled from here",
     "no such host": "the host's name does not resolve",

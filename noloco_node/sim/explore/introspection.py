@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from noloco_node.node.replica import Replica
-from pipeline.admission import AdmissionWindow
+from pipeline.admission_window import AdmissionWindow
 
 
 def is_closed(replica: Replica) -> bool:

@@ -41,12 +41,13 @@ from noloco_node.sim.explore.invariant_error import told
 from noloco_node.sim.explore.life_records import Break, Delays, LifeRecord, begin_record, fast_of
 from noloco_node.sim.explore.liveness_invariants import LivenessInvariants
 from noloco_node.sim.explore.meetings import MeetingChecker
-from noloco_node.sim.explore.observation import LIFETIME_S, CheckerContext
+from noloco_node.sim.explore.observation import CheckerContext
 from noloco_node.sim.explore.round_invariants import RoundInvariants
 from noloco_node.sim.peer import PeerLife, SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import LOOK_S, Watcher, World
+from noloco_node.swarm.membership import LIFETIME_S
 
 SETTLED_S = 60.0
 """After the end, before what is left counts as left for ever."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from noloco_node.journal import events
 from noloco_node.node.training import LONGEST_DRAIN_S
 from noloco_node.run.protocols import GOSSIP
 from noloco_node.sim.explore.introspection import is_closed, slots
@@ -87,7 +88,7 @@ class LivenessInvariants:
 
     def note_finished(self, record: LifeRecord, why: str) -> None:
         """Check the reason for which a life has ended."""
-        over = why == "the run is over"
+        over = why == events.RUN_OVER
         if over and self.context.hostile and self._progress() < EARLY:
             # One that is cut off with a hostile source may be told so. Nobody else is.
             self.deceived += 1

@@ -11,9 +11,6 @@ from noloco_node.sim.explore.invariant_error import InvariantBroken
 from noloco_node.sim.explore.life_records import Delays, LifeRecord, Lives
 from noloco_node.sim.world import World
 
-LIFETIME_S = 30.0
-"""Of a record in the roster (`Membership`)."""
-
 
 @dataclass(slots=True, repr=False)
 class CheckerContext:

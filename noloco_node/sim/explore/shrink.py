@@ -18,10 +18,9 @@ from noloco_node.sim.scenario.scenario import DevicesConfig, NetworkConfig, Scen
 MOST_RUNS = 80
 
 
-def shrink(scenario: Scenario, breaks: Callable[[Scenario], bool], most_runs: int = MOST_RUNS) -> Scenario:
+def shrink(scenario: Scenario, breaks: Callable[[Scenario], bool]) -> Scenario:
     """Return the shortest schedule found for which `breaks` is still true."""
-    left = most_runs
-    changed = True
+    left, changed = MOST_RUNS, True
     while changed:
         changed = False
         for steps in (_fewer_faults, _better_network, _shorter_faults):

@@ -39,9 +39,9 @@ def bottleneck(report: Report) -> str:
     line = _line(report, busiest.work, _most(waits) == Cause.GOSSIP)
     if line:
         return line
-    sentence = devices_bottleneck({stage.stage: stage.work for stage in report.stages}, PAST)
-    if sentence:
-        return sentence
+    devices = devices_bottleneck({stage.stage: stage.work for stage in report.stages}, PAST)
+    if devices:
+        return devices.sentence
     pipeline = sum(waits.get(cause, 0.0) for cause in PIPELINE)
     others = {cause: share for cause, share in waits.items() if cause not in PIPELINE}
     worst = _most(others)

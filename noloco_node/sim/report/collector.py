@@ -34,6 +34,7 @@ from noloco_node.sim.report.stage_time import StageTime, StageTimes
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import Watcher, World
+from pipeline.next_stage import Wanted
 
 RECENT_S = 30.0
 SEEN_AT_ONCE = 1024
@@ -256,7 +257,7 @@ def waits_for(stage_time: StageTime, over: bool) -> Cause:
         return Cause.GOSSIP
     wait = next_stage.waiting if next_stage is not None else None
     if wait is not None:
-        if wait.what.startswith("room"):
+        if wait.wanted is Wanted.ROOM:
             return Cause.ROOM
         return Cause.ENDING if over else Cause.ROUTE  # at the end those whom it looks for have left
     if admission.turns.waiting:

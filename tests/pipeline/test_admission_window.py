@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from noloco_node.sim.clock import Deadlock, run
-from pipeline.admission import UNKNOWN_PACE_S, AdmissionWindow, Slot, WindowOutcome
+from pipeline.admission_window import UNKNOWN_PACE_S, AdmissionWindow, Slot, WindowOutcome
 from pipeline.messages import Reason, Refused
 
 OUTCOME = WindowOutcome(0.5, 1.0, 8)

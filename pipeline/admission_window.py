@@ -1,4 +1,4 @@
-"""The window of microbatches of an inner step, and the door in front of it.
+"""The window of microbatches of an inner step, and the gate in front of it.
 
 With one window in flight it admits exactly as many microbatches as an inner step takes: those in flight and those that
 succeeded never add up to more, and one that fails gives its slot back to the next. So the batch of every inner step is
@@ -240,12 +240,6 @@ class AdmissionWindow:
             **{name: self._counts[name] for name in ("admitted", "given_back", "stale")},
             **{f"refused_{reason}": self._counts[f"refused_{reason}"] for reason in ("full", "gossiping", "leaving")},
         }
-
-    def __repr__(self) -> str:
-        door = self._closed or ("shut" if self._shut_until_s is not None else "open")
-        return (
-            f"Window({self.succeeded}+{self.in_flight}/{self.window}, queued {self.queued}/{self.queue_limit}, {door})"
-        )
 
     def _complete(self) -> bool:
         return len(self._outcomes) == self.window
