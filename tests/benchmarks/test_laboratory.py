@@ -624,7 +624,7 @@ class TestCommand:
         assert store.path.read_bytes() == before
         assert "### Asynchronous gossip, on very" in capsys.readouterr().out
         # Of rivals: two texts, more replicas, choices; and each question of what the papers vary.
-        assert (tmp_path / "laboratory.md").read_text().count("Not run (yet)") == 4 + 8
+        assert (tmp_path / "laboratory.md").read_text().count("Not run (yet)") == 4 + 9
         assert (tmp_path / "pictures" / "laboratory.png").stat().st_size > 10_000
 
     def test_the_page_is_what_the_record_says(self) -> None:

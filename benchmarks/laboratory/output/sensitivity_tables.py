@@ -18,7 +18,8 @@ def sensitivity_tables(data: Measured) -> list[Table]:
         return shards[name][0].replicas == SIZE.few
 
     questions = [
-        ("twice the batch, at as many steps", "parallel", ["diloco_hb", "noloco", *sensitivity.batches()]),
+        ("the batch as it is", "parallel", ["diloco_hb", "noloco"]),
+        ("twice the batch, at as many steps", "parallel_batch_2", [*sensitivity.batches()][1:]),
         ("momentum and pull of NoLoCo in training", "noloco", list(sensitivity.rules())),
         ("rounds of other lengths, each with a rate of its own", "noloco", ["diloco_hb", *of_noloco]),
         ("late pseudo-gradients at a server", "naive", ["diloco_of_4", "delayed", *sensitivity.waits()]),
