@@ -27,7 +27,6 @@ from benchmarks.laboratory.experiments.full_scale import ORDER, TRIED
 from benchmarks.laboratory.experiments.grid import RATES, Grid, Recipe, Run, at
 from benchmarks.laboratory.experiments.hardware_model import merge_bytes
 from benchmarks.laboratory.experiments.recipes import SMALL_RATES, everything, headline_runs, small, smoke
-from benchmarks.laboratory.experiments.rivals import rivals
 from benchmarks.laboratory.experiments.sensitivity import sensitivity
 from benchmarks.laboratory.experiments.task import _shard as shard
 from benchmarks.laboratory.output.headline import CONDITIONS, closed, headline
@@ -40,7 +39,15 @@ from benchmarks.laboratory.running.store import SOURCES, Store, code, decode, en
 from noloco_node.data.blocks import SMALLEST_PIECE_BYTES
 from noloco_node.data.file_documents import pieces_of, stdlib_files
 
-LEVELS = {"parallel": 1.5, "independent": 2.2, "central": 1.8, "pairs": 1.9, "server": 2.0, "gossip": 1.65, "shards": 1.8}
+LEVELS = {
+    "parallel": 1.5,
+    "independent": 2.2,
+    "central": 1.8,
+    "pairs": 1.9,
+    "server": 2.0,
+    "gossip": 1.65,
+    "shards": 1.8,
+}
 
 KEPT = re.findall(
     "[0-9a-f]{16}",
