@@ -39,8 +39,7 @@ from benchmarks.laboratory.running.store import SOURCES, Store, code, decode, en
 from noloco_node.data.blocks import SMALLEST_PIECE_BYTES
 from noloco_node.data.file_documents import pieces_of, stdlib_files
 
-LEVELS = {"parallel": 1.5, "independent": 2.2, "central": 1.8, "pairs": 1.9, "server": 2.0, "gossip": 1.65}
-LEVELS["shards"] = 1.8
+LEVELS = {
     "parallel": 1.5,
     "independent": 2.2,
     "central": 1.8,
