@@ -28,7 +28,7 @@ from benchmarks.laboratory.experiments.grid import RATES, Grid, Recipe, Run, at
 from benchmarks.laboratory.experiments.hardware_model import merge_bytes
 from benchmarks.laboratory.experiments.recipes import SMALL_RATES, everything, headline_runs, small, smoke
 from benchmarks.laboratory.experiments.sensitivity import sensitivity
-from benchmarks.laboratory.experiments.task import _shard as shard
+from benchmarks.laboratory.experiments.task import shard
 from benchmarks.laboratory.output.headline import CONDITIONS, closed, headline
 from benchmarks.laboratory.output.table import NO_WORSE, aligned, compared, judged
 from benchmarks.laboratory.output.tables import by_tokens, every_table, foot, tuning, variants

@@ -147,7 +147,7 @@ class Text:
         peer = f"replica {number}"
         length = run.pipeline.sequence_length
         if shards > 1:
-            documents = FileDocuments(_shard(number, shards), ReadingOrder("train", run.seed, peer, True), 2.0)
+            documents = FileDocuments(shard(number, shards), ReadingOrder("train", run.seed, peer, True), 2.0)
             blocks = Blocks(documents, open_encoder(run.data), length, f"shard {number}")
         else:
             blocks = open_blocks(run.data, length, run.seed, peer)
@@ -163,7 +163,8 @@ class Text:
         return block[:, :-1], block[:, 1:]
 
 
-def _shard(number: int, shards: int) -> list[TextRange]:
+def shard(number: int, shards: int) -> list[TextRange]:
+    """Return the pieces of one of so many parts of the library's text, alike in bytes."""
     pieces = pieces_of(stdlib_files(), SMALLEST_PIECE_BYTES)
     size, before, found = sum(piece.end - piece.start for piece in pieces), 0, []
     for piece in pieces:
