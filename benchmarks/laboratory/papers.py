@@ -4,6 +4,7 @@
     python -m benchmarks.laboratory.papers --all  everything, some hours; each finished run is kept at once
     python -m benchmarks.laboratory.papers --headline  what the headline still lacks, on two texts, in order
     python -m benchmarks.laboratory.papers --rivals  gossip and its rivals on an equal footing, smaller, two texts
+    python -m benchmarks.laboratory.papers --sensitivity  what the papers vary, smaller
     python -m benchmarks.laboratory.papers --tables  the tables and the picture again, from what is kept
 
 An interrupted survey goes on where it was: run the same command again.
@@ -21,7 +22,9 @@ from pathlib import Path
 from benchmarks.laboratory.experiments.grid import Grid
 from benchmarks.laboratory.experiments.recipes import everything, headline_runs, small, smoke
 from benchmarks.laboratory.experiments.rivals import rivals
+from benchmarks.laboratory.experiments.sensitivity import sensitivity
 from benchmarks.laboratory.output.rival_tables import rival_tables
+from benchmarks.laboratory.output.sensitivity_tables import sensitivity_tables
 from benchmarks.laboratory.output.tables import every_table, foot
 from benchmarks.laboratory.running.progress import Board
 from benchmarks.laboratory.running.results import Measured
@@ -85,6 +88,7 @@ def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
     parser = _parser()
     asked = parser.parse_args(words)
     made = {"small": small, "smoke": smoke, "rivals": rivals, "headline": headline_runs}
+    made["sensitivity"] = sensitivity
     grid = next((make() for name, make in made.items() if getattr(asked, name)), everything())
     grid = _narrowed(grid, asked.only, parser)
     out: Path = asked.out or (Path("build/laboratory") if asked.small or asked.smoke else Path("docs"))
@@ -109,7 +113,8 @@ def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
         except OSError as error:
             print(f"stopped: {store.path} cannot be written ({error}); what it holds is kept", file=sys.stderr)
             return 1
-    written = _written(everything() if asked.rivals or asked.headline else grid, store, out, parser, note)
+    is_part = asked.rivals or asked.headline or asked.sensitivity
+    written = _written(everything() if is_part else grid, store, out, parser, note)
     for failed in failures:
         run, last = failed.run, failed.reason.rpartition("\n")[2]
         print(f"failed: {run.name}, rate {run.cell.learning_rate:g}, seed {run.cell.seed}: {last}", file=sys.stderr)
@@ -122,12 +127,12 @@ def main(words: Sequence[str] | None = None, work: Work = trial) -> int:
 def _written(grid: Grid, store: Store, out: Path, parser: argparse.ArgumentParser, note: str) -> int:
     """Print the tables, and write them below `out`, after an introduction and a note, and the picture.
 
-    With a note they are the page of the documents, which holds the rivals too.
+    With a note they are the page of the documents, which holds the smaller surveys too.
     """
     from benchmarks.laboratory.output.plots import picture  # matplotlib, which the workers need not load
 
     data = Measured(grid, store)
-    text = tables(data, Measured(rivals(), store) if note else None)
+    text = tables(data, store if note else None)
     print(text)
     pages, drawing = out / "laboratory.md", out / "pictures" / "laboratory.png"
     try:
@@ -140,10 +145,13 @@ def _written(grid: Grid, store: Store, out: Path, parser: argparse.ArgumentParse
     return 0
 
 
-def tables(data: Measured, beside: Measured | None = None) -> str:
-    """Return all tables that the record can fill; `beside`: of the survey of rivals, which come first."""
-    first = [] if beside is None else [*(table.markdown() for table in rival_tables(beside)), foot(beside)]
-    parts = [*first, *(table.markdown() for table in every_table(data)), foot(data)]
+def tables(data: Measured, store: Store | None = None) -> str:
+    """Return all tables that the record can fill; with the `store` also those of the rivals and of what papers vary."""
+    parts = [*(table.markdown() for table in every_table(data)), foot(data)]
+    if store is not None:
+        others, varied = Measured(rivals(), store), Measured(sensitivity(), store)
+        before = [*(table.markdown() for table in rival_tables(others)), foot(others)]
+        parts = [*before, *parts, *(table.markdown() for table in sensitivity_tables(varied)), foot(varied)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -164,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--small", action="store_true", help="Run a dozen methods at tuned rates: 4 replicas, one seed.")
     what.add_argument("--headline", action="store_true", help="Run what the headline lacks, the most telling first.")
     what.add_argument("--rivals", action="store_true", help="Run gossip and its rivals on an equal footing.")
+    what.add_argument("--sensitivity", action="store_true", help="Run what the papers vary, at the small scale.")
     what.add_argument("--smoke", action="store_true", help="Run every method for six steps, to see that it runs.")
     what.add_argument("--tables", action="store_true", help="Run nothing; write tables and pictures of what is kept.")
     parser.add_argument(

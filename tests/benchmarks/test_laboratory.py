@@ -27,7 +27,8 @@ from benchmarks.laboratory.experiments.full_scale import ORDER, TRIED
 from benchmarks.laboratory.experiments.grid import RATES, Grid, Recipe, Run, at
 from benchmarks.laboratory.experiments.hardware_model import merge_bytes
 from benchmarks.laboratory.experiments.recipes import SMALL_RATES, everything, headline_runs, small, smoke
-from benchmarks.laboratory.experiments.rivals import rivals
+from benchmarks.laboratory.experiments.sensitivity import sensitivity
+from benchmarks.laboratory.experiments.task import shard
 from benchmarks.laboratory.output.headline import CONDITIONS, closed, headline
 from benchmarks.laboratory.output.table import NO_WORSE, aligned, compared, judged
 from benchmarks.laboratory.output.tables import by_tokens, every_table, foot, tuning, variants
@@ -35,8 +36,18 @@ from benchmarks.laboratory.running.progress import Board
 from benchmarks.laboratory.running.results import Figure, Measured, correlation, figure, pearson, seconds_to
 from benchmarks.laboratory.running.runner import Tell, survey, trial
 from benchmarks.laboratory.running.store import SOURCES, Store, code, decode, encode
+from noloco_node.data.blocks import SMALLEST_PIECE_BYTES
+from noloco_node.data.file_documents import pieces_of, stdlib_files
 
-LEVELS = {"parallel": 1.5, "independent": 2.2, "central": 1.8, "pairs": 1.9, "server": 2.0, "gossip": 1.65}
+LEVELS = {
+    "parallel": 1.5,
+    "independent": 2.2,
+    "central": 1.8,
+    "pairs": 1.9,
+    "server": 2.0,
+    "gossip": 1.65,
+    "shards": 1.8,
+}
 
 KEPT = re.findall(
     "[0-9a-f]{16}",
@@ -186,7 +197,8 @@ class TestCell:
         others = {"common_start": 0.1, "often_at_end": 0.1, "last_rounds": 3, "weighed": True}
         others |= {"slower_lines": 4.0, "charged": True, "beside": True, "roster_lag_s": 30.0}
         others |= {"scale": "small", "text": "torch", "fragments": 4, "overlap": 1, "mixing": 0.5}
-        others |= {"density": 0.5, "pushes": 2}
+        others |= {"density": 0.5, "pushes": 2, "batch": 2, "sharding": "fixed"}
+        others |= {"grace_s": 5.0, "discount": "poly", "compensation": 3.0}
         assert set(others) == set(ADDED_LATER)
         changed = [msgspec.structs.replace(cell, **{name: value}) for name, value in others.items()]
         assert len({digest, cell.key, *(one.key for one in changed)}) == 1 + len(others)
@@ -220,7 +232,7 @@ class TestGrid:
         known = {family: rate for family, rate in tuned.items() if rate is not None}
         assert {family: SMALL_RATES[family] for family in known} == known
 
-    @pytest.mark.parametrize("grid", [everything(), small(), smoke()])
+    @pytest.mark.parametrize("grid", [everything(), small(), smoke(), sensitivity()])
     def test_the_extent_is_what_runs(self, grid: Grid, tmp_path: Path) -> None:
         store = filled(grid, tmp_path / "r.jsonl")
         assert (len(store), sum(result.cell.budget for result in store)) == grid.extent() == grid.done(store)
@@ -618,15 +630,14 @@ class TestCommand:
         assert papers.main(["--tables", "--results", str(store.path), "--out", str(tmp_path)]) == 0
         assert store.path.read_bytes() == before
         assert "### Asynchronous gossip, on very" in capsys.readouterr().out
-        assert (tmp_path / "laboratory.md").read_text().count(
-            "Not run (yet)"
-        ) == 4  # of rivals: two texts, more replicas, choices
+        # Of rivals: two texts, more replicas, choices; and each question of what the papers vary.
+        assert (tmp_path / "laboratory.md").read_text().count("Not run (yet)") == 4 + 9
         assert (tmp_path / "pictures" / "laboratory.png").stat().st_size > 10_000
 
     def test_the_page_is_what_the_record_says(self) -> None:
         docs = ROOT / "docs"
         kept = Store(docs / "laboratory.jsonl", heard)
-        every = papers.tables(Measured(everything(), kept), Measured(rivals(), kept))
+        every = papers.tables(Measured(everything(), kept), kept)
         written = (docs / "laboratory.md").read_text(encoding="utf-8")
         assert written == papers.page(every, papers.WITHDRAWN), "run benchmarks/laboratory/papers.py --tables"
 
@@ -676,6 +687,35 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     task.validation_text.cache_clear()
     yield
     task.validation_text.cache_clear()
+
+
+def test_shards_are_parts_of_the_text_and_unlike() -> None:
+    parts = [{(piece.name, piece.start) for piece in shard(number, 4)} for number in range(4)]
+    assert all(parts)
+    assert sum(map(len, parts)) == len(set.union(*parts)) == len(pieces_of(stdlib_files(), SMALLEST_PIECE_BYTES))
+    sizes = [sum(piece.end - piece.start for piece in shard(number, 4)) for number in range(4)]
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+def of_server(**fields: object) -> Result:
+    """Twelve steps of two workers at a server, one thing changed."""
+    (cell,) = smoke().cells(smoke().recipe("async_naive"), Store(Path("none")))
+    return trial(msgspec.structs.replace(cell, speeds="very", **fields), lambda share: None)
+
+
+def test_what_a_server_may_do_about_late_workers_changes_what_comes_out(tiny: None) -> None:
+    plain = of_server()
+    changed = [
+        of_server(grace_s=10.0),
+        of_server(discount="poly"),
+        of_server(compensation=30.0),
+        of_server(sharding="fixed"),
+        of_server(sharding="sampled"),
+    ]
+    assert len({result.merged for result in (plain, *changed)}) == 1 + len(changed)
+    assert changed[0].virtual_s > plain.virtual_s
+    # Nobody is more than ten steps late here.
+    assert of_server(discount="threshold").merged == changed[1].merged
 
 
 METHODS = ("parallel", "independent", "diloco", "noloco_random_routes", "async_delayed", "ours")

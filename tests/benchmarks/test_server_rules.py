@@ -11,7 +11,9 @@ from benchmarks.laboratory.methods.server_rules import (
     ServerState,
     begin,
     buffered,
+    compensated,
     delayed_nesterov,
+    discounted,
     heavy_ball,
     nesterov,
     synchronous,
@@ -138,3 +140,26 @@ def test_nothing_is_written_into_the_arguments() -> None:
         in_buffer = buffered(nesterov, in_buffer, arrival, server, 2)
         delayed = delayed_nesterov(delayed, arrival, server, Delay(2, 0.25))
     assert all(torch.equal(before, after) for before, after in zip(copies, held, strict=True))
+
+
+@few
+@given(seeds, st.integers(0, 50))
+def test_a_later_pseudo_gradient_counts_less_and_in_the_same_direction(seed: int, staleness: int) -> None:
+    (arrived, *_) = draw_server(seed, 1)[1]
+    assert all(torch.equal(x, y) for x, y in zip(discounted(arrived, 0), arrived, strict=True))
+    worth = discounted(arrived, staleness)
+    assert all(torch.allclose(x * (1 + staleness) ** 0.5, y) for x, y in zip(worth, arrived, strict=True))
+
+
+@few
+@given(seeds, st.floats(0.0, 30.0))
+def test_delay_compensation_follows_a_bowl_to_where_the_weights_are(seed: int, strength: float) -> None:
+    state, (arrived, moved) = draw_server(seed, 2)
+    started = state.weights
+    now = tuple(theta + step for theta, step in zip(started, moved, strict=True))
+    unmoved = compensated(arrived, started, started, strength)
+    assert all(torch.equal(x, y) for x, y in zip(unmoved, arrived, strict=True))
+    # The curvature that it assumes is strength times the square: exact for a quadratic that has it.
+    there = compensated(arrived, started, now, strength)
+    for g, theta, other, corrected in zip(arrived, started, now, there, strict=True):
+        assert torch.allclose(corrected, g + strength * g**2 * (other - theta), rtol=1e-9, atol=1e-9)

@@ -31,6 +31,8 @@ Speeds = Literal["none", "slight", "moderate", "very"]
 Scale = Literal["full", "small"]
 Codec = Literal["float32", "bfloat16", "int8", "int4", "int3", "int2"]
 Corpus = Literal["library", "torch"]
+Sharding = Literal["alike", "fixed", "sampled"]
+Discount = Literal["none", "poly", "threshold"]
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +67,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     `fragments`: in which the weights travel, one after the other. `overlap`: inner steps that a replica takes while one
     travels. `mixing`: the share of its own weights that it keeps when one arrives.
     `density`: of a mean over all, the share of values that a replica sends. `pushes`: replicas to which each sends.
+    `batch`: by which factor an inner step has more sequences; it takes as many times as long.
+    `sharding`: all replicas draw from all of the text, or each from a part of its own, cut by file names; or, at a
+    server, each round from the part that is behind most.
+    Of a server alone: `grace_s`: how long the first to arrive waits for others to begin with. `discount`: of
+    pseudo-gradients by their staleness. `compensation`: of how far the weights have moved meanwhile.
     Of asynchronous gossip alone: `slower_lines`: by which factor. `charged`: coding and outer steps take the device's
     time, in their turn. `beside`: they take it beside the inner steps. `roster_lag_s`: by how much what is known of the
     others is out of date.
@@ -98,6 +105,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mixing: float = 0.0
     density: float = 1.0
     pushes: int = 1
+    batch: int = 1
+    sharding: Sharding = "alike"
+    grace_s: float = 0.0
+    discount: Discount = "none"
+    compensation: float = 0.0
 
     @property
     def budget(self) -> int:
@@ -121,6 +133,7 @@ ADDED_LATER = {
     in (
         *("common_start", "often_at_end", "last_rounds", "weighed", "slower_lines", "charged", "beside"),
         *("roster_lag_s", "scale", "text", "fragments", "overlap", "mixing", "density", "pushes"),
+        *("batch", "sharding", "grace_s", "discount", "compensation"),
     )
 }
 """Fields that results from before do not know, and their defaults."""

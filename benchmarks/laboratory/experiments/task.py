@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.laboratory.experiments.cell import Cell, Corpus
-from noloco_node.data.blocks import open_blocks
+from noloco_node.data.blocks import SMALLEST_PIECE_BYTES, Blocks, open_blocks
+from noloco_node.data.encoding import open_encoder
+from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRange, pieces_of, stdlib_files
 from noloco_node.data.shuffled_blocks import shuffled
 from noloco_node.export.held_out_loss import validation_loss
 from noloco_node.planning.model_layout import ModelLayout, make_stage
@@ -85,7 +87,7 @@ def run_of(cell: Cell) -> RunConfig:
             stages=stages,
             replicas=cell.replicas,
             sequence_length=size.sequence_length,
-            microbatch_size=size.sequences_per_step // stages,
+            microbatch_size=cell.batch * size.sequences_per_step // stages,
             microbatches_per_step=stages,
             codec="float32",
         ),
@@ -135,19 +137,41 @@ def open_stages(run: RunConfig, plan: ModelLayout) -> list[Stage]:
 
 
 class Text:
-    """The training text of one replica: the blocks that a peer of this name would draw."""
+    """The training text of one replica: the blocks that a peer of this name would draw.
 
-    def __init__(self, run: RunConfig, number: int) -> None:
+    `shards`: parts of the library's text, of which this is one, where each is drawn from alone. They are cut in the
+    order of file names, into as many bytes each: packages stay together, so that parts are unlike.
+    """
+
+    def __init__(self, run: RunConfig, number: int, shards: int = 1) -> None:
         peer = f"replica {number}"
         length = run.pipeline.sequence_length
-        blocks = open_blocks(run.data, length, run.seed, peer)
+        if shards > 1:
+            documents = FileDocuments(shard(number, shards), ReadingOrder("train", run.seed, peer, True), 2.0)
+            blocks = Blocks(documents, open_encoder(run.data), length, f"shard {number}")
+        else:
+            blocks = open_blocks(run.data, length, run.seed, peer)
         self._blocks = shuffled(blocks, length, run.seed, peer)
         self._batch = run.pipeline.microbatch_size
+        self.drawn = 0
+        """Microbatches."""
 
     def draw(self) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of the next microbatch, int64 [batch, sequence]."""
         block = self._blocks.next_batch(self._batch)
+        self.drawn += 1
         return block[:, :-1], block[:, 1:]
+
+
+def shard(number: int, shards: int) -> list[TextRange]:
+    """Return the pieces of one of so many parts of the library's text, alike in bytes."""
+    pieces = pieces_of(stdlib_files(), SMALLEST_PIECE_BYTES)
+    size, before, found = sum(piece.end - piece.start for piece in pieces), 0, []
+    for piece in pieces:
+        if before * shards // size == number:
+            found.append(piece)
+        before += piece.end - piece.start
+    return found
 
 
 @lru_cache(maxsize=1)

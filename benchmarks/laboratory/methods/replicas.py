@@ -36,10 +36,10 @@ Model = list[Tensors]
 class Replica:
     """The replica of each stage that has this number, on one machine, and its text."""
 
-    def __init__(self, run: RunConfig, plan: ModelLayout, number: int, step_s: float) -> None:
+    def __init__(self, run: RunConfig, plan: ModelLayout, number: int, step_s: float, shards: int = 1) -> None:
         self.number, self.step_s = number, step_s
         self.stages: list[Stage] = open_stages(run, plan)
-        self.text = Text(run, number)
+        self.text = Text(run, number, shards)
         self.steps = 0
         self.rounds = self.sent_bytes = 0.0
         self.busy_s = 0.0
@@ -81,8 +81,10 @@ class Swarm:
         run = run_of(cell)
         plan = model_layout(run)
         self.cell = cell
+        shards = 1 if cell.sharding == "alike" else cell.replicas
         self.replicas = [
-            Replica(run, plan, number, step_s) for number, step_s in enumerate(step_seconds(cell.speeds, cell.replicas))
+            Replica(run, plan, number, cell.batch * step_s, shards)
+            for number, step_s in enumerate(step_seconds(cell.speeds, cell.replicas))
         ]
         self.model: Callable[[], Model] = self.mean
         self.curve: list[Point] = []

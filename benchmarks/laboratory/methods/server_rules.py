@@ -29,6 +29,12 @@ momentum once in N.
 
 N equal workers and c = 0 make one cycle of either of the last two equal to one synchronous Nesterov step.
 
+A pseudo-gradient that is s server's steps late (its *staleness*) may be worth less (the same paper, section 4.2):
+
+    Poly                                 g <- g (1 + s)^(-1/2)
+    PolyThres                            the same, and those of s > 10 are dropped
+    delay compensation, of strength c    g <- g + c g g (theta - what the worker started from), by value
+
 Tensors are float32, one per parameter; nothing here writes into its arguments.
 """
 
@@ -59,6 +65,8 @@ class ServerState(NamedTuple):
 
 
 Rule = Callable[[ServerState, Tensors, Server], ServerState]
+STALENESS_AT_MOST = 10
+"""Of a pseudo-gradient that PolyThres takes in."""
 
 
 def begin(weights: Tensors) -> ServerState:
@@ -107,6 +115,19 @@ def delayed_nesterov(state: ServerState, pseudo_gradient: Tensors, server: Serve
     alpha = share * server.momentum
     moves = tuple(torch.add(part, m, alpha=alpha) for part, m in zip(parts, state.momentum, strict=True))
     return state._replace(weights=_moved(state.weights, moves, server.rate))
+
+
+def discounted(pseudo_gradient: Tensors, staleness: int) -> Tensors:
+    """Return a pseudo-gradient as Poly counts it."""
+    return tuple(torch.mul(g, (1.0 + staleness) ** -0.5) for g in pseudo_gradient)
+
+
+def compensated(pseudo_gradient: Tensors, started: Tensors, now: Tensors, strength: float) -> Tensors:
+    """Return the pseudo-gradient as it might be where the weights are now."""
+    return tuple(
+        torch.addcmul(g, g * g, there - here, value=strength)
+        for g, here, there in zip(pseudo_gradient, started, now, strict=True)
+    )
 
 
 def _decayed(momentum: Tensors, added: Tensors, decay: float) -> Tensors:

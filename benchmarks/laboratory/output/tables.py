@@ -121,7 +121,7 @@ def variants(data: Measured) -> Table:
         name for name in data.names if name.startswith("ours_") and "_of_" not in name and name not in data.changes
     )
     names = ("ours", *changed, "noloco_paced", "diloco_paced", "diloco_hb_paced", "local_sgd_paced")
-    table = _family(data, "Asynchronous gossip with one thing changed, and others at its rounds", "ours", names)
+    table = family(data, "Asynchronous gossip with one thing changed, and others at its rounds", "ours", names)
     says = " ".join(part for part in (table.says, said_of_unequal(data, names)) if part)
     return table._replace(says=says)
 
@@ -145,7 +145,7 @@ def ablations(data: Measured) -> Table:
         "independent",
         "local_sgd",
     )
-    table = _family(data, "NoLoCo: what its reviewers asked for", "noloco", names)
+    table = family(data, "NoLoCo: what its reviewers asked for", "noloco", names)
     says = " ".join((table.says, *_said_of_ablations(data)))
     return table._replace(says=says, missing=tuple(dict.fromkeys((*table.missing, *data.take_missing()))))
 
@@ -166,7 +166,8 @@ def _said_of_ablations(data: Measured) -> Iterator[str]:
         )
 
 
-def _family(data: Measured, title: str, base: str, names: Sequence[str]) -> Table:
+def family(data: Measured, title: str, base: str, names: Sequence[str]) -> Table:
+    """Return a table of recipes, each beside the one that is their base."""
     rows: list[tuple[str, ...]] = []
     beside: dict[str, Figure] = {}
     for name in names:
