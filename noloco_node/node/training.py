@@ -96,12 +96,17 @@ class StageWork:
             await self._seen(over)
 
     async def run_until_deserted(self, replica: Replica) -> None:
-        """Return when the run is over at stage 0 and nobody is left to whom our microbatches could go."""
+        """Return when the run is over at stage 0 and nobody is left to whom our microbatches could go.
+
+        Nobody is who holds them and has sent none back for long: he may wait for us to leave, as sources are at work.
+        """
 
         def deserted() -> bool:
-            if self._source is None or self._counted is None or not replica.stranded:
+            source = self._source
+            if source is None or self._counted is None:
                 return False
-            return self._counted.is_over(self._source.samples, self._source.returned_s)
+            idle = replica.stranded or loop_s() - source.returned_s > ALONE_S
+            return idle and self._counted.is_over(source.samples, source.returned_s)
 
         await self._seen(deserted)
 

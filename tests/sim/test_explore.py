@@ -157,6 +157,12 @@ def test_every_kind_of_fault_is_drawn() -> None:
     assert drawn == set(faults.Fault.__args__) - {faults.Churn}
 
 
+@pytest.mark.parametrize("seed", [483, 3368])
+def test_schedules_that_once_broke_hold(seed: int) -> None:
+    """Sides of a meeting that the watcher did not match; the last two nodes of a run, each waiting for the other."""
+    assert examined(seed).broken is None
+
+
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_a_drawn_schedule_is_a_scenario_that_a_file_can_hold(seed: int) -> None:
