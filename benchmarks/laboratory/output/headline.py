@@ -42,11 +42,19 @@ CONDITIONS = {
     "ours_beside": "ours, coding charged beside",
     "ours_none": "ours, equal machines",
     "gossip_by_steps_none": "ours, means weighed by steps, equal machines",
+    "gossip_by_steps_none_equal_bytes": "ours, means weighed by steps, equal machines, as many bytes",
+    "gossip_by_steps_as_long": "ours, means weighed by steps, as many seconds as the mean takes",
 }
 """Rows that are asynchronous gossip, under this condition or that."""
-BESIDE = ("mean_equal_fifth", "mean_equal_none", "local_sgd_paced", "diloco_hb", "diloco", "local_sgd")
-"""Synchronous means that the table always shows."""
-EQUALS = ("mean_equal", "diloco_equal", "mean_equal_fifth", "mean_equal_none")
+BESIDE = (
+    *("mean_equal_fifth", "mean_equal_none", "mean_equal_none_equal_bytes", "pairs_equal"),
+    *("local_sgd_paced", "diloco_hb", "diloco", "local_sgd"),
+)
+"""Synchronous means that the table always shows, and pairs in step."""
+EQUALS = (
+    *("mean_equal", "diloco_equal", "pairs_equal", "mean_equal_fifth", "mean_equal_none"),
+    "mean_equal_none_equal_bytes",
+)
 """Those of them whose place on the scale is told."""
 HEADLINES = {
     "library": ("Asynchronous gossip, on very unequal machines", ""),
@@ -158,6 +166,9 @@ def _pairs(data: Measured, on: str) -> Iterator[str]:
         ("gossip_by_steps_none", "ours_none"),
         ("ours_none", "mean_equal_none"),
         ("gossip_by_steps_none", "mean_equal_none"),
+        ("gossip_by_steps_none_equal_bytes", "mean_equal_none_equal_bytes"),
+        ("gossip_by_steps_as_long", "mean_equal"),
+        ("gossip_by_steps_as_long", "pairs_equal"),
     )
     for mine, other in pairs:
         if on + mine not in data.names or on + other not in data.names:
