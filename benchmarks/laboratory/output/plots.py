@@ -23,7 +23,7 @@ from noloco_node.charts import COLOURS, INK, QUIET, Labelled, dress, new_figure,
 BLUE, RED, GREEN, PINK, ORANGE, SKY = COLOURS
 DRAWN = {
     "parallel": ("data parallel", INK),
-    "diloco": ("DiLoCo, Nesterov", GREEN),
+    "mean_equal": ("synchronous mean", GREEN),
     "diloco_hb": ("DiLoCo, heavy ball", SKY),
     "noloco": ("NoLoCo", RED),
     "ours": ("asynchronous gossip", BLUE),
@@ -103,9 +103,10 @@ def _choices(data: Measured) -> str:
     """Return what asynchronous gossip has that others among those drawn have not; nothing where all have the same."""
     names = [name for name in DRAWN if data.figure(name, merged) is not None]
     less = dict.fromkeys(choice for name in names for choice in lacking(data, name)) if "ours" in names else {}
-    return (
-        f"others lack its {', '.join(less)} or some of it: no order against asynchronous gossip follows" if less else ""
-    )
+    if not less:
+        return ""
+    lacks = f"lack its {', '.join(less)} or some of it: no order against asynchronous gossip follows"
+    return f"all but the synchronous mean {lacks}" if "mean_equal" in names else f"others {lacks}"
 
 
 def _course(results: Sequence[Result], across: Callable[[Point], float]) -> list[tuple[float, Point, float]]:
