@@ -27,7 +27,7 @@ from noloco_node.network.interface import Conversation
 from noloco_node.network.send_turns import SendTurns
 from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
-from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, round_settings
+from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_settings
 from noloco_node.node.starting_weights import StartingWeights
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, topic
@@ -41,7 +41,7 @@ from pipeline.checks.spot_checks import CheckSettings, SpotChecks
 from pipeline.checks.verdicts import CheckFinding, Verdict
 from pipeline.inner_optimiser import OptimiserState
 from pipeline.next_stage import NextStage, NextStageClient
-from pipeline.schedule import Progress, Schedule, advance, begin, learning_rate
+from pipeline.schedule import Progress, advance, begin, learning_rate
 from pipeline.worker import Worker, WorkerCompute
 
 DRAIN_S = 30.0
@@ -65,19 +65,12 @@ class Replica:
         window, windows = run.pipeline.microbatches_per_step, run.pipeline.windows_in_flight
         # The last stage waits for nobody: a second window would gain it nothing, and its gradients are always fresh.
         # It queues what it would have had in flight.
-        self.config, self.admission = (
-            config,
-            AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows),
-        )
+        self.config = config
+        self.admission = AdmissionWindow(window, (1 + windows) * window, 1 if config.last else windows)
         self.inner_steps = starting_state.origin.inner_steps
         self.progress: Progress = begin(starting_state.progress, loop_s())
         self._stage, self._device, self._context = stage, device, context
-        self._schedule = Schedule(
-            peak=run.inner.learning_rate,
-            steps=run.inner.steps,
-            warmup_steps=run.inner.warmup_steps,
-            final_fraction=run.inner.final_fraction,
-        )
+        self._schedule = rate_schedule(run)
         rng = Random(f"{run.seed}|routing|{config.peer}")
         turns = SendTurns(config.run.pipeline.replicas)
         self._client = MicrobatchClient(config, context, turns)

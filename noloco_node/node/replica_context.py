@@ -19,6 +19,7 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.planning.message_sizes import sets
 from noloco_node.run.config import RunConfig
 from noloco_node.swarm.roster import Roster
+from pipeline.schedule import Schedule
 
 HEARING_S = 30.0
 """For what an asker has to say, and for an answer to a proposal: nobody waits for either. What an offer's answer may
@@ -65,6 +66,17 @@ class ReplicaContext:
     vocabulary: int
     unix_time: Callable[[], float] = time.time
     shut_out: Callable[[str, float], None] = lambda peer, for_s: None
+
+
+def rate_schedule(run: RunConfig) -> Schedule:
+    """Return the learning rate's schedule over the progress of a run."""
+    inner = run.inner
+    return Schedule(
+        peak=inner.learning_rate,
+        steps=inner.steps,
+        warmup_steps=inner.warmup_steps,
+        final_fraction=inner.final_fraction,
+    )
 
 
 def round_settings(config: ReplicaConfig, weight_bytes: int) -> RoundSettings:

@@ -138,5 +138,6 @@ def _recipes() -> Iterator[Recipe]:
         yield Recipe(name=name, family=name, cell=cell, about=about, first_seed=1, tried=tried)
     for cells in (batches(), rules(), waits(), starts(), sharded(), other_speeds()):
         for name, (cell, about) in cells.items():
+            # The longest name of a head that it begins with.
             family = next(head for head in sorted(heads(), key=len, reverse=True) if name.startswith(head))
             yield Recipe(name=name, family=family, cell=cell, about=about, first_seed=1)

@@ -24,6 +24,7 @@ from noloco_node.data.encoding import open_encoder
 from noloco_node.data.file_documents import FileDocuments, ReadingOrder, TextRange, pieces_of, stdlib_files
 from noloco_node.data.shuffled_blocks import shuffled
 from noloco_node.export.held_out_loss import validation_loss
+from noloco_node.node.replica_context import rate_schedule
 from noloco_node.planning.model_layout import ModelLayout, make_stage
 from noloco_node.run.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, RunConfig
 from pipeline.schedule import Schedule
@@ -122,13 +123,7 @@ def _outer(cell: Cell) -> OuterConfig:
 
 def schedule(cell: Cell) -> Schedule:
     """Return the learning rate's schedule over the progress of the run."""
-    inner = run_of(cell).inner
-    return Schedule(
-        peak=inner.learning_rate,
-        steps=inner.steps,
-        warmup_steps=inner.warmup_steps,
-        final_fraction=inner.final_fraction,
-    )
+    return rate_schedule(run_of(cell))
 
 
 def open_stages(run: RunConfig, plan: ModelLayout) -> list[Stage]:
