@@ -101,7 +101,9 @@ def module_names_are_terms_of_the_field() -> Broken:
 def folders_of_tests_are_those_of_packages() -> Broken:
     tests = ROOT / "tests"
     files = [path.relative_to(tests).parts for path in tests.rglob("*.py")]
-    folders = {".".join(parts[:-1]) for parts in files if parts[0] not in ("benchmarks", "support", "system")}
+    folders = {
+        ".".join(parts[:-1]) for parts in files if parts[0] not in ("benchmarks", "research", "support", "system")
+    }
     of_modules = {f"test_{name.split('.')[1]}.py" for name in SOURCE.modules if name.count(".") == 1}
     top = {parts[0] for parts in files if len(parts) == 1} - {"conftest.py", "test_architecture.py"} - of_modules
     tested = {name.removeprefix("noloco_node.") for name in SOURCE.packages if name != "noloco_node"}

@@ -11,7 +11,7 @@ the thread had a core, or a crowded machine would look busier the more its repli
 Arithmetic of the outer step works on copies in the main memory and touches no weights. It has a thread of its own, on a
 CPU too: there is no work to be saved there, but a wait. In the device's queue each of a round's jobs would stand behind
 the passes of a whole window, corrections would come some steps later, and fewer rounds would fit in (`ours_charged` and
-`ours_beside` in docs/laboratory.md). It counts as no work of the device.
+`ours_beside` in research/laboratory.md). It counts as no work of the device.
 
 A device may act as a slower one, for trials of uneven swarms: it lets the time pass that the other would have taken, in
 its own thread, so that the replica waits and the machine's cores do not. Its clock runs faster during a job, so what

@@ -22,7 +22,6 @@ import gossip.rounds.meeting
 import gossip.rounds.offers
 import gossip.rounds.outer_optimiser
 import gossip.rounds.piecewise_step
-from benchmarks.codec.whole_sets import decode
 from benchmarks.simulator.explore import totals
 from gossip.exchange.codec import Coded
 from gossip.exchange.formats import Format
@@ -50,6 +49,7 @@ from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.swarm.peer_records import PeerTable
 from pipeline.admission_window import Slot
+from research.codec.whole_sets import decode
 
 pytestmark = pytest.mark.shared
 

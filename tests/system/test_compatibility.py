@@ -16,7 +16,7 @@ from compatibility import agreements, everything, files, messages, product, simu
 from compatibility.recorded import RECORDED, TOLERANCE, read, unlike, written
 from typer.testing import CliRunner
 
-from benchmarks.codec.whole_sets import decode
+from research.codec.whole_sets import decode
 
 HOME, PARTS = RECORDED / "home", RECORDED / "parts"
 SAID = messages.said()

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from toy_gossip import at_once
 
-from benchmarks.codec.whole_sets import decode, meant_by
 from gossip.exchange.codec import OWED, Encoded, Feedback, Sides, encode
 from gossip.exchange.formats import BLOCK, Format
 from gossip.exchange.messages import Implausible
@@ -21,6 +20,7 @@ from gossip.rounds.outer_optimiser import OuterOptimiser, Snapshot
 from gossip.rounds.piecewise_step import Owed, Rule, Step, take_step
 from gossip.rule.meeting_shares import EVEN, Shares, shares_by_steps
 from gossip.rule.outer_step import Delay, Outer, OuterState, Tensors, pseudo_gradient, step_alone, step_pair
+from research.codec.whole_sets import decode, meant_by
 
 SHAPES = ((3, 700), (), (0,), (2 * BLOCK + 5,), (1,))
 few = settings(max_examples=25, deadline=None)
