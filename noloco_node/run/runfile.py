@@ -3,11 +3,12 @@
 `RunConfig` is decoded from `run.toml` once and validated field by field; every error names the line or the field at
 fault. The digest of a run is its id: keys and protocol names follow from it, so that two runs cannot meet.
 
-The digest is taken over the *decoded* run, defaults filled in: comments, order and spelled-out defaults do not matter,
-and every value does. But what came later (`LATER_FIELDS`) counts only where it differs from what nodes did before, so
-that a node finds its run again after an update. To it come the version of the wire format, and the content of what the
-file only names: a local tokenizer directory enters by a hash of its files, what lies on the hub by its commit; files
-that travel stand in the run. Not pinned is the text of `data`: peers may well train on different text, and a local file
+The digest is taken over the fields of the *decoded* run that differ from their defaults: comments, order and
+spelled-out defaults do not matter, and every other value does. So a field that a later version adds with its default
+changes the id of no run that does not use it. A version that changes a default, or what a default does, has to count
+`WIRE_VERSION` up: tests hold the defaults. To it come the version of the wire format, and the content of what the file
+only names: a local tokenizer directory enters by a hash of its files, what lies on the hub by its commit; files that
+travel stand in the run. Not pinned is the text of `data`: peers may well train on different text, and a local file
 differs between machines without harm.
 """
 
@@ -31,17 +32,6 @@ from noloco_node.run.validation import problems
 
 RUN_TEXT_BYTES = 256 * 1024
 """Longest run file, in bytes; peers serve each other its text."""
-
-# What came later than the rest, each with the value at which nodes without it act alike.
-LATER_FIELDS: Mapping[str, Any] = {
-    "admission": {"owner": None, "rule": "open"},
-    "data.tokenizer_files": (),
-    "model.weights": (),
-    "outer.line_share": 0.2,
-    "outer.weigh_by_steps": False,
-    "pipeline.check_share": 0.02,
-    "pipeline.subspace": None,
-}
 
 
 def load_run(path: str | Path) -> RunConfig:
@@ -148,19 +138,25 @@ def _kind_by_suffix(path: str) -> str:
 
 
 def canonical(run: RunConfig, contents: Mapping[str, str]) -> bytes:
-    """Return the one spelling of a run that its digest is taken over: JSON, keys sorted, defaults filled in.
+    """Return the one spelling of a run that its digest is taken over: JSON, keys sorted, fields at defaults left out.
 
-    `contents`: hashes of what the run names and does not hold, from `content_hashes`. See `LATER_FIELDS`.
+    `contents`: hashes of what the run names and does not hold, from `content_hashes`.
     """
-    fields = msgspec.to_builtins(run)
-    for name, before in LATER_FIELDS.items():
-        section, _, field = name.rpartition(".")
-        holder = fields[section] if section else fields
-        if holder[field] == before:
-            del holder[field]
-    fields["model"]["path"] = None  # a field that earlier versions had
-    everything = {"wire": WIRE_VERSION, "run": fields, "contents": dict(contents)}
+    everything = {"wire": WIRE_VERSION, "run": _off_default(run), "contents": dict(contents)}
     return json.dumps(everything, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _off_default(config: msgspec.Struct) -> dict[str, Any]:
+    """Return a struct's fields that differ from their defaults, and those that have none; sections by the same rule."""
+    return {
+        field.name: _off_default(value) if isinstance(value, msgspec.Struct) else msgspec.to_builtins(value)
+        for field in msgspec.structs.fields(config)
+        if (value := getattr(config, field.name)) != _default(field)
+    }
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
 def run_digest(run: RunConfig, contents: Mapping[str, str]) -> str:
