@@ -316,18 +316,13 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
-    from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, repeat, search, simulate_scenario
+    from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, simulate_scenario
 
     flags = SimulationFlags(options.peers, options.stages, options.rounds, options.seed)
     page = page_place(options.web, is_open=options.web_open)
     wanted = SimulationRequest(options.out, options.as_json, options.trace, page)
     with unwound("nothing was written"):
-        if options.explore is not None:
-            code = search(scenario, flags, wanted, options.explore, typer.echo)
-        elif options.trace and options.seed is not None and scenario is None and not flags.of_the_swarm:
-            code = repeat(options.seed, wanted, typer.echo)
-        else:
-            code = simulate_scenario(scenario, flags, wanted, typer.echo)
+        code = simulate_scenario(scenario, flags, wanted, typer.echo)
     raise typer.Exit(code)
 
 

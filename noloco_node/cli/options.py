@@ -322,13 +322,6 @@ class SimulateOptions:
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text; no files without --out.")
     ] = False
-    explore: Annotated[
-        int | None,
-        typer.Option(metavar="K", min=1, help="Run K random fault schedules and check what must always hold."),
-    ] = None
-    trace: Annotated[
-        bool,
-        typer.Option("--trace", help="Write every event; with --seed alone, replay that schedule of --explore."),
-    ] = False
+    trace: Annotated[bool, typer.Option("--trace", help="Write every event to events.jsonl.")] = False
     web: WebOption = None
     web_open: WebOpenOption = False

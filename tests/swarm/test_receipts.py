@@ -19,7 +19,6 @@ from noloco_node.libp2p.network import Libp2pNetwork
 from noloco_node.machine.interface import Reporter
 from noloco_node.node.node_context import NodeOptions
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.attacks import publish_identity
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.swarm.receipts import (
@@ -32,6 +31,7 @@ from noloco_node.swarm.receipts import (
     decode_receipts,
 )
 from noloco_node.swarm.roster import PeerRecord
+from tests.explorer.attacks import publish_identity
 
 
 def raw(epoch: int, **samples: int) -> bytes:

@@ -31,7 +31,6 @@ from noloco_node.planning.model_layout import make_stage, model_layout
 from noloco_node.planning.plan import device_needs
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
-from noloco_node.sim.explore.search import ExploreResult, examine
 from noloco_node.sim.hardware.device import VirtualDevice
 from noloco_node.sim.hardware.memory_host import MemoryHost
 from noloco_node.sim.hardware.memory_store import MemoryStore
@@ -45,6 +44,7 @@ from noloco_node.sim.world import World, simulate
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import PeerRecord
 from pipeline.placement import capacities
+from tests.explorer.search import ExploreResult, examine
 
 CPU = torch.device("cpu")
 WORK = (1.0, 1.0, 2.0)

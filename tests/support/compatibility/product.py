@@ -64,7 +64,6 @@ from noloco_node.run.peer_state import PeerState as State
 from noloco_node.run.presets import PRESETS, run_text
 from noloco_node.run.protocols import gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.run.runfile import canonical, content_hashes
-from noloco_node.sim.explore.schedule_generator import draw as drawn_scenario
 from noloco_node.sim.report.collector import EventCollector as Tally
 from noloco_node.sim.report.command import SimulationFlags as Flags
 from noloco_node.sim.report.command import complete, put_together
@@ -95,3 +94,4 @@ from noloco_node.swarm.run_distribution import RunFileText as Recipe
 from noloco_node.swarm.run_distribution import RunRequest
 from noloco_node.swarm.run_progress import SourceRecord, decode_source
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
+from tests.explorer.schedule_generator import draw as drawn_scenario

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 
-from noloco_node.sim.attacks import Attack, TamperedStage, boast, hang, in_round, refuse
 from noloco_node.sim.network.corruption import Corruption
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_progress import SourceRecord
 from pipeline.messages import Reason
+from tests.explorer.attacks import Attack, TamperedStage, boast, hang, in_round, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,12 +39,12 @@ class ScaledSteps(TamperedStage):
 
 def weights(change: Callable[[Tensor], Tensor]) -> Attack:
     """Return an attack by what is said of each weight matrix."""
-    return Attack(stage=lambda stage: TamperedStage(stage, weights=change))
+    return Attack(arithmetic=lambda stage: TamperedStage(stage, weights=change))
 
 
 def gradients(change: Callable[[Tensor], Tensor], *, boasts: bool = False) -> Attack:
     """Return an attack by the gradients that are returned."""
-    return Attack(record=boast if boasts else None, stage=lambda stage: TamperedStage(stage, gradient=change))
+    return Attack(record=boast if boasts else None, arithmetic=lambda stage: TamperedStage(stage, gradient=change))
 
 
 def like(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -64,7 +64,7 @@ def first_weights() -> Attack:
                 kept.append(super().weights())
             return tuple(tensor.clone() for tensor in kept[0])
 
-    return Attack(stage=Old)
+    return Attack(arithmetic=Old)
 
 
 def claims_rounds() -> Attack:
@@ -96,7 +96,7 @@ def _finished(own: PeerRecord) -> PeerRecord:
 
 def _not_finite() -> Attack:
     nothing: Any = partial(torch.full_like, fill_value=float("nan"))
-    return Attack(stage=lambda stage: TamperedStage(stage, output=nothing, gradient=nothing))
+    return Attack(arithmetic=lambda stage: TamperedStage(stage, output=nothing, gradient=nothing))
 
 
 def _noise() -> Attack:
@@ -116,7 +116,7 @@ KINDS: Mapping[str, Callable[[], Attack]] = {
     "noise": _noise,
     "scaled": lambda: weights(partial(torch.mul, other=1.5)),
     "old": first_weights,
-    "ascends": lambda: Attack(stage=lambda stage: ScaledSteps(stage, -1.0)),
+    "ascends": lambda: Attack(arithmetic=lambda stage: ScaledSteps(stage, -1.0)),
     "gradient flipped": lambda: gradients(torch.neg, boasts=True),
     "not finite": _not_finite,
     "flood": lambda: Attack(flood=FLOOD),

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from noloco_node.node.replica import Replica
 from noloco_node.run.config import OuterConfig
-from noloco_node.sim.explore.invariant_error import InvariantBroken
-from noloco_node.sim.explore.life_records import Delays, LifeRecord, Lives
 from noloco_node.sim.world import World
+from tests.explorer.invariant_error import InvariantBroken
+from tests.explorer.life_records import Delays, LifeRecord, Lives
 
 
 @dataclass(slots=True, repr=False)

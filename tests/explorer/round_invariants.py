@@ -37,10 +37,10 @@ from torch import Tensor
 from gossip.events import OuterStepTaken
 from gossip.rule.outer_step import OuterState
 from gossip.rule.staleness import LIFT_BOUND
-from noloco_node.sim.explore.introspection import clipped
-from noloco_node.sim.explore.life_records import LifeRecord, fast_of, state_of
-from noloco_node.sim.explore.meetings import MeetingChecker, MeetingSide
-from noloco_node.sim.explore.observation import CheckerContext
+from tests.explorer.introspection import clipped
+from tests.explorer.life_records import LifeRecord, fast_of, state_of
+from tests.explorer.meetings import MeetingChecker, MeetingSide
+from tests.explorer.observation import CheckerContext
 
 TOLERANCE = 1e-3
 """Of a recovered mean, relative to the largest number that it was recovered from: float32, divided by beta."""

@@ -34,20 +34,20 @@ from gossip.events import OuterStepTaken
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.run.peer_state import PeerState
-from noloco_node.sim.explore.bound_invariants import BoundInvariants
-from noloco_node.sim.explore.distance_invariants import DistanceInvariants
-from noloco_node.sim.explore.introspection import is_closed, slots
-from noloco_node.sim.explore.invariant_error import told
-from noloco_node.sim.explore.life_records import Break, Delays, LifeRecord, begin_record, fast_of
-from noloco_node.sim.explore.liveness_invariants import LivenessInvariants
-from noloco_node.sim.explore.meetings import MeetingChecker
-from noloco_node.sim.explore.observation import CheckerContext
-from noloco_node.sim.explore.round_invariants import RoundInvariants
 from noloco_node.sim.peer import PeerLife, SimulatedPeer
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.world import LOOK_S, Watcher, World
 from noloco_node.swarm.membership import LIFETIME_S
+from tests.explorer.bound_invariants import BoundInvariants
+from tests.explorer.distance_invariants import DistanceInvariants
+from tests.explorer.introspection import is_closed, slots
+from tests.explorer.invariant_error import told
+from tests.explorer.life_records import Break, Delays, LifeRecord, begin_record, fast_of
+from tests.explorer.liveness_invariants import LivenessInvariants
+from tests.explorer.meetings import MeetingChecker
+from tests.explorer.observation import CheckerContext
+from tests.explorer.round_invariants import RoundInvariants
 
 SETTLED_S = 60.0
 """After the end, before what is left counts as left for ever."""

@@ -1,10 +1,12 @@
-"""Run many random fault schedules under all invariants and print what they went through.
+"""Run random schedules of faults, each a whole swarm in virtual time, and check what must always hold.
 
-    python -m benchmarks.simulator.explore [--count 1000] [--first 0] [--hostile] [--processes 2]
+    python -m tests.explorer [--count 1000] [--first 0] [--hostile] [--processes 2]
+    python -m tests.explorer --replay SEED            # one of these again, with every event
+    python -m tests.explorer --scenario FILE          # a scenario under the same invariants; it may have hostile peers
 
-A schedule is a swarm of three stages and three replicas in virtual time, with every kind of fault (see
-`noloco_node/sim/explore/schedule_generator.py`); the invariants are in `noloco_node/sim/explore/invariants.py`.
-Exit code 1 if one is broken: the seed, the violation, and a shorter schedule are printed.
+A schedule is a swarm of three stages and three replicas, with every kind of fault (see `schedule_generator.py`); the
+invariants are in `invariants.py`. Exit code 1 if one is broken: the seed, the violation, and a shorter schedule are
+printed.
 """
 
 from __future__ import annotations
@@ -13,22 +15,18 @@ import argparse
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import count, islice
+from pathlib import Path
 
 import torch
 
-from noloco_node.sim.explore.schedule_generator import draw
-from noloco_node.sim.explore.search import ExploreResult, examine, report
 from noloco_node.sim.scenario.faults import Hostile
-from noloco_node.sim.scenario.scenario import Scenario
+from noloco_node.sim.scenario.scenario import Scenario, load_scenario
+from tests.explorer.schedule_generator import draw
+from tests.explorer.search import ExploreResult, examine_seed, replay, report, totals
 
 LINE_EVERY_S = 10.0
-
-
-def examine_seed(seed: int) -> ExploreResult:
-    """Examine one seed, in a process of its own."""
-    return examine(draw(seed))
 
 
 def has_hostile_peers(scenario: Scenario) -> bool:
@@ -36,14 +34,21 @@ def has_hostile_peers(scenario: Scenario) -> bool:
     return any(isinstance(fault, Hostile) for fault in scenario.fault)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Examine all seeds; say how far it is; print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000, help="schedules to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--hostile", action="store_true", help="count and run those alone that have hostile peers")
     parser.add_argument("--processes", type=int, default=2, help="processes, one core each")
-    arguments = parser.parse_args()
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run this seed alone, and say every event")
+    parser.add_argument("--scenario", type=Path, metavar="FILE", help="run this scenario alone, and say every event")
+    arguments = parser.parse_args(words)
+    if arguments.replay is not None or arguments.scenario is not None:
+        torch.set_num_threads(1)
+        return replay(
+            draw(arguments.replay) if arguments.scenario is None else load_scenario(arguments.scenario), print
+        )
     begun_s = said_s = time.monotonic()
     results: list[ExploreResult] = []
     with multiprocessing.get_context("spawn").Pool(arguments.processes, torch.set_num_threads, (1,)) as pool:
@@ -63,15 +68,6 @@ def main() -> int:
     for result in broken[:3]:
         report(result, print)
     return 1 if broken else 0
-
-
-def totals(results: Iterable[ExploreResult]) -> dict[str, float]:
-    """Return the sums of what the checkers of many runs counted."""
-    found: dict[str, float] = {}
-    for result in results:
-        for name, value in result.counts.items():
-            found[name] = found.get(name, 0) + value
-    return found
 
 
 def table(results: list[ExploreResult], real_s: float, processes: int) -> None:
@@ -100,4 +96,4 @@ def table(results: list[ExploreResult], real_s: float, processes: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

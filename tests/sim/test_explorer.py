@@ -22,7 +22,7 @@ import gossip.rounds.meeting
 import gossip.rounds.offers
 import gossip.rounds.outer_optimiser
 import gossip.rounds.piecewise_step
-from benchmarks.simulator.explore import totals
+from benchmarks.structure.source import ROOT
 from gossip.exchange.codec import Coded
 from gossip.exchange.formats import Format
 from gossip.exchange.influence import InfluenceBound
@@ -37,11 +37,6 @@ from gossip.rule.outer_step import OuterState, Tensors
 from noloco_node.node.node import Node
 from noloco_node.node.replica import Replica
 from noloco_node.node.training import Ending, Training
-from noloco_node.sim.attack_kinds import KINDS
-from noloco_node.sim.explore.invariant_error import InvariantBroken
-from noloco_node.sim.explore.schedule_generator import draw
-from noloco_node.sim.explore.search import ExploreResult, examine, explore, replay
-from noloco_node.sim.explore.shrink import shrink
 from noloco_node.sim.hardware.priced_stage import PricedStage
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario, decode_scenario
@@ -50,6 +45,11 @@ from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.swarm.peer_records import PeerTable
 from pipeline.admission_window import Slot
 from research.codec.whole_sets import decode
+from tests.explorer.attack_kinds import KINDS
+from tests.explorer.invariant_error import InvariantBroken
+from tests.explorer.schedule_generator import draw
+from tests.explorer.search import ExploreResult, examine, replay, report, totals
+from tests.explorer.shrink import shrink
 
 pytestmark = pytest.mark.shared
 
@@ -173,9 +173,9 @@ def test_a_drawn_schedule_is_a_scenario_that_a_file_can_hold(seed: int) -> None:
 
 
 def test_a_replay_says_what_happened_and_the_same_in_every_process() -> None:
-    program = "from noloco_node.sim.explore.search import replay; import sys; sys.exit(replay(3, print))"
     other = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-m", "tests.explorer", "--replay", "3"],
+        cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -183,7 +183,7 @@ def test_a_replay_says_what_happened_and_the_same_in_every_process() -> None:
         check=True,
     ).stdout
     said: list[str] = []
-    assert replay(3, said.append) == 0
+    assert replay(draw(3), said.append) == 0
     assert "".join(f"{line}\n" for line in said) == other
     assert decode_scenario(said[0], "replayed") == draw(3)
     assert said[-1] == "all invariants held"
@@ -477,13 +477,12 @@ def test_a_violation_is_reported_with_a_shorter_schedule(monkeypatch: pytest.Mon
         gossip.rounds.outer_optimiser, "take_step", lambda step, *rest: take_step(Step(step.snapshot), *rest)
     )
     said: list[str] = []
-    assert explore(1, 1, said.append) == 1
+    report(examine(draw(1)), said.append)
     assert "breaks an invariant" in said[0]
     assert "pair, at" in said[0] or "rule, at" in said[0]
     shorter = decode_scenario(next(text for text in said if "[swarm]" in text), "reported")
     assert len(shorter.fault) == 0, "it takes no fault at all to see this one"
-    assert any("--seed 1 --trace" in line for line in said)
-    assert said[-1].startswith("1 of 1 seeds, 1 violations")
+    assert said[-1] == "Replay: python -m tests.explorer --replay 1"
 
 
 def test_shrinking_keeps_what_matters() -> None:

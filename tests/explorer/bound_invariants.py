@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from noloco_node.node.replica import Replica
 from noloco_node.run.protocols import MICROBATCH, topic
 from noloco_node.sim.clock import MANY_TIMERS, VirtualLoop
-from noloco_node.sim.explore.introspection import sizes, slots
-from noloco_node.sim.explore.life_records import LifeRecord
-from noloco_node.sim.explore.observation import CheckerContext
 from noloco_node.sim.network.sim_network import SimNetwork
+from tests.explorer.introspection import sizes, slots
+from tests.explorer.life_records import LifeRecord
+from tests.explorer.observation import CheckerContext
 
 SPARE_CALLS = 8
 VERSIONS = 4

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from noloco_node.journal import events
 from noloco_node.node.training import LONGEST_DRAIN_S
 from noloco_node.run.protocols import GOSSIP
-from noloco_node.sim.explore.introspection import is_closed, slots
-from noloco_node.sim.explore.life_records import Asked, LifeRecord
-from noloco_node.sim.explore.observation import CheckerContext
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig
 from noloco_node.sim.world import LOOK_S
+from tests.explorer.introspection import is_closed, slots
+from tests.explorer.life_records import Asked, LifeRecord
+from tests.explorer.observation import CheckerContext
 
 STANDSTILL_S = 90.0
 """Without an inner step anywhere: a newcomer's patience with ghosts, and a suspicion, lie within."""

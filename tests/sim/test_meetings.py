@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossip.events import OuterStepTaken
 from noloco_node.run.config import OuterConfig
-from noloco_node.sim.explore.meetings import MeetingChecker, MeetingSide
+from tests.explorer.meetings import MeetingChecker, MeetingSide
 
 # Just above a power of two bfloat16 rounds most coarsely, beside a value's size.
 SNAPSHOT, SLOW = torch.full((256,), 2.0 + 1 / 256), torch.full((256,), 2.0 + 3 / 256)

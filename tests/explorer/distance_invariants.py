@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from msgspec import structs
 from torch import Tensor
 
-from noloco_node.sim.explore.introspection import doubts_weights
-from noloco_node.sim.explore.invariant_error import InvariantBroken
-from noloco_node.sim.explore.life_records import fast_of
-from noloco_node.sim.explore.observation import CheckerContext
 from noloco_node.sim.hardware.quadratic_model import START, WIDE_CENTRE
 from noloco_node.sim.scenario import faults
 from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import World, simulate
+from tests.explorer.introspection import doubts_weights
+from tests.explorer.invariant_error import InvariantBroken
+from tests.explorer.life_records import fast_of
+from tests.explorer.observation import CheckerContext
 
 FARTHEST = 1.25
 """On the way: no honest weights of a clean run come that far."""

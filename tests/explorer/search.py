@@ -6,9 +6,8 @@ violation is its seed: it can be replayed with every event, and shortened (`shri
 
 from __future__ import annotations
 
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -16,18 +15,18 @@ import msgspec
 from noloco_node.errors import leaves
 from noloco_node.journal import events
 from noloco_node.sim import clock
-from noloco_node.sim.explore.invariant_error import InvariantBroken
-from noloco_node.sim.explore.invariants import InvariantChecker
-from noloco_node.sim.explore.schedule_generator import draw
-from noloco_node.sim.explore.shrink import shrink
 from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.faults import Fault
 from noloco_node.sim.scenario.scenario import Scenario
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.scenario.toml_writer import scenario_text
 from noloco_node.sim.world import Stuck, Watcher, World
+from tests.explorer.attack_kinds import KINDS
+from tests.explorer.invariant_error import InvariantBroken
+from tests.explorer.invariants import InvariantChecker
+from tests.explorer.schedule_generator import draw
+from tests.explorer.shrink import shrink
 
-LINE_EVERY_S = 10.0
 Say = Callable[[str], None]
 
 
@@ -71,6 +70,7 @@ def examine(scenario: Scenario, say: Say | None = None) -> ExploreResult:
 
     async def main() -> None:
         world = World(setting)
+        world.attacks = KINDS
         checker = InvariantChecker(world)
         seen.append((world, checker))
         world.watchers += [ScheduleTrace(world, say), checker] if say is not None else [checker]
@@ -89,6 +89,11 @@ def examine(scenario: Scenario, say: Say | None = None) -> ExploreResult:
     return ExploreResult(scenario, broken, checker.statistics(), world.digest())
 
 
+def examine_seed(seed: int) -> ExploreResult:
+    """Examine one seed, as a worker process does."""
+    return examine(draw(seed))
+
+
 def _as_broken(error: BaseException, checker: InvariantChecker) -> InvariantBroken:
     found = leaves(error)
     inner = next((each for each in found if isinstance(each, InvariantBroken)), found[0])
@@ -100,26 +105,13 @@ def _as_broken(error: BaseException, checker: InvariantChecker) -> InvariantBrok
     return InvariantBroken("failure", looked_s, "".join(traceback.format_exception(inner)))
 
 
-def explore(count: int, first_seed: int, say: Say) -> int:
-    """Run `count` random schedules; return 0 if all invariants held, 1 otherwise.
-
-    A violation is said with all that it takes to see it again. Says how far it is about every ten seconds of real time.
-    """
-    begun_s = said_s = time.monotonic()
-    found = 0
-    for done, seed in enumerate(range(first_seed, first_seed + count), start=1):
-        result = examine(draw(seed))
-        if result.broken is not None:
-            found += 1
-            report(result, say)
-        now_s = time.monotonic()
-        if now_s - said_s >= LINE_EVERY_S or done == count:
-            said_s = now_s
-            rate = done / max(1e-9, now_s - begun_s)
-            say(
-                f"{done} of {count} seeds, {found} violations, {rate:.1f} a second, {(count - done) / rate:.0f} s to go"
-            )
-    return 1 if found else 0
+def totals(results: Iterable[ExploreResult]) -> dict[str, float]:
+    """Return the sums of what the checkers of many runs counted."""
+    found: dict[str, float] = {}
+    for result in results:
+        for name, value in result.counts.items():
+            found[name] = found.get(name, 0) + value
+    return found
 
 
 def report(result: ExploreResult, say: Say) -> None:
@@ -130,7 +122,7 @@ def report(result: ExploreResult, say: Say) -> None:
     shorter = shrink(result.scenario, lambda scenario: _breaks(scenario, kind))
     say(f"A shorter schedule that breaks the same one ({len(shorter.fault)} of {len(result.scenario.fault)} faults):")
     say(scenario_text(shorter))
-    say(f"Replay: noloco-node simulate --seed {result.scenario.seed} --trace")
+    say(f"Replay: python -m tests.explorer --replay {result.scenario.seed}")
 
 
 def _breaks(scenario: Scenario, kind: str) -> bool:
@@ -138,9 +130,8 @@ def _breaks(scenario: Scenario, kind: str) -> bool:
     return broken is not None and broken.kind == kind
 
 
-def replay(seed: int, say: Say) -> int:
-    """Run the schedule of one seed again and say every event; return 0 if all invariants held, 1 otherwise."""
-    scenario = draw(seed)
+def replay(scenario: Scenario, say: Say) -> int:
+    """Run a scenario and say every event; return 0 if all invariants held, 1 otherwise."""
     say(scenario_text(scenario))
     result = examine(scenario, say)
     told = ", ".join(f"{name} {value:g}" for name, value in result.counts.items())

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from gossip.events import OuterStepTaken
 from gossip.exchange.formats import Format
-from noloco_node.sim.explore.life_records import LifeRecord
-from noloco_node.sim.explore.observation import CheckerContext
+from tests.explorer.life_records import LifeRecord
+from tests.explorer.observation import CheckerContext
 
 TOLERANCE = 1e-3
 """As in `round_invariants`."""

@@ -46,9 +46,9 @@ class Attack:
     """Which acts of a node are replaced; None leaves them as they are.
 
     `record`: what it publishes of itself. `source`: what it claims as a source. `receipts`: what it signs for sources.
-    `answer`: takes a call of the stage before. `say`: what it says in gossip. `stage`: its arithmetic. `corruption`: of
-    its messages with tensors. `flood`: conversations that it opens with everybody whenever it reads the roster, about
-    each of its topics, and in which it says nothing.
+    `answer`: takes a call of the stage before. `say`: what it says in gossip. `arithmetic`: of its stage.
+    `corruption`: of its messages with tensors. `flood`: silent conversations that it opens with everybody about each of
+    its topics, whenever it reads the roster.
     """
 
     record: Callable[[PeerRecord], PeerRecord] | None = None
@@ -56,9 +56,17 @@ class Attack:
     receipts: Callable[[dict[str, int]], dict[str, int]] | None = None
     answer: Handler | None = None
     say: Callable[[Any], Any] | None = None
-    stage: Callable[[StageModel], StageModel] | None = None
+    arithmetic: Callable[[StageModel], StageModel] | None = None
     corruption: Corruption | None = None
     flood: int = 0
+
+    def network(self, network: PeerNetwork, /) -> PeerNetwork:
+        """Return a node's network with the acts of it that are replaced."""
+        return HostileNetwork(network, self)
+
+    def stage(self, stage: StageModel, /) -> StageModel:
+        """Return a node's stage, or what computes in its place."""
+        return stage if self.arithmetic is None else self.arithmetic(stage)
 
 
 class HostileNetwork(NetworkWrapper):
