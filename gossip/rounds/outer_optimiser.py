@@ -60,7 +60,7 @@ class OuterOptimiser:
         self._owed = self._nothing_owed()
         self._state = _of_rule(state, settings.outer.alpha)
         self.weights = WeightsLock()
-        self._bounds = InfluenceBound(), InfluenceBound()
+        self._fast_bound, self._slow_bound = InfluenceBound(), InfluenceBound()
         """Of the fast and of the slow weights that partners bring."""
         self.version, self.owns = 0, True
 
@@ -136,15 +136,18 @@ class OuterOptimiser:
 
     async def bound_fast(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
         """Return what was heard with the part of it that counts; raise Implausible where none does."""
-        return await self._compute(self._bounded, partner, sides, snapshot.fast, snapshot.fast)
+        owed, bound = self._owed.fast, self._fast_bound
+        return await self._compute(self._bounded, bound, partner, sides, (snapshot.fast, owed), snapshot)
 
     async def bound_slow(self, partner: str, sides: Sides, snapshot: Snapshot) -> Sides:
         """Do likewise with slow weights; the snapshot says how far ours have come since."""
-        return await self._compute(self._bounded, partner, sides, self.state.slow, snapshot.fast)
+        owed, bound = self._owed.slow, self._slow_bound
+        return await self._compute(self._bounded, bound, partner, sides, (self.state.slow, owed), snapshot)
 
-    def _bounded(self, partner: str, sides: Sides, own: Tensors, fast: Tensors) -> Sides:
-        owed, bound = (self._owed.fast, self._bounds[0]) if own is fast else (self._owed.slow, self._bounds[1])
-        deviation = measure(sides.theirs, own, owed, self.state.slow, fast)
+    def _bounded(
+        self, bound: InfluenceBound, partner: str, sides: Sides, ours: tuple[Tensors, Feedback], snapshot: Snapshot
+    ) -> Sides:
+        deviation = measure(sides.theirs, *ours, self.state.slow, snapshot.fast)
         return sides._replace(share=bound.share(partner, deviation, only=len(self._partners()) < 2))
 
     async def adopting(self, wire: Tensors, snapshot: Snapshot) -> Step:

@@ -109,18 +109,18 @@ class _Work:
         slow, momentum, gathered, meetings = self._state
         fast, phi = self._step.snapshot[number].view(-1)[at], slow[number].view(-1)[at]
         before = OuterState((phi,), _part(momentum, number, at), _part(gathered, number, at), meetings)
-        fast_mean = self._mean(self._fast, self._owed.fast, self._step.snapshot, number, at, self._fast_mean)
+        fast_mean, _ = self._mean(self._fast, self._owed.fast, self._step.snapshot, number, at, self._fast_mean)
         if self._slow is None:
             # Alone the mean is over one; in a pair the partner's slow weights cancel, or there would be some.
             alone = self._step.fast is None and self._rule.outer.gamma != self._rule.outer.beta
             slow_mean = (self._slow_mean[: len(phi)].copy_(phi),) if alone else None
             after = move(before, (fast_mean,), slow_mean, *self._rule)
         else:
-            slow_mean = (self._mean(self._slow, self._owed.slow, slow, number, at, self._slow_mean),)
-            seen = self._seen.clone() if self._slow.lossy else phi
-            after = move(before._replace(slow=(seen,)), (fast_mean,), slow_mean, *self._rule)
+            pair_mean, decoded = self._mean(self._slow, self._owed.slow, slow, number, at, self._slow_mean)
+            seen = decoded.clone() if self._slow.lossy else phi
+            after = move(before._replace(slow=(seen,)), (fast_mean,), (pair_mean,), *self._rule)
             if self._slow.lossy:
-                phi.add_(seen).sub_(self._seen)
+                phi.add_(seen).sub_(decoded)
         if after.gathered and self.gathered:
             self.gathered[number].view(-1)[at].copy_(after.gathered[0])
         torch.sub(phi, fast, out=fast)
@@ -128,11 +128,14 @@ class _Work:
 
     def _mean(
         self, seen: _Seen | None, owed: Feedback, weights: Tensors, number: int, at: slice, out: Tensor
-    ) -> Tensor:
-        """Return the mean of what both decode of one set of weights, and take note of what ours owes then."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean of what both decode of a piece of one set of weights, and what both decode of ours.
+
+        Takes note of what ours owes then. `seen` None: there is no partner, and both are our own piece.
+        """
         out = out[: at.stop - at.start]
         if seen is None:
-            return out.copy_(weights[number].view(-1)[at])
+            return out.copy_(weights[number].view(-1)[at]), out
         meant = owed.meant(weights, number, at, self._near)
         own, theirs = seen.read(number, at, meant, self._own, out)
         if seen.share != 1.0:
@@ -140,9 +143,8 @@ class _Work:
             theirs = torch.sub(theirs, meant, out=out).mul_(seen.share).add_(own)
         else:
             owed.settle(number, at, meant, own)
-        self._seen = own
         mean_into(out, own, theirs, self._step.shares)
-        return out
+        return out, own
 
 
 class _Seen:

@@ -129,20 +129,18 @@ async def _average(meeting: _Meeting, prefetcher: SlowWeightPrefetcher) -> _Swap
     heard = await optimiser.hear_fast(came.fast, snapshot, fast)
     sides = await optimiser.bound_fast(conversation.peer, heard, snapshot)
     slow_sides: Sides | None = None
-    if came.slow and not optimiser.needs_slow:
-        raise Implausible("slow weights, which gamma = beta does not need")
-    if came.slow:
-        slow_sides = await optimiser.hear_slow(came.slow, slow or await optimiser.encode_slow(slow_steps))
-    elif optimiser.needs_slow:
-        if prefetched is None or prefetched.their_version != theirs.version:
+    if optimiser.needs_slow:
+        # Each side's slow weights have come now, or ahead of time; both decode the ones that the other holds.
+        if came.slow:
+            slow_sides = await optimiser.hear_slow(came.slow, slow or await optimiser.encode_slow(slow_steps))
+        elif prefetched is not None and prefetched.their_version == theirs.version:
+            slow_sides = prefetched.slow
+        else:
             raise Implausible("no slow weights, and we hold none of this version")
-        slow_sides = prefetched.slow
-    if slow_sides is not None and slow is not None:
-        slow_sides = slow_sides._replace(mine=slow.coded)
-    elif slow_sides is not None and given is not None:
-        slow_sides = slow_sides._replace(mine=given.slow.mine)
-    if slow_sides is not None:
-        slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides, snapshot)
+        ours = slow.coded if slow is not None else slow_sides.mine if given is None else given.slow.mine
+        slow_sides = await optimiser.bound_slow(conversation.peer, slow_sides._replace(mine=ours), snapshot)
+    elif came.slow:
+        raise Implausible("slow weights, which gamma = beta does not need")
     step = Step(snapshot.fast, sides, slow_sides, shares=optimiser.shares(mine.inner_steps, theirs.inner_steps))
     return _Swapped(step, sent, came, spared=given is not None)
 

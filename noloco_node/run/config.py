@@ -126,7 +126,7 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gossip round. The defaults were chosen in the laboratory, mostly on one seed (docs/results.md); NoLoCo as
+    """The gossip round. The defaults were chosen in the laboratory, mostly on one seed (research/results.md); NoLoCo as
     published (arXiv 2506.10911) is 0.5, 0.7, 0.7, a round every 50 steps, float32, blocking.
     """
 
