@@ -88,3 +88,11 @@ def test_systemd_understands_a_unit(path: Path, tmp_path: Path) -> None:
     unit.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", path.read_text(), flags=re.MULTILINE))
     answer = subprocess.run([systemd_analyze, "verify", "--man=no", unit], capture_output=True, text=True, check=False)
     assert (answer.returncode, answer.stderr) == (0, "")
+
+
+def _names_of_tried_pythons() -> list[str]:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    classifiers = setup["metadata"]["classifiers"].split("\n")
+    found = (re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", line) for line in classifiers)
+    return [match[1] for match in found if match]
