@@ -111,7 +111,54 @@ class Copy:
             return Outcome("timed out", running)
         return Outcome("killed", failed or running) if status else Outcome("survived")
 
-    class _Watcher:
+    def load(self) -> None:
+        """Import into this process, for every fork, what the tests import of other projects; compile the copy."""
+        self._pytest([f"tests/{name}" for name in TESTED], _Lister(self._told))
+        for name in json.loads(self._told.read_bytes()):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+    def _pytest(self, files: list[str], plugin: _Watcher) -> int:
+        """Return the exit code of a fork, or as a negative number the signal that ended it."""
+        if not (pid := os.fork()):
+            _become(self.path, self._said, files, plugin)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@contextlib.contextmanager
+def _changed(path: Path, text: str) -> Iterator[None]:
+    """Let a file have another text for a while, and a time that no compiled file of it has."""
+    original, times = path.read_bytes(), path.stat()
+    path.write_text(text)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 2_000_000_000))
+    try:
+        yield
+    finally:
+        path.write_bytes(original)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def concerned(mutant: Mutant, baseline: Baseline) -> list[str]:
+    """Return the tests that run a mutant's line: those of its mirrored module first, the quick before the slow."""
+    mirrored = Path("tests", mutant.path).with_name(f"test_{Path(mutant.path).name}").as_posix()
+    found = []
+    for test, timed in baseline.items():
+        lines = timed.lines.get(mutant.path, set())
+        if lines and (mutant.at_import or mutant.statement in lines):
+            found.append((not test.startswith(f"{mirrored}::"), timed.seconds, test))
+    return [test for _, _, test in sorted(found)]
+
+
+def in_two(tests: Sequence[str], baseline: Baseline) -> list[Sequence[str]]:
+    """Split the tests after those that take a few seconds together."""
+    total_s, cut = 0.0, 0
+    while cut < len(tests) and (not cut or total_s + baseline[tests[cut]].seconds < FIRST_S):
+        total_s += baseline[tests[cut]].seconds
+        cut += 1
+    return [part for part in (tests[:cut], tests[cut:]) if part]
+
+
+class _Watcher:
     """A plugin of pytest: keeps the tests that are wanted, in their order, limits each, and notes which one fails."""
 
     def __init__(self, told: Path, seconds: dict[str, float]) -> None:
