@@ -18,7 +18,6 @@ from itertools import pairwise
 
 import psutil
 from msgspec import structs
-from playwright.async_api import async_playwright
 
 from benchmarks.observe.page_cost import STAGES, membership_of
 from noloco_node.observe.roster_observer import RosterObserver
@@ -45,6 +44,9 @@ def _with_routes(view: SwarmView) -> SwarmView:
 
 async def soak(peers: int, frames: int, pause_s: float) -> None:
     """Show so many frames; print a line now and then."""
+    # Of the extra `browser`, which a check of types and a collection of tests do without.
+    from playwright.async_api import async_playwright
+
     page_server.LEAST_PAUSE_S = 0.0
     run = decode_run(demo_run_text(stages=STAGES, replicas=20, steps=10_000, seed=0), "a benchmark's run file")
     observer, membership, ours = RosterObserver(run, "0" * 64), membership_of(peers), psutil.Process()

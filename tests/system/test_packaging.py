@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
 from configparser import ConfigParser
+from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from setuptools import Distribution
@@ -88,3 +94,107 @@ def test_systemd_understands_a_unit(path: Path, tmp_path: Path) -> None:
     unit.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", path.read_text(), flags=re.MULTILINE))
     answer = subprocess.run([systemd_analyze, "verify", "--man=no", unit], capture_output=True, text=True, check=False)
     assert (answer.returncode, answer.stderr) == (0, "")
+
+
+def test_the_extras_are_named_in_one_table(distribution: Distribution) -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(distribution.extras_require)
+
+
+def test_make_says_so_for_a_python_that_the_metadata_does_not_name(distribution: Distribution, tmp_path: Path) -> None:
+    found = (
+        re.fullmatch(r"Programming Language :: Python :: 3\.(\d+)", line) for line in distribution.metadata.classifiers
+    )
+    tried = [int(match[1]) for match in found if match]
+    least = min(tried)
+    assert distribution.python_requires == f">=3.{least}"
+    for minor, status, says in (
+        (least - 1, 2, True),
+        *((minor, 0, False) for minor in tried),
+        (max(tried) + 1, 0, True),
+    ):
+        python = _python_that_only_says_its_version(tmp_path / f"python3.{minor}", minor)
+        made = subprocess.run(
+            [
+                "make",
+                "-C",
+                ROOT,
+                "install",
+                f"PYTHON={python}",
+                "BIN=true #",
+                f"INSTALLED={tmp_path}/installed-{minor}",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert made.returncode == status, made.stderr
+        assert (f"{python} is" in made.stdout) is says
+
+
+def _python_that_only_says_its_version(path: Path, minor: int) -> Path:
+    """Write a program that answers `-c` as that Python would, and makes no environment."""
+    answer = f"import sys; sys.version_info = (3, {minor}, 0); exec(sys.argv[1])"
+    path.write_text(f"""#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} -c '{answer}' "$2"\n""")
+    path.chmod(0o755)
+    return path
+
+
+class Foreign(NamedTuple):
+    """A package of others that a file imports. `late`: inside a function, or for the check of types alone."""
+
+    path: Path
+    name: str
+    late: bool
+
+
+def test_what_mypy_and_the_tests_import_is_installed_with_the_extra_test(distribution: Distribution) -> None:
+    mypy = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    untyped = [name for override in mypy["overrides"] for name in override["module"]]
+    required = {
+        re.split(r"[^\w-]", line.lower().replace("_", "-"))[0]
+        for line in (*distribution.install_requires, *distribution.extras_require["test"])
+    }
+    owners = packages_distributions()
+    wrong = []
+    for found in _foreign_imports((*mypy["packages"], "tests")):
+        optional = found.late and f"{found.name}.*" in untyped
+        names = {name.lower().replace("_", "-") for name in owners.get(found.name, ())}
+        if not optional and not names & required:
+            wrong.append(f"{found.path.relative_to(ROOT)}: {found.name} of {sorted(names)}")
+    assert wrong == []
+
+
+def test_an_import_at_the_top_is_not_late() -> None:
+    tree = ast.parse(
+        "import a.b\n"
+        "from c import d\n"
+        "if TYPE_CHECKING:\n    import e\n"
+        "def f():\n    from g.h import i\n"
+        "try:\n    import j\nexcept ImportError:\n    pass\n"
+        "k = pytest.importorskip('l.m')\n"
+        "from . import n\n"
+    )
+    assert list(_imports(tree)) == [("a", False), ("c", False), ("e", True), ("g", True), ("j", False), ("l", True)]
+
+
+def _foreign_imports(packages: Iterable[str]) -> Iterator[Foreign]:
+    support = {path.stem for path in (ROOT / "tests" / "support").iterdir()}
+    own = {*packages, *PACKAGES, *support, *sys.stdlib_module_names}
+    for path in sorted(path for name in packages for path in (ROOT / name).rglob("*.py")):
+        for name, late in _imports(ast.parse(path.read_text())):
+            if name not in own:
+                yield Foreign(path, name, late)
+
+
+def _imports(node: ast.AST, late: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield the packages that a syntax tree imports; `pytest.importorskip` asks for one that may be missing."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name.split(".")[0], late) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom) and not child.level:
+            yield (child.module or "").split(".")[0], late
+        elif isinstance(child, ast.Call) and ast.unparse(child.func) == "pytest.importorskip":
+            yield str(ast.literal_eval(child.args[0])).split(".")[0], True
+        typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        yield from _imports(child, late or typing or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))

@@ -12,7 +12,7 @@ import shutil
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from limits import LAST_RESORT_S
@@ -23,12 +23,11 @@ from noloco_node.observe.served_place import ServedPlace
 from noloco_node.web import page_server
 from noloco_node.web.page_server import PagePlace, page_served
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-try:
+if TYPE_CHECKING:
     from playwright.async_api import Page as Tab
-    from playwright.async_api import async_playwright
-except ImportError:
-    pytest.skip("playwright is not installed: pip install '.[browser]'", allow_module_level=True)
+
+playwright_api = pytest.importorskip("playwright.async_api", reason="no playwright: pip install '.[browser]'")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 pytestmark = [
     pytest.mark.browser,
@@ -41,7 +40,7 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 async def tab(wrong: list[str], **options: Any) -> AsyncIterator[Tab]:
     """A new tab of a new browser; what goes wrong in it, and what it asks of others, is noted."""
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-    async with asyncio.timeout(LAST_RESORT_S), async_playwright() as playwright:
+    async with asyncio.timeout(LAST_RESORT_S), playwright_api.async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
         try:
             page = await (await browser.new_context(**options)).new_page()
