@@ -23,7 +23,6 @@ from noloco_node.sim.attacks import publish_identity
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.swarm.receipts import (
-    LARGEST_COUNT,
     MOST_LISTED,
     RECEIPT_BYTES,
     ReceiptLedger,
@@ -32,6 +31,7 @@ from noloco_node.swarm.receipts import (
     decode_receipts,
 )
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.units import LARGEST_COUNT
 
 
 def raw(epoch: int, **samples: int) -> bytes:
