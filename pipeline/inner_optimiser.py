@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,15 @@ class Inner(NamedTuple):
     epsilon: float
     weight_decay: float
     clip_norm: float
+
+    @property
+    def moment_ratio(self) -> float:
+        """The most that a first moment can be, in roots of its second; infinite where the betas set no bound.
+
+        Both are sums over the same gradients, with weights that fall by beta1 and by beta2 a step: Cauchy and Schwarz.
+        """
+        forgets = 1.0 - self.beta1**2 / self.beta2 if self.beta2 > 0.0 else 0.0
+        return (1.0 - self.beta1) / math.sqrt((1.0 - self.beta2) * forgets) if forgets > 0.0 else math.inf
 
 
 class StepReport(NamedTuple):

@@ -387,6 +387,8 @@ WRONG = {
     "NaN in the momentum": {"momentum": NOT_FINITE},
     "NaN in what was gathered": {"gathered": NOT_FINITE, "meetings": 1},
     "NaN in the optimiser": {"optimiser": (*NOT_FINITE, *NOT_FINITE)},
+    "a negative second moment": {"optimiser": (*WHOLE.slow, *(-tensor.square() for tensor in WHOLE.slow))},
+    "a first moment beside none": {"optimiser": (*WHOLE.slow, *(tensor * 0.0 for tensor in WHOLE.slow))},
     "slow weights of another norm": {"slow": tuple(tensor * 11 for tensor in WHOLE.slow)},
 }
 
