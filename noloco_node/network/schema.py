@@ -71,7 +71,8 @@ class MessageSpec(NamedTuple):
     The name is given and not the class's: a class may be renamed, and peers of other versions must still understand.
     The other fields are scalars, checked against their annotations: a number is `Annotated` with the least and the most
     that it may be, as one of `noloco_node.units` or, where no such import is allowed, as a tuple. `header_bytes` caps
-    the encoded header, and with it every text in it. `added`: texts that the message once had not, and that are not written where they are empty.
+    the encoded header, and with it every text in it. `added`: texts that the message once had not, and that are not
+    written where they are empty.
     """
 
     name: str
