@@ -202,7 +202,7 @@ def test_equal_pieces_of_another_donor_are_not_fetched_again() -> None:
     async def main() -> ReplicaState:
         world = World()
         Giving(world, "first", state(1))
-        Giving(world, "second", state(1, optimiser=drawn(7) + drawn(8)))
+        Giving(world, "second", state(1, optimiser=state(7).optimiser))
         dying(world, "first", 3 * len(SPANS))
         return await copy_from(world, ["first", "second"], holding(news))
 
