@@ -26,6 +26,7 @@ from noloco_node.network.bans import address_prefix
 from noloco_node.network.interface import Conversation
 from noloco_node.network.question import patient
 from noloco_node.network.schema import MessageSpec, Schema, Violation
+from noloco_node.units import Count
 
 TOPIC = "ticket"
 PATIENCE_S = 20.0
@@ -40,7 +41,7 @@ MOST_PREFIXES = 4096
 class TicketRequest:
     """A ticket for me, please; `nonce`: the work done for it (none to look). `trains`: or only to look."""
 
-    nonce: int
+    nonce: Count
     trains: bool
 
 

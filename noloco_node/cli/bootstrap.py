@@ -36,7 +36,8 @@ from noloco_node.swarm.kept_invite import KeptInvite, from_where
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
-from noloco_node.terminal import say, sign
+from noloco_node.tasks import supervised
+from noloco_node.terminal import say, sign, warn
 from noloco_node.web.served_views import views_served
 
 LINE_EVERY_S = 60.0
@@ -94,9 +95,13 @@ async def host(options: BootstrapOptions) -> None:
                 say(f"relays for peers behind routers listen too, and must be as open: {relay_places(relays)}")
             membership = Membership(network, recipe.digest, recipe.run.pipeline.stages)
             async with asyncio.TaskGroup() as group:
-                followed = [each.follow(membership) for each in (history, kept)]
-                showing = views.follow(membership, network, recipe)
-                running = (membership.run(), _tell(membership), admissions.watch(), showing, *followed)
+                looking = (
+                    supervised("noting how far the run is", lambda: history.follow(membership), warn),
+                    supervised("keeping the invite", lambda: kept.follow(membership), warn),
+                    supervised("the line about the swarm", lambda: _tell(membership), warn),
+                    views.follow(membership, network, recipe),
+                )
+                running = (membership.run(), admissions.watch(), *looking)
                 tasks = [group.create_task(each) for each in running]
                 leaving.polite = True
                 await leaving.asked.wait()

@@ -55,7 +55,7 @@ from noloco_node.swarm.connection import connected
 from noloco_node.swarm.kept_invite import KeptInvite
 from noloco_node.swarm.peer_name import checked_name
 from noloco_node.swarm.run_distribution import RunFileText, fetch
-from noloco_node.tasks import background
+from noloco_node.tasks import background, supervised
 from noloco_node.terminal import Bar, say, sign, warn
 from noloco_node.web.served_views import ServedViews, views_served
 
@@ -158,8 +158,10 @@ class _Participant:
             say(f"an invite of our own, kept in {self._home.invite}: {invites.without_secret(kept.keep())}")
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(background(self._access.renew(say)))
-                await stack.enter_async_context(background(history.follow(node.membership)))
-                await stack.enter_async_context(background(kept.follow(node.membership)))
+                noting = supervised("noting how far the run is", partial(history.follow, node.membership), warn)
+                keeping = supervised("keeping the invite", partial(kept.follow, node.membership), warn)
+                await stack.enter_async_context(background(noting))
+                await stack.enter_async_context(background(keeping))
                 following = self._views.follow(node.membership, network, recipe)
                 await stack.enter_async_context(background(following))
                 await node.live(leave)

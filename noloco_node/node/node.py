@@ -36,7 +36,7 @@ from noloco_node.swarm import run_distribution, speed_test
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import RunFileText
-from noloco_node.tasks import background, until_event
+from noloco_node.tasks import background, supervised, until_event
 from pipeline.migration import Move
 
 MOST_ADDRESSES = 8
@@ -116,7 +116,9 @@ class Node:
         context = self._context
         network, record = context.network, context.reporter.record
         self._addresses = (await network.addresses())[:MOST_ADDRESSES]
-        async with background(context.membership.run()), background(context.health.run()):
+        warn = context.reporter.warn or context.reporter.say
+        health = supervised("the watch over this node", context.health.run, warn)
+        async with background(context.membership.run()), background(health):
             await network.serve(run_distribution.TOPIC, run_distribution.SCHEMA, context.run_file.serve)
             answer = violations_journalled(record, speed_test.TOPIC, speed_test.SpeedTestService().answer)
             await network.serve(speed_test.TOPIC, speed_test.SCHEMA, answer)

@@ -35,6 +35,7 @@ from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
+from noloco_node.units import is_usable
 from pipeline.activations.formats import ACTIVATION_CODECS
 from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.checks.spot_checks import CheckSettings, SpotChecks
@@ -271,8 +272,8 @@ class Replica:
             device_s=self._microbatch_s,
             tokens_per_s=self._tokens_per_s,
             # A record with a number that is none would be refused by every reader.
-            loss=_finite(self._loss),
-            gap=_finite(self._gap),
+            loss=_publishable(self._loss),
+            gap=_publishable(self._gap),
             partner=self._partner,
             waiting=waits and f"{waits[0]}, for {waits[1]:.0f} s",
             version=__version__,
@@ -333,5 +334,5 @@ class Replica:
         return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _publishable(value: float | None) -> float | None:
+    return value if value is not None and value >= 0.0 and is_usable(value) else None

@@ -36,7 +36,7 @@ from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeepe
 from noloco_node.state_sync.snapshot_server import turn_away
 from noloco_node.state_sync.starting_loss import SnapshotTrial
 from noloco_node.storage.checkpoint import Checkpoint
-from noloco_node.tasks import background
+from noloco_node.tasks import background, supervised
 from pipeline.migration import Move
 
 LONGEST_WAITING = 400
@@ -97,7 +97,8 @@ class StageTenure:
         context, training = self._context, self._training
         await self._start_serving()
         async with aclosing(self.replica), background(context.writer.run()), background(self._keep_snapshots()):
-            async with background(self._progress.run()):
+            warn = context.reporter.warn or context.reporter.say
+            async with background(supervised("the report of progress", self._progress.run, warn)):
                 try:
                     ending = await training.run(self.replica, leave, self._in_pause, moves=context.options.moves)
                     self._progress.record_totals()

@@ -16,6 +16,8 @@ from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
 
+LARGEST_INTEGER = 2**63 - 1
+"""Of a column of whole numbers in Parquet."""
 FIRST = ("peer_name", "at", "event")
 SCALARS = {
     "inner_step": ("loss", "progress", "tokens", "seconds", "device_s", "learning_rate"),
@@ -85,7 +87,9 @@ def _columns(journals: Mapping[str, Path]) -> dict[str, type]:
         for key, value in row.items():
             if value is None:
                 continue
-            before, now = found.get(key, type(value)), type(value)
+            # A count that no column of whole numbers holds becomes a float.
+            now = float if type(value) is int and abs(value) > LARGEST_INTEGER else type(value)
+            before = found.get(key, now)
             found[key] = before if before is now else float if {before, now} <= {int, float} else str
     return found
 

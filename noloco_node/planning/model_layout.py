@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pipeline.decoder_slice import Cut, Slice
     from pipeline.stage import Stage
 
+_REFUSALS = (ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
+"""What transformers and torch raise where the sizes of a run file, which a stranger may have written, fit no model."""
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
 
 
@@ -75,10 +77,10 @@ def model_layout(run: RunConfig) -> ModelLayout:
             str(error),
             "a model of another family, such as llama or qwen3; docs/families.md lists them",
         ) from error
-    except ValueError as error:
+    except _REFUSALS as error:
         raise config_error(
             "The run file describes a model that cannot be built.",
-            str(error),
+            str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}",
             "correct [model] or [pipeline] in the run file",
         ) from error
     return ModelLayout(

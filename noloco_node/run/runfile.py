@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from noloco_node.errors import config_error
 from noloco_node.network.wire import WIRE_VERSION
 from noloco_node.run.config import TRAVELLING, DataConfig, RunConfig
 from noloco_node.run.decode_errors import misfit, short
+from noloco_node.run.problem import Problem, out_of_bounds
 from noloco_node.run.validation import problems
 
 RUN_TEXT_BYTES = 256 * 1024
@@ -73,6 +74,7 @@ def decode_run(text: str, origin: str) -> RunConfig:
     try:
         run = msgspec.convert(table, RunConfig)
     except msgspec.ValidationError as error:
+        _refuse(out_of_bounds(table, RunConfig), origin)
         raise misfit(str(error), RunConfig, origin) from error
     validate(run, origin)
     return run
@@ -88,7 +90,12 @@ def _too_long(origin: str) -> NoReturn:
 
 def validate(run: RunConfig, origin: str = "the run") -> None:
     """Check every rule that a type cannot state; raise `UserError` (Exit.CONFIG) about the first that is broken."""
-    found = list(problems(run))
+    _refuse(problems(run), origin)
+
+
+def _refuse(problems: Iterable[Problem], origin: str) -> None:
+    """Raise the `UserError` about the first of these problems, if there is one."""
+    found = list(dict.fromkeys(problems))
     if not found:
         return
     first, others = found[0], list(dict.fromkeys(problem.field for problem in found[1:]))

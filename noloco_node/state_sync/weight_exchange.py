@@ -23,6 +23,7 @@ from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.question import patient
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema, Violation
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore, refused_by_disk
+from noloco_node.units import Count
 
 if TYPE_CHECKING:
     from gossip.exchange.swap import Compute
@@ -40,15 +41,15 @@ PATIENCE_S = 60.0
 class FileDigestsRequest:
     """Send me the digests of a file's pieces, please."""
 
-    file: int
+    file: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePieceRequest:
     """Send me a piece of a file, please."""
 
-    file: int
-    number: int
+    file: Count
+    number: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

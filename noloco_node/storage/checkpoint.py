@@ -18,28 +18,30 @@ import msgspec
 
 from noloco_node.storage import atomic_file, tensor_file
 from noloco_node.storage.tensor_bytes import bytes_of
+from noloco_node.units import Count, Fraction
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT = 3
 """Of the stage that is served, unless its owner says otherwise."""
-_NAME = re.compile(r"(\d{8})-\d{10}\.safetensors")
+_NAME = re.compile(r"(\d{8,})-\d{10,}\.safetensors")
+"""Numbers are written with zeros before them, for people; they are compared as numbers, however long."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint says of the replica besides its tensors."""
 
     run_id: str
-    stage: int
-    round: int
-    inner_steps: int
-    progress: float
-    samples: int
-    optimiser_steps: int
-    meetings: int = 0
+    stage: Count
+    round: Count
+    inner_steps: Count
+    progress: Fraction
+    samples: Count
+    optimiser_steps: Count
+    meetings: Count = 0
     """Of the running momentum period."""
-    last_met: int | None = None
+    last_met: Count | None = None
     """The round in which these weights last met anybody's, 0 if in none; None where it was not noted."""
     data_position: dict[str, Any] | None = None
     peer: str = ""

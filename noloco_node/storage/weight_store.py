@@ -16,7 +16,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -36,7 +36,7 @@ class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One file of the checkpoint that a run starts from. `digest`: SHA-256 over the SHA-256 of its pieces."""
 
     file: str
-    size_bytes: int
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_FILE_BYTES)]
     digest: str
 
     @property

@@ -18,10 +18,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import islice
+from typing import Annotated
 
 import msgspec
 
-from noloco_node.swarm.peer_records import LARGEST_COUNT
+from noloco_node.network.stranger_record import decoded
+from noloco_node.units import Count
 
 RECEIPT_BYTES = 4096
 LONGEST_ID = 64
@@ -41,8 +43,8 @@ ENOUGH = 16
 class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
     """Samples that one replica of the last stage has computed in its life, by source."""
 
-    epoch: int
-    samples: dict[str, int]
+    epoch: Count
+    samples: Annotated[dict[str, Count], msgspec.Meta(max_length=MOST_LISTED)]
 
 
 class Tally:
@@ -201,11 +203,4 @@ def _weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) 
 @lru_cache(maxsize=1024)  # for the many readers of a simulation
 def decode_receipts(raw: bytes) -> ReceiptRecord | None:
     """Return what a replica signed, if it can be."""
-    if len(raw) > RECEIPT_BYTES:
-        return None
-    try:
-        record = msgspec.msgpack.decode(raw, type=ReceiptRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    possible = 0 <= record.epoch <= LARGEST_COUNT and len(record.samples) <= MOST_LISTED
-    return record if possible and all(0 <= count <= LARGEST_COUNT for count in record.samples.values()) else None
+    return decoded(raw, ReceiptRecord, RECEIPT_BYTES)

@@ -18,6 +18,7 @@ from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 from noloco_node.run.config import RunConfig
 from noloco_node.run.permissions import check_paths
 from noloco_node.run.runfile import content_hashes, decode_run, run_digest
+from noloco_node.units import UnixSeconds
 
 TOPIC = "run"
 PATIENCE_S = 20.0
@@ -35,7 +36,7 @@ class RunFileReply:
     """The run file as its author wrote it (TOML, comments included), and the sender's time of day (Unix seconds)."""
 
     text: str
-    unix_time: float
+    unix_time: UnixSeconds
 
 
 SCHEMA = Schema(

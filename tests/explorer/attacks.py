@@ -47,8 +47,8 @@ class Attack:
 
     `record`: what it publishes of itself. `source`: what it claims as a source. `receipts`: what it signs for sources.
     `answer`: takes a call of the stage before. `say`: what it says in gossip. `arithmetic`: of its stage.
-    `corruption`: of its messages with tensors. `flood`: silent conversations that it opens with everybody about each of
-    its topics, whenever it reads the roster.
+    `corruption`: of its messages with tensors. `tell`: what it says of all that it sends, about any topic.
+    `flood`: silent conversations that it opens with everybody about each of its topics, whenever it reads the roster.
     """
 
     record: Callable[[PeerRecord], PeerRecord] | None = None
@@ -56,6 +56,7 @@ class Attack:
     receipts: Callable[[dict[str, int]], dict[str, int]] | None = None
     answer: Handler | None = None
     say: Callable[[Any], Any] | None = None
+    tell: Callable[[Any], Any] | None = None
     arithmetic: Callable[[StageModel], StageModel] | None = None
     corruption: Corruption | None = None
     flood: int = 0
@@ -112,10 +113,10 @@ class HostileNetwork(NetworkWrapper):
     async def serve(self, topic: str, schema: Schema, handler: Handler) -> None:
         """Serve as the attack does."""
         self._topics[topic] = schema
-        say = self._attack.say
+        say = self._said(topic)
         if topic.startswith(MICROBATCH) and self._attack.answer is not None:
             handler = self._attack.answer
-        elif topic.startswith(GOSSIP) and say is not None:
+        elif say is not None:
             honest, tell = handler, say
 
             async def lying(conversation: Conversation) -> None:
@@ -126,10 +127,12 @@ class HostileNetwork(NetworkWrapper):
 
     def talk(self, peer: str, topic: str, schema: Schema) -> AbstractAsyncContextManager[Conversation]:
         """Talk as the attack does."""
-        talk = super().talk(peer, topic, schema)
-        if self._attack.say is None or not topic.startswith(GOSSIP):
-            return talk
-        return _opened(talk, self._attack.say)
+        talk, say = super().talk(peer, topic, schema), self._said(topic)
+        return talk if say is None else _opened(talk, say)
+
+    def _said(self, topic: str) -> Callable[[Any], Any] | None:
+        """Return what becomes of what is said about a topic; None where it stays as it is."""
+        return self._attack.tell or (self._attack.say if topic.startswith(GOSSIP) else None)
 
 
 @asynccontextmanager

@@ -230,9 +230,12 @@ def test_the_paper_would_admit_what_is_refused() -> None:
 
 
 def test_all_wrong_fields_are_mentioned() -> None:
-    trouble = refused(MODEL + "[pipeline]\nreplicas = 0\n[inner]\nbeta2 = 2.0\n[outer]\nalpha = -1\n")
-    assert "pipeline.replicas" in trouble.what
-    assert "inner.beta2, outer.alpha" in trouble.what
+    outside = refused(MODEL + "[pipeline]\nreplicas = 0\n[inner]\nsteps = 0\n[outer]\nstaleness_at_most = 0\n")
+    assert "pipeline.replicas" in outside.what
+    assert "inner.steps, outer.staleness_at_most" in outside.what
+    broken = refused(MODEL + "[inner]\nbeta1 = -1.0\nbeta2 = 2.0\n[outer]\nalpha = -1\n")
+    assert "inner.beta1" in broken.what
+    assert "inner.beta2, outer.alpha" in broken.what
 
 
 def test_the_blocking_form_may_meet_after_every_step() -> None:

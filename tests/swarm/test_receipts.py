@@ -22,7 +22,6 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.swarm.receipts import (
-    LARGEST_COUNT,
     MOST_LISTED,
     RECEIPT_BYTES,
     ReceiptLedger,
@@ -31,6 +30,7 @@ from noloco_node.swarm.receipts import (
     decode_receipts,
 )
 from noloco_node.swarm.roster import PeerRecord
+from noloco_node.units import LARGEST_COUNT
 from tests.explorer.attacks import publish_identity
 
 

@@ -303,6 +303,11 @@ class StreamEnd:
 
     def _take(self, message: Any) -> None:
         if not self._left and self._broken is None:
+            try:
+                self.schema.check_numbers(message)
+            except Violation as violation:
+                self._take_end(EndOfStream(Violation, str(violation)))
+                return
             self._inbox.append(message)
             self._wake()
 
