@@ -106,7 +106,7 @@ def load_members(run: Path) -> MemberList:
 def save_members(run: Path, members: MemberList) -> None:
     """Write the owner's list; `UserError` where that cannot be."""
     try:
-        atomic_file.write(members_file(run), msgspec.json.format(msgspec.json.encode(members)))
+        atomic_file.write(members_file(run), msgspec.json.format(msgspec.json.encode(members)), public=True)
     except OSError as error:
         raise _unusable(members_file(run), error) from error
 

@@ -15,9 +15,8 @@ import asyncio
 import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 
@@ -106,7 +105,7 @@ class DialBackService:
             async with asyncio.timeout(ASK_S):
                 question = await conversation.receive()
                 ports = tuple(port for port in question.ports[:_MOST_PORTS] if 0 < port < 65536)
-                home = host_of(cast(Stream, conversation).origin) if ports else None
+                home = host_of(conversation.origin) if ports else None
                 relays, place = await asyncio.gather(self._known(), self._dial(home, ports))
                 await conversation.send(DialBackReply(place=place, tried=home is not None, relays=relays))
         except TimeoutError:
