@@ -75,6 +75,11 @@ class AdmissionState:
         known = self._shown_by(peer)
         return NO_TICKET if known is None else self._objection(peer, known[1])
 
+    def number_of(self, raw: bytes) -> int:
+        """Return the number of a list of revocations; -1 where the owner has not signed it."""
+        found = None if self._owner is None else decode_list(raw, self._owner, self.run)
+        return -1 if found is None else found.number
+
     def objection(self, peer: str, raw: bytes) -> str:
         """Say why a ticket would be refused that a peer has not shown yet; empty where it is good."""
         facts = self._facts(peer, raw)

@@ -196,8 +196,15 @@ class AdmittedNetwork(NetworkWrapper):
             self._list_told = raw, now_s
             await self._network.publish(self._list_key, self.peer_id, raw, LIST_LIFETIME_S)
 
-    async def _show(self, peer: str) -> None:
-        """Show our ticket to a peer; PermissionError with its reason where it lets us not in."""
+    async def list_known_to(self, peer: str) -> int:
+        """Hand a peer the list of revocations that we know, and return the number of the list that it has then.
+
+        Raises PermissionError where it lets us not in, or a `ConnectionError`.
+        """
+        return self._state.number_of(await self._show(peer))
+
+    async def _show(self, peer: str) -> bytes:
+        """Show our ticket to a peer; return the list that it knows. PermissionError where it lets us not in."""
         shown = self._held.raw
         async with self._network.talk(peer, TOPIC, SCHEMA) as conversation:
             await conversation.send(ShowTicket(ticket=shown, revocations=self._state.raw_revocations))
@@ -210,6 +217,7 @@ class AdmittedNetwork(NetworkWrapper):
         self._welcomes[peer] = shown
         if len(self._welcomes) > _MOST_WELCOMES:
             del self._welcomes[next(iter(self._welcomes))]
+        return answer.revocations[:LIST_BYTES]
 
     async def _admit(self, conversation: Conversation) -> None:
         """Answer whoever shows a ticket."""

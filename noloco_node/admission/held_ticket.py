@@ -25,7 +25,7 @@ MOST_PAUSE_S, LEAST_PAUSE_S = 3600.0, 30.0
 """Between two looks at how long ours still lives, or two requests for another: a quarter of what is left of it."""
 SILENCE_S = 10.0
 """For which no signing peer is asked again after none has answered."""
-SAID_AGAIN = 0.75
+SAID_AGAIN = 0.5
 """A warning is repeated when only this share is left of the time that the last one named."""
 
 
@@ -125,7 +125,7 @@ class HeldTicket:
                 if self.rights != Right.LOOK:
                     say(f"we have a new ticket, for {format_duration(self.until - self._unix_time())}")
             left_s = max(0.0, self.until - self._unix_time())
-            if trouble and left_s <= SAID_AGAIN * said_s:
+            if trouble and left_s < SAID_AGAIN * said_s:
                 said_s = left_s
                 say(f"our ticket expires in {format_duration(left_s)}, and nobody gives us another: {trouble}")
 

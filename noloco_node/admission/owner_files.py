@@ -7,7 +7,10 @@ run.members    tickets and invitations that were signed, and the signed list of 
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -25,6 +28,7 @@ class IssuedEntry(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     until: int
     note: str = ""
+    may_sign: bool = False
 
 
 class MemberList(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +105,23 @@ def load_members(run: Path) -> MemberList:
             hint="restore it from a backup: it says who was let in, and without it who was shut out comes back",
             code=Exit.CONFIG,
         ) from error
+
+
+@contextmanager
+def alone_with_members(run: Path) -> Iterator[None]:
+    """Keep other processes from changing the owner's list until the body is done: they read it, change it, write it.
+
+    The lock is on the key, for the list itself is replaced by each change.
+    """
+    try:
+        file = os.open(key_file(run), os.O_RDONLY)
+    except OSError as error:
+        raise _unusable(key_file(run), error) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def save_members(run: Path, members: MemberList) -> None:

@@ -110,6 +110,11 @@ class RunAccess:
             )
         self._state.pin(bytes.fromhex(run.admission.owner), run.admission.rule)
 
+    def take_revocations(self, signed: bytes) -> None:
+        """Know the owner's list, as its owner does before any peer."""
+        if self._state is not None:
+            self._state.take_revocations(signed)
+
     def _check_identity(self, me: str) -> None:
         """Raise `UserError` where the invite is for another identity than ours."""
         try:
@@ -175,7 +180,7 @@ class RunAccess:
                     network, peer, ticket_service.TOPIC, ticket_service.SCHEMA, request, TicketReply, WORK_S
                 )
             except ConnectionError as error:
-                silences.append(f"{peer[-8:]}: {error}")
+                silences.append(str(error).replace(peer, f"...{peer[-8:]}"))
                 continue
             ticket = reply.ticket[:TICKET_BYTES]
             objection = self._state.objection(me, ticket) if ticket and self._state.is_pinned else ""
