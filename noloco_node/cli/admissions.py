@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -88,8 +89,9 @@ class HostedAdmissions:
         """Return the network as it is to be used, and serve tickets if we may sign them."""
         if self._admission.owner is None:
             return network
+        admitted: PeerNetwork
         signer: SignsTickets | None
-        signs_until = _nobody
+        signs_until: Callable[[bytes], int] = _nobody
         if key_file(self._run_file).is_file():
             owner = TicketSigner(await asyncio.to_thread(self._owner_key))
             ticket = owner.ticket(self._recipe.digest, network.peer_id, MEMBER, int(time.time()) + HOST_S)
