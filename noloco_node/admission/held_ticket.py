@@ -168,4 +168,3 @@ def rights_of(raw: bytes) -> Right:
     """Return what a ticket of our own lets us do."""
     chain = decode(raw)
     return Right(chain[-1].rights) if chain else Right(0)
-

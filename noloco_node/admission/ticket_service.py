@@ -160,9 +160,7 @@ class TicketService:
         """Say why an open run gives a peer no ticket, empty where it gives one."""
         run, peer = self._state.run, conversation.peer
         worked = (
-            is_work(run, peer, request.nonce)
-            if request.trains
-            else is_work(run, peer, request.nonce, bits=LOOK_BITS)
+            is_work(run, peer, request.nonce) if request.trains else is_work(run, peer, request.nonce, bits=LOOK_BITS)
         )
         if not worked:
             return "the work for a ticket was not done"

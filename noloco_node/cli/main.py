@@ -24,6 +24,7 @@ from noloco_node.cli.option_groups.directories import LocalOption, directory_the
 from noloco_node.cli.option_groups.machines import MachineOptions
 from noloco_node.cli.option_groups.web import WebOption, page_place
 from noloco_node.cli.options import (
+    OWNER_RUN,
     AnnounceOption,
     BootstrapOptions,
     CapOption,
@@ -33,7 +34,6 @@ from noloco_node.cli.options import (
     JoinOptions,
     KeptInviteArgument,
     ListenOption,
-    OWNER_RUN,
     OwnerOption,
     SimulateOptions,
     UploadOption,

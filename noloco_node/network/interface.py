@@ -33,7 +33,7 @@ class Conversation(Protocol):
 
     @property
     def origin(self) -> str:
-        """The multiaddr from which the other side came to us; empty where we opened the conversation or it is not known."""
+        """The multiaddr from which the other came to us; empty where we opened the conversation or none is known."""
 
     @property
     def is_quiet(self) -> bool:

@@ -143,7 +143,7 @@ def _close_to_others(path: Path) -> None:
     """
     is_home = (path / "lock").exists() or not any(path.iterdir())
     home = HomePaths(path)
-    secrets = [home.identity, home.ticket, home.invite, home.page_token, *path.glob("relay-*.key")]
+    secrets = [path / "lock", home.identity, home.ticket, home.invite, home.page_token, *path.glob("relay-*.key")]
     for each, mode in [*([(path, 0o700)] if is_home else []), *((secret, 0o600) for secret in secrets)]:
         if each.exists() and each.stat().st_mode & 0o077:
             with contextlib.suppress(PermissionError):  # it belongs to somebody else, who let us write there

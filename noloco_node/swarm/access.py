@@ -76,7 +76,10 @@ class RunAccess:
             self._unix_time, lambda: self._own_tickets(me), lambda: self._ask(network), self._keep, self._early_s
         )
         await held.begin()
-        admitted, others = AdmittedNetwork(network, self._state, held), [each for each in self.invite.peers if each != me]
+        admitted, others = (
+            AdmittedNetwork(network, self._state, held),
+            [each for each in self.invite.peers if each != me],
+        )
         while True:
             try:
                 await admitted.enter(others)

@@ -91,7 +91,9 @@ async def visited(invite: str, visitor: Visitor) -> AsyncIterator[tuple[PeerNetw
     A peer that does not take calls holds the visitor up no longer than a node (`noloco_node.network.timeouts`).
     """
     parsed = invites.parse(invite)
-    access = RunAccess(parsed, Right.LOOK, visitor.home, owner=await asyncio.to_thread(visitor.owner_key, parsed.digest))
+    access = RunAccess(
+        parsed, Right.LOOK, visitor.home, owner=await asyncio.to_thread(visitor.owner_key, parsed.digest)
+    )
     settings = NetworkSettings(
         run=parsed.digest,
         listen=("/ip4/127.0.0.1/tcp/0",),

@@ -1,4 +1,4 @@
-"""A ticket is renewed and replaced wherever one is held: by a visitor, a node that slept, a delegate's bootstrap peer."""
+"""Tickets are renewed and replaced wherever one is held: by visitors, nodes that slept, and delegates."""
 
 from __future__ import annotations
 
@@ -242,10 +242,14 @@ def test_an_expired_ticket_is_borne_for_a_while_where_nobody_answers() -> None:
         await network.read_all(["roster"])
         owned.jumped_s = 4.0 * DAY_S
         begun_s = asyncio.get_running_loop().time()
-        with pytest.raises(UserError, match="Nobody gives us a ticket") as caught:
+
+        async def readings() -> None:
             while True:
                 await network.read_all(["roster"])
                 await asyncio.sleep(10.0)
+
+        with pytest.raises(UserError, match="Nobody gives us a ticket") as caught:
+            await readings()
         assert GRACE_S <= asyncio.get_running_loop().time() - begun_s < 2 * GRACE_S
         assert caught.value.code is Exit.UNREACHABLE
 
