@@ -27,7 +27,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from noloco_node.sim.attacks import Attack
+from tests.explorer.attacks import Attack
 from rich.console import Console
 
 from gossip.rounds.local_steps import dynamic_steps
@@ -305,7 +305,7 @@ def live(seed: int, rounds: int = 12) -> Counter[str]:
 
     def watch(world: World) -> list[Watcher]:
         for name in ("s0r0", "s1r0"):
-            world.peers[name].attack = Attack(record=publish, tell=tell)
+            world.peers[name].tampering = Attack(record=publish, tell=tell)
         return [Strangers(world, rng, draws)]
 
     honest = [name for name in setup.peers if name not in ("s0r0", "s1r0")]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
-from noloco_node.admission.peer_keys import peer_of, read_key
+from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import FirstCheckpoint, HostMachine, first_checkpoint
 from noloco_node.cli.option_groups.web import page_place
@@ -93,8 +93,7 @@ async def join(invite: invites.Invite, options: JoinOptions) -> None:
 
 def _met_before(invite: invites.Invite, home: Home) -> list[PeerAddress]:
     """Return whom an earlier life met: by these it comes back where nobody of the invite is left."""
-    key = read_key(home.identity) if home.identity.exists() else None
-    ours = "" if key is None else peer_of(key.public_key().public_bytes_raw())
+    ours = peer_of_file(home.identity)
     return [each for each in invites.kept_addresses(invite, home.path) if each.peer != ours]
 
 

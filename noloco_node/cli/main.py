@@ -24,6 +24,7 @@ from noloco_node.cli.option_groups.directories import LocalOption, directory_the
 from noloco_node.cli.option_groups.machines import MachineOptions
 from noloco_node.cli.option_groups.web import WebOption, page_place
 from noloco_node.cli.options import (
+    OWNER_RUN,
     AnnounceOption,
     BootstrapOptions,
     CapOption,
@@ -33,6 +34,7 @@ from noloco_node.cli.options import (
     JoinOptions,
     KeptInviteArgument,
     ListenOption,
+    OwnerOption,
     SimulateOptions,
     UploadOption,
     default_home,
@@ -193,6 +195,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     local: LocalOption = None,
     home: HomeOption = None,
+    owner_run: OwnerOption = OWNER_RUN,
 ) -> None:
     """Print who serves what: stages, replicas, speeds, rounds, progress, losses."""
     from noloco_node.cli.status import look
@@ -200,7 +203,7 @@ def status(
     from noloco_node.swarm.invite import found
 
     home = home or default_home("node")
-    typer.echo(run(look(found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home))))
+    typer.echo(run(look(found(invite, home), as_json=as_json, visitor=Visitor(tuple(local or ()), home, owner_run))))
 
 
 app.command()(observation.watch)
@@ -255,12 +258,13 @@ def export(
     from_home: HomesOption = None,
     local: LocalOption = None,
     home: HomeOption = None,
+    owner_run: OwnerOption = OWNER_RUN,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
     from noloco_node.export.exporter import export as export_model
     from noloco_node.swarm.connection import Visitor
 
-    visitor = Visitor(tuple(local or ()), home or default_home("node"))
+    visitor = Visitor(tuple(local or ()), home or default_home("node"), owner_run)
     typer.echo(run(export_model(out, invite, from_home or (), visitor)))
 
 

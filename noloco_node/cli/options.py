@@ -56,6 +56,15 @@ HomeOption = Annotated[
         show_default="~/.noloco/node, of a bootstrap peer ~/.noloco/bootstrap",
     ),
 ]
+OwnerOption = Annotated[
+    Path,
+    typer.Option(
+        "--run",
+        help="Where you own the run: its run file, with your key beside it (run.owner). The owner needs no invite of "
+        "its own to look.",
+    ),
+]
+OWNER_RUN = Path("run.toml")
 HomesOption = Annotated[
     list[Path] | None,
     typer.Option(

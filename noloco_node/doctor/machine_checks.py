@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.doctor.findings import Finding, Grade, fail, ok, warn
-from noloco_node.errors import Exit, UserError
+from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.libp2p.endpoint.identity import ensure_identity
 from noloco_node.machine.memory import free_bytes
 from noloco_node.storage.checkpoint import KEPT
 from noloco_node.storage.home import HomePaths
@@ -138,7 +140,21 @@ def look(home: Path, device: str, needs: Sequence[Need]) -> list[Finding]:
         *judge_gpu(supply, needs),
         judge_disk(supply, needs, home),
         _files(),
+        _identity(home),
     ]
+
+
+def _identity(home: Path) -> Finding:
+    """Say who the node will be: an owner who lists peers has to be told before the node can join."""
+    path = HomePaths(home.expanduser().absolute())
+    try:
+        path.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ensure_identity(path.identity)
+        peer = peer_of_file(path.identity)
+    except (OSError, UserError) as error:
+        why = error.why if isinstance(error, UserError) else reason_of(error)
+        return fail("identity", why, "another --home, on a disk that you may write to")
+    return ok("identity", f"you are {peer}" if peer else f"{path.identity}, a key of another type than Ed25519")
 
 
 def _device(wish: str) -> tuple[Finding, int | None]:

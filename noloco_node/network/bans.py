@@ -97,7 +97,7 @@ class BanningNetwork(NetworkWrapper):
         """Answer conversations about `topic` with who is not shut out; see `PeerNetwork.serve`."""
 
         async def guarded(conversation: Conversation) -> None:
-            place = address_prefix(getattr(conversation, "origin", ""))
+            place = address_prefix(conversation.origin)
             prefix = str(place) if place is not None and place.is_global else ""
             self._refuse_banned(conversation.peer)
             if prefix:

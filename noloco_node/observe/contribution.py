@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from gossip.events import OuterStepTaken
+from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.errors import config_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
@@ -113,17 +114,18 @@ def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:
 
 def report(home: Path, *, as_json: bool) -> str:
     """Return what the journal of a home says was given, as text or as one JSON object a run."""
-    journal = HomePaths(home).journal
+    journal, me = HomePaths(home).journal, peer_of_file(HomePaths(home).identity)
     found = list(ledger_of(read(journal)).by_run.values())
     if not found:
         raise config_error(
             f"{home} has given nothing yet.",
-            "its journal does not tell of any run" if journal.exists() else "it has no journal",
+            ("its journal does not tell of any run" if journal.exists() else "it has no journal")
+            + (f" (you are {me})" if me else ""),
             "name the home of a node that took part with --home",
         )
     if as_json:
         return "\n".join(msgspec.json.encode(each).decode() for each in found)
-    return "\n".join(line for each in found for line in _lines(each))
+    return "\n".join([*([f"you are {me}"] if me else []), *(line for each in found for line in _lines(each))])
 
 
 def _lines(given: Contribution) -> list[str]:

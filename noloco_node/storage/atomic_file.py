@@ -25,9 +25,15 @@ def replacing(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file aside, flush it to the disk and rename it; raise `OSError` where the disk refuses."""
+def write(path: Path, content: bytes, *, public: bool = False) -> None:
+    """Write a file aside, flush it to the disk and rename it; raise `OSError` where the disk refuses.
+
+    Other users of the machine can read it only where it is `public`: most files of a home are nobody else's business.
+    """
     with replacing(path) as aside:
+        if not public:
+            aside.unlink(missing_ok=True)
+            aside.touch(mode=0o600, exist_ok=False)
         aside.write_bytes(content)
         flush(aside)
 
@@ -68,10 +74,10 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
     """Write a file aside and rename it: nobody ever sees half of it. Raises `UserError` where the disk will not."""
     try:
-        write(path, content)
+        write(path, content, public=public)
     except OSError as error:
         raise UserError(
             f"cannot write {path}",

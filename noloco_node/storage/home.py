@@ -8,9 +8,11 @@ file that is unlinked while somebody waits for it would be locked twice.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
 import shlex
 import sys
 import time
@@ -84,7 +86,7 @@ class Home(HomePaths):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Create the directory where it is missing (mode 0700) and lock it.
+        """Create the directory where it is missing and lock it; it is for its owner alone (mode 0700).
 
         Raises `UserError`: HOME_IN_USE where another node holds it, STORAGE where it cannot be written.
         """
@@ -92,6 +94,7 @@ class Home(HomePaths):
         lock = -1
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _close_to_others(path)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _sign(lock)
@@ -133,8 +136,27 @@ def holder(path: Path) -> LockHolder | None:
         return None
 
 
+def _close_to_others(path: Path) -> None:
+    """Let nobody else read a home, also where an earlier version, or a person, made it for everybody to read.
+
+    A directory that holds other things than a home stays as it is; its secrets are closed all the same.
+    """
+    is_home = (path / "lock").exists() or not any(path.iterdir())
+    home = HomePaths(path)
+    secrets = [path / "lock", home.identity, home.ticket, home.invite, home.page_token, *path.glob("relay-*.key")]
+    for each, mode in [*([(path, 0o700)] if is_home else []), *((secret, 0o600) for secret in secrets)]:
+        if each.exists() and each.stat().st_mode & 0o077:
+            with contextlib.suppress(PermissionError):  # it belongs to somebody else, who let us write there
+                each.chmod(mode)
+
+
+def without_secrets(command: str) -> str:
+    """Return a command line without what stands behind the # of an invite: that lets its holder in."""
+    return re.sub(r"(noloco\d+:[^\s#]*)#[^\s'\"]+", r"\1#...", command)
+
+
 def _sign(lock: int) -> None:
-    command = shlex.join(sys.argv)[:1000]
+    command = without_secrets(shlex.join(sys.argv))[:1000]
     os.ftruncate(lock, 0)
     os.pwrite(lock, msgspec.json.encode(LockHolder(pid=os.getpid(), since=time.time(), command=command)), 0)
     os.fsync(lock)  # a disk that is full says so here, before anything depends on it

@@ -3,6 +3,7 @@
 Each replica of the last stage publishes one record of how many samples of which source it has computed: a receipt to
 each source, signed with its identity's key as every record in the DHT is, and renewed with one signature a refresh.
 Counts rise from zero in each life of a replica, its `epoch`: so a restart neither loses receipts nor counts them twice.
+A life need not have a higher number than the one before it: the clock by which it was numbered may have been set back.
 
 A source's own claim counts as far as receipts cover it, so that who has done nothing counts for nothing. And receipts
 count as far as several signers agree: routes are drawn by chance, so every source's samples spread over the last stage
@@ -33,6 +34,8 @@ MOST_TALLIED = 1024
 MOST_SIGNERS = 1024
 MOST_OF_STRANGER = 128
 """Sources that are remembered of a signer who has proved nothing to us."""
+MOST_LIVES = 4
+"""Of one signer that are told apart; the one that was read longest ago is forgotten."""
 MOST_TIMES = 2.0
 SPARE = 4
 """Microbatches of a window that a signer may have had more of, by chance."""
@@ -48,7 +51,7 @@ class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tally:
-    """Samples that passed here and came back, by source. `epoch`: rises from one life of this replica to the next."""
+    """Samples that passed here and came back, by source. `epoch`: another one in each life of this replica."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -76,24 +79,23 @@ class Tally:
 
 
 class _SignerBook:
-    """What one signer has said: the samples of each source in its present life, and of all its lives."""
+    """What one signer has said: the samples of each source in each of its last lives, and in all of them."""
 
     def __init__(self) -> None:
-        self.epoch = 0
-        self.life: dict[str, int] = {}
+        self.lives: dict[int, dict[str, int]] = {}
+        """By epoch; the one that was read last comes last."""
         self.total: Counter[str] = Counter()
 
     def take(self, record: ReceiptRecord, most: int) -> dict[str, int]:
         """Take a record, of at most so many sources; return by how much each source's count has grown."""
-        if record.epoch < self.epoch:
-            return {}
-        if record.epoch > self.epoch:
-            self.epoch, self.life = record.epoch, {}
+        life = self.lives[record.epoch] = self.lives.pop(record.epoch, {})
+        if len(self.lives) > MOST_LIVES:
+            del self.lives[next(iter(self.lives))]
         grown = {}
         for source, count in record.samples.items():
-            before = self.life.get(source, 0)
+            before = life.get(source, 0)
             if count > before and (source in self.total or len(self.total) < most):
-                self.life[source] = count
+                life[source] = count
                 self.total[source] += count - before
                 grown[source] = count - before
         return grown

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from noloco_node.admission.admitted_network import not_admitted, not_for
+from noloco_node.admission.refusals import not_admitted, not_for, told
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.question import ask, patient
@@ -105,8 +105,9 @@ async def fetch(network: PeerNetwork, peers: Sequence[str], digest: str, allowed
             check_clock(time.time() - reply.unix_time, peer)
             return recipe
         answers.append(f"{peer}: serves a run with the digest {recipe.digest[:12]}")
-    if any(not_for(network.peer_id) in answer for answer in answers):
-        raise not_admitted("; ".join(answers))
+    refusals = [found for each in answers if (found := each.partition(not_for(network.peer_id))[2])]
+    if refusals:
+        raise not_admitted(told(refusals))
     raise UserError(
         f"No peer of the invite serves the run {digest[:12]}.",
         why="; ".join(answers),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from processes import Commands
 from typer.testing import CliRunner
 
+from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.doctor import command, machine_checks, swarm_checks
 from noloco_node.doctor.findings import Finding, Grade, exit_code, line, verdict
@@ -367,7 +368,9 @@ def test_without_an_invite_the_machine_alone_is_looked_at(tmp_path: Path) -> Non
     assert {"system", "device", "memory", "disk", "open files"} <= about.keys()
     assert about["device"]["grade"] == "good"
     assert result.exit_code == (0 if found["fit"] else 11)
-    assert not (tmp_path / "home").exists()
+    # The owner of a listed run asks for the peer id before the node can join: it is the one that the node will have.
+    assert [each.name for each in (tmp_path / "home").iterdir()] == ["identity.key"]
+    assert about["identity"]["says"] == f"you are {peer_of_file(tmp_path / 'home' / 'identity.key')}"
 
 
 def test_a_device_that_is_not_there_is_a_finding(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_what_a_callee_sends_counts_as_well() -> None:
         class Wrong:
             """A conversation in which what comes is wrong."""
 
-            peer = "liar"
+            peer, origin = "liar", ""
             is_quiet = True
 
             async def receive(self) -> None:

@@ -15,11 +15,10 @@ import asyncio
 import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, TypeAlias, cast
+from typing import Annotated, NamedTuple, TypeAlias
 
 from msgspec import Meta
 
-from noloco_node.libp2p.streams.stream import Stream
 from noloco_node.network.interface import Conversation
 from noloco_node.network.schema import LONG_HEADER_BYTES, MessageSpec, Schema
 
@@ -111,7 +110,7 @@ class DialBackService:
             async with asyncio.timeout(ASK_S):
                 question = await conversation.receive()
                 ports = tuple(port for port in question.ports[:_MOST_PORTS] if port)
-                home = host_of(cast(Stream, conversation).origin) if ports else None
+                home = host_of(conversation.origin) if ports else None
                 relays, place = await asyncio.gather(self._known(), self._dial(home, ports))
                 await conversation.send(DialBackReply(place=place, tried=home is not None, relays=relays))
         except TimeoutError:

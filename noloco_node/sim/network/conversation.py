@@ -105,6 +105,11 @@ class StreamEnd:
         return self._peer
 
     @property
+    def origin(self) -> str:
+        """Nothing: a simulated peer has no address."""
+        return ""
+
+    @property
     def is_quiet(self) -> bool:
         """Whether both ends are open, and no message waits."""
         return not (self.is_over or self._peer_ended or self._inbox)
