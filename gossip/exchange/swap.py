@@ -31,6 +31,7 @@ from torch import Tensor
 
 from gossip.exchange.messages import Implausible, Probe, Received, Weights
 from gossip.rule.outer_step import Tensors
+from gossip.rule.staleness import DISOWNED
 
 PROBE = 4096
 """Coordinates of the slow weights, and with int4 of the snapshot too, that travel ahead of the rest (16 KiB each)."""
@@ -113,7 +114,7 @@ def check_probe(theirs: Probe, mine: Probe) -> None:
     if came != right:
         raise Implausible(f"probe: {came} where ours is {right}")
     check_finite(_tensors(theirs), "probe")
-    if not 0 <= theirs.last_met <= theirs.round or theirs.version < 0 or theirs.inner_steps < 0:
+    if not DISOWNED <= theirs.last_met <= theirs.round or theirs.version < 0 or theirs.inner_steps < 0:
         said = f"last met {theirs.last_met}, version {theirs.version}, {theirs.inner_steps} inner steps"
         raise Implausible(f"probe: round {theirs.round}, {said}")
 
