@@ -32,7 +32,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-
 DISOWNED = -1
 """The last meeting of weights that their own replica has found to be worth nothing."""
 

@@ -370,7 +370,7 @@ def test_disowned_weights_are_given_up_for_a_partners_whenever_they_were_disowne
         ]
 
         async def judge() -> None:
-            while during_meeting and toys[1].rounds.view.meeting_partner is None:
+            while during_meeting and toys[1].rounds.view.meeting_partner is None:  # noqa: ASYNC110 - the time is virtual
                 await asyncio.sleep(0.1)
             toys[1].rounds.disown()
 
