@@ -34,8 +34,9 @@ NO_WEIGHTS = Weights(fast=(), slow=())
 class ExchangeResult(NamedTuple):
     """What a meeting came to. `step`: None where the partner's weights are too stale to count.
 
-    `last_met`: of our weights after the step. `spared`: whether slow weights that had travelled ahead did not have to
-    travel again. `clipped`: whether less than all of what the partner sent counts.
+    `last_met`: of our weights after the step. `partner_steps`: inner steps that the partner says it brings. `spared`:
+    whether slow weights that had travelled ahead did not have to travel again. `clipped`: whether less than all of what
+    the partner sent counts.
     """
 
     step: Step | None
@@ -48,6 +49,7 @@ class ExchangeResult(NamedTuple):
     adopted: bool
     spared: bool
     clipped: bool
+    partner_steps: int
 
 
 class _Swapped(NamedTuple):
@@ -117,6 +119,7 @@ async def exchange_weights(
         adopted=whose is ContributionWeights.THEIRS,
         spared=swapped.spared,
         clipped=swapped.step is not None and swapped.step.clipped,
+        partner_steps=theirs.inner_steps,
     )
 
 
