@@ -91,7 +91,8 @@ class PrefetchOffer:
 class Probe:
     """What both must know before weights travel, and is small.
 
-    `round`: the one that the sender is in; `last_met`: the one in which its weights last met anybody's (`staleness`).
+    `round`: the one that the sender is in; `last_met`: the one in which its weights last met anybody's, -1 where the
+    sender has disowned them (`staleness`).
     `version`: a number for the slow weights, another one after every outer step. `holds`: the version of the other's
     slow weights that the sender holds, NOTHING if none.
     `slow`: float32 [k], the slow weights at coordinates that both sides know, with what a lossy codec still owes of
@@ -101,7 +102,7 @@ class Probe:
     """
 
     round: Count
-    last_met: Count
+    last_met: Version
     version: Count
     holds: Version
     slow: Tensor
@@ -172,7 +173,7 @@ class Manifest:
     progress: Fraction
     optimiser_steps: Count
     meetings: Count
-    last_met: Count
+    last_met: Version
     norm: Norm
     slow: Tensor | None = None
     momentum: Tensor | None = None

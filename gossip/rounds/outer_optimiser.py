@@ -41,7 +41,7 @@ class OuterOptimiser:
     """Slow weights and momentum of one replica, and what may be done with them.
 
     `version`: the number of outer steps taken here, so another one whenever the slow weights are others. `weights`: the
-    lock under which they move. `owns`: whether weights to adopt have to be like ours. `partners`: the other replicas.
+    lock under which they move. `partners`: the other replicas.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OuterOptimiser:
         self.weights = WeightsLock()
         self._fast_bound, self._slow_bound = InfluenceBound(), InfluenceBound()
         """Of the fast and of the slow weights that partners bring."""
-        self.version, self.owns = 0, True
+        self.version = 0
 
     @property
     def state(self) -> OuterState:
@@ -150,16 +150,11 @@ class OuterOptimiser:
         deviation = measure(sides.theirs, *ours, self.state.slow, snapshot.fast)
         return sides._replace(share=bound.share(partner, deviation, only=len(self._partners()) < 2))
 
-    async def adopting(self, wire: Tensors, snapshot: Snapshot) -> Step:
-        """Check weights that we are to adopt; return the step to them."""
+    async def adopting(self, wire: Tensors, snapshot: Snapshot, *, alike: bool) -> Step:
+        """Check weights that we are to adopt, and that they are like ours; return the step to them."""
         theirs = Coded(absolute(self._codec), wire)
-        await self._compute(self._check_absolute, theirs, self._adopted(snapshot))
+        await self._compute(_check_absolute, theirs, self._adopted(snapshot), alike)
         return Step(snapshot.fast, adopts=theirs)
-
-    def _check_absolute(self, theirs: Coded, own: Tensors) -> None:
-        check(theirs, own, Feedback(theirs.form), norm(own))
-        if self.owns:
-            check_alike(theirs, own)
 
     # What follows from it.
 
@@ -172,8 +167,14 @@ class OuterOptimiser:
     def _take(self, step: Step) -> None:
         self._state = take_step(step, self._state, self._owed, self._rule)
         if step.adopts is not None:
-            self._owed, self.owns = self._nothing_owed(), True
+            self._owed = self._nothing_owed()
         self.version += 1
+
+
+def _check_absolute(theirs: Coded, own: Tensors, alike: bool) -> None:
+    check(theirs, own, Feedback(theirs.form), norm(own))
+    if alike:
+        check_alike(theirs, own)
 
 
 def _of_rule(state: OuterState, alpha: float) -> OuterState:

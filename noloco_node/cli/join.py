@@ -84,7 +84,9 @@ async def join(invite: invites.Invite, options: JoinOptions) -> None:
             departure(say) as leaving,
             views_served(metrics_at, page_at, invite.digest, own) as views,
         ):
-            record = Recorder(journal, views, torch_device, energy_meter(torch_device)).record
+            recorder = Recorder(journal, views, torch_device, energy_meter(torch_device))
+            recorder.record_energy()  # by it readers of the journal know that this total begins anew
+            record = recorder.record
             reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)
             participant = _Participant(access, options, home, torch_device, reporter, leaving, views)
             participant.met = [each.peer for each in met]
@@ -111,7 +113,12 @@ class Recorder(NamedTuple):
             event = structs.replace(event, device=str(self.torch_device), pid=os.getpid())
         self.journal.write(event)
         self.views.take(event)
-        if self.meter is not None and isinstance(event, events.Traffic):
+        if isinstance(event, events.Traffic):
+            self.record_energy()
+
+    def record_energy(self) -> None:
+        """Record what the device has taken since this process began, where it tells."""
+        if self.meter is not None:
             self.record(events.Energy(joules=self.meter.joules()))
 
 

@@ -87,9 +87,12 @@ class InnerStep(_Event, frozen=True, tag="inner_step"):
 
 
 class Hops(_Event, frozen=True, tag="hops"):
-    """Microbatches by next hop. `counts`: by peer id, those that came back, in all since the start."""
+    """Microbatches by next hop. `counts`: by peer id, those that came back, in all since the start, of the peers that
+    returned most; `others`: of all other peers together.
+    """
 
     counts: dict[str, int]
+    others: int = 0
 
 
 class Traffic(_Event, frozen=True, tag="traffic"):

@@ -33,6 +33,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import GOSSIP, topic
 from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
+from noloco_node.swarm.met_work import MOST_BROUGHT
 from noloco_node.swarm.roster import Derived, PeerRecord, Roster, speed
 from noloco_node.tasks import loop_s
 from noloco_node.units import is_usable
@@ -104,6 +105,7 @@ class Replica:
                 converse=self._converse,
                 record=self._journal,
                 answers=AdaptiveTimeout(ANSWERS) if config.deadlines else None,
+                saw=self._saw,
             ),
         )
         self.starting_weights = StartingWeights(starting_state, self.rounds)
@@ -234,6 +236,14 @@ class Replica:
 
     def _converse(self, peer: str) -> AbstractAsyncContextManager[Conversation]:
         return self._context.network.talk(peer, topic(GOSSIP, self.config.stage), self._context.gossip_schema)
+
+    def _saw(self, partner: str, theirs: int, ours: int) -> None:
+        """Give a partner a receipt for the inner steps that it says it brings, as far as they are likely."""
+        run = self.config.run
+        if run.pipeline.stages > 1:
+            return  # the last stage sees the samples themselves
+        likely = min(theirs, MOST_BROUGHT * max(ours, run.outer.inner_steps_per_round))
+        self.microbatches.tally.add(partner, likely * run.samples_per_step, brought=ours * run.samples_per_step)
 
     # What we say of ourselves.
 

@@ -60,8 +60,10 @@ class ContributionLedger:
         self.by_run: dict[str, Contribution] = {}
         self.now: Contribution | None = None
         """What is given to the run that is taken part in; None before there is one."""
-        self._sent = self._received = 0
+        self._sent = self._received = self._pid = 0
         self._joules = 0.0
+        self._moves = False
+        """Whether the node is on its way to another stage: its totals go on there."""
 
     def given(self, run: str) -> Given | None:
         """Return what our record says of what was given to a run; None of none."""
@@ -75,6 +77,7 @@ class ContributionLedger:
             begun = self.now = self.by_run.setdefault(event.run, begun)
             begun.peers += [event.peer] * (event.peer not in begun.peers)
             begun.stages += [event.stage] * (event.stage not in begun.stages)
+            self._begin_totals(event.pid)
         now = self.now
         if now is None:
             return
@@ -90,8 +93,6 @@ class ContributionLedger:
                 now.rounds += event.partner is not None
             case events.Traffic():
                 sent, received = sum(event.sent.values()), sum(event.received.values())
-                if sent < self._sent or received < self._received:  # totals since the start of another network
-                    self._sent = self._received = 0
                 now.sent_bytes += sent - self._sent
                 now.received_bytes += received - self._received
                 self._sent, self._received = sent, received
@@ -100,8 +101,18 @@ class ContributionLedger:
                 self._joules = event.joules
             case events.Receipts():
                 now.covered_tokens = max(now.covered_tokens, event.own)
+            case events.Moved():
+                self._moves = True
             case _:
                 pass
+
+    def _begin_totals(self, pid: int) -> None:
+        """Begin the totals that begin with a life: of traffic with each network, of energy with each process."""
+        if not self._moves:
+            self._sent = self._received = 0
+        if pid != self._pid:
+            self._joules = 0.0
+        self._moves, self._pid = False, pid
 
 
 def ledger_of(journal: Iterable[events.Event]) -> ContributionLedger:

@@ -76,7 +76,7 @@ class Membership:
         self.given: Callable[[], Given | None] = lambda: None
         """What we say that we have given, whenever our record is published."""
         self.tally: Tally | None = None
-        """What we give receipts for, at the last stage."""
+        """What we give receipts for: at the last stage, or to our partners in a run of one stage."""
         self._roster = Roster(stages=((),) * stages)
         self._change = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -84,6 +84,11 @@ class Membership:
         self.complete = False
         """Whether the last reading reached all keys: an empty roster says something only then."""
         self._rng = random.Random(f"{run_id}|presence|{network.peer_id}")
+
+    @property
+    def me(self) -> str:
+        """Our peer id."""
+        return self._network.peer_id
 
     @property
     def roster(self) -> Roster:
@@ -166,7 +171,7 @@ class Membership:
             now_s = loop_s()
             self._records.take(dict(zip(watched, found, strict=True)), now_s, self._unix_time())
             if receipts is not None:
-                self._progress.receipts.take(receipts)
+                self._progress.receipts.take(receipts, () if self.tally is None else self.tally.brought)
             if sources is not None:
                 self._progress.take(sources, self._records.believed[0].values(), now_s)
             self._records.keep_only(watched)

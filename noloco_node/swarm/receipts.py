@@ -2,6 +2,8 @@
 
 Each replica of the last stage publishes one record of how many samples of which source it has computed: a receipt to
 each source, signed with its identity's key as every record in the DHT is, and renewed with one signature a refresh.
+In a run of one stage each replica gives them to its partners, for what these bring to meetings
+(`noloco_node.swarm.met_work`).
 Counts rise from zero in each life of a replica, its `epoch`: so a restart neither loses receipts nor counts them twice.
 A life need not have a higher number than the one before it: the clock by which it was numbered may have been set back.
 
@@ -16,7 +18,7 @@ one replica at the last stage there is nobody to compare it with, and what it si
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import Annotated
@@ -51,21 +53,27 @@ class ReceiptRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tally:
-    """Samples that passed here and came back, by source. `epoch`: another one in each life of this replica."""
+    """Samples that passed here and came back, by source; in a run of one stage, those that partners brought.
+
+    `epoch`: another one in each life of this replica. `brought`: our own samples that each partner met.
+    """
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.samples: dict[str, int] = {}
+        self.brought: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
 
-    def add(self, source: str, samples: int) -> None:
-        """Count a microbatch; of too many sources the one is forgotten that has been silent for longest."""
+    def add(self, source: str, samples: int, brought: int = 0) -> None:
+        """Count a microbatch, or a meeting; of too many sources that one is forgotten that was silent for longest."""
         if not 0 < len(source) <= LONGEST_ID:
             return
         self.samples[source] = self.samples.pop(source, 0) + samples
+        if brought:
+            self.brought[source] += brought
         if len(self.samples) > MOST_TALLIED:
             forgotten = next(iter(self.samples))
-            del self.samples[forgotten], self._told[forgotten]
+            del self.samples[forgotten], self._told[forgotten], self.brought[forgotten]
 
     def raw(self) -> bytes:
         """Return the record to publish."""
@@ -130,9 +138,14 @@ class ReceiptLedger:
             self._proved[signer] += samples
             self._microbatch = samples
 
-    def take(self, raws: Mapping[str, bytes]) -> None:
-        """Note what a reading of the receipts' key found."""
-        proved = self._proved.keys() | self._proved_before.keys()
+    @property
+    def signed(self) -> Mapping[str, Mapping[str, int]]:
+        """What was signed since we began, and since the last window was over, by source and signer."""
+        return self._window
+
+    def take(self, raws: Mapping[str, bytes], met: Collection[str] = ()) -> None:
+        """Note what a reading of the receipts' key found. `met`: signers that we have met ourselves."""
+        proved = {*self._proved, *self._proved_before, *met}
         known = self._books.keys() | proved
         known_first = sorted(raws, key=lambda peer: (peer not in proved, peer not in known, peer))
         for signer in known_first[:MOST_SIGNERS]:
@@ -187,12 +200,12 @@ class ReceiptLedger:
         shares = self._shares
         if not signed or not shares:
             return 0.0
-        typical = _weighted_median({signer: signed.get(signer, 0) / share for signer, share in shares.items()}, shares)
+        typical = weighted_median({signer: signed.get(signer, 0) / share for signer, share in shares.items()}, shares)
         spare = SPARE * self._microbatch
         return sum(min(signed.get(signer, 0), MOST_TIMES * share * typical + spare) for signer, share in shares.items())
 
 
-def _weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
+def weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Return the lower median of values, each with a weight; the weights' sum is 1."""
     below = 0.0
     for name in sorted(values, key=lambda name: (values[name], name)):

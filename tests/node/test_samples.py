@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from random import Random
 from statistics import median_low
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage.checkpoint import Counters
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S
+from noloco_node.swarm.receipts import Tally
 from noloco_node.swarm.roster import PeerRecord
 from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S
 from pipeline.messages import Gradient, Microbatch, Reply
@@ -54,12 +56,17 @@ class Words:
 class Life:
     """One life of a source: real presence and counting, and gradients that come after a while."""
 
-    def __init__(self, hub: SimNetwork, name: str, progress: float, counters: Counters | None) -> None:
+    def __init__(
+        self, hub: SimNetwork, name: str, progress: float, counters: Counters | None, there: Mapping[str, Life]
+    ) -> None:
         clock = asyncio.get_running_loop().time
+        self._there, self._rng, self._met = there, Random(name), 0
+        self.tally = Tally(int(1000 * clock()))
         self._presence = Membership(hub.network(name), "run", 1, refresh_s=REFRESH_S, unix_time=clock)
         self._name, self._begun_with, self._counters = name, progress, counters
         self.done = 0
         """Samples of this life."""
+        self._presence.tally = self.tally
         self.stamp = progress
         self._duty = StageWork(
             RUN, name, self._presence, self._open_text, Reporter(record=lambda _: None, say=lambda _: None)
@@ -85,7 +92,18 @@ class Life:
             group.create_task(self._duty.run_until_done(replica))
             while True:
                 self._presence.update(self._record(PeerState.TRAINING))
+                self._meet()
                 await asyncio.sleep(REFRESH_S)
+
+    def _meet(self) -> None:
+        """Meet one of the others, as replicas do once a round."""
+        others = [life for life in self._there.values() if life is not self]
+        if others:
+            partner = self._rng.choice(others)
+            ours, theirs = (life.done - life._met for life in (self, partner))
+            self.tally.add(partner._name, theirs, brought=ours)
+            partner.tally.add(self._name, ours, brought=theirs)
+            self._met, partner._met = self.done, partner.done
 
     def _record(self, state: PeerState) -> PeerRecord:
         steps = self._duty.samples // RUN.samples_per_step
@@ -133,7 +151,7 @@ class Run:
         counters = None if anew else self.checkpoints.get(name)
         own = counters.progress if counters else 0.0
         known = median_low([life.stamp for life in self.lives.values()]) if self.lives else own
-        self.lives[name] = Life(self.hub, name, known, counters)
+        self.lives[name] = Life(self.hub, name, known, counters, self.lives)
         self.begun += 1
 
     async def end(self, name: str, *, politely: bool) -> None:

@@ -50,6 +50,22 @@ def test_lives_are_added_up_and_time_away_is_not() -> None:
     assert ledger.now is second
 
 
+def test_a_life_counts_from_zero_however_short_the_one_before_was() -> None:
+    """Also where its first totals are larger than the last ones before it; a move to another stage begins nothing."""
+
+    def begun(at: float, pid: int, sent: int, joules: float) -> list[events.Event]:
+        return [
+            events.Started(at=at, peer="p", stage=0, run="a", version="0", pid=pid),
+            events.Traffic(at=at, sent={"microbatch": sent}, received={"gossip": sent}),
+            events.Energy(at=at, joules=joules),
+        ]
+
+    moved = events.Moved(at=2.0, origin=0, target=1, why="w")
+    again = [*begun(0.0, 1, 10, 100.0), *begun(1.0, 2, 50, 150.0), moved, *begun(3.0, 2, 70, 160.0)]
+    found = ledger_of([*again, *begun(4.0, 2, 90, 170.0)]).by_run["a"]  # the next shift of the same process
+    assert (found.sent_bytes, found.received_bytes, found.joules) == (10 + 70 + 90, 10 + 70 + 90, 100.0 + 170.0)
+
+
 def test_energy_is_added_up_over_lives_and_receipts_are_not() -> None:
     def told(joules: float, own: int) -> list[events.Event]:
         return [events.Energy(at=1.0, joules=joules), events.Receipts(at=1.0, claimed={}, covered={}, own=own)]
