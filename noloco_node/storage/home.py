@@ -91,7 +91,7 @@ class Home(HomePaths):
         path = path.expanduser().absolute()
         lock = -1
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            atomic_file.make_directory(path, mode=0o700)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _sign(lock)
@@ -136,7 +136,8 @@ def holder(path: Path) -> LockHolder | None:
 def _sign(lock: int) -> None:
     command = shlex.join(sys.argv)[:1000]
     os.ftruncate(lock, 0)
-    os.pwrite(lock, msgspec.json.encode(LockHolder(pid=os.getpid(), since=time.time(), command=command)), 0)
+    holder = LockHolder(pid=os.getpid(), since=time.time(), command=command)
+    atomic_file.write_all(lock, msgspec.json.encode(holder), 0)
     os.fsync(lock)  # a disk that is full says so here, before anything depends on it
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from noloco_node.errors import Exit, UserError, config_error, reason_of
-from noloco_node.storage.atomic_file import require_room, write
+from noloco_node.storage.atomic_file import require_room, write, write_all
 from noloco_node.storage.tensor_file import LARGEST_HEADER_BYTES, tensor_ranges
 from noloco_node.units import format_bytes
 
@@ -123,7 +123,7 @@ class WeightStore:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             os.truncate(descriptor, self.files[key.file].size_bytes)
-            os.pwrite(descriptor, data, key.number * PIECE_BYTES)
+            write_all(descriptor, data, key.number * PIECE_BYTES)
         finally:
             os.close(descriptor)
         self._right.add(key)
