@@ -61,7 +61,7 @@ def save_key(run: Path, key: Ed25519PrivateKey) -> None:
     if path.exists():
         return
     try:
-        atomic_file.write(path, key.private_bytes_raw().hex().encode() + b"\n", mode=0o600)
+        atomic_file.write(path, key.private_bytes_raw().hex().encode() + b"\n")
     except OSError as error:
         raise _unusable(path, error) from error
 
@@ -100,7 +100,7 @@ def load_members(run: Path) -> MemberList:
 def save_members(run: Path, members: MemberList) -> None:
     """Write the owner's list; `UserError` where that cannot be."""
     try:
-        atomic_file.write(members_file(run), msgspec.json.format(msgspec.json.encode(members)))
+        atomic_file.write(members_file(run), msgspec.json.format(msgspec.json.encode(members)), public=True)
     except OSError as error:
         raise _unusable(members_file(run), error) from error
 

@@ -113,7 +113,7 @@ def write_text(path: Path, text: str, *, overwrite: bool) -> None:
             code=Exit.USAGE,
         )
     try:
-        atomic_file.write(path, text.encode())
+        atomic_file.write(path, text.encode(), public=True)
     except OSError as error:
         raise UserError(
             f"{path} cannot be written.",

@@ -25,14 +25,14 @@ def replacing(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
-def write(path: Path, content: bytes, mode: int = 0o666) -> None:
+def write(path: Path, content: bytes, *, public: bool = False) -> None:
     """Write a file aside, flush it to the disk and rename it; raise `OSError` where the disk refuses.
 
-    `mode`: who may read the file, from its first byte on, as far as the umask allows.
+    Other users of the machine can read it only where it is `public`: most files of a home are nobody else's business.
     """
     with replacing(path) as aside:
         aside.unlink(missing_ok=True)
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if public else 0o600)
         try:
             write_all(descriptor, content)
             os.fsync(descriptor)
@@ -91,10 +91,10 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes, *, public: bool = False) -> None:
     """Write a file aside and rename it: nobody ever sees half of it. Raises `UserError` where the disk will not."""
     try:
-        write(path, content)
+        write(path, content, public=public)
     except OSError as error:
         raise UserError(
             f"cannot write {path}",

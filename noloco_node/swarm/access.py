@@ -120,10 +120,13 @@ class RunAccess:
 
     @property
     def _ticket_file(self) -> Path | None:
-        return HomePaths(self._home).ticket if self._home is not None and Right.TRAIN in self._rights else None
+        if self._home is None or Right.TRAIN not in self._rights:
+            return None
+        return HomePaths(self._home).run(self.invite.digest).ticket
 
     def _keep(self, ticket: bytes) -> None:
         if self._ticket_file is not None:
+            atomic_file.make_directory(self._ticket_file.parent)
             atomic_file.write_whole(self._ticket_file, self.invite.digest.encode() + b"\n" + ticket)
 
     def _kept_ticket(self, me: str) -> bytes | None:

@@ -76,7 +76,7 @@ def test_a_home_keeps_it_for_an_export(checkpoint: Path, tmp_path: Path) -> None
     with pytest.raises(UserError, match="None of these homes") as caught:
         reading_with_tokenizer(homes, recipe)
     assert caught.value.code is Exit.CONFIG
-    kept = WeightStore.filling(HomePaths(homes[1]).tokenizer(recipe.digest), recipe.run.data.tokenizer_files)
+    kept = WeightStore.filling(HomePaths(homes[1]).run(recipe.digest).tokenizer, recipe.run.data.tokenizer_files)
     WeightStore.whole(checkpoint, kept.files).copy_to(kept)
     assert open_tokenizer(reading_with_tokenizer(homes, recipe)).eos_token == "<|end|>"
     (kept.directory / "tokenizer.json").write_text("{}")

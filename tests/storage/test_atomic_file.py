@@ -56,7 +56,7 @@ def test_a_disk_that_takes_nothing_and_reports_nothing_is_an_error(monkeypatch: 
 
 def test_a_file_stays_as_it_was_where_a_disk_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    atomic_file.write(path, b"before", mode=0o600)
+    atomic_file.write(path, b"before")
     (tmp_path / ".file.aside").write_bytes(b"left by a process that was killed")
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", NearlyFull(3, os.write))

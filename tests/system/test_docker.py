@@ -209,7 +209,7 @@ def test_a_private_swarm_from_a_clean_clone_survives_what_happens_to_it(image: s
         project("stop", "--timeout", "60")
         assert {state(each) for each in (bootstrap, watch, *project.containers("node"))} == {("exited", 0)}
         run("docker", "cp", f"{first}:/home/noloco/home", str(tmp_path))
-        assert list((tmp_path / "home" / "checkpoint").glob("*.safetensors"))
+        assert list((tmp_path / "home").glob("runs/*/checkpoint/*.safetensors"))
         assert (tmp_path / "home" / "identity.key").exists()
 
 

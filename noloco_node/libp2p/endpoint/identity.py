@@ -56,4 +56,4 @@ def _check(path: Path) -> None:
 def _create(path: Path) -> None:
     key = Ed25519PrivateKey.generate()
     content = KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
-    atomic_file.write(path, content, mode=0o600)
+    atomic_file.write(path, content)
