@@ -4,7 +4,7 @@
 #                           one made from PRESET
 #   node [OPTION...]        join by the invite in the file INVITE_FILE, as soon as it is there; on the text in /text, if
 #                           there is any
-#   export [OPTION...]      write the model of that swarm below /exported
+#   export [OPTION...]      write the model of that swarm to /exported/model, the next one to /exported/model-2, ...
 #   healthy                 leave with 0 while this container does its work
 #   anything else           noloco-node with these words
 set -eu
@@ -53,7 +53,12 @@ INVITE
 export)
   shift
   await_invite
-  exec noloco-node export - --out /exported/model "$@" << INVITE
+  out=/exported/model number=1
+  while [ -e "$out" ]; do
+    number=$((number + 1))
+    out=/exported/model-$number
+  done
+  exec noloco-node export - --out "$out" "$@" << INVITE
 $invite
 INVITE
   ;;

@@ -27,7 +27,6 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from tests.explorer.attacks import Attack
 from rich.console import Console
 
 from gossip.rounds.local_steps import dynamic_steps
@@ -53,6 +52,7 @@ from noloco_node.swarm.run_samples import ObservedWork, believed_samples, is_ove
 from pipeline.migration import MigrationState, OwnPlacement, StagePace, decide
 from pipeline.placement import StageClaim, capacities, choose_stage, powers, reason, should_yield
 from pipeline.routing import Bag, Hop, next_hop, quotas
+from tests.explorer.attacks import Attack
 
 RECIPE = RunFileText(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "the demo's run file")
 WORK = (3.0, 4.0)

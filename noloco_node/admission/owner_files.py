@@ -66,12 +66,7 @@ def save_key(run: Path, key: Ed25519PrivateKey) -> None:
     if path.exists():
         return
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(file, key.private_bytes_raw().hex().encode() + b"\n")
-            os.fsync(file)
-        finally:
-            os.close(file)
+        atomic_file.write(path, key.private_bytes_raw().hex().encode() + b"\n")
     except OSError as error:
         raise _unusable(path, error) from error
 

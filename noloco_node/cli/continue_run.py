@@ -108,7 +108,7 @@ def weight_files(directory: Path) -> list[Path]:
 def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
     """Return the files of a checkpoint's tokenizer; `UserError` (CONFIG) where they alone do not make one that fits."""
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
-    if [each.name for each in files] == ["config.json"]:
+    if {each.name for each in files} <= {"config.json", "generation_config.json"}:
         raise _no_model(directory, "it has no tokenizer: no tokenizer.json, nor another file of one")
     with TemporaryDirectory() as place:
         for each in files:

@@ -47,7 +47,8 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_pe
 from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
 from noloco_node.run.permissions import check_text, summary
 from noloco_node.run.protocols import GOSSIP
-from noloco_node.storage.home import Home
+from noloco_node.storage import run_directory
+from noloco_node.storage.home import Home, RunPaths
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history
 from noloco_node.swarm.access import RunAccess
@@ -57,6 +58,7 @@ from noloco_node.swarm.peer_name import checked_name
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background, supervised
 from noloco_node.terminal import Bar, say, sign, warn
+from noloco_node.units import format_bytes
 from noloco_node.web.served_views import ServedViews, views_served
 
 
@@ -70,6 +72,8 @@ async def join(invite: invites.Invite, options: JoinOptions) -> None:
         torch.set_num_threads(options.threads)
     directory = options.home or default_home("node")
     with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
+        paths = run_directory.enter(home, invite.digest)
+        _say_other_runs(paths)
         access = RunAccess(invite, MEMBER, home.path)
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
         met = _met_before(invite, home)
@@ -88,7 +92,7 @@ async def join(invite: invites.Invite, options: JoinOptions) -> None:
             recorder.record_energy()  # by it readers of the journal know that this total begins anew
             record = recorder.record
             reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)
-            participant = _Participant(access, options, home, torch_device, reporter, leaving, views)
+            participant = _Participant(access, options, home, paths, torch_device, reporter, leaving, views)
             participant.met = [each.peer for each in met]
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
 
@@ -130,12 +134,14 @@ class _Participant:
         access: RunAccess,
         options: JoinOptions,
         home: Home,
+        paths: RunPaths,
         torch_device: torch.device,
         reporter: Reporter,
         leaving: Departure,
         views: ServedViews,
     ) -> None:
-        self._access, self._options, self._home, self._torch_device = access, options, home, torch_device
+        self._access, self._options, self._torch_device = access, options, torch_device
+        self._home, self._paths = home, paths
         self._reporter, self._leaving, self._views = reporter, leaving, views
         self._run: tuple[RunFileText, ModelLayout, FirstCheckpoint] | None = None
         self.met: list[str] = []
@@ -152,8 +158,8 @@ class _Participant:
         recipe, layout, checkpoint = self._run
         if isinstance(limited, RateLimitedNetwork):
             limited.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
-        history = run_history.RunHistory(self._home.run_history, recipe.digest, say)
-        host = HostMachine(self._options, self._home, self._torch_device, recipe, layout, checkpoint, network.peer_id)
+        history = run_history.RunHistory(self._paths.run_history, recipe.digest, say)
+        host = HostMachine(self._options, self._paths, self._torch_device, recipe, layout, checkpoint, network.peer_id)
         with closing(host):
             reached = await self._reached(network, history)
             options = _node_options(self._options, reached, self._asked(network))
@@ -191,12 +197,22 @@ class _Participant:
         if options.stage in (None, 0):
             check_text(recipe.run, options.data)
         await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
-        self._home.keep_run_file(recipe.text)
+        for place in (self._paths, self._home):
+            place.keep_run_file(recipe.text)
         layout = await asyncio.to_thread(model_layout, recipe.run)
         sizes = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in enumerate(layout.shapes)}
         wished = {stage: size for stage, size in sizes.items() if stage == self._options.stage}
-        require_disk(self._home.path, wished or sizes, self._options.keep)
-        return recipe, layout, await asyncio.to_thread(first_checkpoint, options, self._home, recipe, layout)
+        if (full := require_disk(self._paths, wished or sizes, self._options.keep)) is not None:
+            warn(full)
+        return recipe, layout, await asyncio.to_thread(first_checkpoint, options, self._paths, recipe.run, layout)
+
+
+def _say_other_runs(paths: RunPaths) -> None:
+    """Say what a home keeps of other runs, if anything: no node removes that."""
+    others = run_directory.beside(paths)
+    if others.number:
+        size, place = format_bytes(others.size_bytes), paths.path.parent
+        say(f"this home keeps {size} of other runs ({others.number}) below {place}; you may remove a directory there")
 
 
 def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> NetworkSettings:

@@ -253,7 +253,12 @@ def export(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
     invite: Annotated[
         str | None,
-        typer.Argument(metavar="INVITE", help="Invite of a living swarm.", callback=invite_text, show_default=False),
+        typer.Argument(
+            metavar="INVITE",
+            help="Invite of a living swarm, or a home that keeps one.",
+            callback=invite_text,
+            show_default=False,
+        ),
     ] = None,
     from_home: HomesOption = None,
     local: LocalOption = None,
@@ -261,11 +266,15 @@ def export(
     owner_run: OwnerOption = OWNER_RUN,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
+    from noloco_node.swarm.invite import found
+
+    place = home or default_home("node")
+    given = None if invite is None else found(invite, place)
     from noloco_node.export.exporter import export as export_model
     from noloco_node.swarm.connection import Visitor
 
-    visitor = Visitor(tuple(local or ()), home or default_home("node"), owner_run)
-    typer.echo(run(export_model(out, invite, from_home or (), visitor)))
+    visitor = Visitor(tuple(local or ()), place, owner_run)
+    typer.echo(run(export_model(out, given, from_home or (), visitor)))
 
 
 app.command()(models.evaluate)

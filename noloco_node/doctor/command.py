@@ -58,7 +58,11 @@ async def examine(invite: str | None, wish: DoctorRequest) -> list[Finding]:
             "machine is online"
         )
         found, needs = [fail("invite", "none of its addresses can be reached", hint)], ()
-    return [*machine_checks.look(wish.home, wish.device, needs), *(finding for _, finding in tried), *found]
+    return [
+        *machine_checks.look(wish.home, wish.device, needs, parsed.digest),
+        *(finding for _, finding in tried),
+        *found,
+    ]
 
 
 async def _try_addresses(parsed: invites.Invite) -> list[tuple[PeerAddress, Finding]]:

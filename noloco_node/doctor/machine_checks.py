@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +17,8 @@ from noloco_node.doctor.findings import Finding, Grade, fail, ok, warn
 from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.libp2p.endpoint.identity import ensure_identity
 from noloco_node.machine.memory import free_bytes
-from noloco_node.storage.checkpoint import KEPT
-from noloco_node.storage.home import HomePaths
+from noloco_node.storage.checkpoint import KEPT, files
+from noloco_node.storage.home import HomePaths, RunPaths
 from noloco_node.units import format_bytes
 
 ENOUGH_FILES, FEW_FILES = 1024, 256
@@ -101,17 +101,28 @@ def disk_bytes(weights: int, kept: int = KEPT) -> int:
     return CHECKPOINT_SETS * weights * (kept + 1)
 
 
-def require_disk(home: Path, weights: Mapping[int, int], kept: int) -> None:
-    """Raise `UserError` where the disk has no room for the checkpoints of any of these stages, given their weights."""
+def require_disk(paths: RunPaths, weights: Mapping[int, int], kept: int) -> str | None:
+    """Return what to tell the owner of a disk that has no room for the checkpoints of any of these stages, given their
+    weights; None where it has.
+
+    Raises `UserError` where there is no checkpoint to go on from either: such a node would never save anything. A node
+    that has saved itself before starts on a full disk, as it would have gone on there.
+    """
     needs = [Need(stage, 0, 0, 0, disk_bytes(size, kept)) for stage, size in weights.items()]
-    finding = judge_disk(Supply(None, None, _free_disk(home)), needs, home)
-    if finding.grade is Grade.BAD:
-        raise UserError(
-            f"The disk at {home} has no room for checkpoints.",
-            why=finding.says,
-            hint=f"{finding.hint}; --keep 1 takes less",
-            code=Exit.STORAGE,
+    finding = judge_disk(Supply(None, None, _free_disk(paths.path, [paths])), needs, paths.path)
+    if finding.grade is not Grade.BAD:
+        return None
+    if files(paths.checkpoint):
+        return (
+            f"the disk has no room for checkpoints ({finding.says}): nothing is saved until there is; the last"
+            f" checkpoint stays, and we go on from it; {finding.hint}"
         )
+    raise UserError(
+        f"The disk at {paths.path} has no room for checkpoints.",
+        why=finding.says,
+        hint=f"{finding.hint}; --keep 1 takes less",
+        code=Exit.STORAGE,
+    )
 
 
 def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Finding:
@@ -127,12 +138,17 @@ def _against(about: str, free: int, wanted: dict[int, float], hint: str) -> Find
     return ok(about, f"{has}, the largest stage takes {format_bytes(most)}")
 
 
-def look(home: Path, device: str, needs: Sequence[Need]) -> list[Finding]:
-    """Return what this machine shows of itself."""
+def look(home: Path, device: str, needs: Sequence[Need], run_id: str | None = None) -> list[Finding]:
+    """Return what this machine shows of itself, for a run if one is named."""
     import torch
 
     seen, gpu = _device(device)
-    supply = Supply(free_bytes(torch.device("cpu")), gpu, _free_disk(home))
+    places = [] if run_id is None else HomePaths(home).places_of(run_id)
+    supply = Supply(
+        free_bytes(torch.device("cpu")),
+        gpu,
+        _free_disk(home, places),
+    )
     return [
         ok("system", f"{sys.platform}, Python {sys.version.split()[0]}, {os.cpu_count() or 1} cores"),
         seen,
@@ -181,13 +197,16 @@ def _files() -> Finding:
     return judge_files(sys.maxsize if limit == resource.RLIM_INFINITY else limit)
 
 
-def _free_disk(home: Path) -> int | None:
-    """Return the free bytes of the disk that the home is on, or will be; its own checkpoints make way for others."""
+def _free_disk(home: Path, places: Iterable[RunPaths]) -> int | None:
+    """Return the free bytes of the disk that the home is on, or will be.
+
+    The checkpoints in `places` make way for those that follow.
+    """
     place = home.expanduser().absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
-        own = sum(path.stat().st_size for path in HomePaths(place).checkpoint.glob("*.safetensors"))
+        own = sum(path.stat().st_size for paths in places for path in files(paths.checkpoint))
         return shutil.disk_usage(place).free + own if os.access(place, os.W_OK) else None
     except OSError:
         return None

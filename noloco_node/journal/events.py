@@ -114,8 +114,13 @@ class Budget(_Event, frozen=True, tag="budget"):
     bytes: dict[str, float]
 
 
+DISK = "disk"
+"""What is noticed where the disk refuses a checkpoint."""
+
+
 class Noticed(_Event, frozen=True, tag="noticed"):
-    """Something around this node: a sleep, a clock that was set, a stage that nobody serves, an old roster.
+    """Something around this node: a sleep, a clock that was set, a stage that nobody serves, an old roster, a disk that
+    refuses checkpoints.
 
     `what`: which, in a word or two; `text`: as the owner was told; `over`: what lasted has ended.
     """

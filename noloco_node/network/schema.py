@@ -71,8 +71,8 @@ class MessageSpec(NamedTuple):
     The name is given and not the class's: a class may be renamed, and peers of other versions must still understand.
     The other fields are scalars, checked against their annotations: a number is `Annotated` with the least and the most
     that it may be, as one of `noloco_node.units` or, where no such import is allowed, as a tuple. `header_bytes` caps
-    the encoded header, and with it every text in it. `added`: texts that the message once had not, and that are not
-    written where they are empty.
+    the encoded header, and with it every text in it. `added`: texts, or bytes, that the message once had
+    not, and that are not written where they are empty.
     """
 
     name: str
@@ -236,7 +236,9 @@ def _parts(kind: type, message_name: str, added: tuple[str, ...]) -> _Parts:
     names = [field.name for field in dataclass_fields(kind)]
     tensors = tuple(name for name in names if _mentions_tensor(hints[name]))
     fields: list[Any] = [
-        (name, hints[name], "") if name in added else (name, hints[name]) for name in names if name not in tensors
+        (name, hints[name], hints[name]()) if name in added else (name, hints[name])
+        for name in names
+        if name not in tensors
     ]
     scalars = msgspec.defstruct(message_name, fields, forbid_unknown_fields=True, omit_defaults=True, kw_only=True)
     header = msgspec.defstruct(

@@ -74,7 +74,9 @@ class Node:
             reporter=reporter,
             membership=membership,
             work=StageWork(run, network.peer_id, membership, host.open_text, reporter),
-            writer=CheckpointWriter(host.save, reporter.say, reporter.warn or reporter.say, options.save_every_s),
+            writer=CheckpointWriter(
+                host.save, reporter.say, reporter.warn or reporter.say, options.save_every_s, self._note_disk
+            ),
             health=HealthMonitor(membership, reporter, host.unix_time, host.asleep_s, self._forgive),
             shut_out=bans.shut_out,
         )
@@ -90,6 +92,9 @@ class Node:
         """Stages that we could not build."""
         self._failed: dict[int, FailedSnapshots] = {}
         """Snapshots that were worth nothing, by stage."""
+
+    def _note_disk(self, text: str, over: bool) -> None:
+        self._context.reporter.record(events.Noticed(what=events.DISK, text=text, over=over))
 
     @property
     def replica(self) -> Replica | None:

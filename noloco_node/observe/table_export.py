@@ -6,7 +6,6 @@ A column is a field of any event; a field that holds counts by name becomes a co
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
+from noloco_node.storage import atomic_file
 
 LARGEST_INTEGER = 2**63 - 1
 """Of a column of whole numbers in Parquet."""
@@ -70,13 +70,10 @@ def rows(journals: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
 
 
 def _write_whole(journals: Mapping[str, Path], out: Path, kind: TableFormat) -> int:
-    partial = out.with_name(f".{out.name}.partial")
-    try:
+    with atomic_file.replacing(out) as aside:
         columns = _columns(journals)
-        count = (_write_csv if kind is TableFormat.CSV else _write_parquet)(journals, columns, partial)
-        os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
+        count = (_write_csv if kind is TableFormat.CSV else _write_parquet)(journals, columns, aside)
+        atomic_file.flush(aside)
     return count
 
 

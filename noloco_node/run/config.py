@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "config.json",
+    "generation_config.json",
     "merges.txt",
     "sentencepiece.bpe.model",
     "special_tokens_map.json",
@@ -36,7 +37,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""All that may travel of a tokenizer: tables and settings, never a program."""
+"""All that may travel of a tokenizer, and how its model writes text: tables and settings, never a program."""
 LARGEST_TOKENIZER_BYTES = 64 * 2**20
 """All of its files together."""
 

@@ -19,6 +19,7 @@ from string import Template
 import msgspec
 
 from noloco_node.errors import Exit, UserError
+from noloco_node.storage import atomic_file
 
 
 class PresetNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,16 +105,15 @@ def numbers_of(preset: str) -> PresetNumbers:
 
 def write_text(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a run file's text to `path`; raise `UserError` if a file is in the way."""
-    try:
-        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
+    if not overwrite and path.exists():
         raise UserError(
             f"{path} is there already.",
             why="a run file may be all that is left of a run, so it is not overwritten unasked",
             hint="another path, or --force",
             code=Exit.USAGE,
-        ) from error
+        )
+    try:
+        atomic_file.write(path, text.encode(), public=True)
     except OSError as error:
         raise UserError(
             f"{path} cannot be written.",

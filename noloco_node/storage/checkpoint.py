@@ -87,9 +87,17 @@ def store(
             beside = f"the {len(earlier)} kept before it {'are' if len(earlier) > 1 else 'is'} untouched"
             raise OSError(error.errno, f"{error.strerror or error}; {beside}", error.filename) from error
         raise
-    for old in [*earlier, path][: -max(1, keep)]:
+    for old in [*(each for each in earlier if not _of_another(each, counters.run_id)), path][: -max(1, keep)]:
         old.unlink(missing_ok=True)
     return path
+
+
+def _of_another(path: Path, run_id: str) -> bool:
+    """Say whether a file is known to be of another run, whose weights are not ours to remove."""
+    try:
+        return counters_of(path).run_id != run_id
+    except (OSError, ValueError):
+        return False
 
 
 def arrays_of(tensors: Mapping[str, tuple[Tensor, ...]]) -> list[tensor_file.Array]:

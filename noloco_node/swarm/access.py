@@ -146,7 +146,9 @@ class RunAccess:
 
     @property
     def _ticket_file(self) -> Path | None:
-        return HomePaths(self._home).ticket if self._home is not None and Right.TRAIN in self._rights else None
+        if self._home is None or Right.TRAIN not in self._rights:
+            return None
+        return HomePaths(self._home).run(self.invite.digest).ticket
 
     def _keep(self, ticket: bytes) -> None:
         """Keep a ticket for the next start; where the disk refuses, this life goes on with it all the same."""
@@ -154,6 +156,7 @@ class RunAccess:
         if path is None:
             return
         try:
+            atomic_file.make_directory(path.parent)
             atomic_file.write(path, self.invite.digest.encode() + b"\n" + ticket)
         except OSError as error:
             say(f"cannot keep our ticket: {reason_of(error)}; we go on, and ask for another one at the next start")

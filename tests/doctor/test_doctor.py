@@ -33,6 +33,7 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
+from noloco_node.storage.home import RunPaths
 from noloco_node.swarm import speed_test
 from noloco_node.swarm.invite import Invite
 from noloco_node.swarm.run_distribution import SCHEMA as RUN_SCHEMA
@@ -94,15 +95,21 @@ def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypat
     for kept in (1, 3):
         least = round(machine_checks.ROOM * sets * 1000 * (kept + 1))
         free = least
-        machine_checks.require_disk(tmp_path, weights, kept)
+        assert machine_checks.require_disk(RunPaths(tmp_path), weights, kept) is None
         free = least - 1
         with pytest.raises(UserError, match="no room for checkpoints") as caught:
-            machine_checks.require_disk(tmp_path, weights, kept)
+            machine_checks.require_disk(RunPaths(tmp_path), weights, kept)
         assert caught.value.code is Exit.STORAGE
     # Its own checkpoints make way for those that follow.
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "00000001-0000000001.safetensors").write_bytes(bytes(1))
-    machine_checks.require_disk(tmp_path, weights, 3)
+    assert machine_checks.require_disk(RunPaths(tmp_path), weights, 3) is None
+    # A node that has saved itself starts where there is no room for another checkpoint: it would have gone on too.
+    free = 0
+    told = machine_checks.require_disk(RunPaths(tmp_path), weights, 3)
+    assert told is not None
+    assert "the last checkpoint stays" in told
+    assert "free some space" in told
 
 
 @pytest.mark.parametrize(("free", "grade"), [(0, Grade.BAD), (10**8, Grade.DOUBTFUL), (10**11, Grade.GOOD)])

@@ -677,6 +677,20 @@ def test_the_command_line_does_all_of_it(taken: tuple[Homes, list[Path], Path], 
     assert "[[model.weights]]" in (tmp_path / "run.toml").read_text()
 
 
+def test_an_export_takes_the_invite_that_a_home_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[str | None]()
+
+    async def export(out: Path, invite: str | None, *_: object) -> str:
+        given.append(invite)
+        return "done"
+
+    monkeypatch.setattr(exporter, "export", export)
+    (tmp_path / "invite").write_text("noloco1:of-the-home\n")
+    for words in ([str(tmp_path)], ["noloco1:another"], []):
+        assert CliRunner().invoke(app, ["export", *words, "--out", str(tmp_path / "model")]).exit_code == 0
+    assert given == ["noloco1:of-the-home", "noloco1:another", None]
+
+
 def test_a_model_that_is_not_there_is_said_before_anything_is_printed(tmp_path: Path) -> None:
     for words in (["generate", str(tmp_path / "none"), "--prompt", "import"], ["evaluate", str(tmp_path / "none")]):
         done = CliRunner().invoke(app, words)

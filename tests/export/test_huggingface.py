@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GenerationConfig
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.held_out_loss import Loss, validation_loss
-from noloco_node.export.huggingface import write_checkpoint
+from noloco_node.export.huggingface import own_generation, write_checkpoint
 from noloco_node.export.provenance import Provenance, read_provenance
 from noloco_node.inference.evaluation import evaluate, open_model, unigram_entropy
 from noloco_node.inference.generation import Sampling, generate
+from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.run.presets import demo_run_text
+from noloco_node.storage.weight_store import WeightFile
 from pipeline.decoder_slice import Slice
 from pipeline.model_config import Prepared, family_config, prepare
 from pipeline.partition import build, cut
@@ -95,6 +98,36 @@ def test_plain_transformers_loads_the_same_model(family: str, tmp_path: Path) ->
     assert os.listdir(target.parent) == ["model"], "nothing left beside it"
     assert read_provenance(target) == NOTES
     assert json.loads((target / "noloco.json").read_text())["replicas"] == [2, 1]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_who_may_read_the_directory_may_read_the_model(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        export(tmp_path / "model")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "model").iterdir()}
+    assert set(modes.values()) == {0o666 & ~umask}, modes
+
+
+def test_a_model_that_was_continued_writes_text_as_it_did(tmp_path: Path) -> None:
+    recipe, parts = slices("llama")
+    own = GenerationConfig(do_sample=True, temperature=0.25, eos_token_id=[1, 7], pad_token_id=0)
+    own.save_pretrained(tmp_path / "tokenizer")
+    listed = (WeightFile(file="generation_config.json", size_bytes=1, digest="ab" * 32),)
+    data = DataConfig(tokenizer=str(tmp_path / "tokenizer"), tokenizer_files=listed)
+    continued = ModelConfig(architecture="llama", weights=(WeightFile(file="a", size_bytes=1, digest="ab" * 32),))
+    found = own_generation(continued, data)
+    target = tmp_path / "model"
+    write_checkpoint(target, recipe.config, [weights(part) for part in parts], ByT5Tokenizer(), NOTES, found)
+    loaded = AutoModelForCausalLM.from_pretrained(target).generation_config
+    assert (loaded.temperature, loaded.eos_token_id, loaded.do_sample) == (0.25, [1, 7], True)
+    # A tokenizer of another model says nothing about this one, and what cannot be read is nobody's.
+    assert own_generation(ModelConfig(architecture="llama"), data) is None
+    for content in ("{", '{"temperature": 0.5, "do_sample": false}', "[]"):
+        (tmp_path / "tokenizer" / "generation_config.json").write_text(content)
+        assert own_generation(continued, data) is None
 
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_one_machine_has(commands: Commands
     for node in (first, owner):
         assert "begins with the weights of the checkpoint" in node.complaint
     assert list(first.home.glob("weights/*/*.safetensors"))
-    assert not (owner.home / "weights").exists()
+    assert not list(owner.home.glob("runs/*/weights"))
     for command in (owner, first, bootstrap):
         command.interrupt()
         assert command.wait() == Exit.OK, command.complaint
@@ -341,7 +341,7 @@ def gone(command: Command) -> None:
     assert "Traceback" not in command.complaint
     assert command.left_behind() == []
     assert not command.daemons()
-    kept = {"lock", "identity.key", "journal.jsonl", "run.toml", "invite", "reached.json"}
+    kept = {"lock", "identity.key", "journal.jsonl", "run.toml", "invite", "runs"}
     assert {path.name for path in command.home.glob("*")} <= kept
 
 
@@ -541,7 +541,7 @@ def test_one_interrupt_lets_a_node_leave_politely(crowd: Crowd) -> None:
     assert finished.why == "asked to leave"
     assert finished.step >= taken
     # One a round, the last few kept, and the last of all on leaving.
-    saved = max(path.name for path in (victim.home / "checkpoint").iterdir())
+    saved = max(path.name for path in victim.home.glob("runs/*/checkpoint/*"))
     assert saved.endswith(f"-{finished.step:010d}.safetensors")
     listed = [record["peer"] for stage in look(crowd.commands, crowd.invite)["stages"] for record in stage]
     assert name not in listed
