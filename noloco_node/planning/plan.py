@@ -1,8 +1,7 @@
 """What a run file means, before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
 
 Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of the
-matrices and of attention. The memory of a graph is an estimate, measured in Llama and GPT-2 models: bytes a token and
-layer for each unit of the model's width and of the feed-forward's. As many microbatches as a window holds, or two, wait
+matrices and of attention. The memory of a graph is measured on a small model of the family (`graph_memory`). As many microbatches as a window holds, or two, wait
 for their gradients at once, except at the last stage. Their graphs are kept while there is room, and one is what it
 takes: the others are computed again. With two windows in flight the weights before the step stay as long as a
 microbatch waits on them. A peer on a GPU that has bfloat16 computes in it, unless the run forbids it.
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from noloco_node.data.encoding import check_vocabulary
+from noloco_node.machine.memory import usable_bytes
 from noloco_node.planning.advice import BUSY, WindowSuggestion, predict_efficiency, suggest_windows
 from noloco_node.planning.message_sizes import float32_bytes, gossip_memory, hop_bytes, round_bytes
 from noloco_node.run.config import TRAVELLING, OuterConfig, PipelineConfig, RunConfig
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 
     from noloco_node.planning.model_layout import ModelLayout
 
-_FLOAT32_GRAPH, _BFLOAT16_GRAPH = (44, 16), (34, 8)
-"""Bytes a token and layer, for each unit of width and of the feed-forward."""
-_LOGIT_BYTES = 16
-"""At the peak: the logits, their softmax, and the gradients of both."""
-_KEPT_SHARE = 0.8
-"""Of the free memory that graphs may fill: what they take is an estimate."""
 _UNEVEN = 1.3
 _DEEP, _IDLE = 4, 0.7
 """More stages than this, and less of their time at work, are cause for a warning."""
@@ -215,7 +209,7 @@ def graphs_that_fit(free: int | None, needs: int, graph: int, most: int) -> int 
     """Return how many graphs may be kept where a stage `needs` so much with one; None for all of `most`."""
     if free is None:
         return None
-    more = max(0, int((_KEPT_SHARE * free - needs) // max(1, graph)))
+    more = max(0, int((usable_bytes(free) - needs) // max(1, graph)))
     return more if more < most - 1 else None
 
 
@@ -257,20 +251,11 @@ def _memory(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> Memo
 
 
 def _graph_bytes(run: RunConfig, drawn: ModelLayout, number: int, half: bool) -> int:
-    """Estimate what autograd keeps of a microbatch, and at the last stage what the logits take."""
-    from pipeline.stage import LOGITS
+    """Return what autograd keeps of a microbatch, and at the last stage what the logits take."""
+    # It loads torch.
+    from noloco_node.planning.graph_memory import graph_bytes
 
-    cut, config = drawn.cuts[number], drawn.prepared.config
-    width = int(config.hidden_size)
-    tokens = run.pipeline.sequence_length * run.pipeline.microbatch_size
-    feed_forward = next(
-        (size for name in ("intermediate_size", "n_inner", "ffn_dim") if (size := getattr(config, name, None))),
-        4 * width,
-    )
-    of_width, of_feed_forward = _BFLOAT16_GRAPH if half else _FLOAT32_GRAPH
-    layers = (cut.end_layer - cut.first_layer) * (of_width * width + of_feed_forward * feed_forward)
-    logits = min(LOGITS, tokens * drawn.vocabulary) if cut.head else 0
-    return tokens * layers + _LOGIT_BYTES * logits
+    return graph_bytes(run.pipeline, drawn, number, half=half)
 
 
 def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) -> list[str]:
