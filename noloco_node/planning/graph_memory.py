@@ -13,9 +13,7 @@ So twelve passes determine it, and give the bytes at the run's own sizes exactly
 of the same kind (same parameters, same entry in the config's lists) are measured once, weights are zero: a measurement
 takes some tenths of a second.
 
-Experts are the exception: autocast copies the weights of those that a microbatch meets into each graph. Such copies are
-left out of the count and added from their sizes. Logits are counted apart too, since the loss takes many of them in
-chunks (`pipeline.stage`).
+Logits are counted apart, since the loss takes many of them in chunks (`pipeline.stage`).
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ _VOCABULARY = 97
 _LOGIT_BYTES, _LOGITS_BESIDE = 4, 12
 """What autograd keeps of a logit where a family neither scales nor caps them; what else a pass holds of it at its peak:
 itself, and the gradients of it and of its softmax."""
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k")
 _MOST_FAMILIES = 256
 
 Point = tuple[float, float, float]
@@ -126,7 +123,7 @@ class _Family:
     def _sample(self, part: Slice, width: int, batch: int, length: int) -> _Kept:
         ids = torch.arange(batch * length).remainder(_VOCABULARY).view(batch, length)
         given = ids if part.cut.embeds else torch.zeros(batch, length, width, requires_grad=True)
-        logits, rest = SavedTensors(_are_logits), SavedTensors(lambda each: not (_are_logits(each) or _is_expert(each)))
+        logits, rest = SavedTensors(_are_logits), SavedTensors(lambda each: not _are_logits(each))
         plain = True
         for counted in (rest, logits) if part.cut.head else (rest,):
             with counted:
@@ -161,7 +158,7 @@ def graph_bytes(pipeline: PipelineConfig, layout: ModelLayout, number: int, *, h
         plain = last.plain and last.a_logit <= _LOGIT_BYTES
         logits = tokens * layout.vocabulary
         total += (last.a_logit + _LOGITS_BESIDE) * (min(LOGITS, logits) if plain else logits)
-    return round(total) + (_expert_copies(layout.prepared.config, layout.shapes[number], tokens) if half else 0)
+    return round(total)
 
 
 def _family(config: Config, length: int, half: bool) -> _Family:
@@ -180,7 +177,7 @@ def _family(config: Config, length: int, half: bool) -> _Family:
 
 
 def extrapolated(values: Mapping[Point, float], where: Point) -> float:
-    """Return the value at a point of the polynomial through values on a grid, of the least degree in each coordinate."""
+    """Return the value at a point of the polynomial of least degree in each coordinate through values on a grid."""
     axes = [sorted({point[axis] for point in values}) for axis in range(3)]
     return sum(
         value
@@ -216,33 +213,5 @@ def _filled(part: Slice, half: bool) -> Slice:
     return part
 
 
-def _expert_copies(config: Config, shapes: Mapping[str, tuple[int, ...]], tokens: int) -> int:
-    """Return the bytes of the weights of experts that autocast copies into a graph."""
-    chosen = next((each for name in _CHOSEN if (each := getattr(config, name, None))), None)
-    copies = 0.0
-    for shape in shapes.values():
-        if len(shape) > 2:
-            met = 1.0 if chosen is None else min(1.0, tokens * chosen / shape[0])
-            copies += 2 * prod(shape) * met
-    return round(copies)
-
-
 def _are_logits(tensor: Tensor) -> bool:
     return tensor.ndim > 1 and tensor.shape[-1] == _VOCABULARY
-
-
-def _is_expert(tensor: Tensor) -> bool:
-    """Say whether a tensor is a copy of weights of experts: nothing but casts and views stand between it and them."""
-    node = tensor.grad_fn
-    while node is not None:
-        weight = getattr(node, "variable", None)
-        if weight is not None:
-            return bool(weight.ndim > 2)
-        following = [each for each, _ in node.next_functions if each is not None]
-        if len(following) != 1 or not node.name().startswith(_VIEWS):
-            return False
-        (node,) = following
-    return False
-
-
-_VIEWS = ("ToCopy", "Select", "Index", "T", "View", "Slice", "Permute", "Unsqueeze", "Expand", "AsStrided", "Clone")

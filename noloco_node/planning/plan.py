@@ -1,10 +1,10 @@
 """What a run file means, before anybody trains: memory, traffic, tokens, and how busy the slowest stage will be.
 
 Parameters and bytes are exact, as the wire and the optimiser have them. Work is floating-point operations of the
-matrices and of attention. The memory of a graph is measured on a small model of the family (`graph_memory`). As many microbatches as a window holds, or two, wait
-for their gradients at once, except at the last stage. Their graphs are kept while there is room, and one is what it
-takes: the others are computed again. With two windows in flight the weights before the step stay as long as a
-microbatch waits on them. A peer on a GPU that has bfloat16 computes in it, unless the run forbids it.
+matrices and of attention. The memory of a graph is measured on a small model of the family (`graph_memory`).
+As many microbatches as a window holds, or two, wait for their gradients at once, except at the last stage. Their graphs
+are kept while there is room, and one is what it takes: the others are computed again. With two windows in flight the
+weights before the step stay as long as a microbatch waits on them. A peer on a GPU that has bfloat16 computes in it, unless the run forbids it.
 The efficiency, and what would raise it, is `advice`'s.
 """
 
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from noloco_node.planning.model_layout import ModelLayout
 
 _UNEVEN = 1.3
+LEAST_STEPS = 400
+"""Inner steps of a replica: the shortest run of this project that learns to speak of (the preset tiny). In fewer, AdamW
+has hardly warmed up, and a batch is wasted on each."""
+LEAST_ROUNDS = 20
+"""That a replica opens. Each doubles the replicas that know of a step at best, so twenty mix the largest swarm."""
 _DEEP, _IDLE = 4, 0.7
 """More stages than this, and less of their time at work, are cause for a warning."""
 
@@ -288,12 +293,17 @@ def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) 
             )
     if run.pipeline.replicas == 1:
         found.append("One planned replica a stage: nobody gossips, every round is taken alone.")
-    elif _rounds(run) < 3:
+    elif _rounds(run) < LEAST_ROUNDS:
         early, late = run.outer.inner_steps_per_round, run.outer.late_inner_steps_per_round
         often, fields = (f"{early}", "") if late is None else (f"{early} to {late}", " and late_inner_steps_per_round")
         found.append(
             f"{run.inner.steps} inner steps with a round every {often}: the replicas hardly ever meet. "
-            f"Fewer inner_steps_per_round{fields}, or more steps."
+            f"Fewer inner_steps_per_round{fields}, or more steps, for {LEAST_ROUNDS} rounds at least."
+        )
+    elif run.inner.steps < LEAST_STEPS:
+        found.append(
+            f"{run.inner.steps} inner steps of a replica are few to learn in. More steps, or a smaller batch, for "
+            f"{LEAST_STEPS} at least."
         )
     if run.outer.momentum_period > max(1, _rounds(run)):
         found.append(
