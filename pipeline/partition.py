@@ -168,14 +168,16 @@ class SliceSize(NamedTuple):
 
 def slice_size(config: Config, cut: Cut) -> SliceSize:
     """Return the parameters of a slice, in the stage's order, without taking memory for them."""
-    part = _empty_slice(config, cut)
+    part = empty_slice(config, cut)
     shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
     return SliceSize(shapes, sum(part.get_parameter(name).numel() for name in multiplied_weights(part)))
 
 
-def _empty_slice(config: Config, cut: Cut) -> Slice:
+def empty_slice(config: Config, cut: Cut) -> Slice:
+    """Return a slice of a prepared config whose weights take no memory."""
     whole = skeleton(config)
-    return slice_decoder(whole, find_decoder_parts(whole, config.num_hidden_layers), cut)
+    anatomy = find_decoder_parts(whole, config.num_hidden_layers)
+    return slice_decoder(whole, anatomy._replace(tuples=_layers_return_tuples(config)), cut)
 
 
 def forward_flops(config: Config, cuts: Sequence[Cut], sequence_length: int) -> tuple[int, ...]:

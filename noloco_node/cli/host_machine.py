@@ -79,8 +79,10 @@ class HostMachine:
         graphs = graphs_that_fit(self.free_bytes(), self.needs_bytes[stage], self.graph_bytes[stage], most)
         return make_stage(run, self._layout, stage, self._torch_device, graphs)
 
-    def free_bytes(self) -> int | None:
-        known = (memory.free_bytes(self._torch_device), self._options.most_memory_bytes)
+    def free_bytes(self, given_back: int = 0) -> int | None:
+        memory.trim()
+        free = memory.free_bytes(self._torch_device)
+        known = (None if free is None else free + given_back, self._options.most_memory_bytes)
         return min((each for each in known if each is not None), default=None)
 
     def free_beside_bytes(self) -> int | None:

@@ -16,7 +16,7 @@ from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.doctor.findings import Finding, Grade, fail, ok, warn
 from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.libp2p.endpoint.identity import ensure_identity
-from noloco_node.machine.memory import free_bytes
+from noloco_node.machine.memory import free_bytes, wanted_bytes
 from noloco_node.storage.checkpoint import KEPT, files
 from noloco_node.storage.home import HomePaths, RunPaths
 from noloco_node.units import format_bytes
@@ -27,8 +27,8 @@ CHECKPOINT_SETS = 5
 LITTLE_DISK_BYTES = 2 * 10**9
 NO_DISK_BYTES = 10**6
 """With less not even an identity and a run file fit: no home can be made."""
-ROOM = 1.2
-"""Of what is needed, so much should be free: the program itself and its libraries take some too."""
+DISK_ROOM = 1.2
+"""Of what checkpoints need, so much of the disk should be free: the journal and snapshots take some too."""
 
 
 class Need(NamedTuple):
@@ -68,7 +68,7 @@ def judge_memory(supply: Supply, needs: Sequence[Need]) -> Finding:
     if not needs:
         return ok(about, f"{format_bytes(free)} free")
     # With a GPU, main memory keeps the copies that gossip works with.
-    wanted = {need.stage: ROOM * (need.memory if supply.gpu is None else need.beside) for need in needs}
+    wanted = {need.stage: wanted_bytes(need.memory if supply.gpu is None else need.beside) for need in needs}
     return _against(about, free, wanted, "close other programs, or ask for a run with more stages")
 
 
@@ -78,7 +78,7 @@ def judge_gpu(supply: Supply, needs: Sequence[Need]) -> list[Finding]:
         return []
     if not needs:
         return [ok("GPU memory", f"{format_bytes(supply.gpu)} free")]
-    wanted = {need.stage: ROOM * need.computing for need in needs}
+    wanted = {need.stage: wanted_bytes(need.computing) for need in needs}
     return [_against("GPU memory", supply.gpu, wanted, "--device cpu, or end what else runs on the GPU")]
 
 
@@ -92,7 +92,7 @@ def judge_disk(supply: Supply, needs: Sequence[Need], home: Path) -> Finding:
             judge = warn if free >= NO_DISK_BYTES else fail
             return judge(about, f"{format_bytes(free)} free at {home}", "free some space, or give another --home")
         return ok(about, f"{format_bytes(free)} free at {home}")
-    wanted = {need.stage: ROOM * need.disk for need in needs}
+    wanted = {need.stage: DISK_ROOM * need.disk for need in needs}
     return _against(about, free, wanted, f"free some space at {home}, or give another --home")
 
 

@@ -160,8 +160,10 @@ class ComputeHost(Protocol):
     def beside_bytes(self) -> list[int]:
         """Main memory that each stage takes beside a device with a memory of its own; [] is none, or unknown."""
 
-    def free_bytes(self) -> int | None:
-        """Return the memory that is free on the device; None where nobody knows it."""
+    def free_bytes(self, given_back: int = 0) -> int | None:
+        """Return the memory that is free on the device for the run, and no more than its owner allows; None where
+        nobody knows it. `given_back`: what will be free besides.
+        """
 
     def free_beside_bytes(self) -> int | None:
         """Return the main memory that is free; None where nobody knows it."""

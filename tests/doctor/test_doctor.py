@@ -27,6 +27,7 @@ from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits
 from noloco_node.limits.rate_limit import RateLimitedNetwork, weigh
+from noloco_node.machine.memory import wanted_bytes
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.bandwidth import MicrobatchBytes
 from noloco_node.sim.clock import run
@@ -71,7 +72,7 @@ def test_more_of_anything_is_never_worse(needs: list[Need], one: int, other: int
 @given(NEEDS, BYTES)
 def test_memory_prevents_joining_exactly_if_no_stage_fits(needs: list[Need], free: int) -> None:
     found = machine_checks.judge_memory(Supply(free, None, None), needs)
-    fits = [need.stage for need in needs if machine_checks.ROOM * need.memory <= free]
+    fits = [need.stage for need in needs if wanted_bytes(need.memory) <= free]
     assert (found.grade is Grade.BAD) == bool(needs and not fits)
     assert (found.grade is Grade.DOUBTFUL) == (0 < len(fits) < len(needs))
     if found.grade is Grade.DOUBTFUL:
@@ -93,7 +94,7 @@ def test_join_refuses_the_disk_that_the_doctor_refuses(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     for kept in (1, 3):
-        least = round(machine_checks.ROOM * sets * 1000 * (kept + 1))
+        least = round(machine_checks.DISK_ROOM * sets * 1000 * (kept + 1))
         free = least
         assert machine_checks.require_disk(RunPaths(tmp_path), weights, kept) is None
         free = least - 1
