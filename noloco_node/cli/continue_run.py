@@ -16,6 +16,7 @@ from noloco_node.export.provenance import NOTES, run_of
 from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig
 from noloco_node.run.presets import numbers_of, written
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
+from noloco_node.terminal import say
 
 _MODEL = """\
 [model]
@@ -42,8 +43,10 @@ def continuing_text(directory: Path, preset: str) -> str:
     go. A checkpoint whose tokenizer is not ByT5's is read with its own. The files are read whole, for their digests.
     """
     directory = directory.expanduser().absolute()
+    from pipeline.model_config import longest_sequence
+
     given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
-    positions = getattr(config, "max_position_embeddings", None) or given.sequence_length
+    positions = longest_sequence(config) or given.sequence_length
     stages, length = min(given.stages, config.num_hidden_layers), min(given.sequence_length, positions)
     own_tokenizer: list[Path] = []
     before = run_of(directory) if (directory / NOTES).exists() else None
@@ -147,6 +150,8 @@ def _check(text: str, files: list[Path]) -> None:
 
     layout = model_layout(decode_run(text, "the new run file"))
     check_files(layout.prepared, layout.shapes, files)
+    for note in layout.notes:
+        say(note)
 
 
 def _toml(value: Any) -> str:

@@ -67,7 +67,7 @@ def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
     )
-    found = dict(loaded.named_parameters())
+    found = loaded.state_dict()
     for stage in stages:
         for name, weight in stage.items():
             if name not in found or not torch.equal(found[name], weight.float()):

@@ -28,6 +28,7 @@ from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.runfile import with_source
 from noloco_node.terminal import say
+from pipeline.model_config import longest_sequence
 
 LONGEST_SEQUENCE = 1024
 """Tokens, where nothing but the model's positions says how long a sequence should be."""
@@ -174,8 +175,7 @@ def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]
     if run is not None:
         return data, run.pipeline.sequence_length, run.seed
     config = msgspec.json.decode((directory / "config.json").read_bytes())
-    positions = config.get("max_position_embeddings") or config.get("n_positions") or LONGEST_SEQUENCE
-    return data, min(int(positions), LONGEST_SEQUENCE), 0
+    return data, min(longest_sequence(config) or LONGEST_SEQUENCE, LONGEST_SEQUENCE), 0
 
 
 def _whole(data: DataConfig) -> DataConfig:

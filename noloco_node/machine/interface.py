@@ -55,6 +55,10 @@ class StageModel(worker.WorkerStage, Protocol):
     def shapes(self) -> Sequence[tuple[int, ...]]:
         """The shape of each parameter."""
 
+    @property
+    def fixed(self) -> frozenset[int]:
+        """Numbers of the parameters that neither steps nor rounds move."""
+
     def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
         """Take one inner step on the mean gradient of a window."""
 
