@@ -78,7 +78,7 @@ class RowDocuments:
         self._chunk: _Chunk | None = None
         self._chunk_order: Any = ()
         self._permutation = order.permutation(self._shards, 0)
-        for broken in getattr(self._stream, "broken", ()):
+        for broken in getattr(self._stream, "unreadable", ()):
             self.unread.note(*broken)
         # Files are known by their content: the path to them may be typed in many ways.
         path = data.path if data.source == "hub" else None

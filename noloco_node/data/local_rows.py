@@ -38,14 +38,14 @@ Row = str | BadRow
 
 
 class LocalRows:
-    """The rows of a list of files, in shards. `broken`: files that are no data at all."""
+    """The rows of a list of files, in shards. `unreadable`: files that are no data at all."""
 
     column_names = None
 
     def __init__(self, files: Sequence[tuple[str, Path]], source: str, field: str) -> None:
         """List the shards; raise ValueError where no file can be read."""
         self._field = field
-        self.broken: list[BadRow] = []
+        self.unreadable: list[BadRow] = []
         self._shards: list[tuple[str, Path, int]] = []
         for name, path in files:
             if source == "json":
@@ -53,7 +53,7 @@ class LocalRows:
             else:
                 self._shards += [(name, path, group) for group in range(self._groups(name, path))]
         if not self._shards:
-            why = "; ".join(f"{each.where} {each.kind}" for each in self.broken[:3])
+            why = "; ".join(f"{each.where} {each.kind}" for each in self.unreadable[:3])
             raise ValueError(why or "its files have no rows")
 
     def _groups(self, name: str, path: Path) -> int:
@@ -64,7 +64,7 @@ class LocalRows:
             with ParquetFile(path) as file:
                 return int(file.num_row_groups)
         except (pyarrow.ArrowException, OSError) as error:
-            self.broken.append(BadRow("cannot be read and is left out", f"{name} ({_short(error)})"))
+            self.unreadable.append(BadRow("cannot be read and is left out", f"{name} ({_short(error)})"))
             return 0
 
     @property
