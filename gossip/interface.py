@@ -117,6 +117,8 @@ class RoundSettings:
     overlap_steps: int = 8
     deferrals_before_solo: int = 4
     blocking: bool = False
+    fixed: frozenset[int] = frozenset()
+    """Numbers of the tensors that training does not move: a round leaves them exactly as they are."""
     patience: RoundTimeouts = RoundTimeouts()
 
 

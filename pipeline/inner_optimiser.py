@@ -60,6 +60,8 @@ class InnerOptimiser:
     def clip(self, microbatches: int) -> float:
         """Make the gradients the clipped mean of a window of so many; return its norm before."""
         for weight in self._weights:
+            if not weight.requires_grad:
+                continue  # without a gradient AdamW leaves it as it is
             # A weight that no token met has a gradient of zero, so that all have taken the same number of steps.
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.div_(microbatches)
         return nn.utils.clip_grad_norm_(self._weights, self._clip_norm).item()

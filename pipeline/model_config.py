@@ -6,11 +6,12 @@ import copy
 import math
 import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from pipeline.decoder_slice import NotSliceableError
 
@@ -50,7 +51,9 @@ def family_config(architecture: str, sizes: Mapping[str, Any]) -> Config:
     try:
         family = type(AutoConfig.for_model(architecture))
     except ValueError as error:
-        raise ValueError(f"transformers knows no model type {architecture!r}") from error
+        near = get_close_matches(architecture, CONFIG_MAPPING.keys(), n=1)
+        asks = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"transformers knows no model type {architecture!r}{asks}") from error
     default = family()
     known = {name for name in vars(default) if not name.startswith("_")} | set(family.attribute_map)
     if "rope_parameters" in known:
@@ -92,6 +95,17 @@ def _with_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _with_none(each) for name, each in value.items()}
     return None if value == UNSET else value
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Under which name a family's config has its longest sequence; `attribute_map` leads others to the first."""
+
+
+def longest_sequence(config: Config | Mapping[str, Any]) -> int | None:
+    """Return the tokens of the longest sequence that a model can read, of its config or the JSON of one; None for any
+    length."""
+    named = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    return next((int(found) for name in _POSITIONS if (found := named(name))), None)
 
 
 def prepare(config: Config, dropout: float = 0.0) -> Prepared:

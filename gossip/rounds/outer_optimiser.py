@@ -52,7 +52,7 @@ class OuterOptimiser:
         compute: Compute,
         partners: Callable[[], Sized] = tuple,
     ) -> None:
-        self._rule, self._codec = Rule(settings.outer, settings.delay), settings.codec
+        self._rule, self._codec = Rule(settings.outer, settings.delay, settings.fixed), settings.codec
         self._weighs = settings.weigh_by_steps
         self._replica = replica
         self._compute, self._partners = compute, partners

@@ -30,6 +30,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.export.provenance import NOTES, Provenance
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.storage.atomic_file import flush
+from noloco_node.terminal import say
 from pipeline.partition import skeleton
 
 
@@ -50,8 +51,7 @@ def write_checkpoint(
     """Write one Hugging Face directory from the weights of all stages.
 
     `config`: the prepared transformers config of the run. `generation`: how the model that the run continued writes
-    text, where it said so. What was written is loaded again and compared, before it
-    takes its place. Raises ValueError if the stages are not the whole model, `UserError` if the target has something in
+    text, where it said so. What was written is loaded again and compared, before it takes its place. Raises ValueError if the stages are not the whole model, `UserError` if the target has something in
     it or the disk refuses.
     """
     whole = joined(config, stages)
@@ -74,7 +74,7 @@ def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False, dtype=torch.float32
     )
-    found = dict(loaded.named_parameters())
+    found = loaded.state_dict()
     for stage in stages:
         for name, weight in stage.items():
             if name not in found or not torch.equal(found[name], weight.float()):
@@ -166,7 +166,10 @@ def own_generation(model: ModelConfig, data: DataConfig) -> GenerationConfig | N
     try:
         found = GenerationConfig.from_pretrained(source, revision=commit, local_files_only=commit is None)
         found.validate(strict=True)
-    except Exception:  # anybody may have written the file, and the library raises whatever comes of it
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # anybody may have written the file, and the library raises whatever comes of it
+        say(f"the model's own generation_config.json is left out: {' '.join(str(error).split())[:200]}")
         return None
     return found
 

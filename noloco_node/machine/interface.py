@@ -55,6 +55,10 @@ class StageModel(worker.WorkerStage, Protocol):
     def shapes(self) -> Sequence[tuple[int, ...]]:
         """The shape of each parameter."""
 
+    @property
+    def fixed(self) -> frozenset[int]:
+        """Numbers of the parameters that neither steps nor rounds move."""
+
     def step(self, learning_rate: float, microbatches: int, /) -> StepReport:
         """Take one inner step on the mean gradient of a window."""
 
@@ -114,6 +118,9 @@ class Text(Protocol):
 
     async def restore(self, position: Mapping[str, Any]) -> bool:
         """Go back to a position; False where it is of another text."""
+
+    def news(self) -> list[str]:
+        """Return what was left out of the text since the last call, in sentences; the owner has been told."""
 
 
 class SnapshotStore(Protocol):

@@ -96,7 +96,7 @@ class Replica:
         self.microbatches = MicrobatchServer(config, context, self.worker, turns)
         self.rounds = Rounds(
             config.peer,
-            round_settings(config, sum(tensor.nbytes for tensor in starting_state.origin.state.slow)),
+            round_settings(config, sum(tensor.nbytes for tensor in starting_state.origin.state.slow), stage.fixed),
             starting_state.origin,
             self,
             RoundContext(

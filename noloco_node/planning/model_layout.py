@@ -14,7 +14,7 @@ from pipeline.activations.formats import check_width
 from pipeline.activations.subspace import Subspace
 from pipeline.decoder_slice import NotSliceableError
 from pipeline.model_config import Prepared, family_config, prepare
-from pipeline.partition import cut, folded, forward_flops, slice_size, verify_family, verify_subspace
+from pipeline.partition import cut, family_notes, folded, forward_flops, slice_size, verify_family, verify_subspace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,6 +41,12 @@ class ModelLayout(NamedTuple):
     shapes: tuple[dict[str, tuple[int, ...]], ...]
     work: tuple[int, ...]
     multiplied: tuple[int, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What training leaves out of this family, in sentences."""
+        family = self.prepared.config.model_type
+        return tuple(f"Of a {family} model, {note} (docs/families.md)." for note in family_notes(self.prepared.config))
 
     @property
     def width(self) -> int:

@@ -172,7 +172,7 @@ def plan(run: RunConfig) -> RunPlan:
         rounds=_rounds(run),
         efficiency=efficiency,
         remedies=suggest_windows(run.pipeline, shares) if efficiency[1] < BUSY else (),
-        warnings=tuple(_warnings(run, stages, efficiency[1])),
+        warnings=(*_warnings(run, stages, efficiency[1]), *drawn.notes),
     )
 
 
@@ -265,7 +265,7 @@ def _graph_bytes(run: RunConfig, drawn: ModelLayout, number: int, half: bool) ->
 
 def _warnings(run: RunConfig, stages: tuple[StagePlan, ...], efficiency: float) -> list[str]:
     """Name costly choices. `efficiency`: where a message takes as long as a forward pass of the slowest stage."""
-    found = []
+    found: list[str] = []
     count, window = len(stages), run.pipeline.microbatches_per_step
     if count > _DEEP and efficiency < _IDLE:
         slow = f"the slowest stage works {efficiency:.0%} of the time where a message takes as long as its forward pass"

@@ -175,6 +175,11 @@ class TamperedStage:
         """The shape of each parameter."""
         return self._stage.shapes
 
+    @property
+    def fixed(self) -> frozenset[int]:
+        """Numbers of the parameters that are never moved."""
+        return self._stage.fixed
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None, /) -> WorkerForward:
         """Run a forward pass."""
         forward = self._stage.forward(hidden, targets)

@@ -136,6 +136,25 @@ def test_a_pair_steps_as_the_rule_says_whatever_the_pieces(
 
 
 @few
+@given(st.sampled_from(list(Format)), outers, delays, seeds, st.sets(st.integers(0, len(SHAPES) - 1), min_size=1))
+def test_tensors_that_are_fixed_stay_exactly_as_they_are(
+    form: Format, outer: Outer, delay: Delay, seed: int, fixed: set[int]
+) -> None:
+    state, snapshot = state_of(seed, outer, delay, 0), draw(seed, 4)
+    slow = None if outer.gamma == outer.beta else sent(form, state.slow, (), plus(state.slow, draw(seed, 8, 0.05)))
+    steps = [Step(copied(snapshot), sent(form, snapshot, (), plus(snapshot, draw(seed, 7, 0.05))), slow)]
+    if not form.is_modular:
+        steps.append(Step(copied(snapshot), adopts=encode(form, draw(seed, 7)).coded))
+    before = copied(state.slow)
+    for step in steps:
+        state = take_step(step, state, Owed(Feedback(form), Feedback(form)), Rule(outer, delay, frozenset(fixed)))
+        for number in fixed:
+            assert torch.equal(state.slow[number], before[number])
+            assert not step.snapshot[number].any()
+        assert all(tensor.isfinite().all() for part in state[:3] for tensor in part)
+
+
+@few
 @given(outers, delays, st.integers(0, 2), seeds, longest)
 def test_alone_it_is_the_rule_with_a_mean_over_one(
     outer: Outer, delay: Delay, meetings: int, seed: int, longest: int
