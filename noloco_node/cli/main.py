@@ -5,7 +5,6 @@ Each `UserError` becomes one message (what, why, what to try) on the standard er
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ from noloco_node.cli.options import (
     default_home,
     invite_text,
 )
-from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
+from noloco_node.errors import COMPLAINT, UserError, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.run.config import AdmissionRule
@@ -341,8 +340,5 @@ def main() -> None:
             raise
         complain(f"{COMPLAINT}{trouble}")
         sys.exit(trouble.code)
-    except asyncio.CancelledError:  # by the second signal of `signals`
-        complain(f"{COMPLAINT}interrupted")
-        sys.exit(Exit.INTERRUPTED)
     finally:
         gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone
