@@ -138,12 +138,14 @@ def check(
     Also what to expect on the machines that the file's comment names, or on
     others, and what a bandwidth budget carries; this part is text only.
     """
+    from noloco_node.run.runfile import load_run
+
+    # What cannot be read is said before torch is loaded, and before a long report, not below it.
+    allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
+    _ = options.figures(), load_run(path)
     from noloco_node.planning import bandwidth, machine_text
     from noloco_node.planning.plan_text import fitted, report
 
-    # What cannot be read is said before a long report, not below it.
-    allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
-    _ = options.machines()
     typer.echo(report(path, as_json=as_json))
     if allowance.is_limited and not as_json:
         typer.echo("\n" + "\n".join(fitted(bandwidth.report(path, allowance))))
@@ -166,6 +168,8 @@ def bootstrap(options: BootstrapOptions) -> None:
 @taking(JoinOptions)
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
+    from noloco_node.data.dataset_documents import check_source
+    from noloco_node.libp2p.endpoint.addresses import check_announce, check_listen
     from noloco_node.swarm.invite import found, parse
     from noloco_node.swarm.peer_name import checked_name
 
@@ -174,9 +178,13 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     _ = metrics_place(options.metrics, is_open=options.metrics_open)
     _ = page_place(options.web, is_open=options.web_open), checked_name(options.name)
     parsed = parse(found(invite, options.home or default_home("node")))
+    check_listen(options.listen or ())
+    check_announce(options.announce or ())
+    if options.data is not None:
+        check_source(options.data)
     from noloco_node.terminal import say
 
-    say("starting: torch is loaded, which takes some seconds")
+    say("loading torch (a few seconds)")
     with _imports():
         from noloco_node.cli.join import join as join_swarm
 
@@ -256,8 +264,11 @@ def export(
     home: HomeOption = None,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
-    from noloco_node.export.exporter import export as export_model
+    from noloco_node.export.sources import check_export
     from noloco_node.swarm.connection import Visitor
+
+    check_export(out, invite, from_home or ())
+    from noloco_node.export.exporter import export as export_model
 
     visitor = Visitor(tuple(local or ()), home or default_home("node"))
     typer.echo(run(export_model(out, invite, from_home or (), visitor)))
@@ -315,6 +326,10 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
+    if scenario is not None:
+        from noloco_node.sim.scenario.scenario import load_scenario
+
+        load_scenario(scenario)  # before torch is loaded
     from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, repeat, search, simulate_scenario
 
     flags = SimulationFlags(options.peers, options.stages, options.rounds, options.seed)

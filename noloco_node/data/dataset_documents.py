@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from noloco_node.data.file_documents import Place, ReadingOrder, find_files, unit_hash
 from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
+from noloco_node.run.runfile import with_source
 from noloco_node.terminal import say
 
 T = TypeVar("T")
@@ -260,3 +261,10 @@ def load_rows(data: DataConfig) -> Any:
         raise config_error(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
     stream = datasets.load_dataset(data.source, data_files=files, split="train", streaming=True)
     return stream.reshard() if data.source == "parquet" else stream
+
+
+def check_source(source: str) -> None:
+    """Raise `UserError` where the source that a person named is not understood, or no file here; no hub is asked."""
+    data = with_source(DataConfig(), source)
+    if data.path is not None and data.source != "hub":
+        find_files(data.path, SUFFIXES.get(data.source, ("",)))

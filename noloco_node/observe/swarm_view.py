@@ -237,7 +237,8 @@ def _given_in_all(peers: Sequence[PeerView]) -> GivenInAll:
         line_bytes=sum(peer.line_bytes or 0 for peer in peers),
         joules=sum(peer.joules or 0.0 for peer in peers),
         drawn=sum(peer.tokens_claimed or 0 for peer in peers),
-        covered=sum(peer.tokens_covered or 0 for peer in peers),
+        # Of each peer at most what it claims: the two figures are of the same tokens.
+        covered=sum(min(peer.tokens_covered or 0, peer.tokens_claimed or 0) for peer in peers),
     )
 
 

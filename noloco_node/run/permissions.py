@@ -62,7 +62,8 @@ def summary(run: RunConfig, own_source: str | None = None) -> list[str]:
     size = format_bytes(sum(each.size_bytes for each in model.weights))
     begin = f"from a checkpoint of {size}" if model.weights else "from its first step"
     tokens = run.budget_samples * cut.sequence_length
-    text = {"stdlib": "Python's standard library", "hub": f"{data.path} of the hub"}.get(data.source, "your own")
+    known = {"stdlib": "Python's standard library", "hub": f"{data.path} of the hub"}
+    text = known.get(data.source, "what the owner of each source names, here none")
     text = text if own_source is None else f"your own, {own_source}"
     tokenizer = "the checkpoint's own" if data.tokenizer == TRAVELLING else data.tokenizer
     where = "" if data.tokenizer_commit is None else " of the hub"

@@ -51,7 +51,9 @@ _LARGEST_SIZE = {
 def problems(run: RunConfig) -> Iterator[Problem]:
     """Yield every broken rule, sections in the order of the file."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}", run.name):
-        yield Problem("name", repr(run.name), "a name is a label for people", "1 to 64 letters, digits, spaces, . _ -")
+        yield Problem(
+            "name", repr(run.name), "a name is a label for people", "1 to 64 ASCII letters, digits, spaces, . _ -"
+        )
     yield from within("seed", run.seed, 0, 2**63 - 1)
     yield from _model(run.model)
     yield from _pipeline(run.pipeline, layers_of(run.model))
