@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from noloco_node import __version__
 from noloco_node.cli.commands import journals, members, models, observation
@@ -43,8 +44,29 @@ from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.run.config import AdmissionRule
 from noloco_node.terminal import LogLevel, complain, configure
 
+
+class Anywhere(TyperGroup):
+    """Takes the options on what is said behind a command too, where a person looks for them."""
+
+    FLAG, LEVEL = "--log-json", "--log-level"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put these options before the command; what follows `--` is none."""
+        end = args.index("--") if "--" in args else len(args)
+        first: list[str] = []
+        rest: list[str] = []
+        words = iter(args[:end])
+        for word in words:
+            if word == self.LEVEL:
+                first += [word, *(value for value in [next(words, None)] if value is not None)]
+            else:
+                (first if word == self.FLAG or word.startswith(f"{self.LEVEL}=") else rest).append(word)
+        return super().parse_args(ctx, [*first, *rest, *args[end:]])
+
+
 app = typer.Typer(
     name="noloco-node",
+    cls=Anywhere,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
