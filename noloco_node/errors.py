@@ -41,6 +41,14 @@ class Exit(IntEnum):
     """Interrupted before the work was done. A node between two of its shifts leaves with 0."""
 
 
+NEEDS_A_PERSON = frozenset(
+    (Exit.USAGE, Exit.CONFIG, Exit.OTHER_RUN, Exit.HOME_IN_USE, Exit.DEVICE, Exit.UNFIT, Exit.NOT_ADMITTED)
+)
+"""After these another start would end alike: what supervises a node starts it again after every other failure.
+
+The units in docs/systemd and docker/README.md repeat this list, and a test compares them."""
+
+
 COMPLAINT = "noloco-node: "
 """Begins what a command says on its way out."""
 

@@ -16,6 +16,7 @@ from noloco_node.cli.option_groups.web import page_place
 from noloco_node.cli.options import BootstrapOptions, default_home
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.machine.memory import machine_free_bytes, share_arenas
 from noloco_node.machine.signals import departure
@@ -33,7 +34,7 @@ from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history, speed_test
 from noloco_node.swarm.connection import connected
-from noloco_node.swarm.kept_invite import KeptInvite, from_where
+from noloco_node.swarm.kept_invite import KeptInvite, from_where, met_before
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import Roster
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
@@ -65,11 +66,15 @@ async def host(options: BootstrapOptions) -> None:
             lends_line=options.relays > 0,
             capacity=Capacity.within(machine_free_bytes()),
         )
+        # A swarm that goes on among itself does not dial a bootstrap peer again: one that comes back dials the swarm.
+        met = met_before(invites.Invite(digest=recipe.digest, addresses=()), home)
+        known_peers = KnownPeers()
+        known_peers.note(met)
         keys = [home.relay_key(number) for number in range(1, options.relays + 1)]
         async with (
             departure(say) as leaving,
             views_served(metrics_at, page_at, recipe.digest, PeerHistory("", 0)) as views,
-            connected(settings) as libp2p_network,
+            connected(settings, known_peers) as libp2p_network,
             libp2p_network.relaying(keys) as relays,
         ):
             sign(short(libp2p_network.peer_id))
@@ -84,7 +89,7 @@ async def host(options: BootstrapOptions) -> None:
             invite = invites.format(recipe.digest, addresses, admissions.credential)
             print(invite, flush=True)
             kept = KeptInvite(home.invite, invites.parse(invite), (), say)
-            kept.keep()
+            kept.keep([str(each) for each in met])
             say(f"bootstrap peer of the run {recipe.run.name!r} ({recipe.digest[:12]}), home {home.path}")
             say(admissions.rule)
             say(admissions.advice(invite, from_where(addresses)))

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from noloco_node.data.encoding import check_vocabulary, open_encoder
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.provenance import NOTES, run_of
 from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
@@ -129,6 +128,8 @@ def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if {each.name for each in files} <= {"config.json", "generation_config.json"}:
         raise _no_model(directory, "it has no tokenizer: no tokenizer.json, nor another file of one")
+    from noloco_node.data.encoding import check_vocabulary, open_encoder
+
     with TemporaryDirectory() as place:
         for each in files:
             shutil.copy(each, place)

@@ -14,17 +14,14 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
-from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.cli.host_machine import FirstCheckpoint, HostMachine, first_checkpoint
 from noloco_node.cli.option_groups.web import page_place
 from noloco_node.cli.options import JoinOptions, default_home
-from noloco_node.data.blocks import check_source
 from noloco_node.doctor.machine_checks import require_disk
 from noloco_node.journal import events
 from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
-from noloco_node.libp2p.endpoint.addresses import PeerAddress
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
 from noloco_node.limits.rate_limit import RateLimitedNetwork
@@ -53,7 +50,7 @@ from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history
 from noloco_node.swarm.access import RunAccess
 from noloco_node.swarm.connection import connected
-from noloco_node.swarm.kept_invite import KeptInvite
+from noloco_node.swarm.kept_invite import KeptInvite, met_before, not_ours
 from noloco_node.swarm.peer_name import checked_name
 from noloco_node.swarm.run_distribution import RunFileText, fetch
 from noloco_node.tasks import background, supervised
@@ -64,8 +61,6 @@ from noloco_node.web.served_views import ServedViews, views_served
 
 async def join(invite: invites.Invite, options: JoinOptions) -> None:
     """Join the swarm of an invite, and stay until the run ends or we are asked to leave."""
-    if options.data is not None:
-        await asyncio.to_thread(check_source, options.data)
     share_arenas()
     torch_device = choose_device(options.device)
     if options.threads is not None:
@@ -76,7 +71,7 @@ async def join(invite: invites.Invite, options: JoinOptions) -> None:
         _say_other_runs(paths)
         access = RunAccess(invite, MEMBER, home.path)
         settings, known_peers = _network_settings(access, options, home), KnownPeers()
-        met = _met_before(invite, home)
+        met = met_before(invite, home)
         known_peers.note(met)
         ledger = TrafficLedger(home.traffic, datetime.now, say)
         shifts = Shifts(options.allowance, ledger, datetime.now, say)
@@ -95,12 +90,6 @@ async def join(invite: invites.Invite, options: JoinOptions) -> None:
             participant = _Participant(access, options, home, paths, torch_device, reporter, leaving, views)
             participant.met = [each.peer for each in met]
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
-
-
-def _met_before(invite: invites.Invite, home: Home) -> list[PeerAddress]:
-    """Return whom an earlier life met: by these it comes back where nobody of the invite is left."""
-    ours = peer_of_file(home.identity)
-    return [each for each in invites.kept_addresses(invite, home.path) if each.peer != ours]
 
 
 class Recorder(NamedTuple):
@@ -216,13 +205,15 @@ def _say_other_runs(paths: RunPaths) -> None:
 
 
 def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> NetworkSettings:
+    addresses = access.invite.addresses
+    others = not_ours(addresses, home)
     return NetworkSettings(
         run=access.invite.digest,
         identity=home.identity,
         listen=tuple(options.listen or EVERYWHERE),
         announce=tuple(options.announce or ()),
         reach=Reachability.RELAYED if options.relayed else Reachability.AUTO,
-        bootstrap=tuple(map(str, access.invite.addresses)),
+        bootstrap=tuple(map(str, others or addresses)),  # a peer does not begin a swarm by its own invite
         accepts=access.accepts,
         lends_line=not options.allowance.is_limited,
         capacity=Capacity.within(machine_free_bytes()),

@@ -5,15 +5,15 @@ Each `UserError` becomes one message (what, why, what to try) on the standard er
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from noloco_node import __version__
 from noloco_node.cli.commands import journals, members, models, observation
@@ -40,14 +40,35 @@ from noloco_node.cli.options import (
     default_home,
     invite_text,
 )
-from noloco_node.errors import COMPLAINT, Exit, UserError, user_error_of
+from noloco_node.errors import COMPLAINT, UserError, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.run.config import AdmissionRule
 from noloco_node.terminal import LogLevel, complain, configure
 
+
+class Anywhere(TyperGroup):
+    """Takes the options on what is said behind a command too, where a person looks for them."""
+
+    FLAG, LEVEL = "--log-json", "--log-level"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put these options before the command; what follows `--` is none."""
+        end = args.index("--") if "--" in args else len(args)
+        first: list[str] = []
+        rest: list[str] = []
+        words = iter(args[:end])
+        for word in words:
+            if word == self.LEVEL:
+                first += [word, *(value for value in [next(words, None)] if value is not None)]
+            else:
+                (first if word == self.FLAG or word.startswith(f"{self.LEVEL}=") else rest).append(word)
+        return super().parse_args(ctx, [*first, *rest, *args[end:]])
+
+
 app = typer.Typer(
     name="noloco-node",
+    cls=Anywhere,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -141,12 +162,14 @@ def check(
     Also what to expect on the machines that the file's comment names, or on
     others, and what a bandwidth budget carries; this part is text only.
     """
+    from noloco_node.run.runfile import load_run
+
+    # What cannot be read is said before torch is loaded, and before a long report, not below it.
+    allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
+    _ = options.figures(), load_run(path)
     from noloco_node.planning import bandwidth, machine_text
     from noloco_node.planning.plan_text import fitted, report
 
-    # What cannot be read is said before a long report, not below it.
-    allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
-    _ = options.machines()
     typer.echo(report(path, as_json=as_json))
     if allowance.is_limited and not as_json:
         typer.echo("\n" + "\n".join(fitted(bandwidth.report(path, allowance))))
@@ -169,6 +192,8 @@ def bootstrap(options: BootstrapOptions) -> None:
 @taking(JoinOptions)
 def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     """Join a swarm: take a stage and train with the others to the end. Ctrl-C once leaves politely, twice at once."""
+    from noloco_node.data.dataset_documents import check_source
+    from noloco_node.libp2p.endpoint.addresses import check_announce, check_listen
     from noloco_node.swarm.invite import found, parse
     from noloco_node.swarm.peer_name import checked_name
 
@@ -177,9 +202,13 @@ def join(options: JoinOptions, invite: KeptInviteArgument = None) -> None:
     _ = metrics_place(options.metrics, is_open=options.metrics_open)
     _ = page_place(options.web, is_open=options.web_open), checked_name(options.name)
     parsed = parse(found(invite, options.home or default_home("node")))
+    check_listen(options.listen or ())
+    check_announce(options.announce or ())
+    if options.data is not None:
+        check_source(options.data)
     from noloco_node.terminal import say
 
-    say("starting: torch is loaded, which takes some seconds")
+    say("loading torch (a few seconds)")
     with _imports():
         from noloco_node.cli.join import join as join_swarm
 
@@ -266,12 +295,14 @@ def export(
     owner_run: OwnerOption = OWNER_RUN,
 ) -> None:
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
+    from noloco_node.export.sources import check_export
+    from noloco_node.swarm.connection import Visitor
     from noloco_node.swarm.invite import found
 
     place = home or default_home("node")
     given = None if invite is None else found(invite, place)
+    check_export(out, given, from_home or ())
     from noloco_node.export.exporter import export as export_model
-    from noloco_node.swarm.connection import Visitor
 
     visitor = Visitor(tuple(local or ()), place, owner_run)
     typer.echo(run(export_model(out, given, from_home or (), visitor)))
@@ -329,6 +360,10 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
+    if scenario is not None:
+        from noloco_node.sim.scenario.scenario import load_scenario
+
+        load_scenario(scenario)  # before torch is loaded
     from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, simulate_scenario
 
     flags = SimulationFlags(options.peers, options.stages, options.rounds, options.seed)
@@ -349,8 +384,5 @@ def main() -> None:
             raise
         complain(f"{COMPLAINT}{trouble}")
         sys.exit(trouble.code)
-    except asyncio.CancelledError:  # by the second signal of `signals`
-        complain(f"{COMPLAINT}interrupted")
-        sys.exit(Exit.INTERRUPTED)
     finally:
         gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone

@@ -24,6 +24,7 @@ def write_run(
 
     `origin`: a checkpoint to go on from. `options`: machines for which it is planned, if there are any.
     """
+    options.figures()
     if origin is None:
         text = run_text(preset)
     else:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_node.data.dataset_documents import SUFFIXES, RowDocuments, load_rows
+from noloco_node.data.dataset_documents import RowDocuments, load_rows
 from noloco_node.data.encoding import Encoder, open_encoder
 from noloco_node.data.file_documents import (
     Documents,
@@ -37,17 +37,9 @@ from noloco_node.data.file_documents import (
 from noloco_node.data.held_out import Part
 from noloco_node.errors import config_error
 from noloco_node.run.config import DataConfig
-from noloco_node.run.runfile import with_source
 
 SMALLEST_PIECE_BYTES = 64 * 1024
 """Of a long file that is cut into several documents."""
-
-
-def check_source(source: str) -> None:
-    """Raise `UserError` where the source that a person named is not understood, or no file here; no hub is asked."""
-    data = with_source(DataConfig(), source)
-    if data.path is not None and data.source != "hub":
-        find_files(data.path, SUFFIXES.get(data.source, ("",)))
 
 
 class Blocks:

@@ -28,6 +28,7 @@ from noloco_node.data.local_rows import BadRow, LocalRows
 from noloco_node.data.unread_text import UnreadText
 from noloco_node.errors import UserError, config_error
 from noloco_node.run.config import DataConfig
+from noloco_node.run.runfile import with_source
 from noloco_node.terminal import say
 
 T = TypeVar("T")
@@ -296,3 +297,10 @@ def load_rows(data: DataConfig) -> Any:
     if not files:
         raise config_error(f"There is no data at {data.path!r}.", "all its files are empty", "another data.path")
     return LocalRows(files, data.source, data.field)
+
+
+def check_source(source: str) -> None:
+    """Raise `UserError` where the source that a person named is not understood, or no file here; no hub is asked."""
+    data = with_source(DataConfig(), source)
+    if data.path is not None and data.source != "hub":
+        find_files(data.path, SUFFIXES.get(data.source, ("",)))

@@ -28,7 +28,6 @@ from noloco_node.demo.summary import ModelScores, Summary, lines, summarise
 from noloco_node.errors import UserError
 from noloco_node.journal.events import Event
 from noloco_node.journal.reader import Tail
-from noloco_node.machine.signals import signals_interrupt
 from noloco_node.observe.journal_observer import JournalObserver
 from noloco_node.observe.live_view import LiveView
 from noloco_node.observe.peer_history import PeerHistory
@@ -75,7 +74,7 @@ async def demonstrate(demo: DemoConfig, page_at: PagePlace | None = None) -> Non
     """Run a whole swarm on this machine, and show it at `page_at` too; raise `UserError` where it cannot be done."""
     check(demo)
     started_at = time.time()
-    with claim_output_dir(demo.home, mark(demo, started_at)) as home, signals_interrupt():
+    with claim_output_dir(demo.home, mark(demo, started_at)) as home:
         async with page_served(page_at) as page:
             await _Demo(demo, home, Console(), started_at, page).run()
 

@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.provenance import NOTES, Provenance
+from noloco_node.export.sources import check_target
 from noloco_node.run.config import DataConfig, ModelConfig
 from noloco_node.storage.atomic_file import flush
 from noloco_node.terminal import say
@@ -98,17 +99,6 @@ def joined(config: Any, stages: Sequence[Mapping[str, Tensor]]) -> Any:
 
 def _fits(name: str, expected: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> bool:
     return name in weights and name in expected and weights[name].shape == expected[name]
-
-
-def check_target(directory: Path) -> None:
-    """Raise `UserError` if there is anything at the place where a checkpoint is to be written."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(
-            f"{directory} is there already, and not empty.",
-            why="an export writes a directory of its own and overwrites nothing",
-            hint="another --out, or remove the old one yourself",
-            code=Exit.USAGE,
-        )
 
 
 @contextmanager

@@ -19,14 +19,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from noloco_node.errors import Exit, UserError, config_error
-from noloco_node.export.exporter import merge_files, of_homes, recipe_of
+from noloco_node.errors import UserError, config_error
+from noloco_node.export.exporter import merge_files, of_homes
 from noloco_node.export.held_out_loss import Loss, logits_of, text_loss
 from noloco_node.export.held_out_text import HeldOutText, validation_text
 from noloco_node.export.huggingface import joined, quiet_unless_watched
-from noloco_node.export.provenance import NOTES, run_of
+from noloco_node.export.provenance import known_run, run_of
 from noloco_node.export.replica_files import ReplicaReader, newest
 from noloco_node.export.run_tokenizer import reading_with_tokenizer
+from noloco_node.export.sources import recipe_of
+from noloco_node.inference.models import check_models
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.run.config import DataConfig, RunConfig
 from noloco_node.run.runfile import with_source
@@ -135,13 +137,7 @@ def evaluate(
     the most of them, spread over the text; None takes all of it. Returns a sentence a model, or one JSON object: of one
     model its numbers, of several a list of them under `models`.
     """
-    if bool(directories) == bool(homes):
-        raise UserError(
-            "Nothing to evaluate." if not homes else "Directories and homes cannot be evaluated together.",
-            why="a model is an exported directory, or what homes of nodes hold",
-            hint="noloco-node evaluate DIR, or noloco-node evaluate --from-home HOME",
-            code=Exit.USAGE,
-        )
+    check_models(directories, homes)
     measured = list(_of_homes(homes, data, batches) if homes else _of_directories(directories, data, batches))
     if as_json:
         rows = [measure.numbers() for measure in measured]
@@ -230,13 +226,6 @@ def _reading(directory: Path, source: str | None) -> tuple[DataConfig, int, int]
 
 def _whole(data: DataConfig) -> DataConfig:
     return msgspec.structs.replace(data, validation_percent=100.0)
-
-
-def known_run(directory: Path) -> RunConfig | None:
-    """Return the run that a checkpoint came from, None if from no swarm; raise `UserError` where there is no model."""
-    if not (directory / NOTES).exists() and (directory / "config.json").exists():
-        return None
-    return run_of(directory)
 
 
 def reading_of(directory: Path, run: RunConfig | None) -> DataConfig:

@@ -144,7 +144,8 @@ def _lines(given: Contribution) -> list[str]:
     rows: list[tuple[str, Any]] = [
         ("as", ", ".join(plain(peer) for peer in given.peers)),
         ("at stage", stages),
-        ("there", f"{format_duration(given.there_s)}, of these the device worked {format_duration(given.device_s)}"),
+        ("there", format_duration(given.there_s)),
+        ("computed", f"{format_duration(given.device_s)} of CPU or GPU time, joining and serving not counted"),
         ("tokens", f"{format_count(given.tokens)} in {given.inner_steps:,} inner steps, {given.rounds:,} meetings"),
     ]
     if given.covered_tokens:

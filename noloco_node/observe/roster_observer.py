@@ -152,6 +152,9 @@ class RosterObserver:
         if own is None or own.peer != record.peer:
             return view
         rates = {"sent_per_s": own.sent_per_s, "received_per_s": own.received_per_s}
+        if own.covered_tokens is not None:
+            # A roster has the claims of other sources alone: what this peer drew stands in its own record.
+            rates |= {"tokens_claimed": max(view.tokens, own.covered_tokens)}
         return msgspec.structs.replace(view, tokens_covered=own.covered_tokens, **rates)
 
     def tell(self, name: str, text: str, at: float) -> None:

@@ -98,7 +98,8 @@ def _refuse(problems: Iterable[Problem], origin: str) -> None:
     found = list(dict.fromkeys(problems))
     if not found:
         return
-    first, others = found[0], list(dict.fromkeys(problem.field for problem in found[1:]))
+    first = found[0]
+    others = [field for field in dict.fromkeys(problem.field for problem in found) if field != first.field]
     also = f" (wrong too: {', '.join(others)})" if others else ""
     what = f"{origin}: {short(first.field)} = {short(first.value)} is refused{short(also)}."
     raise config_error(what, first.why, first.hint)

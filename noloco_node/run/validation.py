@@ -55,7 +55,9 @@ def problems(run: RunConfig) -> Iterator[Problem]:
     """Yield every number outside the bounds of its type, then every other broken rule in the order of the file."""
     yield from out_of_bounds(msgspec.to_builtins(run), RunConfig)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}", run.name):
-        yield Problem("name", repr(run.name), "a name is a label for people", "1 to 64 letters, digits, spaces, . _ -")
+        yield Problem(
+            "name", repr(run.name), "a name is a label for people", "1 to 64 ASCII letters, digits, spaces, . _ -"
+        )
     yield from _model(run.model)
     yield from _pipeline(run.pipeline, layers_of(run.model))
     yield from _width(run.pipeline, run.model)

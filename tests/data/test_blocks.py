@@ -30,8 +30,8 @@ from tokenizers import processors
 from transformers import ByT5Tokenizer
 
 from noloco_node.data import dataset_documents
-from noloco_node.data.blocks import Blocks, _documents, check_source, open_blocks
-from noloco_node.data.dataset_documents import RowDocuments, load_rows
+from noloco_node.data.blocks import Blocks, _documents, open_blocks
+from noloco_node.data.dataset_documents import RowDocuments, check_source, load_rows
 from noloco_node.data.encoding import check_vocabulary, encode_bytes, open_encoder, open_tokenizer, vocab_size
 from noloco_node.data.file_documents import (
     FileDocuments,

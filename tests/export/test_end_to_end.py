@@ -35,10 +35,11 @@ from noloco_node.cli.continue_run import continuing_text
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch, replica_files
-from noloco_node.export.exporter import SwarmExport, export, merge_files, of_homes, parts_of, recipe_of
+from noloco_node.export.exporter import SwarmExport, export, merge_files, of_homes, parts_of
 from noloco_node.export.parts import is_kept
 from noloco_node.export.provenance import read_provenance
 from noloco_node.export.replica_files import MergedReplicas, ReplicaReader, in_home, newest
+from noloco_node.export.sources import recipe_of
 from noloco_node.inference.evaluation import evaluate
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.network.interface import Conversation

@@ -6,8 +6,8 @@ import fcntl
 import json
 import math
 import os
-import stat
 import random
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -317,7 +317,6 @@ def test_a_checkpoint_that_was_cut_short_is_one_clear_message(
         assert caught.value.code is Exit.CONFIG
         assert why in caught.value.why
         assert "cut short" in caught.value.hint
-
 
 
 def test_a_sample_lies_evenly_over_all_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

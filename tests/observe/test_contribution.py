@@ -88,6 +88,7 @@ def test_me_tells_what_the_journal_of_a_home_says(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["me", "--home", str(tmp_path)]).stdout
     assert "run 0123456789ab, " in said
     assert "500 in 50 inner steps, 1 meetings" in said
+    assert "of CPU or GPU time" in said
     assert "receipts for 400 tokens that were drawn here" in said
     assert "2 Wh, as the device tells" in said
     raw = CliRunner().invoke(app, ["me", "--home", str(tmp_path), "--json"]).stdout

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import pytest
 from setuptools import Distribution
 
-from noloco_node.errors import Exit
+from noloco_node.errors import NEEDS_A_PERSON, Exit
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gossip", "noloco_node", "pipeline")
 UNITS = sorted((ROOT / "docs" / "systemd").glob("*.service"))
-NEEDS_A_PERSON = {Exit.USAGE, Exit.CONFIG, Exit.OTHER_RUN, Exit.HOME_IN_USE, Exit.DEVICE, Exit.NOT_ADMITTED}
-"""Exit codes of a service after which another start would end alike."""
+NO_SERVICE = {Exit.UNFIT}
+"""Exit codes of commands that no unit starts."""
 
 
 @pytest.fixture
@@ -80,9 +80,15 @@ def test_a_unit_starts_again_only_what_time_may_heal(path: Path) -> None:
     unit.read_string(path.read_text())
     service = unit["Service"]
     assert service["Restart"] == "on-failure"
-    assert set(map(int, service["RestartPreventExitStatus"].split())) == NEEDS_A_PERSON
+    assert set(map(int, service["RestartPreventExitStatus"].split())) == NEEDS_A_PERSON - NO_SERVICE
     assert int(service["SuccessExitStatus"]) == Exit.INTERRUPTED
     assert service["KillMode"] == "mixed"
+
+
+def test_docker_restarts_by_the_same_exit_codes_as_systemd() -> None:
+    rule = re.search(r"Exit codes ([\d, ]+) and (\d+) need a person", (ROOT / "docker" / "README.md").read_text())
+    assert rule is not None
+    assert {*map(int, rule[1].split(",")), int(rule[2])} == NEEDS_A_PERSON - NO_SERVICE
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)

@@ -165,7 +165,8 @@ def all_leave(commands: list[Command]) -> None:
 
 
 def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Commands) -> None:
-    bootstrap, invite = host(commands, run_file(commands.directory, steps=120))
+    run = run_file(commands.directory, steps=120)
+    bootstrap, invite = host(commands, run)
     sources = [join(commands, invite, 0) for _ in range(2)]
     commands.until(lambda: all(source.events(Started) for source in sources), "both sources are there", alive=sources)
     # Nothing could happen without the next stage; so neither source has used up the run before the other came.
@@ -173,6 +174,8 @@ def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Co
     commands.until(lambda: all(map(steps, replicas)), "all four train", alive=replicas)
     seen = look(commands, invite)
     check_status(seen, replicas)
+    kept = bootstrap.home / "invite"
+    commands.until(lambda: "," in kept.read_text(), "the bootstrap peer keeps addresses of others", alive=[bootstrap])
     bootstrap.process.kill()
 
     commands.until(lambda: all(map(is_finished, replicas)), "all four finish", alive=replicas)
@@ -186,9 +189,22 @@ def test_a_run_outlives_its_bootstrap_peer_and_ends_in_a_checkpoint(commands: Co
     export = commands.start("export", seen["invite"], "--out", str(out))
     assert export.wait() == Exit.OK, export.complaint
     check_checkpoint(out)
+    check_bootstrap_peer_comes_back(commands, bootstrap.home, run)
     all_leave(replicas)
     numbers = json.loads(typed("evaluate", str(out), "--batches", "2", "--json"))
     assert 0.0 < numbers["loss"] < math.log(384)
+
+
+def check_bootstrap_peer_comes_back(commands: Commands, home: Path, run: Path) -> None:
+    """It dials the finished peers, which have no reason to dial it, and leads others to them."""
+    back = commands.start("bootstrap", "--run", str(run), "--listen", "/ip4/127.0.0.1/tcp/0", "--home", str(home))
+    invite = commands.until(lambda: back.output.strip(), "a bootstrap peer prints its invite", alive=[back])
+    commands.until(
+        lambda: "replicas by stage: 0: 2, 1: 2" in back.complaint, "it finds the finished peers", alive=[back]
+    )
+    assert [len(stage) for stage in look(commands, invite)["stages"]] == [2, 2]
+    back.interrupt()
+    assert back.wait() == Exit.OK, back.complaint
 
 
 def typed(*words: str) -> str:

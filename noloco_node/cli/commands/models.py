@@ -30,6 +30,9 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
 ) -> None:
     """Print validation loss and perplexity of exported checkpoints, or of homes: merged, and each replica."""
+    from noloco_node.inference.models import check_models
+
+    check_models(directories or (), from_home or ())  # before torch is loaded
     from noloco_node.inference.evaluation import evaluate as evaluate_models
 
     most = None if whole else batches
@@ -49,6 +52,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
 ) -> None:
     """Let an exported checkpoint go on from a prompt, token by token."""
+    from noloco_node.export.provenance import known_run
+
+    known_run(directory)  # before torch is loaded
     from noloco_node.inference.generation import Sampling
     from noloco_node.inference.generation import generate as pieces
 

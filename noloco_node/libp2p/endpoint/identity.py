@@ -17,7 +17,7 @@ from noloco_node.storage import atomic_file
 
 
 def ensure_identity(path: Path) -> bool:
-    """Create the key file unless it is there, and say whether it was; Trouble when it is damaged or cannot be used."""
+    """Create the key file unless it is there, and say whether it was; `UserError` when it cannot be used."""
     try:
         if path.exists():
             _check(path)

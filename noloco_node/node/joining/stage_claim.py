@@ -198,7 +198,7 @@ async def _claim_requested(newcomer: Newcomer, requested: int) -> ClaimedStage:
     except ValueError as error:
         raise UserError(
             f"There is no stage {requested}.",
-            why=str(error),
+            why=str(error).partition(": ")[2],
             hint="leave out --stage, or choose one that is there",
             code=Exit.USAGE,
         ) from error

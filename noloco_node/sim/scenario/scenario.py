@@ -263,7 +263,7 @@ def _faults(scenario: Scenario) -> Iterator[_Problem]:
         field = f"fault[{number}].{'groups' if isinstance(fault, faults.Partition) else 'peer'}"
         for peer in faults.peers_of(fault):
             if not _NAME.fullmatch(peer):
-                yield _Problem(field, f"{short(peer)!r} is no name", "letters, digits, - and _")
+                yield _Problem(field, f"{short(peer)!r} is no name", "ASCII letters, digits, - and _")
             elif known is not None and peer not in known:
                 hint = f"planned peers are {known[0]} to {known[-1]}; others come by a fault of the kind join"
                 yield _Problem(field, f"there is no peer {short(peer)}", hint)
