@@ -149,7 +149,7 @@ class _Demo:
     def _write_run(self, steps: int) -> RunConfig:
         demo, path = self._demo, self._home.run_file
         text = demo_run_text(stages=demo.stages, replicas=demo.replicas, steps=steps, seed=demo.seed)
-        write_whole(path, text.encode())
+        write_whole(path, text.encode(), public=True)
         return decode_run(text, str(path))
 
     def _warn_of_memory(self) -> None:
@@ -251,10 +251,10 @@ class _Demo:
         outage = None if self._outage is None else self._outage.summary(histories)
         summary = summarise(histories, outage)
         text = lines(summary, scores)
-        write_whole(self._home.path / "summary.txt", ("\n".join(text) + "\n").encode())
-        write_whole(self._home.path / "summary.json", _as_json(summary, scores))
+        write_whole(self._home.path / "summary.txt", ("\n".join(text) + "\n").encode(), public=True)
+        write_whole(self._home.path / "summary.json", _as_json(summary, scores), public=True)
         heading = f"A swarm of {self._demo.stages} stages x {self._demo.replicas} replicas"
-        write_whole(self._home.path / "loss.png", picture(heading, histories, scores, outage))
+        write_whole(self._home.path / "loss.png", picture(heading, histories, scores, outage), public=True)
         for line in ["", *text, ""]:
             self._print(line)
         if scores is not None:

@@ -266,7 +266,7 @@ def _write(directory: Path, report: Report) -> None:
     _make(directory)
     for name, content in files.items():
         try:
-            write_whole(directory / name, content)
+            write_whole(directory / name, content, public=True)
         except UserError as trouble:
             raise _refused(directory / name, trouble.why) from trouble
 
