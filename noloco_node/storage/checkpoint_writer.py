@@ -114,7 +114,7 @@ class CheckpointWriter:
             return False
         again, self._trouble, self._saved_s = self._trouble is not None, None, loop_s()
         if again:
-            self._note(f"saved {where}", True)
+            self._note("checkpoints are saved again", True)
         if last or again or not self._said_once or loop_s() - self._said_s >= SAY_EVERY_S:
             self._said_once, self._said_s = True, loop_s()
             self._say(f"saved {where}" + (", after all" if again else ""))

@@ -29,6 +29,8 @@ def enter(home: HomePaths, run_id: str) -> RunPaths:
     try:
         atomic_file.make_directory(paths.path, mode=0o700)
         for old, new in _misplaced(home):
+            if new.exists():
+                continue
             atomic_file.make_directory(new.parent)
             os.replace(old, new)
             for directory in (new.parent, old.parent):
@@ -57,12 +59,10 @@ def _misplaced(home: HomePaths) -> Iterator[tuple[Path, Path]]:
             with suppress(OSError, ValueError):
                 place = _place(home, counters_of(path).run_id).path / directory.relative_to(home.path)
                 yield path, following(place, path.name.split("-")[-1])
-    for path in [*home.partial_download.glob("*-*.pieces")]:
-        yield path, _place(home, path.name.partition("-")[0]).partial_download / path.name
-    for path in (*home.weights.glob("*"), *home.tokenizer.glob("*")):
-        new = _place(home, path.name).path / path.parent.name
-        if not new.exists():
-            yield path, new
+    for path in (*home.partial_download.glob("*.pieces"), *home.weights.glob("*"), *home.tokenizer.glob("*")):
+        run_id, _, stage = path.name.partition("-")
+        with suppress(ValueError):
+            yield path, _place(home, run_id).path / path.parent.name / (path.name if stage else "")
     with suppress(OSError, ValueError, KeyError, TypeError):
         noted = msgspec.json.decode(home.run_history.read_bytes())["run_id"]
         yield home.run_history, _place(home, noted).run_history

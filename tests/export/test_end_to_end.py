@@ -53,7 +53,9 @@ from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync.replica_mean import FACTOR, ReplicaSummary, drop_outliers
+from noloco_node.storage import run_directory
 from noloco_node.storage.checkpoint import Checkpoint, Counters, save
+from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
@@ -189,6 +191,24 @@ def test_homes_are_merged_without_the_outlier_and_the_straggler(tmp_path: Path) 
     found = exported(tmp_path / "model")
     assert all(torch.equal(found[name], mean.float()) for name, mean in zip(names, means, strict=True))
     assert all(torch.equal(found[name], each) for name, each in zip(made.plan.shapes[1], last, strict=True))
+
+
+def test_each_run_of_a_home_is_exported_from_its_own_directory(tmp_path: Path) -> None:
+    """Also the run that the home has left: its directory is a home by itself."""
+    made = Homes(tmp_path)
+    home = made.make("a", 0, made.weights(0))
+    recipe = recipe_of([home])
+    before = of_homes([home], recipe)
+    with Home.open(home) as opened:
+        paths = run_directory.enter(opened, recipe.digest)
+        paths.keep_run_file(recipe.text)
+        opened.keep_run_file(recipe.text.replace('name = "', 'name = "another-'))
+        other = run_directory.enter(opened, "b" * 64)
+    assert recipe_of([home]).digest != recipe_of([paths.path]).digest == recipe.digest
+    for place in (home, paths.path):
+        (found,) = of_homes([place], recipe)
+        assert found.counters == before[0].counters
+    assert of_homes([other.path], recipe) == []
 
 
 def test_a_stage_is_found_in_a_snapshot_alone(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_agai
 
     notes: list[tuple[str, bool]] = []
     said, states = run(main())
-    assert notes == [("could not save: No space left on device", False), ("saved there", True)]
+    assert notes == [("could not save: No space left on device", False), ("checkpoints are saved again", True)]
     assert [line.split()[0] for line in said] == ["saved", "warning:", "saved"]
     assert "earlier checkpoints are kept" in said[1]
     assert said[2].endswith("after all")

@@ -288,7 +288,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_one_machine_has(commands: Commands
     commands.until(lambda: steps(owner) > 2 and steps(first) > 2, "both train", alive=[bootstrap, first, owner])
     for node in (first, owner):
         assert "begins with the weights of the checkpoint" in node.complaint
-    assert list(first.home.glob("weights/*/*.safetensors"))
+    assert list(first.home.glob("runs/*/weights/*.safetensors"))
     assert not list(owner.home.glob("runs/*/weights"))
     for command in (owner, first, bootstrap):
         command.interrupt()
