@@ -30,7 +30,9 @@ SAID_AGAIN = 0.5
 
 
 class HeldTicket:
-    """`until`: when it expires (Unix seconds); `rights`: what it lets us do. `own` returns tickets that need no network; `ask` returns one of a signing peer.
+    """`until`: when it expires (Unix seconds); `rights`: what it lets us do.
+
+    `own` returns the tickets that need no network; `ask` returns one that a signing peer gives.
 
     `keep` takes note of a ticket that was given to us. `early_s`: so long before its end a ticket is renewed.
     """
