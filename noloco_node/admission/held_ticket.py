@@ -30,7 +30,9 @@ SAID_AGAIN = 0.5
 
 
 class HeldTicket:
-    """`until`: when it expires (Unix seconds); `rights`: what it lets us do. `own` returns tickets that need no network; `ask` returns one of a signing peer.
+    """`until`: when it expires (Unix seconds); `rights`: what it lets us do.
+
+    `own` returns the tickets that need no network; `ask` returns one that a signing peer gives.
 
     `keep` takes note of a ticket that was given to us. `early_s`: so long before its end a ticket is renewed.
     """
@@ -56,7 +58,7 @@ class HeldTicket:
         """Return a ticket that is never replaced."""
 
         async def ask() -> bytes:
-            raise no_ticket("there is no peer to ask")
+            raise not_admitted("")  # the reason is why the ticket was refused
 
         held = cls(lambda: 0.0, lambda: (), ask)
         held.raw = raw
@@ -107,7 +109,7 @@ class HeldTicket:
                     if error.code is Exit.UNREACHABLE:
                         self._silent_s = loop_s()
                         raise no_ticket(f"{why}; {error.why}") from error
-                    raise not_admitted("; ".join(dict.fromkeys((why, error.why)))) from error
+                    raise not_admitted("; ".join(filter(None, dict.fromkeys((why, error.why))))) from error
                 if found in self._refused:
                     raise not_admitted(why)
                 self._keep(found)

@@ -89,7 +89,6 @@ class HostedAdmissions:
         """Return the network as it is to be used, and serve tickets if we may sign them."""
         if self._admission.owner is None:
             return network
-        admitted: PeerNetwork
         signer: SignsTickets | None
         signs_until: Callable[[bytes], int] = _nobody
         if key_file(self._run_file).is_file():
@@ -153,7 +152,7 @@ class HostedAdmissions:
             )
         return key
 
-    async def _as_delegate(self, network: PeerNetwork) -> tuple[PeerNetwork, SignsTickets | None]:
+    async def _as_delegate(self, network: PeerNetwork) -> tuple[AdmittedNetwork, SignsTickets | None]:
         """Come in by the ticket of our invite, as a node does; `UserError` where it brings none."""
         own_key = await asyncio.to_thread(read_key, self._identity)
         if self._invite is None or self._invite.credential is None or not self._invite.credential.chain or not own_key:
@@ -166,8 +165,8 @@ class HostedAdmissions:
         self._access = RunAccess(
             self._invite, MEMBER, self._identity.parent, time.time, state=self._state, early_s=DELEGATE_EARLY_S
         )
-        admitted = await self._access.enter(network)
-        held = self._access.held
+        admitted, held = await self._access.enter(network), self._access.held
+        assert isinstance(admitted, AdmittedNetwork)
         return admitted, DelegateSigner(own_key, held) if held is not None and Right.SIGN & held.rights else None
 
 

@@ -19,17 +19,26 @@ from noloco_node.errors import config_error
 from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
 from noloco_node.run.config import MOST_SLOWDOWN
 from noloco_node.storage.checkpoint import KEPT
+from noloco_node.terminal import warn
+
+INVITE_VARIABLE = "NOLOCO_INVITE"
+TYPED_SECRET = (
+    "this invite is a secret, and every user of this machine can read it in the list of processes: give a file that "
+    "holds it, or - to read it from the standard input"
+)
 
 
 def invite_text(given: str | None) -> str | None:
     """Return an invite as typed, or read it: from a file, or from the standard input (`-`). What is typed shows in
-    the list of processes. `UserError` where a file cannot be read."""
+    the list of processes, which a person is told of a secret. `UserError` where a file cannot be read."""
     if given is None:
         return None
     if given == "-":
         return sys.stdin.readline().strip()
     path = os.path.expanduser(given)
     if not os.path.isfile(path):  # which no invite is too long for
+        if given in sys.argv and "#" in given and not given.endswith("#open"):
+            warn(TYPED_SECRET)
         return given
     try:
         return Path(path).read_text().strip()
@@ -45,6 +54,7 @@ KeptInviteArgument = Annotated[
         help="The one line that a bootstrap peer, a node or `status` prints; a file that holds it; - to read it; or "
         "the home of a node, which keeps one.",
         callback=invite_text,
+        envvar=INVITE_VARIABLE,
         show_default="the one that --home keeps",
     ),
 ]

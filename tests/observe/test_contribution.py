@@ -9,11 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from gossip.events import OuterStepTaken
+from noloco_node.admission.peer_keys import peer_of_file
 from noloco_node.cli.main import app
 from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
-from noloco_node.observe.contribution import ledger_of
+from noloco_node.libp2p.endpoint.identity import ensure_identity
+from noloco_node.observe.contribution import ledger_of, report
 from noloco_node.swarm.roster import Given
 
 DAY_S = 86400.0
@@ -95,3 +97,15 @@ def test_me_tells_what_the_journal_of_a_home_says(tmp_path: Path) -> None:
     assert msgspec.json.decode(raw)["sent_bytes"] == 100
     nothing = CliRunner().invoke(app, ["me", "--home", str(tmp_path / "none")])
     assert isinstance(nothing.exception, UserError)
+
+
+def test_me_says_who_one_is_also_before_anything_was_given(tmp_path: Path) -> None:
+    ensure_identity(tmp_path / "identity.key")
+    peer = peer_of_file(tmp_path / "identity.key")
+    with pytest.raises(UserError, match="nothing yet") as caught:
+        report(tmp_path, as_json=False)
+    assert f"you are {peer}" in caught.value.why
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        for event in life(0, "a", 0, 9):
+            journal.write(event)
+    assert report(tmp_path, as_json=False).splitlines()[0] == f"you are {peer}"

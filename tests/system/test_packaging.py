@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 from setuptools import Distribution
 
+from noloco_node.admission.owner_files import key_file, members_file
 from noloco_node.errors import NEEDS_A_PERSON, Exit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,3 +205,23 @@ def _imports(node: ast.AST, late: bool = False) -> Iterator[tuple[str, bool]]:
             yield str(ast.literal_eval(child.args[0])).split(".")[0], True
         typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         yield from _imports(child, late or typing or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+def test_in_docker_the_owner_s_list_is_seen_whenever_it_changes() -> None:
+    """A directory is mounted: a single file that is mounted stays the one that was there when the container began."""
+    compose = (ROOT / "docker" / "compose.yaml").read_text()
+    assert '{type: bind, source: "${RUN_DIR:-/dev/null}", target: /run-dir, read_only: true}' in compose
+    assert not re.search(r"target: \S*run\.(owner|members)", compose)
+    entry = (ROOT / "docker" / "entrypoint.sh").read_text()
+    assert "if [ -d /run-dir ]; then\n    run=/run-dir/run.toml" in entry
+    assert {members_file(Path("/run-dir/run.toml")), key_file(Path("/run-dir/run.toml"))} == {
+        Path("/run-dir/run.members"),
+        Path("/run-dir/run.owner"),
+    }
+
+
+def test_no_unit_puts_an_invite_on_the_command_line() -> None:
+    for unit in UNITS:
+        text = unit.read_text()
+        assert "${INVITE}" not in text
+    node = (ROOT / "docs" / "systemd" / "noloco-node.service").read_text()
+    assert "LoadCredential=invite:" in node
+    assert "${CREDENTIALS_DIRECTORY}/invite" in node
