@@ -81,8 +81,11 @@ def number(least: float, most: float, whole: bool, rng: Draws) -> float:
 
 def bounds_of(kind: Any) -> tuple[float, float]:
     """Return the least and the most with which a number is declared."""
-    said = kind.__metadata__[0]
-    return (said.ge, said.le) if isinstance(said, msgspec.Meta) else said
+    said: Any = kind.__metadata__[0]
+    if isinstance(said, msgspec.Meta):
+        said = said.ge, said.le
+    least, most = said
+    return least, most
 
 
 def drawn(kind: Any, rng: Draws) -> Any:
@@ -125,7 +128,7 @@ def _is_number(hint: Any) -> bool:
 
 def spoilt(message: Any, rng: Draws) -> Any:
     """Return a message with some of its numbers drawn anew."""
-    chosen = {name: drawn(hint, rng) for name, hint in _numbers_of(type(message)) if rng.random() < 0.5}
+    chosen = {name: drawn(hint, rng) for name, hint in _numbers_of(message.__class__) if rng.random() < 0.5}
     return replace(message, **chosen) if chosen else message
 
 

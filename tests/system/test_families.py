@@ -11,7 +11,7 @@ import pytest
 from docs import generate_families as families
 from noloco_node.errors import Exit, UserError
 from noloco_node.planning.model_layout import model_layout
-from noloco_node.run.config import ModelConfig, RunConfig
+from noloco_node.run.config import ModelConfig, PipelineConfig, RunConfig
 from pipeline.model_config import dropout_fields, family_config
 
 
@@ -33,22 +33,27 @@ def numbers_of(family: str) -> list[str]:
     return sorted(name for name, value in found.items() if type(value) in (int, float))
 
 
+def run_of(family: str, sizes: dict[str, float]) -> RunConfig:
+    """Return a run of a family at tiny sizes, some of them others."""
+    model = ModelConfig(architecture=family, sizes={**families.FAMILIES[family], **sizes})
+    return RunConfig(model=model, pipeline=PipelineConfig(sequence_length=8))
+
+
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_a_number_that_fits_no_model_is_refused_in_a_sentence(family: str) -> None:
     """What is not refused has computed something finite at a tiny size: `verify_family` compares it."""
     rng = Random(family)
     drawn = [(rng.choice(numbers_of(family)), rng.choice((0, -1, 1e308, math.nan))) for _ in range(3)]
     for name, value in [("num_attention_heads", 0), ("hidden_size", -1), *drawn]:
-        sizes = {**families.FAMILIES[family], name: value}
         with contextlib.suppress(UserError):
-            model_layout(RunConfig(model=ModelConfig(architecture=family, sizes=sizes)))
+            model_layout(run_of(family, {name: value}))
 
 
 @pytest.mark.parametrize("value", [0, -1, 1e308, math.nan])
 @pytest.mark.parametrize("name", ["num_key_value_heads", "rope_theta", "vocab_size", "intermediate_size", "head_dim"])
 def test_a_number_that_no_model_has_is_named(name: str, value: float) -> None:
-    sizes = {**families.FAMILIES["llama"], name: value}
+    model_layout(run_of("llama", {}))
     with pytest.raises(UserError, match="cannot be built") as refused:
-        model_layout(RunConfig(model=ModelConfig(architecture="llama", sizes=sizes)))
+        model_layout(run_of("llama", {name: value}))
     assert refused.value.why.startswith(f"{name} = ")
     assert refused.value.code is Exit.CONFIG
