@@ -112,9 +112,7 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
         yield from _size(f"model.sizes.{name}", value, _LARGEST_SIZE.get(name, 2**31), depth=0)
 
 
-def _files(
-    section: str, files: tuple[WeightFile, ...], names: re.Pattern[str], misnamed: str
-) -> Iterator[Problem]:
+def _files(section: str, files: tuple[WeightFile, ...], names: re.Pattern[str], misnamed: str) -> Iterator[Problem]:
     """Yield what is wrong with a list of files that travel; `names`: that they may have."""
     if len({each.file for each in files}) < len(files):
         yield Problem(section, "given", "two of its files have one name", _AS_WRITTEN)

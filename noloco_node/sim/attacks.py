@@ -47,8 +47,9 @@ class Attack:
 
     `record`: what it publishes of itself. `source`: what it claims as a source. `receipts`: what it signs for sources.
     `answer`: takes a call of the stage before. `say`: what it says in gossip. `stage`: its arithmetic. `corruption`: of
-    its messages with tensors. `tell`: what it says of all that it sends, about any topic. `flood`: conversations that it opens with everybody whenever it reads the roster, about
-    each of its topics, and in which it says nothing.
+    its messages with tensors. `tell`: what it makes of each message that it sends, about any topic. `flood`:
+    conversations that it opens with everybody whenever it reads the roster, about each of its topics, and in which it
+    says nothing.
     """
 
     record: Callable[[PeerRecord], PeerRecord] | None = None

@@ -159,7 +159,9 @@ def test_only_one_page_is_there_and_a_taken_port_is_told(capsys: pytest.CaptureF
             found = re.search(r"http://127\.0\.0\.1:(\d+)/metrics", capsys.readouterr().err)
             assert found is not None
             port = int(found[1])
-            head, _, body = (await _ask(port, b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n")).partition(b"\r\n\r\n")
+            head, _, body = (await _ask(port, b"GET /metrics HTTP/1.1\r\nHost: localhost:1\r\n\r\n")).partition(
+                b"\r\n\r\n"
+            )
             assert head.startswith(b"HTTP/1.1 200 OK")
             assert b"version=0.0.4" in head
             assert b'noloco_run_info{digest="run"} 1.0' in body
