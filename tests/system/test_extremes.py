@@ -113,9 +113,13 @@ HISTORY = _History()
 
 def test_without_bounds_the_draws_would_find_what_ends_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stranger_record, "is_usable", lambda _: True)
-    with pytest.raises((ValueError, AssertionError)):
-        for seed in range(2000):
+    found = 0
+    for seed in range(300):
+        try:
             decide_by_draws(seed, RosterObserver(RECIPE.run, "run"), METRICS)
+        except (ValueError, AssertionError):
+            found += 1
+    assert found
 
 
 @pytest.mark.parametrize("seed", [1, 2])
