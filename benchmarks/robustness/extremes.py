@@ -59,7 +59,7 @@ WORK = (3.0, 4.0)
 ANYTHING = (0.0, -0.0, 5e-324, -5e-324, 2.3e-308, 1e-30, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan)
 BEYOND = 0.1
 """Share of numbers that lie outside of their bounds; a record with one of them is refused as a whole."""
-SAYS_EVERY_S = 1.0
+HOSTILE = ("s0r0", "s1r0")
 
 
 class Draws(Random):
@@ -81,8 +81,11 @@ def number(least: float, most: float, whole: bool, rng: Draws) -> float:
 
 def bounds_of(kind: Any) -> tuple[float, float]:
     """Return the least and the most with which a number is declared."""
-    said = kind.__metadata__[0]
-    return (said.ge, said.le) if isinstance(said, msgspec.Meta) else said
+    said: Any = kind.__metadata__[0]
+    if isinstance(said, msgspec.Meta):
+        said = said.ge, said.le
+    least, most = said
+    return least, most
 
 
 def drawn(kind: Any, rng: Draws) -> Any:
@@ -125,7 +128,7 @@ def _is_number(hint: Any) -> bool:
 
 def spoilt(message: Any, rng: Draws) -> Any:
     """Return a message with some of its numbers drawn anew."""
-    chosen = {name: drawn(hint, rng) for name, hint in _numbers_of(type(message)) if rng.random() < 0.5}
+    chosen = {name: drawn(hint, rng) for name, hint in _numbers_of(message.__class__) if rng.random() < 0.5}
     return replace(message, **chosen) if chosen else message
 
 
@@ -252,8 +255,10 @@ def _look(roster: Roster, observer: RosterObserver, metrics: NodeMetrics, rng: D
 class Strangers(Watcher):
     """Names without a node that publish drawn records, and lookers over what honest peers read."""
 
-    def __init__(self, world: World, rng: Draws, draws: Counter[str]) -> None:
-        self._world, self._rng, self._draws = world, rng, draws
+    def __init__(self, world: World, honest: list[str], rng: Draws, draws: Counter[str]) -> None:
+        self._world, self._honest, self._rng, self._draws = world, honest, rng, draws
+        self.begun = False
+        """Whether all honest peers train. Whom a newcomer finds alone says how far the run is; that is no number's."""
         self._observer = RosterObserver(RECIPE.run, "run")
         self._networks = [world.network.network(f"name-{number}") for number in range(4)]
         self._tasks: set[asyncio.Task[bool]] = set()
@@ -261,6 +266,9 @@ class Strangers(Watcher):
     def look(self) -> None:
         """Publish what each name says now, and look at what an honest peer knows."""
         world, rng = self._world, self._rng
+        if not self.begun:
+            self.begun = all(_steps(world, name) for name in self._honest)
+            return
         digest = world.setting.recipe.digest
         alike = rng.random() if rng.random() < 0.3 else None
         for number, network in enumerate(self._networks):
@@ -293,22 +301,29 @@ def live(seed: int, rounds: int = 12) -> Counter[str]:
         Scenario(seed=seed, swarm=SwarmConfig(stages=2, replicas=3, rounds=rounds, refresh_s=2.0, duration_s=600.0))
     )
 
+    honest = [name for name in setup.peers if name not in HOSTILE]
+    strangers: list[Strangers] = []
+
     def tell(message: Any) -> Any:
+        if not strangers[0].begun:
+            return message
         draws["messages"] += 1
         return spoilt(message, rng) if rng.random() < 0.5 else message
 
     def publish(record: PeerRecord) -> PeerRecord:
+        if not strangers[0].begun:
+            return record
         draws["records"] += 1
         told = drawn(PeerRecord, rng)
         told = {name: told[name] for name in ("device_s", "loss", "gap", "round", "tokens_per_s", "inner_steps")}
         return msgspec.structs.replace(record, **told)
 
     def watch(world: World) -> list[Watcher]:
-        for name in ("s0r0", "s1r0"):
+        for name in HOSTILE:
             world.peers[name].tampering = Attack(record=publish, tell=tell)
-        return [Strangers(world, rng, draws)]
+        strangers.append(Strangers(world, honest, rng, draws))
+        return list(strangers)
 
-    honest = [name for name in setup.peers if name not in ("s0r0", "s1r0")]
     steps_taken = simulate(setup, watch, lambda world: {name: _steps(world, name) for name in honest})
     draws["steps"] = sum(steps_taken.values())
     return draws

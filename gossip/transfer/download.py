@@ -85,6 +85,10 @@ class MomentBounds(NamedTuple):
             raise Implausible(f"optimiser: moments of gradients longer than {self.norm:.3g}, to which they are clipped")
 
 
+OF_ANY_RUN = MomentBounds()
+"""For whoever does not know the run's optimiser."""
+
+
 async def _no_objection(donor: str, manifest: Manifest) -> str | None:
     return None
 
@@ -102,7 +106,7 @@ class StateWanted:
     like: Tensors
     deadline_s: float
     objection: Callable[[str, Manifest], Awaitable[str | None]] = field(default=_no_objection)
-    moments: MomentBounds = MomentBounds()
+    moments: MomentBounds = OF_ANY_RUN
 
 
 class _Silence(ConnectionAbortedError):
@@ -313,7 +317,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def check_values(state: ReplicaState, announced_norm: float, moments: MomentBounds = MomentBounds()) -> None:
+def check_values(state: ReplicaState, announced_norm: float, moments: MomentBounds = OF_ANY_RUN) -> None:
     """Raise Implausible unless arithmetic with the state is safe: the one port of all tensors that a donor gives.
 
     All values are finite, the weights of about the norm that others were compared with, and the inner optimiser's

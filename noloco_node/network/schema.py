@@ -261,8 +261,11 @@ def _decoder(headers: tuple[Any, ...]) -> msgspec.msgpack.Decoder[Any]:
 def _bounds(hint: Any) -> tuple[float, float] | None:
     """Return the least and the most that a number may be by its type; None for what is no number, or has no bounds."""
     if get_origin(hint) is Annotated:
-        said = hint.__metadata__[0]
-        return (said.ge, said.le) if isinstance(said, msgspec.Meta) else said
+        said: Any = hint.__metadata__[0]
+        if isinstance(said, msgspec.Meta):
+            said = said.ge, said.le
+        least, most = said
+        return least, most
     return (-LARGEST, LARGEST) if hint is float else None
 
 

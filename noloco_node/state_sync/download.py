@@ -77,7 +77,7 @@ class StateDownload:
         reporter: Reporter,
         keep: ChunkStore | None,
         own: Checkpoint | None = None,
-        moments: download.MomentBounds = download.MomentBounds(),
+        moments: download.MomentBounds = download.OF_ANY_RUN,
     ) -> None:
         """`moments`: how large the optimiser's tensors of this run can be."""
         self._moments = moments

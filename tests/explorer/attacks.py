@@ -47,7 +47,7 @@ class Attack:
 
     `record`: what it publishes of itself. `source`: what it claims as a source. `receipts`: what it signs for sources.
     `answer`: takes a call of the stage before. `say`: what it says in gossip. `arithmetic`: of its stage.
-    `corruption`: of its messages with tensors. `tell`: what it says of all that it sends, about any topic.
+    `corruption`: of its messages with tensors. `tell`: what it makes of each message, about any topic.
     `flood`: silent conversations that it opens with everybody about each of its topics, whenever it reads the roster.
     """
 

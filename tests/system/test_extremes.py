@@ -19,6 +19,7 @@ from noloco_node.network import stranger_record
 from noloco_node.network.schema import Schema, Violation, _check_numbers
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.roster_observer import RosterObserver
+from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import gossip_schema, microbatch_schema, state_schema
 from noloco_node.state_sync import weight_exchange
 from noloco_node.storage.checkpoint import Counters
@@ -80,7 +81,7 @@ def test_a_message_with_a_number_outside_of_its_bounds_is_a_violation(name: str)
 @pytest.mark.parametrize("value", OUTSIDE)
 @pytest.mark.parametrize("field", ["device_s", "loss", "gap", "tokens_per_s", "claimed_at", "progress"])
 def test_a_record_with_a_number_outside_of_its_bounds_is_none(field: str, value: float) -> None:
-    told = msgspec.to_builtins(Published(1, PeerRecord(peer="liar", stage=1, state="training")))  # type: ignore[arg-type]
+    told = msgspec.to_builtins(Published(1, PeerRecord(peer="liar", stage=1, state=PeerState.TRAINING)))
     assert decode_record(msgspec.msgpack.encode(told), "liar", 1) is not None
     told[1][field] = value
     assert decode_record(msgspec.msgpack.encode(told), "liar", 1) is None
@@ -112,9 +113,13 @@ HISTORY = _History()
 
 def test_without_bounds_the_draws_would_find_what_ends_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stranger_record, "is_usable", lambda _: True)
-    with pytest.raises((ValueError, AssertionError)):
-        for seed in range(2000):
+    found = 0
+    for seed in range(300):
+        try:
             decide_by_draws(seed, RosterObserver(RECIPE.run, "run"), METRICS)
+        except (ValueError, AssertionError):
+            found += 1
+    assert found
 
 
 @pytest.mark.parametrize("seed", [1, 2])
