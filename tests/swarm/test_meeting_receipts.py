@@ -17,8 +17,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.met_work import MOST_BROUGHT, MOST_TIMES, MetWork, met_work
-from noloco_node.swarm.receipts import ReceiptLedger, Tally
+from noloco_node.swarm.receipts import MOST_BROUGHT, MOST_TIMES, MetWork, ReceiptLedger, Tally, met_work
 from noloco_node.swarm.roster import PeerRecord
 
 ROUND = 8
