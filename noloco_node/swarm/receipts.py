@@ -244,6 +244,9 @@ def met_work(me: str, tally: Tally, signed: Mapping[str, Mapping[str, int]]) -> 
     weights = {peer: voice / sum(voices.values()) for peer, voice in voices.items()}
     typical = weighted_median({peer: float(sum(seen[peer].values())) for peer in voices}, weights)
     replicas = weighted_median({peer: _replicas(me, seen[me], peer, seen[peer]) for peer in voices}, weights)
+    # Whatever the others say: devices differ by so much, and of so few partners nobody can tell how many there are.
+    typical = min(typical, float(MOST_BROUGHT * tally.brought.total()))
+    replicas = min(replicas, float((1 + len(tally.brought)) ** 2))
     said = sum(samples for by in seen.values() for source, samples in by.items() if source != me)
     return MetWork(min(said, MOST_TIMES * replicas * typical), replicas)
 

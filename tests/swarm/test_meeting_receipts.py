@@ -124,6 +124,17 @@ def test_liars_that_meet_others_count_little_more_while_they_are_fewer(mets: int
     assert others(swarm, read).samples <= MOST_TIMES * 2 * 8 * typical
 
 
+@given(st.integers(1, 6), st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 10**15), min_size=1))
+def test_even_where_all_partners_lie_their_word_has_a_bound(partners: int, lies: dict[str, int]) -> None:
+    ours = Tally(1)
+    for number in range(partners):
+        ours.add(f"liar{number}", MOST_BROUGHT * ROUND, brought=ROUND)
+    signed = {source: {f"liar{number}": samples for number in range(partners)} for source, samples in lies.items()}
+    found = met_work("r0", ours, signed)
+    assert found is not None
+    assert found.samples <= MOST_TIMES * (1 + partners) ** 2 * MOST_BROUGHT * partners * ROUND
+
+
 def test_nothing_is_believed_before_the_first_meeting() -> None:
     assert met_work("r0", Tally(1), {"name": {"other": 10**12}}) is None
 
