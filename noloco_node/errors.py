@@ -37,6 +37,9 @@ class Exit(IntEnum):
     """`doctor` found something that will prevent this machine from joining."""
     NOT_ADMITTED = 12
     """The run does not let this peer in: no ticket, or one that has expired or was revoked; the message says which."""
+    DEVICE_LOST = 13
+    """The device failed while it computed, and computes nothing any more for this process. The slow weights are saved;
+    another start may find it well."""
     INTERRUPTED = 130
     """Interrupted before the work was done. A node between two of its shifts leaves with 0."""
 

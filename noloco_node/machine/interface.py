@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.storage.weight_store import FilePieceKey, WeightStore
@@ -26,6 +27,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class DeviceLost(UserError):
+    """The device has failed for good, as far as this process goes: what lies in its memory cannot be read any more."""
+
+    def __init__(self, device: str, why: str) -> None:
+        super().__init__(
+            f"The device {device} failed while it computed.",
+            why=" ".join(why.split())[:300],
+            hint="start again: the node goes on from its last checkpoint; if it happens again, look at the driver's"
+            " messages (dmesg), its temperature and its power, or use another --device",
+            code=Exit.DEVICE_LOST,
+        )
+
+
 class Runner(Protocol):
     """The device's thread."""
 
@@ -37,7 +51,10 @@ class Runner(Protocol):
         """Return the time by which jobs measure themselves, in seconds."""
 
     async def run(self, job: Callable[..., T], *args: object) -> T:
-        """Run `job(*args)` there, to its end once it has begun."""
+        """Run `job(*args)` there, to its end once it has begun.
+
+        Raises `DeviceLost` where the device has failed for good, and from then on without running anything.
+        """
 
     async def beside(self, job: Callable[..., T], *args: object) -> T:
         """Run `job(*args)`, arithmetic in main memory that touches no weights, without holding the device up."""

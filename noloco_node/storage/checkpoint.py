@@ -52,8 +52,9 @@ class Checkpoint(NamedTuple):
     """One replica at rest: `tensors` by group, each a tuple in the stage's order.
 
     The groups are slow, momentum, gathered, fast and optimiser; momentum is absent where the run has none (alpha = 0),
-    gathered between two momentum periods, and a snapshot for others has slow alone. What a lossy codec owes
-    (`gossip.exchange.codec.Feedback`) is not kept: a restart loses one rounding.
+    gathered between two momentum periods, fast and optimiser where the device that held them was lost, and a snapshot
+    for others has slow alone. What a lossy codec owes (`gossip.exchange.codec.Feedback`) is not kept: a restart loses
+    one rounding.
 
     The tensors may be the replica's own, wherever they lie. They move when `read` has been called, and not before.
     """

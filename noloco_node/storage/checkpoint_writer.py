@@ -75,6 +75,10 @@ class CheckpointWriter:
             and checkpoint_due(loop_s(), round, self._last, self._every_s)
         )
 
+    def holds(self, round: int) -> bool:
+        """Say whether the disk has a checkpoint with `round` rounds finished."""
+        return self._trouble is None and self._last.round == round
+
     def begin(self, checkpoint: Checkpoint) -> None:
         """Have `run` write a checkpoint."""
         self._waiting = checkpoint

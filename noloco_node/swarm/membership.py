@@ -39,7 +39,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.peer_records import CLOCK_ERROR_S, RECORD_BYTES, Published
 from noloco_node.swarm.receipts import ReceiptLedger, Tally
 from noloco_node.swarm.roster import Given, PeerRecord, Roster, SourceCredit
-from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, RunProgress, SourceCount
+from noloco_node.swarm.run_progress import SOURCE_LIFETIME_S, RunProgress, SourceCount, SourceRecord
 from noloco_node.swarm.stage_records import StageRecords
 from noloco_node.tasks import loop_s
 
@@ -114,6 +114,11 @@ class Membership:
     def receipts(self) -> ReceiptLedger:
         """What others' receipts say."""
         return self._progress.receipts
+
+    def note_samples(self, samples: int) -> None:
+        """Note how many samples we have done at stage 0, whatever our record says by now."""
+        if samples:
+            self._progress.note(self.me, SourceRecord(samples, finished=False), loop_s())
 
     def begin_counting(self) -> None:
         """Begin to count what other sources do from now on (`Roster.credits`)."""

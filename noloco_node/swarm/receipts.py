@@ -2,8 +2,6 @@
 
 Each replica of the last stage publishes one record of how many samples of which source it has computed: a receipt to
 each source, signed with its identity's key as every record in the DHT is, and renewed with one signature a refresh.
-In a run of one stage each replica gives them to its partners, for what these bring to meetings
-(`noloco_node.swarm.met_work`).
 Counts rise from zero in each life of a replica, its `epoch`: so a restart neither loses receipts nor counts them twice.
 A life need not have a higher number than the one before it: the clock by which it was numbered may have been set back.
 
@@ -13,6 +11,15 @@ as ours do, of which we know who computed them. A signer that gave us no gradien
 a source, each by its share of ours, has a median, weighted by these shares; a signer counts up to `MOST_TIMES` what
 that makes its part. So one that signs for a friend adds its own part of that source's work once more, no more; with
 one replica at the last stage there is nobody to compare it with, and what it signs counts up to what is claimed.
+
+In a run of one stage no samples pass through other hands. But in a meeting each side says how many inner steps it
+brings that it has not brought to anybody before, and has to be there with weights that fit. So each replica signs for
+what its partners brought, and the receipts of all together are all work but that since each one's last meeting, however
+long a replica was out of the roster. A receipt costs nothing, nor does a name; a meeting does, for a replica has one a
+round. So one reader believes all receipts together up to `MOST_TIMES` what its own meetings make likely (`met_work`):
+the number of replicas that take part, times what one of them sees. Both are medians over itself and its partners, each
+weighted by how much of our own work it met. The number follows from whom two partners have met in common, as wild
+animals are counted by catching them twice; names that nobody meets are in no such sample.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -39,6 +46,8 @@ MOST_OF_STRANGER = 128
 MOST_LIVES = 4
 """Of one signer that are told apart; the one that was read longest ago is forgotten."""
 MOST_TIMES = 2.0
+MOST_BROUGHT = 8
+"""Times our own steps, or a round's, that a partner is believed to bring to a meeting: devices differ."""
 SPARE = 4
 """Microbatches of a window that a signer may have had more of, by chance."""
 ENOUGH = 16
@@ -213,6 +222,44 @@ def weighted_median(values: Mapping[str, float], weights: Mapping[str, float]) -
         if below >= 0.5 - 1e-9:
             break
     return values[name]
+
+
+class MetWork(NamedTuple):
+    """What the meetings show: samples of the others that are believed, and how many replicas take part."""
+
+    samples: float
+    replicas: float
+
+
+def met_work(me: str, tally: Tally, signed: Mapping[str, Mapping[str, int]]) -> MetWork | None:
+    """Return what we believe, None before our first meeting. `signed`: samples by source and signer."""
+    if not tally.brought:
+        return None
+    seen: dict[str, Mapping[str, int]] = {me: tally.samples}
+    others: dict[str, dict[str, int]] = {}
+    for source, by in signed.items():
+        for signer, samples in by.items():
+            if signer not in (me, source):
+                others.setdefault(signer, {})[source] = samples
+    seen |= others
+    voices = {peer: float(brought) for peer, brought in tally.brought.items() if peer in others}
+    voices[me] = sum(voices.values()) / len(voices) if voices else 1.0
+    weights = {peer: voice / sum(voices.values()) for peer, voice in voices.items()}
+    typical = weighted_median({peer: float(sum(seen[peer].values())) for peer in voices}, weights)
+    replicas = weighted_median({peer: _replicas(me, seen[me], peer, seen[peer]) for peer in voices}, weights)
+    # Whatever the others say: devices differ by so much, and of so few partners nobody can tell how many there are.
+    typical = min(typical, float(MOST_BROUGHT * tally.brought.total()))
+    replicas = min(replicas, float((1 + len(tally.brought)) ** 2))
+    said = sum(samples for by in seen.values() for source, samples in by.items() if source != me)
+    return MetWork(min(said, MOST_TIMES * replicas * typical), replicas)
+
+
+def _replicas(me: str, met: Mapping[str, int], peer: str, met_by_it: Mapping[str, int]) -> float:
+    """Return how many replicas two of them make likely, by whom both have met."""
+    ours, theirs = met.keys() - {me, peer}, met_by_it.keys() - {me, peer}
+    if peer == me or not ours or not theirs:
+        return float(len(met.keys() | met_by_it.keys() | {me, peer}))
+    return 2.0 + len(ours) * len(theirs) / max(1, len(ours & theirs))
 
 
 @lru_cache(maxsize=1024)  # for the many readers of a simulation

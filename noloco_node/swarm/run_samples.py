@@ -6,7 +6,7 @@ those of sources that the DHT had forgotten. One that is heard of later brings a
 many fewer are unlisted.
 
 What others do from then on counts as far as it is covered by receipts (`noloco_node.swarm.receipts`): those of the last
-stage, or in a run of one stage those that replicas give each other at meetings (`noloco_node.swarm.met_work`).
+stage, or in a run of one stage those that replicas give each other at meetings.
 
 The run is over when the budget is reached, or the sources that did most of the work say that they have finished: by
 receipts for a source, by what passed through it for a later stage, by its own meetings for the replica of a run of one
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import AT_WORK
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.met_work import MetWork, met_work
+from noloco_node.swarm.receipts import MetWork, met_work
 from noloco_node.swarm.roster import Derived, Roster
 from noloco_node.tasks import loop_s
 from pipeline.schedule import run_over
@@ -54,17 +54,19 @@ class _Credited(NamedTuple):
 
 
 class RunSamples:
-    """The samples of a run as a source counts them that begins with `own` of them.
+    """The samples of a run as a source counts them that begins now, with `own` of them.
 
-    `reached`: of the whole run when it began at its stage, as far as was known; `begun`: the roster of that moment.
+    `reached`: of the whole run by now, as far as is known. What is read of the others from now on comes on top of it.
     """
 
-    def __init__(self, run: RunConfig, membership: Membership, reached: int, begun: Roster, own: int) -> None:
+    def __init__(self, run: RunConfig, membership: Membership, reached: int, own: int) -> None:
+        begun = membership.roster
         self._run, self._membership, self._reached, self._begun = run, membership, reached, begun
-        self._own_then = own
+        self.own_then = own
         self._unlisted = max(0, reached - own - begun.others_samples)
         self._credited = Derived(lambda: membership.roster, self._credit)
         self._met = Derived(lambda: membership.roster, self._meet)
+        membership.begin_counting()
 
     def progress(self, own: int, returned_s: float) -> float:
         """Return the progress of the whole run, our own samples being so many.
@@ -86,7 +88,7 @@ class RunSamples:
             nearly = self._covered(own) >= NEARLY_OVER * self._run.budget_samples
             return self._met_all_finished(roster) or (nearly and most_say_so)
         credited = self._credited()
-        if run_over(own - self._own_then + credited.present, credited.finished):
+        if run_over(own - self.own_then + credited.present, credited.finished):
             return True
         # Who came late and is fast has done most since, and does not know how far the run was.
         if run_over(own + credited.present_in_all, credited.finished_in_all):
@@ -101,8 +103,8 @@ class RunSamples:
         """Return the samples of the run that receipts cover, `own` being ours."""
         roster = self._membership.roster
         if self._run.pipeline.stages > 1:
-            return self._reached + (own - self._own_then) + self._credited().all
-        since, met = own - self._own_then, self._met()
+            return self._reached + (own - self.own_then) + self._credited().all
+        since, met = own - self.own_then, self._met()
         places = UNMET_TIMES * self._run.pipeline.replicas
         samples, replicas = (0.0, float(min(roster.sources, places))) if met is None else met
         unmet = min(since, UNMET_ROUNDS * self._run.outer.inner_steps_per_round * self._run.samples_per_step)

@@ -286,6 +286,55 @@ def test_two_sources_that_come_back_one_after_the_other_do_what_is_left() -> Non
     assert 0.95 * budget <= run(main()) <= 1.05 * budget
 
 
+class Slow(Peer):
+    """One whose text takes long to open."""
+
+    async def _open_text(self) -> Any:
+        await asyncio.sleep(100.0)
+        return self.text
+
+
+def test_what_others_do_while_a_source_opens_its_text_counts_for_it() -> None:
+    """Its stamps, its learning rate and its end were late by that for all of its life."""
+
+    async def main() -> None:
+        hub, what = SimNetwork(), recipe(stages=2, replicas=2, steps=1500)
+        last = [Peer(hub, what, f"peer-last-{number}", 1, job_s=0.02) for number in range(2)]
+        first = Peer(hub, what, "peer-first", 0, job_s=0.1)
+        await until(lambda: len(first.of(events.InnerStep)) > 20)
+        late = Slow(hub, what, "peer-late", 0, job_s=0.1)
+        await until(lambda: len(late.of(events.InnerStep)) > 30, 1200.0)
+        done = sum(peer.node.samples for peer in (first, late)) / what.run.budget_samples
+        assert done > 0.08, "much was done meanwhile"
+        assert abs(late.of(events.InnerStep)[-1].progress - done) < 0.02
+        for peer in (*last, first, late):
+            peer.leave.set()
+        await asyncio.gather(*(peer.task for peer in (*last, first, late)))
+
+    run(main())
+
+
+def test_what_comes_back_while_a_source_leaves_is_in_what_the_swarm_knows_of_it() -> None:
+    """Each microbatch takes seconds, and the last ones return after its record was renewed for the last time."""
+
+    async def main() -> tuple[int, int]:
+        hub, what = SimNetwork(), recipe(stages=2, steps=400, window=4)
+        last = Peer(hub, what, "peer-last", 1, job_s=0.2)
+        first = Peer(hub, what, "peer-first", 0, job_s=0.2)
+        watching = Membership(hub.network("watcher"), what.digest, 2, refresh_s=0.2)
+        await until(lambda: len(first.of(events.InnerStep)) > 3)
+        first.leave.set()
+        await first.task
+        assert first.saved is not None
+        found = (await watching.peek()).run_samples
+        last.leave.set()
+        await last.task
+        return found, first.saved.counters.samples
+
+    found, done = run(main())
+    assert found == done > 0
+
+
 class Illiterate(Peer):
     """One whose text never opens."""
 

@@ -17,8 +17,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.met_work import MOST_BROUGHT, MOST_TIMES, MetWork, met_work
-from noloco_node.swarm.receipts import ReceiptLedger, Tally
+from noloco_node.swarm.receipts import MOST_BROUGHT, MOST_TIMES, MetWork, ReceiptLedger, Tally, met_work
 from noloco_node.swarm.roster import PeerRecord
 
 ROUND = 8
@@ -123,6 +122,17 @@ def test_liars_that_meet_others_count_little_more_while_they_are_fewer(mets: int
     read.take(swarm.raws(), swarm.tallies["r0"].brought)
     typical = sum(swarm.tallies["r0"].samples.values())
     assert others(swarm, read).samples <= MOST_TIMES * 2 * 8 * typical
+
+
+@given(st.integers(1, 6), st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 10**15), min_size=1))
+def test_even_where_all_partners_lie_their_word_has_a_bound(partners: int, lies: dict[str, int]) -> None:
+    ours = Tally(1)
+    for number in range(partners):
+        ours.add(f"liar{number}", MOST_BROUGHT * ROUND, brought=ROUND)
+    signed = {source: {f"liar{number}": samples for number in range(partners)} for source, samples in lies.items()}
+    found = met_work("r0", ours, signed)
+    assert found is not None
+    assert found.samples <= MOST_TIMES * (1 + partners) ** 2 * MOST_BROUGHT * partners * ROUND
 
 
 def test_nothing_is_believed_before_the_first_meeting() -> None:
