@@ -5,8 +5,9 @@
 The table of `noloco_node.planning.windows`, which `noloco-node check` predicts with, and beside it what production
 nodes did in virtual time where that takes seconds (`benchmarks.pipeline_efficiency.production_utilisation`), with one
 window in flight and with two; a single stage waits for nobody and has one. Latency is the time of one message in
-forward passes of a stage; a call takes one message down and one back. Replicas are four of equal speed, five, which no window here is a multiple of, and four with speeds 1:1:2:4, of which the forecast
-knows nothing: it plans equal machines. Efficiency is work done over what all devices of a stage could do.
+forward passes of a stage; a call takes one message down and one back. Replicas are four of equal speed, five, which no
+window here is a multiple of, and four with speeds 1:1:2:4, of which the forecast knows nothing: it plans equal
+machines. Efficiency is work done over what all devices of a stage could do.
 """
 
 from __future__ import annotations

@@ -92,6 +92,8 @@ class _Family:
             if max(pair) >= head:
                 break
             scales = tuple(each / head for each in pair)
+            if any(rotated * scale % 2 for rotated in _rotated(config, head) for scale in scales):
+                continue
             try:
                 for scale in scales:
                     self._measure(Cut(0, 1, embeds=True, head=False), scale, [(1, self._lengths[0])])
@@ -159,6 +161,14 @@ def graph_bytes(pipeline: PipelineConfig, layout: ModelLayout, number: int, *, h
         logits = tokens * layout.vocabulary
         total += (last.a_logit + _LOGITS_BESIDE) * (min(LOGITS, logits) if plain else logits)
     return round(total)
+
+
+def _rotated(config: Config, head: int) -> list[float]:
+    """Return the parts of a head that are rotated by position: a narrower model needs even ones."""
+    rope = getattr(config, "rope_parameters", None)
+    share = (rope or {}).get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    named = (getattr(config, name, None) for name in ("rotary_dim", "qk_rope_head_dim"))
+    return [round(share * head, 6), *(float(each) for each in named if each)]
 
 
 def _family(config: Config, length: int, half: bool) -> _Family:

@@ -4,7 +4,8 @@ Parameters and bytes are exact, as the wire and the optimiser have them. Work is
 matrices and of attention. The memory of a graph is measured on a small model of the family (`graph_memory`).
 As many microbatches as a window holds, or two, wait for their gradients at once, except at the last stage. Their graphs
 are kept while there is room, and one is what it takes: the others are computed again. With two windows in flight the
-weights before the step stay as long as a microbatch waits on them. A peer on a GPU that has bfloat16 computes in it, unless the run forbids it.
+weights before the step stay as long as a microbatch waits on them. A peer on a GPU that has bfloat16 computes in it,
+unless the run forbids it.
 The efficiency, and what would raise it, is `advice`'s.
 """
 

@@ -69,7 +69,7 @@ def plan_for(run: RunConfig, machines: Machines) -> Planned:
     most, asked = _largest_batch(run), batch_of(run)
 
     def merit(plan: Planned) -> float:
-        return plan.expected.tokens_per_s / DOUBLING ** abs(log2(plan.batch / asked))
+        return plan.expected.tokens_per_s / float(DOUBLING ** abs(log2(plan.batch / asked)))
 
     for stages in [count for count in counts if bytes_in_all <= count * machines.gpu_bytes] or counts[-1:]:
         base = _with_pipeline(run, stages=stages, replicas=min(machines.count // stages, most), boundaries=None)

@@ -3,8 +3,8 @@
 A window is filled and drained once an inner step. With one in flight a replica stands still meanwhile; with two the
 next one fills the wait, as long as a window takes no longer for the way down and back than for its own work.
 
-Replicas that drain at different times fill each other's waits, which is left out: the forecast for two stages of several
-replicas is up to a sixth too low, and elsewhere within a tenth (`tests/planning/test_windows.py`).
+Replicas that drain at different times fill each other's waits, which is left out: the forecast for two stages of
+several replicas is up to a sixth too low, and elsewhere within a tenth (`tests/planning/test_windows.py`).
 """
 
 from __future__ import annotations
