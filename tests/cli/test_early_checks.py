@@ -16,6 +16,7 @@ INVITE = "noloco1:" + "a" * 64 + "@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQYhTNQdmr3Ar
 REFUSED: list[tuple[list[str], Exit]] = [
     (["status", "nonsense"], Exit.CONFIG),
     (["status", "--home", "empty"], Exit.CONFIG),
+    (["status", "nothing.txt"], Exit.CONFIG),
     (["watch", "nonsense"], Exit.CONFIG),
     (["watch", "--journal", "nowhere"], Exit.CONFIG),
     (["doctor", "nonsense"], Exit.CONFIG),
@@ -66,6 +67,7 @@ def test_wrong_input_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
+    (tmp_path / "nothing.txt").touch()
     (tmp_path / "broken.toml").write_text("name = [")
     given = json.dumps([words for words, _ in REFUSED])
     path = [str(Path(__file__).parents[2])]
