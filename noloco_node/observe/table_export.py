@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
 
@@ -42,6 +42,10 @@ def export_journals(places: Sequence[Path], out: Path, kind: TableFormat) -> str
             why="nothing is written over",
             hint="give --out another name",
             code=Exit.USAGE,
+        )
+    if next(rows(journals), None) is None:
+        raise config_error(
+            "There is nothing to export.", "no event in these journals is legible", "give the home of a node"
         )
     curves = {TableFormat.TENSORBOARD: _write_tensorboard, TableFormat.WANDB: _write_wandb}.get(kind)
     try:

@@ -42,10 +42,13 @@ REFUSED: list[tuple[list[str], Exit]] = [
     (["evaluate", "--from-home", "empty"], Exit.CONFIG),
     (["generate", "empty", "--prompt", "x"], Exit.CONFIG),
     (["me", "--home", "nowhere"], Exit.CONFIG),
+    (["me", "--home", "nothing.txt"], Exit.CONFIG),
+    (["me", "--home", "odd"], Exit.CONFIG),
     (["members", "list", "--run", "nowhere.toml"], Exit.CONFIG),
     (["simulate", "nowhere.toml"], Exit.CONFIG),
     (["simulate", "broken.toml"], Exit.CONFIG),
     (["journal", "export", "nowhere", "--out", "new.csv"], Exit.CONFIG),
+    (["journal", "export", "nothing.txt", "--out", "new.csv"], Exit.CONFIG),
 ]
 RUN_ALL = """
 import json, sys
@@ -66,6 +69,7 @@ print(json.dumps(codes))
 def test_wrong_input_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
+    (tmp_path / "odd" / "journal.jsonl").mkdir(parents=True)
     (tmp_path / "full" / "a").touch()
     (tmp_path / "nothing.txt").touch()
     (tmp_path / "broken.toml").write_text("name = [")
