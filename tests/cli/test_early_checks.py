@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit
+from noloco_node.journal import events
+from noloco_node.journal.writer import Journal
 
 INVITE = "noloco1:" + "a" * 64 + "@/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo"
 REFUSED: list[tuple[list[str], Exit]] = [
@@ -102,3 +106,29 @@ def test_options_on_what_is_said_stand_before_or_behind_the_command(
     with pytest.raises(Exception, match="has given nothing yet"):
         app([*words, "--home", str(tmp_path)], standalone_mode=False)
     assert said == [("error", True)]
+
+
+def told(home: Path, out: int | IO[bytes]) -> subprocess.CompletedProcess[bytes]:
+    """Run a command that returns some lines."""
+    words = [sys.executable, "-m", "noloco_node", "me", "--home", str(home)]
+    return subprocess.run(words, stdout=out, stderr=subprocess.PIPE, check=False)
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.write(events.Started(peer="12D3peer", stage=0, run="r", version="0"))
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = told(tmp_path, writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (Exit.OK, b"")
+
+
+def test_an_output_that_cannot_be_written_gets_a_message(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.write(events.Started(peer="12D3peer", stage=0, run="r", version="0"))
+    with Path("/dev/full").open("wb") as full:
+        done = told(tmp_path, full)
+    assert done.returncode == Exit.STORAGE, done.stderr
+    assert b"No space left on device" in done.stderr
+    assert b"Traceback" not in done.stderr
