@@ -269,7 +269,10 @@ def export(
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
     from noloco_node.export.sources import check_export
     from noloco_node.swarm.connection import Visitor
+    from noloco_node.swarm.invite import parse
 
+    if invite is not None:
+        parse(invite)
     check_export(out, invite, from_home or ())
     from noloco_node.export.exporter import export as export_model
 
