@@ -5,17 +5,18 @@ Each `UserError` becomes one message (what, why, what to try) on the standard er
 
 from __future__ import annotations
 
+import errno
 import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from noloco_node import __version__
+from noloco_node.cli.command_group import CommandGroup, drop_output
 from noloco_node.cli.commands import journals, members, models, observation
 from noloco_node.cli.event_loop import run
 from noloco_node.cli.interrupt import unwound
@@ -40,35 +41,15 @@ from noloco_node.cli.options import (
     default_home,
     invite_text,
 )
-from noloco_node.errors import COMPLAINT, UserError, user_error_of
+from noloco_node.errors import COMPLAINT, Exit, UserError, reason_of, user_error_of
 from noloco_node.limits.budget import read_owner_limits
 from noloco_node.observe.metrics_server import metrics_place
 from noloco_node.run.config import AdmissionRule
 from noloco_node.terminal import LogLevel, complain, configure
 
-
-class Anywhere(TyperGroup):
-    """Takes the options on what is said behind a command too, where a person looks for them."""
-
-    FLAG, LEVEL = "--log-json", "--log-level"
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put these options before the command; what follows `--` is none."""
-        end = args.index("--") if "--" in args else len(args)
-        first: list[str] = []
-        rest: list[str] = []
-        words = iter(args[:end])
-        for word in words:
-            if word == self.LEVEL:
-                first += [word, *(value for value in [next(words, None)] if value is not None)]
-            else:
-                (first if word == self.FLAG or word.startswith(f"{self.LEVEL}=") else rest).append(word)
-        return super().parse_args(ctx, [*first, *rest, *args[end:]])
-
-
 app = typer.Typer(
     name="noloco-node",
-    cls=Anywhere,
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -384,5 +365,17 @@ def main() -> None:
             raise
         complain(f"{COMPLAINT}{trouble}")
         sys.exit(trouble.code)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        refusal = UserError(
+            "What the command returns or keeps cannot be written.",
+            why=reason_of(error),
+            hint="free some space, or write to another disk",
+            code=Exit.STORAGE,
+        )
+        drop_output()
+        complain(f"{COMPLAINT}{refusal}")
+        sys.exit(refusal.code)
     finally:
         gc.freeze()  # or the interpreter spends a second on the graveyard of torch before it is gone

@@ -207,6 +207,7 @@ def _free_disk(home: Path, places: Iterable[RunPaths]) -> int | None:
         place = place.parent
     try:
         own = sum(path.stat().st_size for paths in places for path in files(paths.checkpoint))
-        return shutil.disk_usage(place).free + own if os.access(place, os.W_OK) else None
+        usable = place.is_dir() and os.access(place, os.W_OK)
+        return shutil.disk_usage(place).free + own if usable else None
     except OSError:
         return None

@@ -8,15 +8,12 @@ from pathlib import Path
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import HomePaths
-from noloco_node.swarm.invite import parse
 from noloco_node.swarm.run_distribution import RunFileText
 
 
 def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
     """Raise `UserError` where there is nothing to export from, or something at `out` already."""
     check_target(out)
-    if invite is not None:
-        parse(invite)
     if homes:
         recipe_of(homes)
     elif invite is None:

@@ -71,9 +71,9 @@ class InnerStep(_Event, frozen=True, tag="inner_step"):
     """One step of the inner optimiser.
 
     `loss`: mean nats a token of the window as far as it is known here; None where no reply carried one.
-    `tokens`: tokens of the window. `seconds`: since the inner step before. `device_s`: of these seconds, those
-    for which the device worked. `stale`: microbatches whose forward pass was before the last step, with two windows in
-    flight. `learning_rate`: of this step.
+    `tokens`: tokens of the window. `seconds`: since the inner step before. `device_s`: what was computed for it, in
+    seconds of CPU time or of a GPU's jobs. `stale`: microbatches whose forward pass was before the last step, with two
+    windows in flight. `learning_rate`: of this step.
     """
 
     step: int

@@ -13,7 +13,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from noloco_node.observe.bottleneck import StageView, cause_of, present_bottleneck
+from noloco_node.observe.bottleneck import Bottleneck, StageView, cause_of, present_bottleneck
 from noloco_node.run.peer_state import PeerState
 
 T = TypeVar("T")
@@ -196,6 +196,8 @@ def swarm_view(
     is_over = totals.progress >= 1.0 or _all_finished(peers)
     left_s = 0.0 if is_over else _left_s(totals)
     bottleneck = present_bottleneck(seen, speed, is_over=is_over)
+    if is_over and totals.progress < 1.0:
+        bottleneck = Bottleneck("The run is over: all peers that are there have finished.")
     course.add(Moment(at=at, progress=totals.progress, tokens_per_s=speed, loss=loss, gap=gap))
     return SwarmView(
         name=totals.name,

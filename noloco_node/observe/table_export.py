@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from noloco_node.errors import Exit, UserError, reason_of
+from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.journal.events import fields_of
 from noloco_node.journal.reader import journals_in, read
 from noloco_node.storage import atomic_file
@@ -44,6 +44,10 @@ def export_journals(places: Sequence[Path], out: Path, kind: TableFormat) -> str
             why="nothing is written over",
             hint="give --out another name",
             code=Exit.USAGE,
+        )
+    if next(rows(journals), None) is None:
+        raise config_error(
+            "There is nothing to export.", "no event in these journals is legible", "give the home of a node"
         )
     curves = {TableFormat.TENSORBOARD: _write_tensorboard, TableFormat.WANDB: _write_wandb}.get(kind)
     try:

@@ -25,7 +25,7 @@ EVERY_S = 60.0
 class KeptInvite:
     """Keeps an invite in a file: `own` addresses, those of the invite that we came by, and some of living peers.
 
-    Peers that were met before stay until as many living ones take their place: by them a peer comes back that is alone.
+    Peers that were met before stay as long as no living one is known: by them a peer comes back that is alone.
     """
 
     def __init__(self, path: Path, came_by: Invite, own: Sequence[str], say: Callable[[str], None]) -> None:
@@ -35,7 +35,7 @@ class KeptInvite:
 
     def keep(self, others: Sequence[str] = ()) -> str:
         """Write the invite where it is another one than before, and return it; a disk that refuses is said once."""
-        self._others = list(dict.fromkeys((*others, *self._others)))[:BESIDE]
+        self._others = list(others)[:BESIDE] or self._others
         text = widened(self._came_by, self._others, self._own)
         if text != self._written:
             try:

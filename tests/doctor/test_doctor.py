@@ -381,6 +381,13 @@ def test_without_an_invite_the_machine_alone_is_looked_at(tmp_path: Path) -> Non
     assert about["identity"]["says"] == f"you are {peer_of_file(tmp_path / 'home' / 'identity.key')}"
 
 
+def test_a_home_that_is_a_file_and_an_address_that_is_none_are_findings(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    wish = command.DoctorRequest(home=tmp_path / "file", device="cpu", listen=("nonsense",))
+    bad = [finding.about for finding in asyncio.run(command.examine(None, wish)) if finding.grade is Grade.BAD]
+    assert bad == ["disk", "addresses"]
+
+
 def test_a_device_that_is_not_there_is_a_finding(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--home", str(tmp_path), "--device", "mps"])
     assert result.exit_code == 11
