@@ -43,12 +43,12 @@ from noloco_node.sim.scenario.scenario import Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.peer_records import Published, decode_record
-from noloco_node.swarm.receipts import ReceiptRecord
+from noloco_node.swarm.receipts import ReceiptRecord, Tally, met_work
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 from noloco_node.swarm.run_history import RunHistory
 from noloco_node.swarm.run_progress import RunProgress, SourceRecord
-from noloco_node.swarm.run_samples import ObservedWork, believed_samples, is_over_below
+from noloco_node.swarm.run_samples import believed_samples, is_over_below
 from pipeline.migration import MigrationState, OwnPlacement, StagePace, decide
 from pipeline.placement import StageClaim, capacities, choose_stage, powers, reason, should_yield
 from pipeline.routing import Bag, Hop, next_hop, quotas
@@ -213,11 +213,11 @@ def _decide(stages: list[list[PeerRecord]], roster: Roster, rng: Draws) -> None:
     reason(choose_stage(capacity, (0, 1), rng), capacity, 0.5)
     should_yield("honest-0", claims, WORK)
     decide(OwnPlacement("honest-0", 0, 0.0), MigrationState(), claims, WORK, StagePace(), 100.0)
-    work = ObservedWork(stages[0][:1], from_start=True)
-    work.take(stages[0], 1.0)
-    work.take(stages[0][::-1], 1.0)
-    covers = work.covers()
-    assert covers is None or math.isfinite(covers)
+    tally, signed = Tally(1), {each.peer: {"liar-1": each.claimed} for each in roster.credits}
+    tally.add("liar-0", stages[0][-1].samples, 16)
+    met = met_work("honest-0", tally, signed)
+    assert met is not None
+    assert all(map(math.isfinite, met))
     is_over_below(run, roster, {"liar-0": 7}, stages[0][-1].progress, 1.0)
     assert 0 <= believed_samples(run, roster) <= roster.run_samples
     assert believed_samples(_alone(run), roster) >= 0
@@ -278,7 +278,7 @@ class Strangers(Watcher):
             self._say(network, f"{digest}/receipts", msgspec.msgpack.encode(drawn(ReceiptRecord, draw)))
         for peer in world.peers.values():
             node = peer.lives[-1].node if peer.lives else None
-            if node is not None and peer.attack is None:
+            if node is not None and peer.tampering is None:
                 msgspec.json.encode(page_frame(self._observer.view(node.roster, 1.7e9 + world.now_s)))
 
     def _say(self, network: Any, key: str, raw: bytes) -> None:

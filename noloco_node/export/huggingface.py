@@ -52,8 +52,8 @@ def write_checkpoint(
     """Write one Hugging Face directory from the weights of all stages.
 
     `config`: the prepared transformers config of the run. `generation`: how the model that the run continued writes
-    text, where it said so. What was written is loaded again and compared, before it takes its place. Raises ValueError if the stages are not the whole model, `UserError` if the target has something in
-    it or the disk refuses.
+    text, where it said so. What was written is loaded again and compared before it takes its place. Raises ValueError
+    if the stages are not the whole model, `UserError` if the target has something in it or the disk refuses.
     """
     whole = joined(config, stages)
     whole.config.use_cache = True

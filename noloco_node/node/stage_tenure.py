@@ -36,7 +36,6 @@ from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeepe
 from noloco_node.state_sync.snapshot_server import turn_away
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.tasks import background, supervised
-from pipeline.migration import Move
 
 LONGEST_WAITING = 400
 """Characters of what we wait for, in our record: there may be many things."""

@@ -61,6 +61,8 @@ def test_a_number_that_no_model_has_is_named(name: str, value: float) -> None:
         model_layout(run_of("llama", {name: value}))
     assert refused.value.why.startswith(f"{name} = ")
     assert refused.value.code is Exit.CONFIG
+
+
 @pytest.mark.parametrize(
     ("family", "notes"),
     [

@@ -205,6 +205,8 @@ def _imports(node: ast.AST, late: bool = False) -> Iterator[tuple[str, bool]]:
             yield str(ast.literal_eval(child.args[0])).split(".")[0], True
         typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         yield from _imports(child, late or typing or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
 def test_in_docker_the_owner_s_list_is_seen_whenever_it_changes() -> None:
     """A directory is mounted: a single file that is mounted stays the one that was there when the container began."""
     compose = (ROOT / "docker" / "compose.yaml").read_text()
