@@ -140,6 +140,7 @@ def generate(directory: Path, prompt: str, sampling: Sampling) -> Iterator[str]:
     else:
         tokenizer = open_tokenizer(data)
         spelling = Spelling(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
+    given = [*encoder.begin, *given]
     return _pieces(continuation(open_model(directory), given, sampling, encoder.end), spelling)
 
 

@@ -119,6 +119,9 @@ class Text(Protocol):
     async def restore(self, position: Mapping[str, Any]) -> bool:
         """Go back to a position; False where it is of another text."""
 
+    def news(self) -> list[str]:
+        """Return what was left out of the text since the last call, in sentences; the owner has been told."""
+
 
 class SnapshotStore(Protocol):
     """Where snapshots of other stages are kept. `noloco_node.storage.snapshot_store.SnapshotDirectory` is the

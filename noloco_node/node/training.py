@@ -13,6 +13,8 @@ from contextlib import suppress
 from random import Random
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, Text
 from noloco_node.node.microbatch_source import MicrobatchSource
@@ -127,8 +129,15 @@ class StageWork:
         # The swarm forgets a source that was away for long; its own checkpoint does not.
         own = max(self._membership.roster.own_samples, resumed.samples if resumed else 0)
         self._counted = RunSamples(self._run, self._membership, self._reached, self._begun, own)
+
+        async def draw() -> Tensor:
+            batch = await text.draw()
+            for sentence in text.news():
+                self._reporter.record(events.Noticed(what="text", text=sentence))
+            return batch
+
         self._source = MicrobatchSource(
-            text.draw,
+            draw,
             replica.worker.process,
             self._counted.progress,
             samples=own,

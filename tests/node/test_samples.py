@@ -50,6 +50,9 @@ class Words:
     async def restore(self, position: Mapping[str, Any]) -> bool:
         return position == {"drawn": 1}
 
+    def news(self) -> list[str]:
+        return []
+
 
 class Life:
     """One life of a source: real presence and counting, and gradients that come after a while."""

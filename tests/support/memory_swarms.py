@@ -100,6 +100,9 @@ class Text:
             self.drawn.append(torch.empty(0))
         return True
 
+    def news(self) -> list[str]:
+        return []
+
 
 class _Host(MemoryHost):
     """Notes of which stages the state was copied. `chunk_store`: where a test wants one."""

@@ -23,13 +23,17 @@ def evaluate(
             show_default="the run's held-out split",
         ),
     ] = None,
-    batches: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many batches of 8 sequences.")] = 64,
+    batches: Annotated[
+        int, typer.Option(metavar="N", min=1, help="At most so many batches of 8 sequences, spread over the text.")
+    ] = 64,
+    whole: Annotated[bool, typer.Option("--all", help="All of the text, however long that takes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
 ) -> None:
     """Print validation loss and perplexity of exported checkpoints, or of homes: merged, and each replica."""
     from noloco_node.inference.evaluation import evaluate as evaluate_models
 
-    typer.echo(evaluate_models(directories or (), from_home or (), data=data, batches=batches, as_json=as_json))
+    most = None if whole else batches
+    typer.echo(evaluate_models(directories or (), from_home or (), data=data, batches=most, as_json=as_json))
 
 
 def generate(
