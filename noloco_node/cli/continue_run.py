@@ -13,7 +13,8 @@ import msgspec
 from noloco_node.data.encoding import check_vocabulary, open_encoder
 from noloco_node.errors import UserError, config_error
 from noloco_node.export.provenance import NOTES, run_of
-from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig
+from noloco_node.run.config import TOKENIZER_FILES, TRAVELLING, DataConfig, RunConfig
+from noloco_node.run.permissions import text_of
 from noloco_node.run.presets import numbers_of, written
 from noloco_node.storage.weight_store import LARGEST_FILE_BYTES, described
 from noloco_node.terminal import say
@@ -31,6 +32,8 @@ dropout = 0.0
 
 {weights}
 """
+OWN_TEXT = "your-text/"
+"""Stands in a run file for a text that is still to be named."""
 _NO_SIZE = {"architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "use_cache"}
 """Of a config: what says nothing of the model's shape, or is the run's to say."""
 
@@ -74,9 +77,22 @@ def continuing_text(directory: Path, preset: str) -> str:
         model=model,
         tokenizer=TRAVELLING if own_tokenizer else "byt5",
         tokenizer_files=_sections("data.tokenizer_files", own_tokenizer),
+        data=_data_of(before),
     )
+    if before is None:
+        say(f'text: set [data] in the run file: it trains on "{OWN_TEXT}", which each source names with --data')
+    else:
+        say(f"text: as the run of this model had it: {text_of(before.data)}")
     _check(text, files)
     return text
+
+
+def _data_of(before: RunConfig | None) -> dict[str, str]:
+    """Return which text the new run trains on: that of the model's own run, else the owner's, never somebody's."""
+    if before is None:
+        return {"source": "text", "path": OWN_TEXT}
+    fields = ("source", "path", "commit", "subset", "split", "field")
+    return {name: value for name in fields if (value := getattr(before.data, name)) is not None}
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
@@ -111,7 +127,7 @@ def weight_files(directory: Path) -> list[Path]:
 def _tokenizer_files(directory: Path, vocabulary: int) -> list[Path]:
     """Return the files of a checkpoint's tokenizer; `UserError` (CONFIG) where they alone do not make one that fits."""
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
-    if [each.name for each in files] == ["config.json"]:
+    if {each.name for each in files} <= {"config.json", "generation_config.json"}:
         raise _no_model(directory, "it has no tokenizer: no tokenizer.json, nor another file of one")
     with TemporaryDirectory() as place:
         for each in files:

@@ -28,7 +28,7 @@ from msgspec import structs
 from noloco_node.data.encoding import open_tokenizer
 from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.export.held_out_loss import best_snapshots, without_worse
-from noloco_node.export.huggingface import check_target, write_checkpoint
+from noloco_node.export.huggingface import check_target, own_generation, write_checkpoint
 from noloco_node.export.parts import PartsDirectory, parts_beside, passed
 from noloco_node.export.provenance import Provenance, noted, told_of
 from noloco_node.export.replica_fetch import Look, at_work, fetched
@@ -268,6 +268,7 @@ def write(
         [layout.ordinary(number, stage.weights) for number, stage in enumerate(stages)],
         tokenizer,
         notes,
+        own_generation(data),
     )
     counts = "; ".join(
         f"stage {number}: {len(stage.taken)}, {rounds_of(stage.taken)}" for number, stage in enumerate(stages)

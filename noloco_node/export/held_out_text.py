@@ -2,7 +2,8 @@
 
 A text is read once, in an order that mixes its documents, as sequences of a run's length. Where there are more than
 wanted, every k-th is kept, k doubling as the text goes on: so those that are kept lie evenly over all that was read,
-whatever its length, and in bounded memory. Reading ends at `MOST_READ` times as many as wanted.
+whatever its length, and in bounded memory. Reading ends at `MOST_READ` times as many as wanted, and not before
+`READ_TOKENS`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ BATCH = 8
 """Sequences evaluated at a time."""
 MOST_READ = 8
 """Times as many sequences are read as are wanted."""
+READ_TOKENS = 2**19
+"""At least, where there are so many: few short sequences shall come from many documents too."""
 
 
 class HeldOutText(NamedTuple):
@@ -50,9 +53,10 @@ def validation_text(data: DataConfig, sequence_length: int, seed: int, batches: 
     wanted = None if batches is None else batches * BATCH
     kept: list[tuple[Tensor, str]] = []
     every, read, complete = 1, 0, False
+    most = None if wanted is None else max(MOST_READ * wanted, READ_TOKENS // sequence_length)
     blocks = open_blocks(data, sequence_length, seed, "", "validation")
     try:
-        while wanted is None or read < MOST_READ * wanted:
+        while most is None or read < most:
             block = blocks.next_batch(1)
             if complete := not len(block):
                 break

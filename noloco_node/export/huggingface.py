@@ -28,7 +28,9 @@ from transformers.utils import logging
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.provenance import NOTES, Provenance
+from noloco_node.run.config import DataConfig
 from noloco_node.storage.atomic_file import flush
+from noloco_node.terminal import say
 from pipeline.partition import skeleton
 
 
@@ -39,18 +41,23 @@ def quiet_unless_watched() -> None:
 
 
 def write_checkpoint(
-    directory: Path, config: Any, stages: Sequence[Mapping[str, Tensor]], tokenizer: Any, notes: Provenance
+    directory: Path,
+    config: Any,
+    stages: Sequence[Mapping[str, Tensor]],
+    tokenizer: Any,
+    notes: Provenance,
+    generation: GenerationConfig | None = None,
 ) -> None:
     """Write one Hugging Face directory from the weights of all stages.
 
-    `config`: the prepared transformers config of the run. What was written is loaded again and compared, before it
-    takes its place. Raises ValueError if the stages are not the whole model, `UserError` if the target has something in
-    it or the disk refuses.
+    `generation`: the model's own settings of generation, None for the tokenizer's tokens alone. `config`: the prepared
+    transformers config of the run. What was written is loaded again and compared, before it takes its place. Raises
+    ValueError if the stages are not the whole model, `UserError` if the target has something in it or the disk refuses.
     """
     whole = joined(config, stages)
     whole.config.use_cache = True
     whole.config.bos_token_id, whole.config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    whole.generation_config = GenerationConfig(
+    whole.generation_config = generation or GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     quiet_unless_watched()
@@ -60,6 +67,18 @@ def write_checkpoint(
         (aside / NOTES).write_bytes(msgspec.json.format(msgspec.json.encode(notes), indent=2) + b"\n")
         del whole
         _compare(aside, stages)
+
+
+def own_generation(data: DataConfig) -> GenerationConfig | None:
+    """Return how the model that a run went on from generates, which lies beside its tokenizer; None where it is not."""
+    directory = Path(data.tokenizer).expanduser()
+    if not (directory / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        say(f"the model's own generation_config.json is left out: {' '.join(str(error).split())[:200]}")
+        return None
 
 
 def _compare(directory: Path, stages: Sequence[Mapping[str, Tensor]]) -> None:

@@ -154,8 +154,9 @@ def evaluate(
 
 def _of_directories(directories: Sequence[Path], source: str | None, batches: int | None) -> Iterator[Measure]:
     for directory in directories:
+        reading = _reading(directory, source)
         model = open_model(directory)
-        text = _text(*_reading(directory, source), batches, named=source is not None)
+        text = _text(*reading, batches, named=source is not None)
         say(f"evaluating {directory} on {_sequences(text)}")
         yield Measure(str(directory), text_loss(logits_of(model), text), unigram_entropy(text.batches), text)
 

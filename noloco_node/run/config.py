@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "config.json",
+    "generation_config.json",
     "merges.txt",
     "sentencepiece.bpe.model",
     "special_tokens_map.json",
@@ -32,7 +33,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""All that may travel of a tokenizer: tables and settings, never a program."""
+"""All that may travel with a tokenizer: tables and settings, never a program."""
 LARGEST_TOKENIZER_BYTES = 64 * 2**20
 """All of its files together."""
 

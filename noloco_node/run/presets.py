@@ -10,6 +10,7 @@ The text is written by hand and not generated from the structs: a run file is th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from importlib import resources
@@ -154,12 +155,20 @@ def written(
     model: str | None = None,
     tokenizer: str = "byt5",
     tokenizer_files: str = "",
+    data: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the text of a run file. `model`: another section [model]; `tokenizer_files`: sections of those."""
+    """Return the text of a run file. `model`: another section [model]; `tokenizer_files`: sections of those.
+
+    `data`: other fields of [data] than the template's.
+    """
     text = _packaged("template.toml")
     if model is not None:
         begin, end = text.index("[model]\n"), text.index("[pipeline]\n")
         text = f"{text[:begin]}$model\n{text[end:]}"
+    for field, value in (data or {}).items():
+        # Where the template has only an example of a field, the example gives way.
+        line = f"{field} = {json.dumps(value)}".replace("$", "$$")
+        text = re.sub(rf"^(# )?{field} = .*$", lambda _, line=line: line, text, count=1, flags=re.M)
     if tokenizer_files:
         text = text.replace("[inner]\n", f"{tokenizer_files}\n\n[inner]\n")
     return Template(text).substitute(msgspec.structs.asdict(n), name=name, seed=seed, model=model, tokenizer=tokenizer)

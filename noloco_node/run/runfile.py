@@ -129,6 +129,12 @@ def with_source(data: DataConfig, source: str) -> DataConfig:
             "a file, directory or glob is missing" if kind != "hub" else "a hub data set is named with its commit",
             "for example books/*.txt, json:rows.jsonl, hub:owner/name@commit, or stdlib",
         )
+    if kind == "hub" and not re.fullmatch("[0-9a-f]{40}", commit):
+        raise config_error(
+            f"The data source {source!r} names no commit.",
+            "a branch or a tag moves, and a node that comes back would read another text",
+            "the 40 hexadecimal digits of a commit, from the repository's history on the hub",
+        )
     same = kind == "hub" and path == data.path
     return msgspec.structs.replace(
         data,

@@ -549,6 +549,7 @@ def test_every_preset_can_go_on_from_a_checkpoint_of_any_depth(tmp_path: Path, p
     assert plan.pipeline.stages <= 3
     assert plan.pipeline.sequence_length == 64
     assert plan.data.tokenizer == "files"
+    assert (plan.data.source, plan.data.path) == ("text", "your-text/"), "nobody's text is picked silently"
     assert {each.file for each in plan.data.tokenizer_files} >= {"config.json", "tokenizer_config.json"}
     assert plan.inner.learning_rate < decode_run(run_text(preset), "a preset").inner.learning_rate
     assert len(plan.model.weights) == len(list(tmp_path.glob("*.safetensors"))) > 1

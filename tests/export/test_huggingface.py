@@ -6,6 +6,8 @@ import fcntl
 import json
 import math
 import os
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GenerationConfig
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.export.held_out_loss import Loss, validation_loss
-from noloco_node.export.huggingface import write_checkpoint
+from noloco_node.export import held_out_text
+from noloco_node.export.held_out_loss import Loss, _margin, validation_loss
+from noloco_node.export.held_out_text import validation_text
+from noloco_node.export.huggingface import own_generation, write_checkpoint
 from noloco_node.export.provenance import Provenance, read_provenance
 from noloco_node.inference.evaluation import evaluate, open_model, unigram_entropy
 from noloco_node.inference.generation import Sampling, generate
+from noloco_node.run.config import DataConfig
 from noloco_node.run.presets import demo_run_text
 from pipeline.decoder_slice import Slice
 from pipeline.model_config import Prepared, family_config, prepare
@@ -217,7 +223,13 @@ def test_evaluating_a_directory(tmp_path: Path) -> None:
     text.write_text("to be or not to be, that is the question\n" * 200)
     said = evaluate((tmp_path / "model",), data=str(text), batches=2)
     numbers = json.loads(evaluate((tmp_path / "model",), data=str(text), batches=2, as_json=True))
-    assert numbers.keys() == {"loss", "perplexity", "tokens", "unigram_entropy"}
+    wanted = {"loss", "margin", "perplexity", "tokens", "documents", "share", "complete", "unigram_entropy"}
+    assert numbers.keys() == wanted
+    assert (numbers["documents"], numbers["complete"], numbers["margin"]) == (1, True, None)
+    assert numbers["share"] == pytest.approx(16 / 64, abs=0.01)
+    assert "of 1 document, 25% of the text" in said
+    whole = evaluate((tmp_path / "model",), data=str(text), batches=None)
+    assert "of 1 document, all of the text" in whole
     assert numbers["tokens"] == 2 * 8 * 128
     assert numbers["perplexity"] == pytest.approx(math.exp(numbers["loss"]))
     assert f"loss {numbers['loss']:.4f} nats a token" in said
@@ -239,3 +251,83 @@ def test_a_sample_follows_its_seed_and_leaves_the_generator_alone(tmp_path: Path
     assert torch.equal(before, torch.get_rng_state())
     assert texts[0] == texts[1] != texts[2]
     assert "import" not in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (
+            lambda at: at.joinpath("model.safetensors").write_bytes(
+                at.joinpath("model.safetensors").read_bytes()[:5000]
+            ),
+            "",
+        ),
+        (
+            lambda at: save_file({"model.norm.weight": torch.ones(32)}, at / "model.safetensors", {"format": "pt"}),
+            "lack",
+        ),
+        (lambda at: at.joinpath("model.safetensors").write_bytes(b"no header"), ""),
+        (lambda at: at.joinpath("config.json").write_text("{"), ""),
+    ],
+)
+def test_a_checkpoint_that_was_cut_short_is_one_clear_message(
+    tmp_path: Path, spoil: Callable[[Path], object], why: str
+) -> None:
+    export(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
+    spoil(tmp_path / "model")
+    for command in (
+        lambda: evaluate((tmp_path / "model",), data=str(tmp_path / "text.txt"), batches=1),
+        lambda: list(generate(tmp_path / "model", "import ", Sampling(2))),
+    ):
+        with pytest.raises(UserError, match="holds no model that transformers can load") as caught:
+            command()
+        assert caught.value.code is Exit.CONFIG
+        assert why in caught.value.why
+        assert "cut short" in caught.value.hint
+
+
+def test_an_export_keeps_the_models_own_settings_of_generation(tmp_path: Path) -> None:
+    own = GenerationConfig(temperature=0.3, top_p=0.9, do_sample=True, eos_token_id=[1, 5])
+    own.save_pretrained(tmp_path / "came")
+    recipe, parts = slices("llama")
+    settings = own_generation(DataConfig(tokenizer=str(tmp_path / "came")))
+    write_checkpoint(
+        tmp_path / "left", recipe.config, [weights(part) for part in parts], ByT5Tokenizer(), NOTES, settings
+    )
+    left = GenerationConfig.from_pretrained(tmp_path / "left")
+    assert (left.temperature, left.top_p, left.eos_token_id) == (0.3, 0.9, [1, 5])
+    assert own_generation(DataConfig()) is None
+    (tmp_path / "came" / "generation_config.json").write_text("[")
+    assert own_generation(DataConfig(tokenizer=str(tmp_path / "came"))) is None
+
+
+def test_a_sample_lies_evenly_over_all_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_out_text, "READ_TOKENS", 1)
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text(f"document {number} says so\n" * 25)
+    data = DataConfig(source="text", path=str(tmp_path), validation_percent=100.0)
+    everything = validation_text(data, 32, 0, None)
+    assert everything.complete
+    assert everything.share == 1.0
+    few = validation_text(data, 32, 0, 10)
+    assert len(few.documents) == sum(map(len, few.batches)) == 80
+    assert len(set(few.documents)) == 40, "two of each, and not eighty of the first"
+    assert few.read == 8 * 80
+    assert not few.complete
+
+
+def test_the_margin_is_over_documents_and_not_over_tokens() -> None:
+    """Twenty documents of one hundred tokens each: the mean over other twenty lies within it 19 times of 20."""
+    rng = random.Random(3)
+    covered = 0
+    for _ in range(300):
+        means = [rng.gauss(2.0, 0.5) for _ in range(20)]
+        sums = [(100 * mean, 100) for mean in means]
+        mean = sum(means) / 20
+        margin = _margin(sums, mean, 2000)
+        assert margin is not None
+        covered += abs(mean - 2.0) <= margin
+    assert 0.91 <= covered / 300 <= 0.98
+    assert _margin([(1.0, 1)] * 4, 1.0, 4) is None
+    assert _margin([(2.0, 1), *[(1.0, 1)] * 9], math.inf, 10) is None

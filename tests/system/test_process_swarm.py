@@ -266,7 +266,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_one_machine_has(commands: Commands
     )
     owner = commands.start(
         *("join", invite, "--stage", "0", "--listen", LOCAL, "--refresh", "1", "--threads", "1"),
-        *("--weights", str(checkpoint)),
+        *("--weights", str(checkpoint), "--data", "stdlib"),
         home=True,
     )
     commands.until(lambda: steps(owner) > 2 and steps(first) > 2, "both train", alive=[bootstrap, first, owner])
