@@ -31,7 +31,7 @@ class BadRow(NamedTuple):
 
     kind: str
     where: str
-    count: int = 1
+    rows: int = 1
 
 
 Row = str | BadRow
@@ -170,7 +170,7 @@ class ParquetShard:
                 names = file.schema_arrow.names
                 if self._field not in names:
                     rows = file.metadata.row_group(self._group).num_rows
-                    yield _bad(_MISSING, names, self._field, where)._replace(count=rows)
+                    yield _bad(_MISSING, names, self._field, where)._replace(rows=rows)
                     return
                 for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self._group], columns=[self._field]):
                     done += len(batch)

@@ -168,7 +168,9 @@ def written(
     for field, value in (data or {}).items():
         # Where the template has only an example of a field, the example gives way.
         line = f"{field} = {json.dumps(value)}".replace("$", "$$")
-        text = re.sub(rf"^(# )?{field} = .*$", lambda _, line=line: line, text, count=1, flags=re.M)
+        found = re.search(rf"^(# )?{field} = .*$", text, flags=re.M)
+        assert found is not None
+        text = text[: found.start()] + line + text[found.end() :]
     if tokenizer_files:
         text = text.replace("[inner]\n", f"{tokenizer_files}\n\n[inner]\n")
     return Template(text).substitute(msgspec.structs.asdict(n), name=name, seed=seed, model=model, tokenizer=tokenizer)

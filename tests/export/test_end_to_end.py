@@ -39,7 +39,7 @@ from noloco_node.export.exporter import SwarmExport, export, merge_files, of_hom
 from noloco_node.export.parts import is_kept
 from noloco_node.export.provenance import read_provenance
 from noloco_node.export.replica_files import MergedReplicas, ReplicaReader, in_home, newest
-from noloco_node.inference.evaluation import evaluate
+from noloco_node.inference.evaluation import _text, evaluate
 from noloco_node.inference.generation import Sampling, generate
 from noloco_node.network.interface import Conversation
 from noloco_node.planning.model_layout import ModelLayout, build_stage, model_layout
@@ -530,12 +530,14 @@ def test_a_run_that_goes_on_from_an_export_begins_with_exactly_that_model(
     taken: tuple[Homes, list[Path], Path], tmp_path: Path
 ) -> None:
     """Export, `init --from`, the first weights of the run that this makes, export: the same bits."""
-    _, _, out = taken
+    made, _, out = taken
     text = continuing_text(out, "tiny")
     assert str(out) not in text
     again = Homes(tmp_path, text)
     run_ = again.recipe.run
     assert (run_.pipeline.stages, run_.pipeline.sequence_length) == (2, 128)
+    before = made.recipe.run.data
+    assert (run_.data.source, run_.data.path, run_.data.field) == (before.source, before.path, before.field)
     first = RunWeights(again.plan, WeightStore.whole(out, run_.model.weights))
     homes = [again.make(f"again-{stage}", stage, tuple(first.read(stage))) for stage in (0, 1)]
     asyncio.run(export(tmp_path / "again", homes=tuple(homes)))
@@ -684,3 +686,20 @@ def test_a_model_that_is_not_there_is_said_before_anything_is_printed(tmp_path: 
         assert isinstance(done.exception, UserError)
         assert done.exception.why.endswith("noloco.json: No such file or directory")
         assert done.stdout == ""
+
+
+def test_evaluate_says_where_text_may_be_named_and_how_little_few_documents_say(
+    taken: tuple[Homes, list[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, _, out = taken
+    elsewhere = msgspec.structs.replace(made.recipe.run.data, source="text", path=str(tmp_path / "not here"))
+    with pytest.raises(UserError, match="There is no data at") as caught:
+        _text(elsewhere, 64, 0, 1, named=False)
+    assert "or --data with the place of that text on this machine" in caught.value.hint
+    with pytest.raises(UserError) as caught:
+        evaluate((out,), data=str(tmp_path / "not here"), batches=1)
+    assert "on this machine" not in caught.value.hint
+    capsys.readouterr()
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 100)
+    evaluate((out,), data=str(tmp_path / "text.txt"), batches=1)
+    assert "comes from 1 document only" in capsys.readouterr().err

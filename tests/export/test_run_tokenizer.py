@@ -48,7 +48,12 @@ def test_it_comes_from_a_peer_and_reads_as_it_did_there(checkpoint: Path, tmp_pa
     (checkpoint / "tokenization_own.py").write_text("raise SystemExit('code of a stranger')")
     recipe = recipe_of(checkpoint)
     files = recipe.run.data.tokenizer_files
-    assert {each.file for each in files} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {each.file for each in files} == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert plan(recipe.run).run_id, "what is not here yet keeps nobody from asking what a run means"
     there, back = DataConfig(tokenizer=str(checkpoint)), tmp_path / "another machine"
 

@@ -51,7 +51,7 @@ class Words:
         return position == {"drawn": 1}
 
     def news(self) -> list[str]:
-        return []
+        return ["a row is left out"]
 
 
 class Life:
@@ -64,8 +64,9 @@ class Life:
         self.done = 0
         """Samples of this life."""
         self.stamp = progress
+        self.recorded: list[events.Event] = []
         self._duty = StageWork(
-            RUN, name, self._presence, self._open_text, Reporter(record=lambda _: None, say=lambda _: None)
+            RUN, name, self._presence, self._open_text, Reporter(record=self.recorded.append, say=lambda _: None)
         )
         self._task = asyncio.create_task(self._live(), name=name)
 
@@ -152,6 +153,18 @@ class Run:
         late = 4 * REFRESH_S / SAMPLE_S * (len(self.lives) + self.begun) / RUN.budget_samples
         for name, life in self.lives.items():
             assert true - late <= life.stamp <= true + late, name
+
+
+def test_what_is_left_out_of_a_text_goes_into_the_journal() -> None:
+    async def main() -> list[events.Event]:
+        swarm = Run()
+        swarm.begin("a")
+        await asyncio.sleep(10 * REFRESH_S)
+        recorded = swarm.lives["a"].recorded
+        await swarm.end("a", politely=True)
+        return recorded
+
+    assert events.Noticed(what="text", text="a row is left out") in run(main())
 
 
 Change = tuple[str, bool, bool, float]

@@ -495,6 +495,12 @@ def test_half_a_source_is_refused(source: str) -> None:
         with_source(DataConfig(), source)
 
 
+@pytest.mark.parametrize("commit", ["main", "v1.0", COMMIT[:12]])
+def test_a_branch_that_moves_is_no_source(commit: str) -> None:
+    with pytest.raises(UserError, match="names no commit"):
+        with_source(DataConfig(), f"hub:o/d@{commit}")
+
+
 def test_configs_do_not_change() -> None:
     node = JoinOptions()
     with pytest.raises(AttributeError):
