@@ -1,9 +1,9 @@
 """Write the table of docs/families.md: each family of transformers is tried with a tiny config of random weights.
 
 A family is cut into stages and compared with the whole model. Then a checkpoint of it, every number of its `state_dict`
-random, is written by transformers, read stage by stage, computed with, joined, written and loaded again: each tensor has
-to come back to the bit, and the stages have to compute the logits of the original. Run it with the project's interpreter
-after an update of transformers.
+random, is written by transformers, read stage by stage, computed with, joined, written and loaded again: each tensor
+has to come back to the bit, and the stages have to compute the logits of the original. Run it with the project's
+interpreter after an update of transformers.
 """
 
 from __future__ import annotations

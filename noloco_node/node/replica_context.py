@@ -79,9 +79,7 @@ def rate_schedule(run: RunConfig) -> Schedule:
     )
 
 
-def round_settings(
-    config: ReplicaConfig, weight_bytes: int, fixed: frozenset[int] = frozenset()
-) -> RoundSettings:
+def round_settings(config: ReplicaConfig, weight_bytes: int, fixed: frozenset[int] = frozenset()) -> RoundSettings:
     """Return how this run gossips; the deadline of an exchange follows from the bytes that it moves at most.
 
     `fixed`: numbers of the tensors that no round moves.

@@ -261,7 +261,7 @@ def test_unknown_fields_and_families_are_named() -> None:
         family_config("llama", {"hiden_size": 32})
     with pytest.raises(ValueError, match="'llamma'; did you mean llama"):
         family_config("llamma", {})
-    with pytest.raises(ValueError, match="'zzzz'$"):
+    with pytest.raises(ValueError, match=r"'zzzz'$"):
         family_config("zzzz", {})
     with pytest.raises(ValueError, match="num_attention_heads"):
         family_config("llama", {"num_attention_heads": "four"})
