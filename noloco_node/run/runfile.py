@@ -177,7 +177,8 @@ def run_digest(run: RunConfig, contents: Mapping[str, str]) -> str:
 def content_hashes(run: RunConfig) -> dict[str, str]:
     """Return what pins the content of the model and the tokenizer that the run names, by field.
 
-    A tokenizer's local directory is read whole; what lies on the hub is pinned by its commit. Raises `UserError` if a directory is not there.
+    A tokenizer's local directory is read whole; what lies on the hub is pinned by its commit. Raises
+    `UserError` if a directory is not there.
     """
     hashes = {}
     if run.model.hub is not None:
