@@ -287,9 +287,11 @@ def test_a_checkpoint_that_was_cut_short_is_one_clear_message(
         assert "cut short" in caught.value.hint
 
 
-def test_an_export_keeps_the_models_own_settings_of_generation(tmp_path: Path) -> None:
-    own = GenerationConfig(temperature=0.3, top_p=0.9, do_sample=True, eos_token_id=[1, 5])
-    own.save_pretrained(tmp_path / "came")
+@pytest.mark.parametrize("samples", [True, False], ids=["it samples", "temperature without sampling"])
+def test_an_export_keeps_the_models_own_settings_of_generation(tmp_path: Path, samples: bool) -> None:
+    own = {"temperature": 0.3, "top_p": 0.9, "do_sample": samples, "eos_token_id": [1, 5]}
+    (tmp_path / "came").mkdir()
+    (tmp_path / "came" / "generation_config.json").write_text(json.dumps(own))
     recipe, parts = slices("llama")
     settings = own_generation(DataConfig(tokenizer=str(tmp_path / "came")))
     write_checkpoint(
