@@ -286,4 +286,6 @@ def test_a_run_file_by_itself_is_a_few_rounds_of_that_run(tmp_path: Path) -> Non
     path.write_text(run_text("tiny"))
     scenario = load_scenario(path)
     assert scenario == Scenario(name="mine", swarm=SwarmConfig(run=str(path), rounds=ROUNDS_OF_A_RUN))
-    assert build_setup(scenario).recipe.run.pipeline == load_run(path).pipeline
+    setup, run = build_setup(scenario), load_run(path)
+    assert setup.recipe.run.pipeline.stages == run.pipeline.stages
+    assert setup.microbatch_tokens == run.pipeline.microbatch_size * run.pipeline.sequence_length
