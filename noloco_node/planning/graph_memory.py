@@ -30,12 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from noloco_node.machine.saved_tensors import SavedTensors
 from noloco_node.planning.model_layout import ModelLayout
 from noloco_node.run.config import PipelineConfig
 from pipeline.decoder_slice import Cut, Slice, find_decoder_parts, multiplied_weights
 from pipeline.model_config import Config
 from pipeline.partition import empty_slice, skeleton
-from pipeline.saved_tensors import SavedTensors
 from pipeline.stage import LOGITS
 
 _WIDTH = re.compile(r"(_size|_dim|_rank|^n_embd|^n_inner|^d_model)$")
