@@ -1,6 +1,6 @@
 """Record anew what the tests of compatibility compare with: only where a format or a behaviour is meant to change.
 
-    python tests/support/record_compatibility.py [EVENTS]
+    python -m tests.support.record_compatibility [EVENTS]
 
 EVENTS is a directory for the whole events and reports of the simulations, of which digests are recorded: left there at
 two commits, they show line by line what the digests say in one word. Look at all differences before they are committed.
