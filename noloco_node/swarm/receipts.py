@@ -251,7 +251,9 @@ def met_work(me: str, tally: Tally, signed: Mapping[str, Mapping[str, int]]) -> 
     typical = min(typical, float(MOST_BROUGHT * tally.brought.total()))
     replicas = min(replicas, float((1 + len(tally.brought)) ** 2))
     said = sum(samples for by in seen.values() for source, samples in by.items() if source != me)
-    return MetWork(min(said, MOST_TIMES * replicas * typical), replicas)
+    # What partners brought to us we have seen ourselves.
+    likely = max(MOST_TIMES * replicas * typical, float(sum(tally.samples.values())))
+    return MetWork(min(float(said), likely), replicas)
 
 
 def _replicas(me: str, met: Mapping[str, int], peer: str, met_by_it: Mapping[str, int]) -> float:

@@ -166,14 +166,15 @@ def test_names_do_not_end_a_run_of_one_stage() -> None:
     assert 3 * 60 * 0.85 <= sum(steps) <= 3 * 60 * 1.1
 
 
-def test_replicas_of_one_stage_do_the_budget_together_and_no_more() -> None:
-    """At different speeds, and with one that is out of the roster for a while."""
+@pytest.mark.parametrize("jobs_s", [(0.1,), (0.1, 0.8), (0.1, 0.8, 0.8, 0.8), (0.1, 0.2, 0.3, 0.4)])
+def test_replicas_of_one_stage_do_the_budget_together_and_no_more(jobs_s: tuple[float, ...]) -> None:
+    """At whatever speeds, and alone too."""
 
     async def main() -> list[Peer]:
-        hub, what = SimNetwork(), recipe(stages=1, replicas=4, steps=80, per_round=4)
-        peers = [Peer(hub, what, f"peer-{number}", 0, job_s=0.1 * (1 + number)) for number in range(4)]
+        hub, what = SimNetwork(), recipe(stages=1, replicas=len(jobs_s), steps=80, per_round=4)
+        peers = [Peer(hub, what, f"peer-{number}", 0, job_s=job_s) for number, job_s in enumerate(jobs_s)]
         await asyncio.gather(*(peer.task for peer in peers))
         return peers
 
     steps = [peer.of(events.InnerStep)[-1].step for peer in run(main())]
-    assert 4 * 80 * 0.95 <= sum(steps) <= 4 * 80 * 1.08, steps
+    assert len(jobs_s) * 80 * 0.95 <= sum(steps) <= len(jobs_s) * 80 * 1.1, steps
