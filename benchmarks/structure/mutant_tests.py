@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,7 +36,9 @@ PATIENCE, LEAST_S, WALL_S = 5.0, 10.0, 600.0
 """A test may take so many times what it took, and so many seconds beyond; but no longer by the clock on the wall."""
 NOTE = "_note_statement"
 """What a function calls in the first run, a name that every module sees."""
-FIRST_S = 4.0
+MOST_S = 10.0
+"""A mutant is tried with the nearest and quickest tests that took so many seconds together: all would take minutes."""
+FIRST_S = 3.0
 """The quickest tests come first, together of so many seconds: most mutants end there, and no other test is loaded."""
 
 
@@ -109,6 +112,10 @@ class Copy:
         running, failed = json.loads(self._told.read_bytes())
         if status in (-signal.SIGPROF, -signal.SIGALRM):
             return Outcome("timed out", running)
+        if status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT):
+            raise RuntimeError(
+                f"something else ended the tests, by signal {-status}: the same command goes on from here"
+            )
         return Outcome("killed", failed or running) if status else Outcome("survived")
 
     def load(self) -> None:
@@ -139,14 +146,19 @@ def _changed(path: Path, text: str) -> Iterator[None]:
 
 
 def concerned(mutant: Mutant, baseline: Baseline) -> list[str]:
-    """Return the tests that run a mutant's line: those of its mirrored module first, the quick before the slow."""
+    """Return tests that run a mutant's line: those of its mirrored module first, the quick before the slow."""
     mirrored = Path("tests", mutant.path).with_name(f"test_{Path(mutant.path).name}").as_posix()
     found = []
     for test, timed in baseline.items():
         lines = timed.lines.get(mutant.path, set())
         if lines and (mutant.at_import or mutant.statement in lines):
             found.append((not test.startswith(f"{mirrored}::"), timed.seconds, test))
-    return [test for _, _, test in sorted(found)]
+    ends_s = accumulate(seconds for _, seconds, _ in sorted(found))
+    return [
+        test
+        for (_, _, test), end_s in zip(sorted(found), ends_s, strict=True)
+        if end_s <= MOST_S or test == min(found)[2]
+    ]
 
 
 def in_two(tests: Sequence[str], baseline: Baseline) -> list[Sequence[str]]:
