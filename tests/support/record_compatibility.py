@@ -1,6 +1,6 @@
 """Record anew what the tests of compatibility compare with: only where a format or a behaviour is meant to change.
 
-    python -m tests.support.record_compatibility [EVENTS]
+    python tests/support/record_compatibility.py [EVENTS]
 
 EVENTS is a directory for the whole events and reports of the simulations, of which digests are recorded: left there at
 two commits, they show line by line what the digests say in one word. Look at all differences before they are committed.
@@ -11,7 +11,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from compatibility.everything import record
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the explorer lies below tests
+
+from compatibility.everything import record  # noqa: E402
 
 if __name__ == "__main__":
     whole = Path(sys.argv[1]) if len(sys.argv) > 1 else None

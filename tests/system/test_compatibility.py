@@ -23,7 +23,7 @@ HOME, PARTS = RECORDED / "home", RECORDED / "parts"
 SAID = messages.said()
 
 
-MEANT = "\nWhere this change is meant: python -m tests.support.record_compatibility, and look at the diff."
+MEANT = "\nWhere this change is meant: python tests/support/record_compatibility.py, and look at the diff."
 
 
 def compare(now: Any, name: str, tolerance: float = TOLERANCE) -> None:

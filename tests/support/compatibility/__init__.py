@@ -8,7 +8,7 @@ that is meant to change nothing changes none of them.
 Where a change is intended (a format of another version, another rule, another default), record anew and look at what
 differs before it is committed:
 
-    python -m tests.support.record_compatibility [EVENTS]
+    python tests/support/record_compatibility.py [EVENTS]
 
 Where a digest of a simulation is wrong, record to a directory EVENTS at both commits and compare the two: it gets the
 whole events and figures, as the digests see them.
