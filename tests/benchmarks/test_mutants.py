@@ -125,9 +125,9 @@ def test_the_tests_that_run_a_line_try_it_the_mirrored_and_the_quick_first() -> 
         mutant for mutant in mutants_of("gossip/a.py", "def f(x):\n    return x + 1\n") if mutant.statement == 2
     )
     baseline = {
-        "tests/gossip/test_b.py::test_slow": Timed(9.0, {"gossip/a.py": {2}}),
+        "tests/gossip/test_b.py::test_slow": Timed(5.0, {"gossip/a.py": {2}}),
         "tests/gossip/test_b.py::test_quick": Timed(0.1, {"gossip/a.py": {2, 3}}),
-        "tests/gossip/test_a.py::test_own": Timed(3.0, {"gossip/a.py": {2}}),
+        "tests/gossip/test_a.py::test_own": Timed(1.0, {"gossip/a.py": {2}}),
         "tests/gossip/test_a.py::test_another_line": Timed(0.1, {"gossip/a.py": {3}}),
         "tests/gossip/test_a.py::test_another_file": Timed(0.1, {"gossip/c.py": {2}}),
     }
