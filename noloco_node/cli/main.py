@@ -278,10 +278,12 @@ def export(
     """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
     from noloco_node.export.sources import check_export
     from noloco_node.swarm.connection import Visitor
-    from noloco_node.swarm.invite import found
+    from noloco_node.swarm.invite import found, parse
 
     place = home or default_home("node")
     given = None if invite is None else found(invite, place)
+    if given is not None:
+        parse(given)
     check_export(out, given, from_home or ())
     from noloco_node.export.exporter import export as export_model
 

@@ -56,6 +56,25 @@ IDLE_S = 5.0
 """Shorter waits are not worth a word."""
 
 
+class _WatchedDevice:
+    """Runs jobs and notes when the device fails for good, whoever asked: it may be a peer, whose conversation ends by it.
+
+    Holds nothing of the replica: conversations that end after a move to another stage still hold this.
+    """
+
+    def __init__(self, device: Runner) -> None:
+        self._device = device
+        self.lost: asyncio.Future[DeviceLost] = asyncio.get_running_loop().create_future()
+
+    async def run(self, job: Callable[..., T], *args: object) -> T:
+        try:
+            return await self._device.run(job, *args)
+        except DeviceLost as lost:
+            if not self.lost.done():
+                self.lost.set_result(lost)
+            raise
+
+
 class Replica:
     """The weights of one stage on this machine, and everything that moves them."""
 
@@ -76,6 +95,10 @@ class Replica:
         self.inner_steps = starting_state.origin.inner_steps
         self.progress: Progress = begin(starting_state.progress, loop_s())
         self._stage, self._device, self._context = stage, device, context
+        watched = _WatchedDevice(device)
+        self._run = watched.run
+        self.device_lost = watched.lost
+        """Why the device computes nothing any more, once it does not."""
         self._schedule = rate_schedule(run)
         rng = Random(f"{run.seed}|routing|{config.peer}")
         turns = SendTurns(config.run.pipeline.replicas)
@@ -93,7 +116,7 @@ class Replica:
         self.worker = Worker(
             stage,
             self.admission,
-            WorkerCompute(run=self._on_device, clock=device.clock),
+            WorkerCompute(run=self._run, clock=device.clock),
             self.next_stage,
             run.pipeline.budget_s,
         )
@@ -113,8 +136,6 @@ class Replica:
             ),
         )
         self.starting_weights = StartingWeights(starting_state, self.rounds)
-        self.device_lost: asyncio.Future[DeviceLost] = asyncio.get_running_loop().create_future()
-        """Why the device computes nothing any more, once it does not."""
         self._loss: float | None = None
         self._gap: float | None = None
         self._partner: str | None = None
@@ -122,15 +143,6 @@ class Replica:
         self.seconds_per_step = 1.0
         """What the last window took, from one inner step to the next; 1 before the first."""
         self._stepped_at, self._busy_s = loop_s(), device.busy_s
-
-    async def _on_device(self, job: Callable[..., T], *args: object) -> T:
-        try:
-            return await self._device.run(job, *args)
-        except DeviceLost as lost:
-            # Whoever asked for this job may be a peer, whose conversation ends by it. The node has to end as well.
-            if not self.device_lost.done():
-                self.device_lost.set_result(lost)
-            raise
 
     # The training itself.
 
@@ -144,7 +156,7 @@ class Replica:
         async with self.rounds.weights.moving():
             self.progress = advance(self.progress, [outcome.progress for outcome in outcomes], loop_s())
             rate = learning_rate(self.progress.value, self._schedule)
-            report = await self._on_device(self._stage.step, rate, len(outcomes))
+            report = await self._run(self._stage.step, rate, len(outcomes))
             self._note_step(outcomes, rate, report.applied)
         going = RoundProgress(self.progress.value, speed(self._microbatch_s))
         await self.rounds.between_steps(self.inner_steps, self.seconds_per_step, going)
@@ -192,7 +204,7 @@ class Replica:
     async def discard(self) -> int:
         """Forget the gradients of the partial window, and what is in flight; return how many microbatches it held."""
         self.worker.abandon()
-        await self._on_device(self._stage.discard)
+        await self._run(self._stage.discard)
         return self.admission.succeeded
 
     async def aclose(self) -> None:
@@ -213,7 +225,7 @@ class Replica:
             return self._state(OptimiserState(0, ()), whole=False)
         whole = parts is Parts.ALL
         async with self.rounds.weights.reading():
-            optimiser = await self._on_device(self._stage.optimiser_state) if whole else OptimiserState(0, ())
+            optimiser = await self._run(self._stage.optimiser_state) if whole else OptimiserState(0, ())
             return await self._context.hold(self._state(optimiser, whole=whole))
 
     def _state(self, optimiser: OptimiserState, *, whole: bool) -> ReplicaState:
@@ -235,11 +247,11 @@ class Replica:
 
     async def snapshot(self) -> Tensors:
         """Return a copy of the fast weights."""
-        return await self._on_device(self._stage.weights)
+        return await self._run(self._stage.weights)
 
     async def correct(self, correction: Tensors) -> None:
         """Add to the fast weights."""
-        await self._on_device(self._stage.correct, correction)
+        await self._run(self._stage.correct, correction)
 
     def alone(self, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Shut the gate until nothing is in flight."""
@@ -324,8 +336,8 @@ class Replica:
         optimiser = OptimiserState(0, ())
         try:
             if not self.device_lost.done():
-                fast = await self._on_device(self._stage.current_weights)
-                optimiser = await self._on_device(self._stage.optimiser_state)
+                fast = await self._run(self._stage.current_weights)
+                optimiser = await self._run(self._stage.optimiser_state)
         except BaseException:
             read()
             raise

@@ -30,6 +30,10 @@ SETS_HANDLERS = {"noloco_node.machine.stop_signals", "noloco_node.demo.child_mai
 @pytest.fixture(autouse=True)
 def _handlers_as_before() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STOPS}
+    # Who runs the tests may ignore some of them: by nohup, or in the background of a script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in set(STOPS) - {signal.SIGINT}:
+        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

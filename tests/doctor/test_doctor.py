@@ -385,7 +385,7 @@ def test_a_home_that_is_a_file_and_an_address_that_is_none_are_findings(tmp_path
     (tmp_path / "file").touch()
     wish = command.DoctorRequest(home=tmp_path / "file", device="cpu", listen=("nonsense",))
     bad = [finding.about for finding in asyncio.run(command.examine(None, wish)) if finding.grade is Grade.BAD]
-    assert bad == ["disk", "addresses"]
+    assert bad == ["disk", "identity", "addresses"]
 
 
 def test_a_device_that_is_not_there_is_a_finding(tmp_path: Path) -> None:

@@ -709,10 +709,14 @@ def test_an_export_takes_the_invite_that_a_home_keeps(tmp_path: Path, monkeypatc
         return "done"
 
     monkeypatch.setattr(exporter, "export", export)
-    (tmp_path / "invite").write_text("noloco1:of-the-home\n")
-    for words in ([str(tmp_path)], ["noloco1:another"], []):
+    kept, another = (
+        f"noloco1:{digit * 64}@/ip4/127.0.0.1/tcp/1/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"
+        for digit in "ab"
+    )
+    (tmp_path / "invite").write_text(f"{kept}\n")
+    for words in ([str(tmp_path)], [another]):
         assert CliRunner().invoke(app, ["export", *words, "--out", str(tmp_path / "model")]).exit_code == 0
-    assert given == ["noloco1:of-the-home", "noloco1:another", None]
+    assert given == [kept, another]
 
 
 def test_a_model_that_is_not_there_is_said_before_anything_is_printed(tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_check_says_what_would_help() -> None:
         ("llama", {"vocab_size": 100}, "vocabulary of 100"),
         ("llama", {"hidden": 3}, "no field hidden"),
         ("nosuch", {}, "no model type 'nosuch'"),
-        ("llama", {"max_position_embeddings": 32}, "max_position_embeddings = 32"),
+        ("llama", {"max_position_embeddings": 32}, "do not fit the model's longest, 32"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(architecture: str, change: dict[str, Any], says: str) -> None:

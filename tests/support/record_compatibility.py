@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the explorer lies below tests
 
-from compatibility.everything import record  # noqa: E402
+from compatibility.everything import record
 
 if __name__ == "__main__":
     whole = Path(sys.argv[1]) if len(sys.argv) > 1 else None

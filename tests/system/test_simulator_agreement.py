@@ -54,6 +54,7 @@ from noloco_node.sim.peer import SimulatedPeer
 from noloco_node.sim.scenario.scenario import NetworkConfig, Scenario, SwarmConfig
 from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.storage.checkpoint import Checkpoint, load_latest
+from noloco_node.storage.home import HomePaths
 
 pytestmark = pytest.mark.network
 
@@ -185,7 +186,8 @@ def _join(commands: Commands, invite: str, stage: int, replicas: int) -> list[Co
 
 def _trace(node: Command) -> Trace:
     events = list(read(node.home / "journal.jsonl"))
-    saved = load_latest(node.home / "checkpoint", node.events(Started)[0].run)
+    run_id = node.events(Started)[0].run
+    saved = load_latest(HomePaths(node.home).run(run_id).checkpoint, run_id)
     assert saved is not None, node.complaint
     return Trace(events, saved)
 
