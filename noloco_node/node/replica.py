@@ -57,9 +57,10 @@ IDLE_S = 5.0
 
 
 class _WatchedDevice:
-    """Runs jobs and notes when the device fails for good, whoever asked: it may be a peer, whose conversation ends by it.
+    """Runs jobs, and notes when the device fails for good.
 
-    Holds nothing of the replica: conversations that end after a move to another stage still hold this.
+    A peer may have asked for the job that fails, and its conversation ends by it: the node has to end as well. This
+    holds nothing of the replica, since conversations that end after a move to another stage still hold it.
     """
 
     def __init__(self, device: Runner) -> None:
