@@ -154,7 +154,7 @@ def _subspaces(planned: Planned, machines: Machines) -> list[str]:
     return [
         f"With {' or '.join(fields)} in [pipeline] it would be about {' or '.join(speeds)} tokens/s. A model learns "
         f"less from each token then; that pays while it takes less than {' or '.join(times)} times the tokens "
-        '(docs/results.md, "A subspace").'
+        '(research/results.md, "A subspace").'
     ]
 
 

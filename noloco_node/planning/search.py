@@ -35,7 +35,7 @@ _LEAST_BYTES = 16
 _STAGE_COUNTS = 2
 """Numbers of stages that are tried of those that fit: with more, only bytes and ways grow."""
 _SUBSPACE_PARTS = (4, 8)
-"""Of the width, what travels in the subspaces that are weighed: the parts that were trained (docs/results.md)."""
+"""Of the width, what travels in the subspaces that are weighed: the parts that were trained (research/results.md)."""
 _FACTORS = (1.0, 0.5, 2.0, 4.0, 8.0, 16.0)
 """Of the batch that was asked for, those that are tried."""
 _CODECS = tuple(name for name in ACTIVATION_CODECS if name != "float32")

@@ -10,7 +10,7 @@ What is sent of a token is one row of bytes in a code of fewer than 16 bits:
     scales   uint8 a block: a bound of the block, as a fraction of the top
     codes    `bits` bits a value
 
-Gradients need fewer bits than activations, provided that their rounding is unbiased (docs/design.md).
+Gradients need fewer bits than activations, provided that their rounding is unbiased (docs/design/pipeline.md).
 
 Nothing here loads torch: a plan may ask for sizes without it.
 """

@@ -13,7 +13,7 @@ import pytest
 from docs import one_step
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("research/*.md"), *ROOT.glob("docker/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("research/*.md"), *ROOT.glob("docker/*.md")])
 
 
 def anchors(page: Path) -> set[str]:
