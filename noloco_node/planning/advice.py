@@ -1,6 +1,7 @@
 """How busy the slowest stage of a run will be, and what a person can change today to make it busier.
 
-The forecast is `noloco_node.planning.windows`', for three lengths of a message, since the network is not known here.
+The forecast is `noloco_node.planning.queue_model`'s, for three lengths of a message, since the network is not known
+here.
 What can be changed without another network or other machines is the window: a longer one runs dry less often, and one
 that is a multiple of the replicas is shared out without a rest.
 With a smaller microbatch the batch stays the same, and a message then takes longer in forward passes than before: that
@@ -12,13 +13,15 @@ from __future__ import annotations
 import msgspec
 from msgspec import structs
 
-from noloco_node.planning.windows import MicrobatchSeconds, seconds_each, way_seconds
+from noloco_node.planning.queue_model import efficiency
 from noloco_node.run.config import PipelineConfig
 
 MESSAGES = (0.0, 1.0, 3.0)
 """How long a message may take, in forward passes of the slowest stage of the run as it is."""
 BUSY = 0.85
 """Efficiency with which nobody needs advice."""
+_HOPS = 8_000
+"""Of one forecast: a tenth of a second."""
 _LONGEST = 256
 """Window that is suggested: beyond, filling and draining no longer count."""
 
@@ -69,8 +72,9 @@ def suggest_windows(pipeline: PipelineConfig, work: tuple[float, ...]) -> tuple[
 
 def _predict(pipeline: PipelineConfig, work: tuple[float, ...], message: int) -> tuple[float, ...]:
     """`message`: how many times as long as `MESSAGES` one takes, in forward passes of the microbatch as it is here."""
-    loads = [MicrobatchSeconds(3.0 * each / max(work), 0.0, 0.0) for each in work]
-    return tuple(3.0 / seconds_each(pipeline, 3.0, way_seconds(loads, length * message)) for length in MESSAGES)
+    passes = [each / max(work) for each in work]
+    window, windows = pipeline.microbatches_per_step, pipeline.windows_in_flight
+    return tuple(efficiency(passes, pipeline.replicas, window, windows, length * message, _HOPS) for length in MESSAGES)
 
 
 def in_words(now: tuple[float, ...], others: tuple[WindowSuggestion, ...], replicas: int) -> list[str]:

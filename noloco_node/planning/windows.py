@@ -3,8 +3,9 @@
 A window is filled and drained once an inner step. With one in flight a replica stands still meanwhile; with two the
 next one fills the wait, as long as a window takes no longer for the way down and back than for its own work.
 
-Replicas that drain at different times fill each other's waits, which is left out: the forecast for two stages of
-several replicas is up to a sixth too low, and elsewhere within a tenth (`tests/planning/test_windows.py`).
+Replicas that drain at different times fill each other's waits, which is left out: on 20 cells drawn at random it is off
+by 4 points in the mean and 15 at worst. It ranks the thousands of plans of a search; what `check` says of one run's
+windows is `queue_model`'s.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _UNEVEN_DRAIN, _UNEVEN_PACE = 0.4, 1.04
 """Where a window is no multiple of the replicas, bags share it out with a rest, and arrivals meet a replica in the
 middle of its window. With one window in flight those that do not get in wait until the others have been all the way
 down and back, at every stage: the drain grows with half of the stages to this power. With two it costs this factor.
-Both are fitted to production nodes in virtual time."""
+Both are fitted to few cells."""
 _SHARP = 4
 """With two windows in flight, pace and way are no sharp maximum: at equal lengths each waits for the other at times."""
 

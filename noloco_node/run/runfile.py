@@ -101,7 +101,9 @@ def _refuse(problems: Iterable[Problem], origin: str) -> None:
     first = found[0]
     others = [field for field in dict.fromkeys(problem.field for problem in found) if field != first.field]
     also = f" (wrong too: {', '.join(others)})" if others else ""
-    what = f"{origin}: {short(first.field)} = {short(first.value)} is refused{short(also)}."
+    missing = first.value == repr(None)
+    wrong = f"{short(first.field)} is missing" if missing else f"{short(first.field)} = {short(first.value)} is refused"
+    what = f"{origin}: {wrong}{short(also)}."
     raise config_error(what, first.why, first.hint)
 
 

@@ -229,12 +229,9 @@ def _data(data: DataConfig) -> Iterator[Problem]:
         if data.path is not None:
             yield Problem("data.path", repr(data.path), "the source stdlib needs no path", "leave it out")
     elif not data.path:
-        yield Problem(
-            "data.path",
-            repr(data.path),
-            f"the source {data.source} needs to know where the text is",
-            "owner/name" if data.source == "hub" else "a file, a directory or a glob",
-        )
+        place = "owner/name" if data.source == "hub" else "a file, a directory or a glob"
+        why = f'a run with data.source = "{data.source}" reads its text from there'
+        yield Problem("data.path", repr(data.path), why, f'path = "..." under [data], with {place}')
     yield from _hub("data", "path", data.path or None if data.source == "hub" else None, data.commit)
     if data.source != "hub":
         if data.subset is not None:

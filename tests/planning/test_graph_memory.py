@@ -20,7 +20,7 @@ def test_the_plan_of_a_family_is_within_a_fifth_of_what_its_stages_keep(family: 
         assert 1 / MOST <= ratio <= MOST
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "deepseek_v3"])
 def test_so_it_is_in_bfloat16(family: str) -> None:
     for ratio in compared(family, length=96, halves=(True,)):
         assert 1 / MOST <= ratio <= MOST
