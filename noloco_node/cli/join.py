@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from datetime import datetime
 from functools import partial
@@ -24,7 +23,6 @@ from noloco_node.journal.reader import read
 from noloco_node.journal.writer import Journal
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
 from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
-from noloco_node.limits.rate_limit import RateLimitedNetwork
 from noloco_node.limits.traffic_ledger import TrafficLedger
 from noloco_node.machine.device import choose_device
 from noloco_node.machine.energy import EnergyMeter, energy_meter
@@ -87,7 +85,7 @@ async def join(invite: invites.Invite, options: JoinOptions) -> None:
             recorder.record_energy()  # by it readers of the journal know that this total begins anew
             record = recorder.record
             reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)
-            participant = _Participant(access, options, home, paths, torch_device, reporter, leaving, views)
+            participant = _Participant(access, options, home, paths, torch_device, reporter, leaving, views, shifts)
             participant.met = [each.peer for each in met]
             await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
 
@@ -128,10 +126,11 @@ class _Participant:
         reporter: Reporter,
         leaving: Departure,
         views: ServedViews,
+        shifts: Shifts,
     ) -> None:
         self._access, self._options, self._torch_device = access, options, torch_device
         self._home, self._paths = home, paths
-        self._reporter, self._leaving, self._views = reporter, leaving, views
+        self._reporter, self._leaving, self._views, self._shifts = reporter, leaving, views, shifts
         self._run: tuple[RunFileText, ModelLayout, FirstCheckpoint] | None = None
         self.met: list[str] = []
         """Peers of an earlier life, to be asked for the run file too."""
@@ -140,20 +139,17 @@ class _Participant:
         """Live as a node until the shift is over, or the run."""
         sign(short(network.peer_id))
         say(f"we are {network.peer_id}")
-        limited = network
         network = await self._access.enter(network)
         # In the first shift alone: in a later one nobody of the invite may be there to ask.
         self._run = self._run or await self._fetch_run(network)
         recipe, layout, checkpoint = self._run
-        if isinstance(limited, RateLimitedNetwork):
-            limited.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
+        self._shifts.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
         history = run_history.RunHistory(self._paths.run_history, recipe.digest, say)
         host = HostMachine(self._options, self._paths, self._torch_device, recipe, layout, checkpoint, network.peer_id)
         with closing(host):
             reached = await self._reached(network, history)
-            options = _node_options(self._options, reached, self._asked(network))
+            options = self._node_options(reached, self._asked(network))
             node = Node(recipe, layout, network, host, options, self._reporter)
-            node.membership.given = partial(self._views.own.ledger.given, recipe.digest)
             self._leaving.polite = True
             kept = KeptInvite(self._home.invite, self._access.invite, await network.addresses(), say)
             say(f"an invite of our own, kept in {self._home.invite}: {invites.without_secret(kept.keep())}")
@@ -171,6 +167,22 @@ class _Participant:
         """Return how far the run had come, as far as we or the peers of the invite know; from now on, tell others."""
         await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
         return max(history.progress, await run_history.reached(network, self._asked(network)))
+
+    def _node_options(self, reached: float, bootstrap_peers: list[str]) -> NodeOptions:
+        options = self._options
+        return NodeOptions(
+            stage=options.stage,
+            moves=options.stage is None and not options.stay,
+            linger_s=options.linger,
+            refresh_s=options.refresh,
+            keep_snapshots=options.keep_snapshots,
+            slowest_bytes_per_s=slowest_bytes_per_s(options.allowance, SLOWEST_BYTES_PER_S),
+            bootstrap_peers=tuple(bootstrap_peers),
+            reached=reached,
+            begin_anew=options.begin_anew,
+            name=checked_name(options.name),
+            given=partial(self._views.own.ledger.given, self._access.invite.digest),
+        )
 
     def _asked(self, network: PeerNetwork) -> list[str]:
         """Return the peers of the invite, without ourselves: it may be our own."""
@@ -217,19 +229,4 @@ def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> Ne
         accepts=access.accepts,
         lends_line=not options.allowance.is_limited,
         capacity=Capacity.within(machine_free_bytes()),
-    )
-
-
-def _node_options(options: JoinOptions, reached: float, bootstrap_peers: Sequence[str]) -> NodeOptions:
-    return NodeOptions(
-        stage=options.stage,
-        moves=options.stage is None and not options.stay,
-        linger_s=options.linger,
-        refresh_s=options.refresh,
-        keep_snapshots=options.keep_snapshots,
-        slowest_bytes_per_s=slowest_bytes_per_s(options.allowance, SLOWEST_BYTES_PER_S),
-        bootstrap_peers=tuple(bootstrap_peers),
-        reached=reached,
-        begin_anew=options.begin_anew,
-        name=checked_name(options.name),
     )
