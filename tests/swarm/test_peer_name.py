@@ -17,8 +17,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.peer_name import MOST_LETTERS, checked_name, shown_name
-from noloco_node.swarm.roster import Given, PeerRecord, Roster
+from noloco_node.swarm.roster import MOST_LETTERS, Given, PeerRecord, Roster, checked_name, shown_name
 from noloco_node.tasks import loop_s
 
 

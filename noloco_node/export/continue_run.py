@@ -45,9 +45,9 @@ def continuing_text(directory: Path, preset: str) -> str:
     go. A checkpoint whose tokenizer is not ByT5's is read with its own. The files are read whole, for their digests.
     """
     directory = directory.expanduser().absolute()
-    from pipeline.model_config import longest_sequence
-
     given, config, files = numbers_of(preset), _config_of(directory), weight_files(directory)
+    from pipeline.model_config import longest_sequence  # which loads torch
+
     positions = longest_sequence(config) or given.sequence_length
     stages, length = min(given.stages, config.num_hidden_layers), min(given.sequence_length, positions)
     own_tokenizer: list[Path] = []
