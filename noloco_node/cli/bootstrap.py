@@ -1,7 +1,7 @@
-"""A bootstrap peer: an address that stays, a run file for whoever asks, a place in the DHT, and relays for peers behind
-routers. It never loads torch.
+"""`noloco-node bootstrap`: an address that stays, where a newcomer finds the run file and the swarm.
 
-The swarm does not depend on it once peers know each other. A new one takes its place from any invite that still works.
+It also lends relays to peers behind routers, and never loads torch. The swarm does not depend on it once peers know
+each other. Another one takes its place from any invite that still works.
 """
 
 from __future__ import annotations
@@ -9,11 +9,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from noloco_node.cli.admissions import HostedAdmissions
-from noloco_node.cli.option_groups.web import page_place
-from noloco_node.cli.options import BootstrapOptions, default_home
+import typer
+
+from noloco_node.cli.event_loop import run
+from noloco_node.cli.options import (
+    AnnounceOption,
+    HomeOption,
+    ListenOption,
+    MetricsOpenOption,
+    MetricsOption,
+    WebOpenOption,
+    WebOption,
+    WeightsOption,
+    default_home,
+    invite_text,
+    page_place,
+    taking,
+)
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import parse_peer_address
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
@@ -33,6 +49,7 @@ from noloco_node.storage.home import Home
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm import run_history, speed_test
+from noloco_node.swarm.admissions import HostedAdmissions
 from noloco_node.swarm.connection import connected
 from noloco_node.swarm.kept_invite import KeptInvite, from_where, met_before
 from noloco_node.swarm.membership import Membership
@@ -43,6 +60,46 @@ from noloco_node.terminal import say, sign, warn
 from noloco_node.web.served_views import views_served
 
 LINE_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class BootstrapOptions:
+    """What the owner of a bootstrap peer asks for."""
+
+    run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml")
+    listen: ListenOption = None
+    announce: AnnounceOption = None
+    home: HomeOption = None
+    invite: Annotated[
+        str | None,
+        typer.Option(
+            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place; or the home of a "
+            "node of it.",
+            callback=invite_text,
+            show_default=False,
+        ),
+    ] = None
+    weights: WeightsOption = None
+    relays: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=16,
+            help="Relays for peers behind routers, at the ports after the peer's own; 0 for none. What they carry uses "
+            "this machine's line, and libp2p's relays can be held to no rate.",
+        ),
+    ] = 4
+    metrics: MetricsOption = None
+    metrics_open: MetricsOpenOption = False
+    web: WebOption = None
+    web_open: WebOpenOption = False
+
+
+@taking(BootstrapOptions)
+def bootstrap(options: BootstrapOptions) -> None:
+    """Host a bootstrap peer: newcomers find the swarm and its run file here. Prints the invite to pass on."""
+    run(host(options))
 
 
 async def host(options: BootstrapOptions) -> None:

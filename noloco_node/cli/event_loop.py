@@ -1,18 +1,38 @@
-"""How a command runs its coroutine."""
+"""How a command runs its coroutine, and what Ctrl-C, SIGTERM, a closed terminal and a closed pipe do to it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from noloco_node.cli.interrupt import unwound
-from noloco_node.errors import leaves
+from noloco_node.errors import COMPLAINT, Exit, leaves
 from noloco_node.machine.signals import cancelled_by_signals
+from noloco_node.machine.stop_signals import answered
+from noloco_node.terminal import complain
 
 T = TypeVar("T")
+
+
+@contextmanager
+def unwound(lost: str = "") -> Iterator[None]:
+    """Let a signal unwind the body and put away what it holds, then say so and leave; `lost`: what came to nothing.
+
+    Before and after, it ends the process on the spot (`noloco_node.__main__`).
+    """
+    try:
+        with answered(_interrupt):
+            yield
+    except KeyboardInterrupt:  # typer would leave without a word
+        complain(f"{COMPLAINT}interrupted{lost and ', '}{lost}")
+        raise SystemExit(Exit.INTERRUPTED) from None
+
+
+def _interrupt(_: int) -> None:
+    raise KeyboardInterrupt
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -31,7 +51,12 @@ def run_until_interrupted(main: Coroutine[Any, Any, None]) -> None:
         except (OSError, BaseExceptionGroup) as error:
             if not all(isinstance(each, BrokenPipeError) for each in leaves(error)):
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+            drop_output()
+
+
+def drop_output() -> None:
+    """Let the interpreter flush what is left of the standard output without a word."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from gossip.exchange.messages import ReplicaState
-from noloco_node.cli.options import JoinOptions
+from noloco_node.cli.join_options import JoinOptions
 from noloco_node.data.background_open import BackgroundOpen
 from noloco_node.data.encoding import with_tokenizer_in
 from noloco_node.data.text_source import TextSource

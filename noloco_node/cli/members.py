@@ -1,12 +1,21 @@
-"""`noloco-node members`: the owner of a run lets peers in and shuts them out, offline, with its key and its list."""
+"""`noloco-node members`: the owner of a run lets peers in and shuts them out, with its key and its list.
+
+That needs no network. A revocation is handed to a bootstrap peer afterwards, which says whether it has taken it.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
 
 import msgspec
+import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from noloco_node.admission.admitted_network import AdmittedNetwork
 from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.owner_files import (
     IssuedEntry,
@@ -21,14 +30,75 @@ from noloco_node.admission.owner_files import (
 from noloco_node.admission.peer_keys import key_of, peer_of
 from noloco_node.admission.ticket import MEMBER, Right, grant
 from noloco_node.admission.ticket_service import OPEN_DAYS
-from noloco_node.cli.option_groups.members import MemberAction, MemberOptions
-from noloco_node.cli.options import invite_text
-from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.cli.event_loop import run
+from noloco_node.cli.options import default_home, invite_text, taking
+from noloco_node.errors import Exit, UserError, config_error, user_error_of
+from noloco_node.libp2p.endpoint.settings import NetworkSettings
+from noloco_node.network.interface import PeerNetwork
 from noloco_node.run.runfile import read_run_text
 from noloco_node.swarm import invite as invites
+from noloco_node.swarm.access import RunAccess
+from noloco_node.swarm.connection import connected
 from noloco_node.swarm.run_distribution import RunFileText
 
 DAY_S = 86400
+TRY = (
+    "`noloco-node members revoke` again with --invite and the line of a bootstrap peer that runs; or start one with the"
+    " run file beside which this list lies"
+)
+
+
+class MemberAction(StrEnum):
+    """What `members` does."""
+
+    LIST = "list"
+    INVITE = "invite"
+    REVOKE = "revoke"
+    BAN = "ban"
+
+
+@dataclass(frozen=True)
+class MemberOptions:
+    """What the owner of a run says to `members`."""
+
+    who: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PEER]", help="A peer id, or the first digits of a key as `list` prints it.", show_default=False
+        ),
+    ] = None
+    run: Annotated[Path, typer.Option("--run", help="The run file, beside which the owner's key lies.")] = Path(
+        "run.toml"
+    )
+    invite: Annotated[
+        str | None,
+        typer.Option(
+            help="The line that a bootstrap peer printed, or a file that holds it: `invite` adds a credential to it, "
+            "`revoke` and `ban` hand that peer the list.",
+            show_default=False,
+        ),
+    ] = None
+    days: Annotated[float, typer.Option(metavar="X", min=0.0, help="How long the invite lasts, or the ban.")] = 30.0
+    note: Annotated[str, typer.Option(help="Whom it is for; kept in your list alone.", show_default=False)] = ""
+    may_sign: Annotated[
+        bool, typer.Option("--may-sign", help="Let the peer host a bootstrap peer that signs tickets for others.")
+    ] = False
+
+
+@taking(MemberOptions)
+def members(
+    action: Annotated[MemberAction, typer.Argument(metavar="ACTION", help="list, invite, revoke or ban.")],
+    options: MemberOptions,
+) -> None:
+    """Let peers into your run and shut them out, with the owner's key beside the run file; it needs no network.
+
+    `invite` prints an invite for one identity: for PEER, or for whoever shows it
+    first. `revoke` ends a ticket or an invitation, `ban` shuts a peer out for
+    some days; both hand the list to a bootstrap peer, and say whether it has it.
+    """
+    typer.echo(administer(action, options))
+    if action in (MemberAction.REVOKE, MemberAction.BAN):
+        typer.echo(run(_revocation_report(options)))
 
 
 def administer(action: MemberAction, options: MemberOptions) -> str:
@@ -147,3 +217,58 @@ def _day(unix_s: int) -> str:
 
 def _usage(what: str, hint: str, why: str = "`noloco-node members` was not told enough") -> UserError:
     return UserError(what, why=why, hint=hint, code=Exit.USAGE)
+
+
+async def _revocation_report(options: MemberOptions) -> str:
+    """Say in one line whether a bootstrap peer of the run has the owner's list."""
+    recipe = RunFileText(read_run_text(options.run), str(options.run))
+    invite = _bootstrap_invite(options, recipe.digest)
+    if invite is None:
+        return _not_confirmed("no bootstrap peer was named, and none lives on this machine")
+    access = RunAccess(invite, Right.LOOK, None, time.time, owner=load_key(options.run))
+    access.pin(recipe.run)
+    settings = NetworkSettings(
+        run=recipe.digest, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=tuple(map(str, invite.addresses))
+    )
+    try:
+        async with connected(settings) as network:
+            return await confirmation(access, network, options)
+    except (UserError, ExceptionGroup) as error:
+        known = user_error_of(error)
+        if known is None:
+            raise
+        return _not_confirmed(f"{known.what} {known.why}")
+
+
+async def confirmation(access: RunAccess, network: PeerNetwork, options: MemberOptions) -> str:
+    """Hand the owner's list to the bootstrap peers of the invite, and say what they answer."""
+    members = load_members(options.run)
+    access.take_revocations(members.signed)
+    admitted = await access.enter(network)
+    assert isinstance(admitted, AdmittedNetwork)
+    reasons: list[str] = []
+    for peer in dict.fromkeys(access.invite.peers):
+        try:
+            number = await admitted.list_known_to(peer)
+        except (ConnectionError, PermissionError, TimeoutError) as error:
+            reasons.append(str(error).replace(peer, f"...{peer[-8:]}"))
+            continue
+        if number >= members.number:
+            return f"confirmed: a bootstrap peer has taken list number {number}; the swarm has it within half a minute"
+        reasons.append(f"...{peer[-8:]} has list number {number}" if number >= 0 else f"...{peer[-8:]} has no list")
+    return _not_confirmed("; ".join(reasons))
+
+
+def _bootstrap_invite(options: MemberOptions, digest: str) -> invites.Invite | None:
+    """Return the invite that was given, or the one of a bootstrap peer of this run that lives on this machine."""
+    if options.invite is not None:
+        return invites.parse(invites.found(invite_text(options.invite), default_home("bootstrap")))
+    try:
+        kept = invites.parse(invites.found(None, default_home("bootstrap")))
+    except UserError:
+        return None
+    return kept if kept.digest == digest else None
+
+
+def _not_confirmed(why: str) -> str:
+    return f"not confirmed: {why}\n  try: {TRY}"

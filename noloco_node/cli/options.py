@@ -1,25 +1,27 @@
-"""The arguments and options of the command line: those that several commands have in common, and those of commands that
-have many.
+"""What several commands share: arguments, options, and how they are read. Each option is declared once.
+
+An option of a single command stands with that command.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from noloco_node.cli.option_groups.directories import LocalOption, WeightsOption
-from noloco_node.cli.option_groups.web import WebOpenOption, WebOption
-from noloco_node.errors import config_error
-from noloco_node.limits.budget import OwnerLimits, read_owner_limits, read_size
-from noloco_node.run.config import MOST_SLOWDOWN
-from noloco_node.storage.checkpoint import KEPT
+from noloco_node.errors import Exit, UserError, config_error
+from noloco_node.observe.served_place import parse_place
+from noloco_node.storage.home import HomePaths
 from noloco_node.terminal import warn
+
+if TYPE_CHECKING:
+    from noloco_node.web.page_server import PagePlace
 
 INVITE_VARIABLE = "NOLOCO_INVITE"
 TYPED_SECRET = (
@@ -45,6 +47,21 @@ def invite_text(given: str | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         hint = "give a file that holds the line which `noloco-node bootstrap` printed, or the line itself"
         raise config_error(f"The invite cannot be read from {given}.", str(error), hint) from error
+
+
+def directory_there(given: Path | None) -> Path | None:
+    """Return a directory that a person named; `UserError` (CONFIG) where there is none."""
+    if given is not None and not given.expanduser().is_dir():
+        why = "it is a file" if given.expanduser().exists() else "nothing has this name"
+        hint = "an existing directory; it is read relative to the one in which the command was started"
+        raise config_error(f"There is no directory {str(given)!r}.", why, hint)
+    return given
+
+
+def _all_there(given: Sequence[str] | None) -> Sequence[str] | None:
+    for each in given or ():
+        directory_there(Path(each))
+    return given
 
 
 KeptInviteArgument = Annotated[
@@ -75,15 +92,6 @@ OwnerOption = Annotated[
     ),
 ]
 OWNER_RUN = Path("run.toml")
-HomesOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--from-home",
-        metavar="HOME",
-        help="Home of a node of the run: its checkpoint, and the snapshots it keeps. May be given more than once.",
-        show_default=False,
-    ),
-]
 ListenOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -100,6 +108,31 @@ AnnounceOption = Annotated[
         "--announce",
         metavar="MULTIADDR",
         help="Address at which others reach you, when it is not the one you listen on (behind NAT, in Docker).",
+        show_default=False,
+    ),
+]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+]
+LocalOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--local",
+        metavar="DIR",
+        help="A directory of this machine that the run file may name, with a tokenizer. May be given more than "
+        "once. The file comes from others: nothing else of this machine is read for it.",
+        callback=_all_there,
+        show_default=False,
+    ),
+]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="DIR",
+        help="The checkpoint that the run goes on from (init --from DIR): others fetch it from here. One peer that has "
+        "it is enough.",
+        callback=directory_there,
         show_default=False,
     ),
 ]
@@ -138,6 +171,19 @@ MetricsOption = Annotated[
 MetricsOpenOption = Annotated[
     bool, typer.Option("--metrics-open", help="Let --metrics name an address that others can reach.")
 ]
+WebOption = Annotated[
+    str | None,
+    typer.Option(
+        "--web",
+        metavar="[HOST:]PORT",
+        help="Show the swarm in a browser at this port, to this machine alone unless an address is given; 0 takes any "
+        "port. The address that is printed holds a random token.",
+        show_default=False,
+    ),
+]
+WebOpenOption = Annotated[
+    bool, typer.Option("--web-open", help="Leave the token of --web out: whoever reaches the address sees the page.")
+]
 
 
 def default_home(kind: str) -> Path:
@@ -145,202 +191,51 @@ def default_home(kind: str) -> Path:
     return Path.home() / ".noloco" / kind
 
 
-@dataclass(frozen=True)
-class BootstrapOptions:
-    """What the owner of a bootstrap peer asks for."""
+def page_place(web: str | None, *, is_open: bool, home: HomePaths | None = None) -> PagePlace | None:
+    """Return where a page is to be served, if at all; raise `UserError` where that is no place.
 
-    run: Annotated[Path, typer.Option("--run", help="The run file to serve.")] = Path("run.toml")
-    listen: ListenOption = None
-    announce: AnnounceOption = None
-    home: HomeOption = None
-    invite: Annotated[
-        str | None,
-        typer.Option(
-            help="Invite of a swarm that is already there, to take a lost bootstrap peer's place; or the home of a "
-            "node of it.",
-            callback=invite_text,
-            show_default=False,
-        ),
-    ] = None
-    weights: WeightsOption = None
-    relays: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            max=16,
-            help="Relays for peers behind routers, at the ports after the peer's own; 0 for none. What they carry uses "
-            "this machine's line, and libp2p's relays can be held to no rate.",
-        ),
-    ] = 4
-    metrics: MetricsOption = None
-    metrics_open: MetricsOpenOption = False
-    web: WebOption = None
-    web_open: WebOpenOption = False
+    `home`: keeps the token, so that the address stays the same after a restart.
+    """
+    if web is None:
+        if is_open:
+            raise UserError(
+                "There is no page to open.",
+                why="--web-open was given without --web",
+                hint="add --web and a port",
+                code=Exit.USAGE,
+            )
+        return None
+    place = parse_place(web, "--web")
+    from noloco_node.web.page_server import PagePlace, kept_token, new_token
+
+    if is_open:
+        return PagePlace(place, "")
+    return PagePlace(place, new_token() if home is None else kept_token(home.page_token))
 
 
-@dataclass(frozen=True)
-class JoinOptions:
-    """What one peer may choose for itself, whatever the run: what an owner says of this machine to `join`."""
+def taking(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a command take each field of a dataclass as an option of its own, in place of its parameter `options`.
 
-    stage: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=0, help="Stage to serve, and never to leave.", show_default="the one that limits the swarm"
-        ),
-    ] = None
-    stay: Annotated[
-        bool, typer.Option("--stay", help="Do not move to another stage later, even if it is needed there.")
-    ] = False
-    device: Annotated[
-        str, typer.Option(help="Where to compute: auto (a GPU if there is one), cpu, cuda or cuda:N.")
-    ] = "auto"
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Local text to train on instead of the run's source: a file, directory or glob; of rows a field of "
-            "theirs, rows.jsonl#FIELD.",
-            show_default=False,
-        ),
-    ] = None
-    local: LocalOption = None
-    weights: WeightsOption = None
-    home: HomeOption = None
-    listen: ListenOption = None
-    announce: AnnounceOption = None
-    relayed: Annotated[
-        bool,
-        typer.Option(
-            "--relayed",
-            help="Be reached through the swarm's relays. Without it others are asked whether they can dial you.",
-        ),
-    ] = False
-    threads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="CPU threads for torch.", show_default="all cores")
-    ] = None
-    max_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most memory that the run may take of the device, such as 8GB: a stage that needs more is not served.",
-            show_default="all that is free",
-        ),
-    ] = None
-    max_disk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most that is fetched to the disk for the run's model, such as 20GB.",
-            show_default="all that is free",
-        ),
-    ] = None
-    max_upload: UploadOption = None
-    max_download: DownloadOption = None
-    monthly_cap: CapOption = None
-    hours: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FROM-TO",
-            help="Take part only at these hours of the day here, such as 22-08; wait in between. From the second time "
-            "on an outage is waited out.",
-            show_default=False,
-        ),
-    ] = None
-    keep: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Checkpoints to keep: one is written every round, as far as a twentieth of the time goes.",
-        ),
-    ] = KEPT
-    keep_snapshots: Annotated[
-        int,
-        typer.Option(
-            metavar="ROUNDS",
-            min=0,
-            help="Keep snapshots of all other stages, each so many rounds after the last: a stage that dies comes back "
-            "from there. 0: none.",
-        ),
-    ] = 0
-    name: Annotated[
-        str | None,
-        typer.Option("--name", help="Name that others see beside this peer's id.", show_default=False),
-    ] = None
-    begin_anew: Annotated[
-        bool,
-        typer.Option(
-            "--begin-anew",
-            help="Begin at step 0 with the run's first weights, where the run had gone further and nobody is left who "
-            "has its weights.",
-        ),
-    ] = False
-    linger: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0.0, help="For how long to go on serving the weights after the run."),
-    ] = 600.0
-    refresh: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=0.1, help="How often to tell the others of oneself and to read the roster."
-        ),
-    ] = 10.0
-    slowdown: Annotated[
-        float,
-        typer.Option(
-            metavar="TIMES",
-            min=1.0,
-            max=MOST_SLOWDOWN,
-            help="Act as a device so many times slower than yours: for trials of uneven swarms.",
-        ),
-    ] = 1.0
-    metrics: MetricsOption = None
-    metrics_open: MetricsOpenOption = False
-    web: WebOption = None
-    web_open: WebOpenOption = False
+    Typer reads the options of a command from its signature.
+    """
 
-    @cached_property
-    def allowance(self) -> OwnerLimits:
-        """What the owner lets a node take of the line, and when; raises `UserError` where that cannot be read."""
-        return read_owner_limits(self.max_upload, self.max_download, self.monthly_cap, self.hours)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints, signature = get_type_hints(kind, include_extras=True), inspect.signature(command, eval_str=True)
 
-    @cached_property
-    def most_memory_bytes(self) -> int | None:
-        """What the run may take of the device's memory; None: all that is free."""
-        return None if self.max_memory is None else read_size(self.max_memory, "--max-memory")
+        def flat(**given: Any) -> None:
+            options = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            command(**given, options=options)
 
-    @cached_property
-    def most_disk_bytes(self) -> int | None:
-        """What the run's model may take of the disk when it is fetched; None: all that is free."""
-        return None if self.max_disk is None else read_size(self.max_disk, "--max-disk")
+        others = [parameter for parameter in signature.parameters.values() if parameter.name != "options"]
+        options = [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+            )
+            for field in fields(kind)
+        ]
+        flat.__name__, flat.__doc__ = command.__name__, command.__doc__
+        flat.__annotations__ = {parameter.name: parameter.annotation for parameter in (*others, *options)}
+        flat.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
+        return flat
 
-
-@dataclass(frozen=True)
-class SimulateOptions:
-    """What `simulate` is told of the swarm, and of what to do with it."""
-
-    peers: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, max=20_000, help="Peers in all: stages times replicas.", show_default="2 a stage"
-        ),
-    ] = None
-    stages: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=256, help="Stages of the model.", show_default="2")
-    ] = None
-    rounds: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Gossip rounds of each replica.", show_default="20")
-    ] = None
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Seed of all that is drawn.", show_default="0")
-    ] = None
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory for picture and report.", show_default="noloco-simulation"),
-    ] = None
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of text; no files without --out.")
-    ] = False
-    trace: Annotated[bool, typer.Option("--trace", help="Write every event to events.jsonl.")] = False
-    web: WebOption = None
-    web_open: WebOpenOption = False
+    return decorate

@@ -8,11 +8,12 @@ from pathlib import Path
 from noloco_node.errors import Exit, UserError, config_error
 from noloco_node.run.runfile import read_run_text
 from noloco_node.storage.home import HomePaths
+from noloco_node.swarm import invite as invites
 from noloco_node.swarm.run_distribution import RunFileText
 
 
 def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
-    """Raise `UserError` where there is nothing to export from, or something at `out` already."""
+    """Raise `UserError` where there is nothing to export from, or something at `out` already, or the invite is none."""
     check_target(out)
     if homes:
         recipe_of(homes)
@@ -23,6 +24,8 @@ def check_export(out: Path, invite: str | None, homes: Sequence[Path]) -> None:
             hint="noloco-node export INVITE --out DIR, or noloco-node export --from-home HOME --out DIR",
             code=Exit.USAGE,
         )
+    else:
+        invites.parse(invite)
 
 
 def check_target(directory: Path) -> None:

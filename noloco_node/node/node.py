@@ -66,6 +66,7 @@ class Node:
             refresh_s=options.refresh_s,
             unix_time=host.unix_time,
             name=options.name,
+            given=options.given,
         )
         bans = BanningNetwork(network)
         context = self._context = NodeContext(

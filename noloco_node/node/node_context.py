@@ -14,6 +14,7 @@ from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.state_sync.starting_loss import NONE_FAILED, FailedSnapshots
 from noloco_node.storage.checkpoint_writer import CheckpointWriter
 from noloco_node.swarm.membership import Membership
+from noloco_node.swarm.roster import Given
 from noloco_node.swarm.run_distribution import RunFileText
 
 
@@ -25,6 +26,7 @@ class NodeOptions:
     stage when it is needed there. `keep_snapshots`: rounds between two snapshots of another stage; 0 keeps none.
     `reached`: progress at which the run was last seen, 0 if nobody knows; `begin_anew`: from its first weights even so.
     `name`: that others show beside our id. `bootstrap_peers`: who may have the weights that the run starts from.
+    `given`: what this peer has given to the run in all its lives, as its journal has it.
     """
 
     stage: int | None = None
@@ -39,6 +41,7 @@ class NodeOptions:
     begin_anew: bool = False
     name: str = ""
     bootstrap_peers: tuple[str, ...] = ()
+    given: Callable[[], Given | None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

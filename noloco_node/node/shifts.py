@@ -55,6 +55,14 @@ class Shifts:
     ) -> None:
         self._limits, self._ledger, self._now, self._say = limits, ledger, now, say
         self._ended_for: OffReason | None = None
+        self._metered: RateLimitedNetwork | None = None
+        self._line_share: tuple[str, float] | None = None
+
+    def share_with_rounds(self, kind: str, share: float) -> None:
+        """In this shift and later ones give rounds, conversations about this kind of topic, that share of the line."""
+        self._line_share = kind, share
+        if self._metered is not None:
+            self._metered.share_with_rounds(kind, share)
 
     async def begin(self) -> None:
         """Wait until the node may work; say why it waits, and until when."""
@@ -97,7 +105,9 @@ class Shifts:
         if self._limits == OwnerLimits():
             yield network, asked
             return
-        metered = RateLimitedNetwork(network, self._limits) if self._limits.is_limited else None
+        metered = self._metered = RateLimitedNetwork(network, self._limits) if self._limits.is_limited else None
+        if metered is not None and self._line_share is not None:
+            metered.share_with_rounds(*self._line_share)
         async with asyncio.TaskGroup() as group:
             watching = [
                 group.create_task(self._close(asked, over), name="end of the shift"),

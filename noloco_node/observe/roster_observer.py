@@ -32,8 +32,7 @@ from noloco_node.observe.swarm_view import (
 )
 from noloco_node.run.config import RunConfig
 from noloco_node.run.peer_state import PeerState
-from noloco_node.swarm.peer_name import shown_name
-from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, Given, PeerRecord, Roster, SourceCredit
+from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, Given, PeerRecord, Roster, SourceCredit, shown_name
 from noloco_node.swarm.run_samples import believed_samples
 
 LEAST_SPAN_S, SPAN_S = 20.0, 60.0

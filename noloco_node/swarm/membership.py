@@ -53,7 +53,10 @@ READS_FOR_NEWCOMERS = 4
 
 
 class Membership:
-    """Keeps our record in the DHT and the roster up to date; `run` is to be awaited as long as we take part."""
+    """Keeps our record in the DHT and the roster up to date; `run` is to be awaited as long as we take part.
+
+    `given`: what we say that we have given to the run, asked for whenever our record is published.
+    """
 
     def __init__(
         self,
@@ -64,8 +67,10 @@ class Membership:
         refresh_s: float = 10.0,
         unix_time: Callable[[], float] = time.time,
         name: str = "",
+        given: Callable[[], Given | None] = lambda: None,
     ) -> None:
         self._network, self._run_id, self._unix_time, self._name = network, run_id, unix_time, name
+        self._given = given
         self._lifetime_s, self._refresh_s = max(LIFETIME_S, REFRESHES * refresh_s), refresh_s
         self._own: PeerRecord | None = None
         self._serial = 0
@@ -73,10 +78,7 @@ class Membership:
         """By how much our clock has been behind the others'."""
         self._records = StageRecords(network.peer_id, stages, self._lifetime_s, refresh_s)
         self._progress = RunProgress(network.peer_id)
-        self.given: Callable[[], Given | None] = lambda: None
-        """What we say that we have given, whenever our record is published."""
-        self.tally: Tally | None = None
-        """What we give receipts for: at the last stage, or to our partners in a run of one stage."""
+        self._tally: Tally | None = None
         self._roster = Roster(stages=((),) * stages)
         self._change = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -114,6 +116,15 @@ class Membership:
     def receipts(self) -> ReceiptLedger:
         """What others' receipts say."""
         return self._progress.receipts
+
+    @property
+    def tally(self) -> Tally | None:
+        """What we give receipts for: at the last stage, or to our partners in a run of one stage."""
+        return self._tally
+
+    def give_receipts(self, tally: Tally | None) -> None:
+        """Publish receipts for what this tally counts, from the next record on; None: publish none."""
+        self._tally = tally
 
     def note_samples(self, samples: int) -> None:
         """Note how many samples we have done at stage 0, whatever our record says by now."""
@@ -227,7 +238,7 @@ class Membership:
         # Grows over a restart too, and should our clock be set back.
         unix_s = max(0.0, self._unix_time())
         self._serial = max(self._serial + 1, int(1000 * unix_s))
-        named = msgspec.structs.replace(record, name=self._name, given=self.given())
+        named = msgspec.structs.replace(record, name=self._name, given=self._given())
         raw = msgspec.msgpack.encode(Published(self._serial, named, unix_s, self._lifetime_s))
         # Never shorter than before: of two records the DHT keeps the one that expires later.
         self._behind_s = max(self._behind_s, -(self.skew_s or 0.0))

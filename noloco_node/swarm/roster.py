@@ -5,11 +5,13 @@ of all stages into a `Roster`. Peers disagree for a while about who is there; ev
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
 
+from noloco_node.errors import Exit, UserError
 from noloco_node.run.peer_state import PeerState
 from noloco_node.units import Amount, Count, Fraction, Seconds, UnixSeconds
 
@@ -17,6 +19,8 @@ T = TypeVar("T")
 
 HOP_LETTERS, MOST_HOPS = 8, 2
 """Of a peer's id in a record, and next hops in one."""
+MOST_LETTERS = 24
+"""Of the name that an owner gives a peer: shown beside the short id, never in its place, and no proof."""
 
 
 def speed(device_s: float) -> float:
@@ -160,3 +164,22 @@ class Derived(Generic[T]):
         if roster is not self._of:
             self._of, self._value = roster, self._make(roster)
         return self._value
+
+
+def checked_name(text: str | None) -> str:
+    """Return the name that a person asks for, "" for none; raise `UserError` where others would not show it so."""
+    name = "" if text is None else unicodedata.normalize("NFC", text)
+    if shown_name(name) != name:
+        raise UserError(
+            f"{text!r} is no name for a peer.",
+            why=f"a name has at most {MOST_LETTERS} letters, digits, signs or single spaces, and none beside them",
+            hint="give --name something shorter and plainer",
+            code=Exit.USAGE,
+        )
+    return name
+
+
+def shown_name(name: str) -> str:
+    """Return a stranger's name as it may be shown: bounded, printable, without signs that stack or turn around."""
+    letters = [each for each in name[: 4 * MOST_LETTERS] if each.isprintable() and unicodedata.category(each)[0] != "M"]
+    return " ".join("".join(letters).split())[:MOST_LETTERS].strip()

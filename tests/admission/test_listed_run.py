@@ -11,8 +11,7 @@ from process_swarm import LOCAL, host, run_file
 from processes import Command, Commands
 
 from noloco_node.admission.owner_files import make_key, public_half, save_key
-from noloco_node.cli.members import administer
-from noloco_node.cli.option_groups.members import MemberAction, MemberOptions
+from noloco_node.cli.members import MemberAction, MemberOptions, administer
 from noloco_node.errors import Exit
 
 pytestmark = pytest.mark.network

@@ -18,14 +18,13 @@ from noloco_node.admission.owner_files import key_file, load_key, load_members, 
 from noloco_node.admission.peer_keys import peer_of
 from noloco_node.admission.ticket import MEMBER, Right, encode
 from noloco_node.admission.ticket_service import OPEN_DAYS
-from noloco_node.cli.admissions import HostedAdmissions
 from noloco_node.cli.main import app
-from noloco_node.cli.option_groups.members import MemberOptions
-from noloco_node.cli.revocation_report import confirmation
+from noloco_node.cli.members import MemberOptions, confirmation
 from noloco_node.errors import Exit, UserError
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.access import RunAccess
+from noloco_node.swarm.admissions import HostedAdmissions
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText
 
 PLACE = "/ip4/192.0.2.1/tcp/4001/p2p/12D3KooWALMXjWCsCWroGW8A7t1aSjkS2AUzg1EYu8M4CtecrnPu"

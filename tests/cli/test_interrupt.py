@@ -15,8 +15,7 @@ import pytest
 from limits import LAST_RESORT_S
 
 from benchmarks.structure.source import read_tree
-from noloco_node.cli.event_loop import run, run_until_interrupted
-from noloco_node.cli.interrupt import unwound
+from noloco_node.cli.event_loop import run, run_until_interrupted, unwound
 from noloco_node.errors import Exit
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal

@@ -31,10 +31,10 @@ from typer.testing import CliRunner
 from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Busy, Parts, ReplicaState
 from gossip.transfer.donor import Donor, DonorLimits
-from noloco_node.cli.continue_run import continuing_text
 from noloco_node.cli.main import app
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch, replica_files
+from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.exporter import SwarmExport, export, merge_files, of_homes, parts_of
 from noloco_node.export.parts import is_kept
 from noloco_node.export.provenance import read_provenance

@@ -10,9 +10,9 @@ import pytest
 from checkpoints import LLAMA, write_model, write_tokenizer
 from toy_gossip import at_once
 
-from noloco_node.cli.continue_run import continuing_text
 from noloco_node.data.encoding import open_encoder, open_tokenizer
 from noloco_node.errors import Exit, UserError
+from noloco_node.export.continue_run import continuing_text
 from noloco_node.export.run_tokenizer import fetched_tokenizer, reading_with_tokenizer
 from noloco_node.planning.plan import plan
 from noloco_node.run.config import DataConfig

@@ -667,6 +667,22 @@ def test_a_node_goes_with_the_hours_and_comes_back(tmp_path: Path) -> None:
     assert any("waiting until 2026-03-28 22:00" in line for line in said)
 
 
+def test_rounds_have_their_share_of_the_line_in_every_shift(tmp_path: Path) -> None:
+    async def main() -> None:
+        wall = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC))
+        ledger = TrafficLedger(tmp_path / "traffic.json", wall, lambda _: None)
+        shifts = Shifts(OwnerLimits(upload_bytes_per_s=1e6), ledger, wall, lambda _: None)
+        plain = SimNetwork().network("us")
+        for number in range(2):
+            async with shifts.shift(plain, asyncio.Event()) as (network, _):
+                assert isinstance(network, RateLimitedNetwork)
+                assert network.up.round_share == (0.5, 0.3)[number]
+                shifts.share_with_rounds("gossip", 0.3)  # the run file is known only once the network is open
+                assert network.up.round_share == network.down.round_share == 0.3
+
+    run(main())
+
+
 def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_path: Path) -> None:
     async def main() -> list[str]:
         wall, said = Wall(datetime(2026, 11, 29, 12, 0, tzinfo=UTC)), list[str]()
@@ -680,7 +696,6 @@ def test_a_spent_cap_ends_the_shift_and_the_next_month_begins_another(tmp_path: 
         await shifts.begin()
         assert now() == 0.0
         async with shifts.shift(plain, asyncio.Event()) as (network, leave):
-            assert isinstance(network, RateLimitedNetwork)
             while not leave.is_set():
                 await network.publish("key", "us", b"", 10.0)
                 async with network.talk("them", "heavy", HEAVY) as conversation:

@@ -69,7 +69,7 @@ class Life:
         self._name, self._begun_with, self._counters = name, progress, counters
         self.done = 0
         """Samples of this life."""
-        self._presence.tally = self.tally
+        self._presence.give_receipts(self.tally)
         self.stamp = progress
         self.recorded: list[events.Event] = []
         self._duty = StageWork(

@@ -138,7 +138,11 @@ def become(request: Request) -> NoReturn:
 if __name__ == "__main__":
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory = tempfile.mkdtemp(prefix="node-forks-")
     gc.disable()
-    for module in ("transformers.models.llama.modeling_llama", "noloco_node.cli.join", "noloco_node.export.exporter"):
+    for module in (
+        "transformers.models.llama.modeling_llama",
+        "noloco_node.cli.participant",
+        "noloco_node.export.exporter",
+    ):
         importlib.import_module(module)
     gc.freeze()
     gc.enable()

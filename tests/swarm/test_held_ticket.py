@@ -21,16 +21,15 @@ from noloco_node.admission.proof_of_work import is_work, work
 from noloco_node.admission.revocation import encode_list, signed_list
 from noloco_node.admission.ticket import MEMBER, Right, grant
 from noloco_node.admission.ticket_service import TicketService, TicketSigner
-from noloco_node.cli import admissions
-from noloco_node.cli.admissions import HostedAdmissions
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.conversation_pool import ConversationPool
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.storage import atomic_file
-from noloco_node.swarm import access, invite
+from noloco_node.swarm import access, admissions, invite
 from noloco_node.swarm.access import RunAccess
+from noloco_node.swarm.admissions import HostedAdmissions
 from noloco_node.swarm.run_distribution import SCHEMA, TOPIC, RunFileText, RunRequest
 from noloco_node.tasks import background
 

@@ -17,8 +17,7 @@ from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.swarm.membership import Membership
-from noloco_node.swarm.peer_name import MOST_LETTERS, checked_name, shown_name
-from noloco_node.swarm.roster import PeerRecord, Roster
+from noloco_node.swarm.roster import MOST_LETTERS, Given, PeerRecord, Roster, checked_name, shown_name
 from noloco_node.tasks import loop_s
 
 
@@ -52,11 +51,15 @@ def test_a_name_stands_beside_the_id_and_never_in_its_place() -> None:
     assert "Names:\n abcdefgh [red]ijklmnop[2J" in picture(run_file, roster)
 
 
-def test_a_name_is_published_with_every_record() -> None:
-    async def main() -> str:
-        hub = SimNetwork()
-        one, other = (Membership(hub.network(name), "run", 1, unix_time=loop_s, name=name) for name in ("one", "other"))
+def test_a_name_and_what_was_given_are_published_with_every_record() -> None:
+    async def main() -> PeerRecord:
+        hub, given = SimNetwork(), Given(1000, 200, 110, 10)
+        one, other = (
+            Membership(hub.network(name), "run", 1, unix_time=loop_s, name=name, given=lambda: given)
+            for name in ("one", "other")
+        )
         await one.claim(PeerRecord(peer="one", stage=0, state=PeerState.TRAINING))
-        return (await other.peek()).stages[0][0].name
+        return (await other.peek()).stages[0][0]
 
-    assert run(main()) == "one"
+    published = run(main())
+    assert (published.name, published.given) == ("one", Given(1000, 200, 110, 10))

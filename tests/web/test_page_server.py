@@ -19,7 +19,7 @@ from page_frames import view_of
 from typer.testing import CliRunner
 
 from noloco_node.cli.main import app
-from noloco_node.cli.option_groups.web import page_place
+from noloco_node.cli.options import page_place
 from noloco_node.errors import Exit, UserError
 from noloco_node.observe.playback import Playback
 from noloco_node.observe.served_place import ServedPlace

@@ -13,7 +13,7 @@ import pytest
 from page_frames import BEGUN
 
 from noloco_node import tasks
-from noloco_node.cli.observation import Shown, replay
+from noloco_node.cli.status import Shown, replay
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.observe.metrics import NodeMetrics

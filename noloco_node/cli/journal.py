@@ -1,4 +1,4 @@
-"""The commands on what nodes have written down: `me` and `journal export`."""
+"""`noloco-node me` and `journal export`: what nodes have written down."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.interrupt import unwound
+from noloco_node.cli.event_loop import unwound
 from noloco_node.cli.options import HomeOption, default_home
 
 journal = typer.Typer(no_args_is_help=True, help="What nodes have written down: journals.")

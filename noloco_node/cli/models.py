@@ -1,4 +1,4 @@
-"""The commands `evaluate` and `generate`: what an exported model is worth, and what it says."""
+"""`noloco-node export`, `evaluate` and `generate`: take the model home, measure it, let it write."""
 
 from __future__ import annotations
 
@@ -7,7 +7,49 @@ from typing import Annotated
 
 import typer
 
-from noloco_node.cli.options import HomesOption
+from noloco_node.cli.event_loop import run
+from noloco_node.cli.options import OWNER_RUN, HomeOption, LocalOption, OwnerOption, default_home, invite_text
+from noloco_node.export.provenance import known_run
+from noloco_node.export.sources import check_export
+from noloco_node.inference.models import check_models
+from noloco_node.swarm.connection import Visitor
+from noloco_node.swarm.invite import found
+
+HomesOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--from-home",
+        metavar="HOME",
+        help="Home of a node of the run: its checkpoint, and the snapshots it keeps. May be given more than once.",
+        show_default=False,
+    ),
+]
+
+
+def export(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the checkpoint.")],
+    invite: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="INVITE",
+            help="Invite of a living swarm, or a home that keeps one.",
+            callback=invite_text,
+            show_default=False,
+        ),
+    ] = None,
+    from_home: HomesOption = None,
+    local: LocalOption = None,
+    home: HomeOption = None,
+    owner_run: OwnerOption = OWNER_RUN,
+) -> None:
+    """Gather every stage, average its replicas, write one Hugging Face checkpoint; after an interruption, go on."""
+    place = home or default_home("node")
+    given = None if invite is None else found(invite, place)
+    check_export(out, given, from_home or ())
+    from noloco_node.export.exporter import export as export_model
+
+    visitor = Visitor(tuple(local or ()), place, owner_run)
+    typer.echo(run(export_model(out, given, from_home or (), visitor)))
 
 
 def evaluate(
@@ -30,8 +72,6 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a sentence.")] = False,
 ) -> None:
     """Print validation loss and perplexity of exported checkpoints, or of homes: merged, and each replica."""
-    from noloco_node.inference.models import check_models
-
     check_models(directories or (), from_home or ())  # before torch is loaded
     from noloco_node.inference.evaluation import evaluate as evaluate_models
 
@@ -52,8 +92,6 @@ def generate(
     seed: Annotated[int, typer.Option(help="Equal seeds give equal texts.")] = 0,
 ) -> None:
     """Let an exported checkpoint go on from a prompt, token by token."""
-    from noloco_node.export.provenance import known_run
-
     known_run(directory)  # before torch is loaded
     from noloco_node.inference.generation import Sampling
     from noloco_node.inference.generation import generate as pieces

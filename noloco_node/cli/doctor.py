@@ -1,0 +1,52 @@
+"""`noloco-node doctor`: what would keep this machine from joining."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from noloco_node.cli.event_loop import run
+from noloco_node.cli.options import (
+    AnnounceOption,
+    DeviceOption,
+    HomeOption,
+    ListenOption,
+    LocalOption,
+    default_home,
+    invite_text,
+)
+from noloco_node.doctor.command import DoctorRequest, report
+
+
+def doctor(
+    invite: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[INVITE]",
+            help="Of the swarm to join; without one only this machine.",
+            callback=invite_text,
+            show_default=False,
+        ),
+    ] = None,
+    home: HomeOption = None,
+    device: DeviceOption = "auto",
+    listen: ListenOption = None,
+    announce: AnnounceOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+    local: LocalOption = None,
+) -> None:
+    """Say before joining what would be in the way, and what to do: clock, addresses, reach, line, memory, disk.
+
+    Exit code 11 when something will prevent joining.
+    """
+    wish = DoctorRequest(
+        home=home or default_home("node"),
+        device=device,
+        listen=tuple(listen or ()),
+        announce=tuple(announce or ()),
+        local=tuple(local or ()),
+    )
+    text, code = run(report(invite, wish, as_json=as_json))
+    typer.echo(text)
+    raise typer.Exit(code)

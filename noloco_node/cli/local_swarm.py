@@ -1,0 +1,103 @@
+"""`noloco-node demo` and `simulate`: a whole swarm on this machine, of real processes or in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from noloco_node.cli.event_loop import run, unwound
+from noloco_node.cli.options import WebOpenOption, WebOption, page_place, taking
+
+
+def demo(
+    stages: Annotated[int, typer.Option(metavar="N", min=1, help="Stages of the model.")] = 2,
+    replicas: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Replicas of each stage; by default 3, or 2 where memory is short."),
+    ] = None,
+    minutes: Annotated[float, typer.Option(metavar="X", min=0.2, help="About how long to train.")] = 2.0,
+    home: Annotated[Path, typer.Option(help="Directory for journals, logs, picture and checkpoint.")] = Path(
+        "noloco-demo"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    heterogeneous: Annotated[
+        bool,
+        typer.Option("--heterogeneous", help="Slow one replica down to a quarter: rounds follow each one's speed."),
+    ] = False,
+    kill: Annotated[
+        bool, typer.Option("--kill/--no-kill", help="Kill one peer on the way, and start it again.")
+    ] = True,
+    web: WebOption = None,
+) -> None:
+    """Train a small model with a whole swarm on this machine, and take the model home."""
+    import psutil
+
+    from noloco_node.demo.options import SLOWDOWN, DemoConfig, fitting_replicas
+    from noloco_node.demo.run import demonstrate
+
+    config = DemoConfig(
+        stages=stages,
+        replicas=replicas or fitting_replicas(stages, psutil.virtual_memory().available),
+        minutes=minutes,
+        home=home,
+        seed=seed,
+        slowdown=SLOWDOWN if heterogeneous else 1.0,
+        outage=kill,
+    )
+    run(demonstrate(config, page_place(web, is_open=False)))
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What `simulate` is told of the swarm, and of what to do with it."""
+
+    peers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, max=20_000, help="Peers in all: stages times replicas.", show_default="2 a stage"
+        ),
+    ] = None
+    stages: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=256, help="Stages of the model.", show_default="2")
+    ] = None
+    rounds: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Gossip rounds of each replica.", show_default="20")
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Seed of all that is drawn.", show_default="0")
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory for picture and report.", show_default="noloco-simulation"),
+    ] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text; no files without --out.")
+    ] = False
+    trace: Annotated[bool, typer.Option("--trace", help="Write every event to events.jsonl.")] = False
+    web: WebOption = None
+    web_open: WebOpenOption = False
+
+
+@taking(SimulateOptions)
+def simulate(
+    options: SimulateOptions,
+    scenario: Annotated[
+        Path | None, typer.Argument(metavar="SCENARIO.toml", help="A scenario; without one the flags make it.")
+    ] = None,
+) -> None:
+    """Run a whole swarm in virtual time, faults included, and say how fast it would be and what holds it up."""
+    if scenario is not None:
+        from noloco_node.sim.scenario.scenario import load_scenario
+
+        load_scenario(scenario)  # before torch is loaded
+    from noloco_node.sim.report.command import SimulationFlags, SimulationRequest, simulate_scenario
+
+    flags = SimulationFlags(options.peers, options.stages, options.rounds, options.seed)
+    page = page_place(options.web, is_open=options.web_open)
+    wanted = SimulationRequest(options.out, options.as_json, options.trace, page)
+    with unwound("nothing was written"):
+        code = simulate_scenario(scenario, flags, wanted, typer.echo)
+    raise typer.Exit(code)

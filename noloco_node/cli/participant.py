@@ -1,0 +1,232 @@
+"""What `noloco-node join` does once its options are checked: it lives on this machine as a node, shift by shift."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack, closing
+from datetime import datetime
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from msgspec import structs
+
+from noloco_node.admission.ticket import MEMBER
+from noloco_node.cli.host_machine import FirstCheckpoint, HostMachine, first_checkpoint
+from noloco_node.cli.join_options import JoinOptions
+from noloco_node.cli.options import default_home, page_place
+from noloco_node.doctor.machine_checks import require_disk
+from noloco_node.journal import events
+from noloco_node.journal.reader import read
+from noloco_node.journal.writer import Journal
+from noloco_node.libp2p.endpoint.known_peers import KnownPeers
+from noloco_node.libp2p.endpoint.settings import EVERYWHERE, Capacity, NetworkSettings, Reachability
+from noloco_node.limits.traffic_ledger import TrafficLedger
+from noloco_node.machine.device import choose_device
+from noloco_node.machine.energy import EnergyMeter, energy_meter
+from noloco_node.machine.interface import Reporter
+from noloco_node.machine.memory import machine_free_bytes, share_arenas
+from noloco_node.machine.signals import Departure, departure
+from noloco_node.network.interface import PeerNetwork
+from noloco_node.node.node import Node
+from noloco_node.node.node_context import NodeOptions
+from noloco_node.node.shift_loop import shift_by_shift
+from noloco_node.node.shifts import Shifts
+from noloco_node.observe.contribution import ledger_of
+from noloco_node.observe.metrics_server import metrics_place
+from noloco_node.observe.peer_history import PeerHistory
+from noloco_node.observe.swarm_view import short
+from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S, slowest_bytes_per_s
+from noloco_node.planning.model_layout import ModelLayout, check_download, model_layout
+from noloco_node.run.permissions import check_text, summary
+from noloco_node.run.protocols import GOSSIP
+from noloco_node.storage import run_directory
+from noloco_node.storage.home import Home, RunPaths
+from noloco_node.swarm import invite as invites
+from noloco_node.swarm import run_history
+from noloco_node.swarm.access import RunAccess
+from noloco_node.swarm.connection import connected
+from noloco_node.swarm.kept_invite import KeptInvite, met_before, not_ours
+from noloco_node.swarm.roster import checked_name
+from noloco_node.swarm.run_distribution import RunFileText, fetch
+from noloco_node.tasks import background, supervised
+from noloco_node.terminal import Bar, say, sign, warn
+from noloco_node.units import format_bytes
+from noloco_node.web.served_views import ServedViews, views_served
+
+
+async def take_part(invite: invites.Invite, options: JoinOptions) -> None:
+    """Join the swarm of an invite, and stay until the run ends or we are asked to leave."""
+    share_arenas()
+    torch_device = choose_device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    directory = options.home or default_home("node")
+    with Home.open(directory) as home, Journal(home.journal) as journal, closing(Bar()) as bar:
+        paths = run_directory.enter(home, invite.digest)
+        _say_other_runs(paths)
+        access = RunAccess(invite, MEMBER, home.path)
+        settings, known_peers = _network_settings(access, options, home), KnownPeers()
+        met = met_before(invite, home)
+        known_peers.note(met)
+        ledger = TrafficLedger(home.traffic, datetime.now, say)
+        shifts = Shifts(options.allowance, ledger, datetime.now, say)
+        metrics_at = metrics_place(options.metrics, is_open=options.metrics_open)
+        page_at = page_place(options.web, is_open=options.web_open, home=home)
+        given = await asyncio.to_thread(ledger_of, read(home.journal))
+        own = PeerHistory(checked_name(options.name), 0, ledger=given)
+        async with (
+            departure(say) as leaving,
+            views_served(metrics_at, page_at, invite.digest, own) as views,
+        ):
+            recorder = Recorder(journal, views, torch_device, energy_meter(torch_device))
+            recorder.record_energy()  # by it readers of the journal know that this total begins anew
+            record = recorder.record
+            reporter = Reporter(record=record, say=say, draw=bar.draw, warn=warn)
+            participant = _Participant(access, options, home, paths, torch_device, reporter, leaving, views, shifts)
+            participant.met = [each.peer for each in met]
+            await shift_by_shift(shifts, leaving, lambda: connected(settings, known_peers), participant.take_part, say)
+
+
+class Recorder(NamedTuple):
+    """Writes events to the journal, with what only this process knows, and shows them."""
+
+    journal: Journal
+    views: ServedViews
+    torch_device: torch.device
+    meter: EnergyMeter | None
+
+    def record(self, event: events.Event) -> None:
+        """Take an event."""
+        if isinstance(event, events.Started):
+            event = structs.replace(event, device=str(self.torch_device), pid=os.getpid())
+        self.journal.write(event)
+        self.views.take(event)
+        if isinstance(event, events.Traffic):
+            self.record_energy()
+
+    def record_energy(self) -> None:
+        """Record what the device has taken since this process began, where it tells."""
+        if self.meter is not None:
+            self.record(events.Energy(joules=self.meter.joules()))
+
+
+class _Participant:
+    """This peer in all of its shifts: a node for each."""
+
+    def __init__(
+        self,
+        access: RunAccess,
+        options: JoinOptions,
+        home: Home,
+        paths: RunPaths,
+        torch_device: torch.device,
+        reporter: Reporter,
+        leaving: Departure,
+        views: ServedViews,
+        shifts: Shifts,
+    ) -> None:
+        self._access, self._options, self._torch_device = access, options, torch_device
+        self._home, self._paths = home, paths
+        self._reporter, self._leaving, self._views, self._shifts = reporter, leaving, views, shifts
+        self._run: tuple[RunFileText, ModelLayout, FirstCheckpoint] | None = None
+        self.met: list[str] = []
+        """Peers of an earlier life, to be asked for the run file too."""
+
+    async def take_part(self, network: PeerNetwork, leave: asyncio.Event) -> None:
+        """Live as a node until the shift is over, or the run."""
+        sign(short(network.peer_id))
+        say(f"we are {network.peer_id}")
+        network = await self._access.enter(network)
+        # In the first shift alone: in a later one nobody of the invite may be there to ask.
+        self._run = self._run or await self._fetch_run(network)
+        recipe, layout, checkpoint = self._run
+        self._shifts.share_with_rounds(GOSSIP, recipe.run.outer.line_share)
+        history = run_history.RunHistory(self._paths.run_history, recipe.digest, say)
+        host = HostMachine(self._options, self._paths, self._torch_device, recipe, layout, checkpoint, network.peer_id)
+        with closing(host):
+            reached = await self._reached(network, history)
+            options = self._node_options(reached, self._asked(network))
+            node = Node(recipe, layout, network, host, options, self._reporter)
+            self._leaving.polite = True
+            kept = KeptInvite(self._home.invite, self._access.invite, await network.addresses(), say)
+            say(f"an invite of our own, kept in {self._home.invite}: {invites.without_secret(kept.keep())}")
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(background(self._access.renew(say)))
+                noting = supervised("noting how far the run is", partial(history.follow, node.membership), warn)
+                keeping = supervised("keeping the invite", partial(kept.follow, node.membership), warn)
+                await stack.enter_async_context(background(noting))
+                await stack.enter_async_context(background(keeping))
+                following = self._views.follow(node.membership, network, recipe)
+                await stack.enter_async_context(background(following))
+                await node.live(leave)
+
+    async def _reached(self, network: PeerNetwork, history: run_history.RunHistory) -> float:
+        """Return how far the run had come, as far as we or the peers of the invite know; from now on, tell others."""
+        await network.serve(run_history.TOPIC, run_history.SCHEMA, history.serve)
+        return max(history.progress, await run_history.reached(network, self._asked(network)))
+
+    def _node_options(self, reached: float, bootstrap_peers: list[str]) -> NodeOptions:
+        options = self._options
+        return NodeOptions(
+            stage=options.stage,
+            moves=options.stage is None and not options.stay,
+            linger_s=options.linger,
+            refresh_s=options.refresh,
+            keep_snapshots=options.keep_snapshots,
+            slowest_bytes_per_s=slowest_bytes_per_s(options.allowance, SLOWEST_BYTES_PER_S),
+            bootstrap_peers=tuple(bootstrap_peers),
+            reached=reached,
+            begin_anew=options.begin_anew,
+            name=checked_name(options.name),
+            given=partial(self._views.own.ledger.given, self._access.invite.digest),
+        )
+
+    def _asked(self, network: PeerNetwork) -> list[str]:
+        """Return the peers of the invite, without ourselves: it may be our own."""
+        return list(dict.fromkeys(each.peer for each in self._access.invite.addresses if each.peer != network.peer_id))
+
+    async def _fetch_run(self, network: PeerNetwork) -> tuple[RunFileText, ModelLayout, FirstCheckpoint]:
+        options = self._options
+        asked = dict.fromkeys((*self._asked(network), *self.met))
+        recipe = await fetch(network, list(asked), self._access.invite.digest, options.local or ())
+        self._access.pin(recipe.run)
+        for line in summary(recipe.run, options.data):
+            say(line)
+        if options.stage in (None, 0):
+            check_text(recipe.run, options.data)
+        await asyncio.to_thread(check_download, recipe.run.model, options.most_disk_bytes)
+        for place in (self._paths, self._home):
+            place.keep_run_file(recipe.text)
+        layout = await asyncio.to_thread(model_layout, recipe.run)
+        sizes = {stage: 4 * sum(map(prod, shapes.values())) for stage, shapes in enumerate(layout.shapes)}
+        wished = {stage: size for stage, size in sizes.items() if stage == self._options.stage}
+        if (full := require_disk(self._paths, wished or sizes, self._options.keep)) is not None:
+            warn(full)
+        return recipe, layout, await asyncio.to_thread(first_checkpoint, options, self._paths, recipe.run, layout)
+
+
+def _say_other_runs(paths: RunPaths) -> None:
+    """Say what a home keeps of other runs, if anything: no node removes that."""
+    others = run_directory.beside(paths)
+    if others.number:
+        size, place = format_bytes(others.size_bytes), paths.path.parent
+        say(f"this home keeps {size} of other runs ({others.number}) below {place}; you may remove a directory there")
+
+
+def _network_settings(access: RunAccess, options: JoinOptions, home: Home) -> NetworkSettings:
+    addresses = access.invite.addresses
+    others = not_ours(addresses, home)
+    return NetworkSettings(
+        run=access.invite.digest,
+        identity=home.identity,
+        listen=tuple(options.listen or EVERYWHERE),
+        announce=tuple(options.announce or ()),
+        reach=Reachability.RELAYED if options.relayed else Reachability.AUTO,
+        bootstrap=tuple(map(str, others or addresses)),  # a peer does not begin a swarm by its own invite
+        accepts=access.accepts,
+        lends_line=not options.allowance.is_limited,
+        capacity=Capacity.within(machine_free_bytes()),
+    )

@@ -1,0 +1,238 @@
+"""`noloco-node init` and `check`: write the run file of a run, and say what one means, also on named machines."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from noloco_node.admission.owner_files import key_file, make_key, public_half, save_key
+from noloco_node.cli.event_loop import unwound
+from noloco_node.cli.options import CapOption, DownloadOption, UploadOption, directory_there, taking
+from noloco_node.errors import config_error
+from noloco_node.limits.budget import read_owner_limits, read_rate, read_size
+from noloco_node.run.config import AdmissionRule
+from noloco_node.run.presets import machines_of, run_text, with_owner, with_values, write_text
+from noloco_node.run.runfile import decode_run, load_run
+
+if TYPE_CHECKING:
+    from noloco_node.planning.throughput import Machines
+
+USUAL: dict[str, Any] = {
+    "peers": 16,
+    "gpu": "24GiB",
+    "ram": "32GiB",
+    "line": "100mbit",
+    "tflops": 60.0,
+    "latency_ms": 60.0,
+}
+"""What is left out of machines that are named, in the order in which they are told."""
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """Equal machines. Where none of these is given, nothing is planned; else those left out are as USUAL."""
+
+    gpu: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of a machine's GPU.", show_default=USUAL["gpu"])
+    ] = None
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Main memory of a machine that is free.", show_default=USUAL["ram"]),
+    ] = None
+    line: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE", help="A machine's line: 100mbit, or down and up 100mbit/20mbit.", show_default=USUAL["line"]
+        ),
+    ] = None
+    peers: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, max=20_000, help="Machines in all.", show_default=str(USUAL["peers"])),
+    ] = None
+    tflops: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            min=0.001,
+            max=1e6,
+            help="10^12 operations a second of a GPU, as reached in training.",
+            show_default=f"{USUAL['tflops']:g}",
+        ),
+    ] = None
+    latency_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            min=0.0,
+            max=6e4,
+            help="Of a message between two machines.",
+            show_default=f"{USUAL['latency_ms']:g}",
+        ),
+    ] = None
+
+    @property
+    def are_given(self) -> bool:
+        """Whether machines were named."""
+        return self != MachineOptions()
+
+    def completed_from(self, path: Path) -> MachineOptions:
+        """Return these, with what was left out as the comment of the run file at `path` names it, if it names any.
+
+        Raises `UserError` (Exit.CONFIG) where that cannot be read.
+        """
+        named = machines_of(path.read_text(encoding="utf-8"))
+        if named is None:
+            return self
+        try:
+            words = shlex.split(named)
+            pairs = zip(words[::2], words[1::2], strict=True)
+            found = {word.removeprefix("--").replace("-", "_"): value for word, value in pairs}
+            read = {name: type(USUAL.get(name, ""))(value) for name, value in found.items()}
+            return MachineOptions(**read | self._given())
+        except (ValueError, TypeError) as error:
+            raise config_error(
+                f"The comment of {path} names machines that cannot be read.",
+                f"{error}: {named}",
+                f"write  noloco-node check FILE {MachineOptions().in_words()}  or take that line out",
+            ) from error
+
+    def in_words(self) -> str:
+        """Return them as they are typed, those that were left out too."""
+        told = ((name, f"{each:g}" if isinstance(each, float) else each) for name, each in self._all().items())
+        return " ".join(f"--{name.replace('_', '-')} {each}" for name, each in told)
+
+    def machines(self) -> Machines:
+        """Return the machines; raise `UserError` (Exit.USAGE) where they cannot be read."""
+        figures = self.figures()  # a refusal comes before torch is loaded
+        from noloco_node.planning.throughput import Machines
+
+        return Machines(**figures)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the fields of the machines; raise `UserError` (Exit.USAGE) where they cannot be read."""
+        all_ = self._all()
+        down, both, up = all_["line"].partition("/")
+        return {
+            "count": all_["peers"],
+            "gpu_bytes": read_size(all_["gpu"], "--gpu", "24GiB or 80GB"),
+            "ram_bytes": read_size(all_["ram"], "--ram", "32GiB or 64GB"),
+            "up_bytes_per_s": read_rate(up if both else down, "--line"),
+            "down_bytes_per_s": read_rate(down, "--line"),
+            "flops": 1e12 * all_["tflops"],
+            "latency_s": all_["latency_ms"] / 1000,
+        }
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def _all(self) -> dict[str, Any]:
+        return USUAL | self._given()
+
+
+@taking(MachineOptions)
+def init(
+    options: MachineOptions,
+    path: Annotated[Path, typer.Argument(help="Where to write the run file.")] = Path("run.toml"),
+    preset: Annotated[str, typer.Option(help="Size of the model: tiny, 125m, 1b or 7b.")] = "tiny",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    origin: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="Go on from an exported checkpoint.",
+            callback=directory_there,
+            show_default=False,
+        ),
+    ] = None,
+    admission: Annotated[
+        AdmissionRule | None,
+        typer.Option(
+            metavar="RULE",
+            help="Give the run an owner who says who may take part: open (a ticket for whoever works for it), invited "
+            "(an invite is for one identity) or listed.",
+            show_default="no owner: whoever has the invite",
+        ),
+    ] = None,
+) -> None:
+    """Write a commented run file, the recipe that all peers of a run share.
+
+    With machines (any of --gpu, --ram, --line, --peers, --tflops, --latency-ms)
+    it is cut for them: stages, windows, codec and rounds for the most tokens a
+    second that fit, with the preset's budget of tokens.
+    """
+    with unwound():
+        typer.echo(write_run(path, preset, origin, admission, options, overwrite=force))
+
+
+def write_run(
+    path: Path,
+    preset: str,
+    origin: Path | None,
+    rule: AdmissionRule | None,
+    options: MachineOptions,
+    *,
+    overwrite: bool,
+) -> str:
+    """Write a run file, with an owner where there is a rule, and return what was done; a key that is there stays.
+
+    `origin`: a checkpoint to go on from. `options`: machines for which it is planned, if there are any.
+    """
+    options.figures()
+    if origin is None:
+        text = run_text(preset)
+    else:
+        from noloco_node.export.continue_run import continuing_text
+
+        text = continuing_text(origin, preset)
+    expected = ""
+    if options.are_given:
+        from noloco_node.planning.machine_text import describe_changes, describe_expectation, planned_values
+        from noloco_node.planning.search import plan_for
+
+        before, machines = decode_run(text, f"the preset {preset}"), options.machines()
+        planned = plan_for(before, machines)
+        text = with_values(text, planned_values(planned.run), options.in_words())
+        expected = "\n".join(["\n", *describe_expectation(planned, machines)])
+        expected = "\n".join(["", *describe_changes(planned, before, machines)]).rstrip("\n") + expected
+    advice = f"Read {path}, change what you like, then:  noloco-node check {path}"
+    if rule is None:
+        write_text(path, text, overwrite=overwrite)
+        return f"Wrote {path}. {advice}{expected}"
+    key = make_key(path)
+    write_text(path, with_owner(text, public_half(key), rule), overwrite=overwrite)
+    save_key(path, key)
+    return f"Wrote {path}, and {key_file(path)}: the key of this run's owner, for nobody else.\n{advice}{expected}"
+
+
+@taking(MachineOptions)
+def check(
+    options: MachineOptions,
+    path: Annotated[Path, typer.Argument(help="A run file.")] = Path("run.toml"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of sentences.")] = False,
+    max_upload: UploadOption = None,
+    max_download: DownloadOption = None,
+    monthly_cap: CapOption = None,
+) -> None:
+    """Say what a run file means (memory, bytes, work, efficiency), or which field is wrong and why.
+
+    Also what to expect on the machines that the file's comment names, or on
+    others, and what a bandwidth budget carries; this part is text only.
+    """
+    # What cannot be read is said before torch is loaded, and before a long report, not below it.
+    allowance = read_owner_limits(max_upload, max_download, monthly_cap, None)
+    _ = options.figures(), load_run(path)
+    from noloco_node.planning import bandwidth, machine_text
+    from noloco_node.planning.plan_text import fitted, report
+
+    typer.echo(report(path, as_json=as_json))
+    if allowance.is_limited and not as_json:
+        typer.echo("\n" + "\n".join(fitted(bandwidth.report(path, allowance))))
+    if not as_json:
+        options = options.completed_from(path)
+        machines = options.machines() if options.are_given else None
+        typer.echo("\n" + "\n".join(machine_text.report(path, machines)))
