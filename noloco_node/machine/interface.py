@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gossip.exchange.messages import ReplicaState
     from gossip.transfer.assembly import ChunkStore
-    from gossip.transfer.held_copy import HeldCopy
+    from gossip.transfer.chunks import HeldCopy
     from pipeline.inner_optimiser import OptimiserState, StepReport
 
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from gossip.exchange.messages import ReplicaState
 from gossip.transfer import download
+from gossip.transfer.donor_checks import MomentBounds
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
@@ -207,7 +208,7 @@ class _StateSearch:
         line = DownloadLink(newcomer.network, self._device, deadline_s)
         keep = newcomer.host.partial_download(self._number, weight_bytes)
         inner = newcomer.run.inner
-        moments = download.MomentBounds(moment_ratio(inner.beta1, inner.beta2), inner.clip_norm)
+        moments = MomentBounds(moment_ratio(inner.beta1, inner.beta2), inner.clip_norm)
         return StateDownload(self._number, self._stage, line, newcomer.reporter, keep, self._saved, moments)
 
     async def _wait(self, seconds: float, for_replica: bool) -> None:
