@@ -6,6 +6,8 @@ The names here are these tests' own. What is renamed in the product is imported 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
 from gossip.exchange import codec, int4_step
 from gossip.exchange.formats import Format
@@ -45,9 +47,9 @@ from noloco_node.export.replica_files import in_home
 from noloco_node.journal import events as journal
 from noloco_node.journal import writer as journal_writer
 from noloco_node.journal.reader import read as read_journal
-from noloco_node.libp2p.dht import relay_records as told
-from noloco_node.libp2p.dht import signing
+from noloco_node.libp2p.dht import record_checks as signing
 from noloco_node.libp2p.endpoint import identity
+from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, relay_record
 from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits as Allowance
@@ -95,3 +97,5 @@ from noloco_node.swarm.run_distribution import RunRequest
 from noloco_node.swarm.run_progress import SourceRecord, decode_source
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
 from tests.explorer.schedule_generator import draw as drawn_scenario
+
+told = SimpleNamespace(KEY=RELAYS_KEY, record_of=relay_record)
