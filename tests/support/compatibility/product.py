@@ -49,7 +49,7 @@ from noloco_node.journal import writer as journal_writer
 from noloco_node.journal.reader import read as read_journal
 from noloco_node.libp2p.dht import record_checks as signing
 from noloco_node.libp2p.endpoint import identity
-from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, relay_record
+from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, relay_record, relays_of
 from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits as Allowance
@@ -98,4 +98,4 @@ from noloco_node.swarm.run_progress import SourceRecord, decode_source
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
 from tests.explorer.schedule_generator import draw as drawn_scenario
 
-told = SimpleNamespace(KEY=RELAYS_KEY, record_of=relay_record)
+told = SimpleNamespace(KEY=RELAYS_KEY, record_of=relay_record, listed=relays_of)
