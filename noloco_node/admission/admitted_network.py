@@ -27,10 +27,9 @@ from noloco_node.admission.admission_state import (
 from noloco_node.admission.held_ticket import HeldTicket
 from noloco_node.admission.ticket import LIST_BYTES, TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.network.interface import Conversation, ConversationWrapper, Handler, NetworkWrapper, PeerNetwork
 from noloco_node.network.question import patient
 from noloco_node.network.schema import MessageSpec, Schema, Violation
-from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
 
 TOPIC = "admit"
 PATIENCE_S = 20.0

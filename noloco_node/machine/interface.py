@@ -141,7 +141,7 @@ class Text(Protocol):
 
 
 class SnapshotStore(Protocol):
-    """Where snapshots of other stages are kept. `noloco_node.storage.snapshot_store.SnapshotDirectory` is the
+    """Where snapshots of other stages are kept. `noloco_node.storage.checkpoint_store.SnapshotDirectory` is the
     real one."""
 
     async def keep(self, checkpoint: Checkpoint) -> None:

@@ -16,8 +16,7 @@ from gossip.exchange.messages import ReplicaState, Section
 from gossip.exchange.swap import norm
 from gossip.transfer.chunks import Span, held_sections, tensors_of
 from noloco_node.storage.atomic_file import require_room
-from noloco_node.storage.tensor_bytes import bytes_of
-from noloco_node.storage.tensor_file import Array
+from noloco_node.storage.tensor_file import Array, bytes_of
 
 
 class StateFile:

@@ -55,10 +55,10 @@ from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits as Allowance
 from noloco_node.limits.rate_limit import RateLimitedNetwork as MeteredNetwork
 from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
+from noloco_node.network.interface import NetworkWrapper as Around
 from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
 from noloco_node.network.wire import beat, encode, end, error
-from noloco_node.network.wrapper import NetworkWrapper as Around
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.planning.plan_text import report as check_report
 from noloco_node.run.config import ModelConfig, RunConfig
@@ -80,10 +80,10 @@ from noloco_node.state_sync.replica_mean import ReplicaSummary as Standing
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.checkpoint import save as save_checkpoint
 from noloco_node.storage.checkpoint_store import CheckpointStore as OwnCheckpoints
+from noloco_node.storage.checkpoint_store import SnapshotDirectory as DirectoryStore
 from noloco_node.storage.home import Home, holder
 from noloco_node.storage.home import LockHolder as Holder
 from noloco_node.storage.partial_download import PartialDownloadFile as Partial
-from noloco_node.storage.snapshot_store import SnapshotDirectory as DirectoryStore
 from noloco_node.swarm import speed_test as measuring
 from noloco_node.swarm.invite import format as format_invite
 from noloco_node.swarm.invite import parse as parse_invite
