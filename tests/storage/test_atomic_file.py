@@ -68,8 +68,8 @@ def test_a_file_stays_as_it_was_where_a_disk_takes_a_part(tmp_path: Path, monkey
 
 
 def test_only_two_modules_write_to_descriptors_themselves() -> None:
-    """The journal counts the part of a line that the disk took; `__main__` writes to a terminal as it ends."""
+    """The journal counts the part of a line that the disk took; `stop_signals` writes to a terminal."""
     root = Path(noloco_node.__file__).parent
     raw = re.compile(r"\bos\.(write|pwrite|writev|pwritev|sendfile|copy_file_range)\(|buffering=0")
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if raw.search(path.read_text())}
-    assert found == {"storage/atomic_file.py", "journal/writer.py", "__main__.py"}
+    assert found == {"storage/atomic_file.py", "journal/writer.py", "machine/stop_signals.py"}
