@@ -138,7 +138,6 @@ EXCEPTIONS: dict[Callable[[], Broken], dict[str, str]] = {
         "planning": "of memory and bandwidth before a run",
         "reporting": "of progress, as an activity of the node",
         "routing": "of microbatches",
-        "signing": "of records",
         "training": "what the product is for",
     },
 }

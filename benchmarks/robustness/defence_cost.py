@@ -37,8 +37,7 @@ from noloco_node.admission.admitted_network import AdmittedNetwork, _CheckedConv
 from noloco_node.admission.ticket import MEMBER
 from noloco_node.admission.ticket_service import TicketSigner
 from noloco_node.network.bans import BanList, BanningNetwork
-from noloco_node.network.interface import PeerNetwork
-from noloco_node.network.wrapper import NetworkWrapper
+from noloco_node.network.interface import NetworkWrapper, PeerNetwork
 from noloco_node.sim.network.peer_network import SimPeerNetwork
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.sim.world import World, simulate

@@ -6,13 +6,14 @@ a **unit** (one large tensor, or one bundle) are complete with the unit's own pi
 donors it can tell apart unit by unit.
 
 The cut follows from the shapes, so both ends know it before the first byte; a manifest adds the SHA-256 of each piece.
+A donor reads its pieces from a copy that stands still while newcomers fetch it (`HeldCopy`), in memory or elsewhere.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gossip.exchange.messages import Manifest, Parts, ReplicaState, Section
 
@@ -156,3 +157,44 @@ def name_of(counters: Sequence[float], digests: Iterable[bytes]) -> str:
     for each in digests:
         total.update(each)
     return total.hexdigest()[:32]
+
+
+class HeldCopy(Protocol):
+    """What a donor reads the pieces of. `counters`: the state, whose tensors are not looked at."""
+
+    @property
+    def counters(self) -> ReplicaState:
+        """The state without its tensors."""
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """The sections that it has."""
+
+    def norm(self) -> float:
+        """Return the norm of the slow weights."""
+
+    def read(self, section: Section, span: Span) -> Tensor:
+        """Return a piece, uint8, of its own memory; raise `OSError` where it cannot be read."""
+
+
+class CopyInMemory:
+    """A state whose tensors are never written into; implements `HeldCopy`."""
+
+    def __init__(self, state: ReplicaState) -> None:
+        self.counters, self.sections = state, held_sections(state)
+
+    def norm(self) -> float:
+        """Return the norm of the slow weights."""
+        from gossip.exchange.swap import norm  # which loads torch
+
+        return norm(self.counters.slow)
+
+    def read(self, section: Section, span: Span) -> Tensor:
+        """Return a copy of a piece: the tensors may be written into by others once this is let go."""
+        return gather(tensors_of(self.counters, section), span).clone()
+
+
+def held_sections(state: ReplicaState) -> tuple[Section, ...]:
+    """Return the sections of which a state has tensors."""
+    momentum, optimiser = bool(state.momentum), bool(state.optimiser)
+    return sections(Parts.ALL, momentum=momentum, meetings=state.meetings, optimiser=optimiser)

@@ -1,8 +1,8 @@
 """A replica gives its state to newcomers, and trains on.
 
-Asked for a manifest it has the replica make a copy that stands still, on the disk where there is one (`held_copy`), so
-that it takes no memory. The hashes are computed in jobs of some milliseconds, between which training goes on.
-Newcomers of the same round share a copy. Where the disk refuses, they are told to come back.
+Asked for a manifest it has the replica make a copy that stands still, on the disk where there is one, so that it
+takes no memory (`chunks.HeldCopy`). The hashes are computed in jobs of some milliseconds, between which training goes
+on. Newcomers of the same round share a copy. Where the disk refuses, they are told to come back.
 
 What strangers can cost is bounded: at most `COPIES` copies, each let go `HOLD_S` after a piece of it was last on its
 way and `DonorLimits.deadline_s` after it was made; at most `NEWCOMERS` newcomers at once, each with at most `STREAMS`
@@ -33,9 +33,8 @@ from gossip.exchange.messages import (
     StateRequest,
 )
 from gossip.exchange.swap import Compute, Conversation, norm
-from gossip.transfer.chunks import Span, cut, digest, listed, name_of, present
+from gossip.transfer.chunks import CopyInMemory, HeldCopy, Span, cut, digest, listed, name_of, present
 from gossip.transfer.donor_slots import DonorSlot, DonorSlots
-from gossip.transfer.held_copy import CopyInMemory, HeldCopy
 
 COPIES = 2
 """Copies held at once: one of the round that newcomers fetch, and one of a round before that somebody still fetches."""

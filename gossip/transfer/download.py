@@ -9,8 +9,8 @@ newcomers spread over many donors without a word. A donor serves a few at once a
 
 The donor freezes a copy and lists the hashes of its pieces (`donor`, `chunks`); the newcomer fetches them over several
 streams at once. A piece that has come and is right stays (`assembly`): a stream that breaks is dialled again, and where
-a donor dies or its copy is let go, the next one's manifest says what is still missing (`donor_switch`). Who is asked
-when: `donor_queue`.
+a donor dies or its copy is let go, the next one's manifest says what is still missing. Whom to ask
+next, and when, is `DonorQueue`'s; what of a donor is believed, `donor_checks`'.
 
 An export asks for the slow weights alone, from every replica.
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -38,11 +37,11 @@ from gossip.exchange.messages import (
     Section,
     StateRequest,
 )
-from gossip.exchange.swap import NORM_RATIO, Compute, Conversation, all_or_failure, check_finite, norm
+from gossip.exchange.swap import Compute, Conversation, all_or_failure
 from gossip.rule.outer_step import Tensors
 from gossip.transfer.assembly import ChunkArrived, DonorLost, Key, StateAssembly
-from gossip.transfer.chunks import DIGEST_BYTES, present, sections
-from gossip.transfer.donor_queue import DonorBusy, DonorQueue
+from gossip.transfer.chunks import present
+from gossip.transfer.donor_checks import OF_ANY_RUN, MomentBounds, check_manifest, check_values
 from gossip.transfer.donor_slots import STREAMS
 
 DIAL_AGAIN_S = 0.5
@@ -50,43 +49,13 @@ DIAL_AGAIN_S = 0.5
 FAILURES_AT_MOST = 3
 """Breaks and dials in vain, with no piece between them, until a stream is given up; with the last one, the donor."""
 LEAST_PIECE_S = 30.0
+LONGEST_WAIT_S = 20.0
+"""Longest sleep before the donors are asked again, whatever they say."""
 SLOWER_TIMES = 4
 """A donor may take so many times its deadline, as long as pieces come: without its copy they are worth less."""
 
-ROUNDED = 1.01
-"""What rounding adds to a bound."""
-TINY_MOMENT = 1e-18
-
 Talk = AbstractAsyncContextManager[Conversation]
 Converse = Callable[[str], Talk]
-
-
-class MomentBounds(NamedTuple):
-    """What AdamW's moments can be.
-
-    A second moment is a mean of squares: it is never negative. Where the gradients are clipped, the first moments' norm
-    is at most `norm`, and the second moments' sum its square. And no first moment is more than `ratio` times the root
-    of its second: both are means of the same gradients, so that Cauchy and Schwarz bound one by the other.
-    """
-
-    ratio: float = 1e3
-    norm: float = math.inf
-
-    def check(self, first: Tensors, second: Tensors) -> None:
-        """Raise Implausible for moments that no gradients leave."""
-        for mean, square in zip(first, second, strict=True):
-            if square.numel() and float(square.min()) < 0.0:
-                raise Implausible("optimiser: a second moment is negative")
-            # Squares of tiny gradients are zero in float32.
-            if bool((mean.abs() > ROUNDED * self.ratio * square.sqrt() + TINY_MOMENT).any()):
-                raise Implausible("optimiser: a first moment is too large for its second")
-        most = ROUNDED * self.norm
-        if norm(first) > most or sum(float(square.sum()) for square in second) > most**2:
-            raise Implausible(f"optimiser: moments of gradients longer than {self.norm:.3g}, to which they are clipped")
-
-
-OF_ANY_RUN = MomentBounds()
-"""For whoever does not know the run's optimiser."""
 
 
 async def _no_objection(donor: str, manifest: Manifest) -> str | None:
@@ -107,6 +76,60 @@ class StateWanted:
     deadline_s: float
     objection: Callable[[str, Manifest], Awaitable[str | None]] = field(default=_no_objection)
     moments: MomentBounds = OF_ANY_RUN
+
+
+class DonorBusy(ConnectionRefusedError):
+    """A donor that lives does not give just now, or no donor does. `retry_after_s`: when asking again makes sense."""
+
+    def __init__(self, why: str, retry_after_s: float) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
+
+
+class Turn(NamedTuple):
+    """Whom to ask, after how many seconds."""
+
+    donor: str
+    wait_s: float = 0.0
+
+
+class DonorQueue:
+    """The donors of one download, in the order in which to ask them: no time, no I/O.
+
+    Only those that were busy are asked again.
+    """
+
+    def __init__(self, order: Sequence[str], passes: int) -> None:
+        self._pass = deque(order)
+        self._passes_left = passes - 1
+        self._causes: dict[str, str] = {}
+        self._waits: dict[str, float] = {}
+        """For how long each of the busy ones is left alone."""
+
+    def next(self) -> Turn | None:
+        """Return the next turn; None where nobody is left to ask."""
+        if self._pass:
+            return Turn(self._pass.popleft())
+        if not self._waits or not self._passes_left:
+            return None
+        self._passes_left -= 1
+        self._pass.extend(self._waits)
+        return Turn(self._pass.popleft(), min(self._waits.values()))
+
+    def note(self, donor: str, failure: ConnectionError) -> str:
+        """Learn what came of a turn; return it in words."""
+        self._causes[donor] = str(failure) or type(failure).__name__
+        self._waits.pop(donor, None)
+        if isinstance(failure, DonorBusy):
+            wait_s = failure.retry_after_s
+            self._waits[donor] = wait_s if 0.0 < wait_s < LONGEST_WAIT_S else LONGEST_WAIT_S
+        return self._causes[donor]
+
+    def failure(self) -> ConnectionRefusedError:
+        """Return what to raise where nobody is left to ask: with each donor's last cause."""
+        causes = "; ".join(f"{donor}: {cause}" for donor, cause in self._causes.items())
+        why = f"no replica gave its state ({causes or 'there is none to ask'})"
+        return DonorBusy(why, min(self._waits.values())) if self._waits else ConnectionRefusedError(why)
 
 
 class _Silence(ConnectionAbortedError):
@@ -170,19 +193,6 @@ async def manifest_of(conversation: Conversation, request: StateRequest, pieces:
         raise ConnectionAbortedError(f"expected a manifest, got {type(reply).__name__}")
     check_manifest(reply, request.parts, pieces)
     return reply
-
-
-def check_manifest(manifest: Manifest, parts: Parts, pieces: int) -> None:
-    """Raise Implausible unless the sections are those asked for, with a hash a piece, and the counters possible."""
-    there = present(manifest)
-    # A momentum that is left out is none, or zero. Donors of earlier versions give one where the rule has none.
-    momentum, optimiser = Section.MOMENTUM in there, Section.FIRST in there or Section.SECOND in there
-    if tuple(there) != sections(parts, momentum=momentum, meetings=manifest.meetings, optimiser=optimiser):
-        raise Implausible(f"the sections {', '.join(there) or '(none)'} for {parts}")
-    if any(tuple(digests.shape) != (pieces, DIGEST_BYTES) for digests in there.values()):
-        raise Implausible(f"not a hash for each of {pieces} pieces")
-    if manifest.last_met > manifest.round:
-        raise Implausible(f"last met anybody in round {manifest.last_met}, and is in round {manifest.round}")
 
 
 class _Attempt:
@@ -315,19 +325,3 @@ class _Attempt:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def check_values(state: ReplicaState, announced_norm: float, moments: MomentBounds = OF_ANY_RUN) -> None:
-    """Raise Implausible unless arithmetic with the state is safe: the one port of all tensors that a donor gives.
-
-    All values are finite, the weights of about the norm that others were compared with, and the inner optimiser's
-    moments such as AdamW's gradients can have left. Shapes and counters are those of the manifest, checked before.
-    """
-    found = norm(state.slow)
-    if not announced_norm / NORM_RATIO <= found <= announced_norm * NORM_RATIO:
-        raise Implausible(f"slow weights of the norm {found:.3g} came where {announced_norm:.3g} was announced")
-    check_finite(state.momentum, "outer momentum")
-    check_finite(state.gathered, "gathered momentum")
-    check_finite(state.optimiser, "optimiser")
-    half = len(state.optimiser) // 2
-    moments.check(state.optimiser[:half], state.optimiser[half:])

@@ -5,15 +5,18 @@ whoever is shut out or whose ticket expires is out at once.
 
 An invitation is for whoever shows it first. Who that was each peer remembers for itself; where somebody sees two at
 once that both hold it, the smaller id stays, and its owner sees both in `members list` and can revoke it.
+
+Also how a peer that has no right to something is told so, and how that is said to a person.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 
 from noloco_node.admission.peer_keys import key_of
-from noloco_node.admission.revocation import RevocationList, decode_list
-from noloco_node.admission.ticket import TICKET_BYTES, Right, TicketFacts, decode, facts_of
+from noloco_node.admission.ticket import TICKET_BYTES, RevocationList, Right, TicketFacts, decode, decode_list, facts_of
+from noloco_node.errors import Exit, UserError
 
 MOST_SHOWN = 8192
 """Tickets of peers that train, which are remembered."""
@@ -23,6 +26,8 @@ LISTED = "listed"
 NO_TICKET, EXPIRED = "it has shown no ticket", "its ticket has expired"
 FOREIGN = "its ticket is not one of this run's owner"
 SHUT_OUT = "the owner of the run has shut it out"
+_TO_US = (("it has", "you have"), ("its", "your"), ("it", "you"))
+"""A refusal as others say it, and as we say it to a person."""
 
 
 class AdmissionState:
@@ -161,3 +166,41 @@ def unstamped(value: bytes) -> tuple[bytes, bytes]:
 
 def _rank(facts: TicketFacts) -> tuple[int, int]:
     return facts.rights, facts.until
+
+
+def not_for(peer: str) -> str:
+    """Return how an answer begins to a peer that has no right to it."""
+    return f"not for {peer}: "
+
+
+def not_admitted(why: str) -> UserError:
+    """Return the error of a peer that the run does not let in, or no longer."""
+    return UserError(
+        "This run does not let us in.",
+        why=why,
+        hint="ask the owner of the run for an invite of your own; each is for one identity (--home), and expires",
+        code=Exit.NOT_ADMITTED,
+    )
+
+
+def no_ticket(why: str) -> UserError:
+    """Return the error of a peer that no signing peer answers."""
+    return UserError(
+        "Nobody gives us a ticket for this run.",
+        why=why,
+        hint="ask whether a bootstrap peer runs that signs tickets, or ask the owner of the run for an invite",
+        code=Exit.UNREACHABLE,
+    )
+
+
+def addressed(refusal: str) -> str:
+    """Return what a peer says about us, such as `it has shown no ticket`, as it is said to us: in printable letters."""
+    text = "".join(letter for letter in refusal[:200] if letter.isprintable())
+    for third, second in _TO_US:
+        text = re.sub(rf"\b{third}\b", second, text)
+    return text
+
+
+def told(refusals: Iterable[str]) -> str:
+    """Return in one line what bootstrap peers say about us, each sentence once."""
+    return "; ".join(f"the bootstrap peer says: {each}" for each in dict.fromkeys(map(addressed, refusals)))

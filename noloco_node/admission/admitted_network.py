@@ -13,16 +13,23 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from noloco_node.admission.admission_state import EXPIRED, SHUT_OUT, AdmissionState, stamped, unstamped
+from noloco_node.admission.admission_state import (
+    EXPIRED,
+    SHUT_OUT,
+    AdmissionState,
+    addressed,
+    not_admitted,
+    not_for,
+    stamped,
+    told,
+    unstamped,
+)
 from noloco_node.admission.held_ticket import HeldTicket
-from noloco_node.admission.refusals import addressed, not_admitted, not_for, told
-from noloco_node.admission.revocation import LIST_BYTES
-from noloco_node.admission.ticket import TICKET_BYTES, Right
+from noloco_node.admission.ticket import LIST_BYTES, TICKET_BYTES, Right
 from noloco_node.errors import Exit, UserError
-from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.network.interface import Conversation, ConversationWrapper, Handler, NetworkWrapper, PeerNetwork
 from noloco_node.network.question import patient
 from noloco_node.network.schema import MessageSpec, Schema, Violation
-from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
 
 TOPIC = "admit"
 PATIENCE_S = 20.0

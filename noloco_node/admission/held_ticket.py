@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Self
 
-from noloco_node.admission.refusals import no_ticket, not_admitted
+from noloco_node.admission.admission_state import no_ticket, not_admitted
 from noloco_node.admission.ticket import Right, decode
 from noloco_node.errors import Exit, UserError
 from noloco_node.tasks import loop_s

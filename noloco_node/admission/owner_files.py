@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.revocation import MOST_REVOKED, encode_list, signed_list
+from noloco_node.admission.ticket import MOST_REVOKED, encode_list, signed_list
 from noloco_node.errors import Exit, UserError, reason_of
 from noloco_node.storage import atomic_file
 

@@ -3,25 +3,46 @@
 Each grant says which key may do what, and until when, in which run. The last one is for the key of a peer id. Nobody
 passes on more than it has: a delegate (`SIGN`) any of its rights, an invitation (`ONCE`) what its one holder is to
 have, and whoever may look lets others look. So a ticket is checked by anybody who knows the run file, with no server.
+
+**An invite's credential** (`InviteCredential`) is what a peer gets its ticket by: nothing but the right to ask, an
+invitation, or a ticket. As text it begins with a letter that says which:
+
+    open              ask a bootstrap peer for a ticket
+    i<base64>         an invitation: a key, and the owner's grant for it; its holder signs its own peer id
+    t<base64>         the ticket of one peer id
+
+**A list of revocations** (`RevocationList`) says whom the owner has shut out. The owner signs it with a number that
+rises, and everybody believes the latest. It names keys: of peers, of invitations, of delegates; whatever depends on one
+of them is shut out with it, until the time that stands beside it. What has expired is dropped when the next list is
+signed, so it stays short.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntFlag
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from noloco_node.admission.peer_keys import KEY_BYTES, is_signed_by
+from noloco_node.admission.peer_keys import KEY_BYTES, is_signed_by, key_of
 
 MOST_GRANTS = 4
 TICKET_BYTES = 512
 SIGNATURE_BYTES = 64
 LATEST_UNIX_S = 2**40
-_PURPOSE = b"noloco grant 1\x00"
+LOOK_S = 3600
+"""For which a temporary identity may look."""
+MOST_REVOKED = 128
+LIST_BYTES = 7 * 1024
+"""A record of the DHT holds a list of revocations."""
+_CREDENTIAL_CHARACTERS = 2 * TICKET_BYTES
+_GRANT_PURPOSE = b"noloco grant 1\x00"
+_LIST_PURPOSE = b"noloco revocations 1\x00"
 
 
 class Right(IntFlag):
@@ -66,7 +87,7 @@ _decoder = msgspec.msgpack.Decoder(Chain)
 
 def grant(key: Ed25519PrivateKey, run: str, rights: Right, until: int, subject: bytes) -> TicketGrant:
     """Sign a grant; whether the key may is for readers to find out."""
-    return TicketGrant(int(rights), until, subject, key.sign(_signable(run, rights, until, subject)))
+    return TicketGrant(int(rights), until, subject, key.sign(_signable_grant(run, rights, until, subject)))
 
 
 def encode(chain: Chain) -> bytes:
@@ -91,7 +112,7 @@ def facts_of(chain: Chain, owner: bytes, run: str) -> TicketFacts | None:
     for link in chain:
         rights = Right(link.rights)
         if rights & ~may_pass or not is_signed_by(
-            issuer, link.signature, _signable(run, rights, link.until, link.subject)
+            issuer, link.signature, _signable_grant(run, rights, link.until, link.subject)
         ):
             return None
         issuer, may_pass = link.subject, _passed_by(rights)
@@ -121,8 +142,8 @@ def _is_possible(link: TicketGrant) -> bool:
     )
 
 
-def _signable(run: str, rights: Right, until: int, subject: bytes) -> bytes:
-    return _PURPOSE + run.encode() + b"\x00" + struct.pack("!BQ", int(rights), until) + subject
+def _signable_grant(run: str, rights: Right, until: int, subject: bytes) -> bytes:
+    return _GRANT_PURPOSE + run.encode() + b"\x00" + struct.pack("!BQ", int(rights), until) + subject
 
 
 def extended(
@@ -130,3 +151,101 @@ def extended(
 ) -> Chain:
     """Return a chain with one more grant, signed by the key that its last one is for."""
     return (*chain, grant(key, run, rights, until, subject))
+
+
+class InviteCredential(msgspec.Struct, frozen=True):
+    """`seed`: of an invitation's private key, for which the chain's last grant is; else it is for a peer."""
+
+    chain: Chain = ()
+    seed: bytes = b""
+
+    def __str__(self) -> str:
+        if not self.chain:
+            return "open"
+        raw = base64.urlsafe_b64encode(self.seed + encode(self.chain)).decode().rstrip("=")
+        return ("i" if self.seed else "t") + raw
+
+    def __repr__(self) -> str:
+        """Return no secret."""
+        return f"InviteCredential({'open' if not self.chain else 'invitation' if self.seed else 'ticket'})"
+
+    def ticket(
+        self, run: str, peer: str, rights: Right, unix_s: float, own_key: Ed25519PrivateKey | None
+    ) -> bytes | None:
+        """Return the ticket of a peer, as far as this credential makes one; None where one must be asked for.
+
+        `own_key`: of the identity at home, which lets a temporary one look. Raises ValueError where the credential is
+        somebody else's.
+        """
+        subject = key_of(peer)
+        if subject is None:
+            raise ValueError("the identity of this peer is not an Ed25519 key")
+        if not self.chain:
+            return None
+        last = self.chain[-1]
+        if self.seed:
+            key = Ed25519PrivateKey.from_private_bytes(self.seed)
+            until = last.until if Right.TRAIN in rights else min(last.until, int(unix_s) + LOOK_S)
+            return encode(extended(self.chain, key, run, rights, until, subject))
+        if last.subject == subject:
+            return encode(self.chain)
+        if own_key is not None and last.subject == own_key.public_key().public_bytes_raw() and rights == Right.LOOK:
+            until = min(last.until, int(unix_s) + LOOK_S)
+            return encode(extended(self.chain, own_key, run, rights, until, subject))
+        raise ValueError("the invite is for another identity than that of this home")
+
+
+def parse_credential(text: str) -> InviteCredential:
+    """Return the credential that a text is; ValueError says what is wrong with it."""
+    if text == "open":
+        return InviteCredential()
+    if len(text) > _CREDENTIAL_CHARACTERS or text[:1] not in ("i", "t"):
+        raise ValueError("what stands behind the # is no credential")
+    try:
+        raw = base64.urlsafe_b64decode(text[1:] + "=" * (-len(text[1:]) % 4))
+    except (binascii.Error, ValueError):
+        raise ValueError("what stands behind the # is damaged") from None
+    seed, raw = (raw[:KEY_BYTES], raw[KEY_BYTES:]) if text[0] == "i" else (b"", raw)
+    chain = decode(raw)
+    if chain is None or len(seed) not in (0, KEY_BYTES):
+        raise ValueError("what stands behind the # is damaged")
+    return InviteCredential(chain, seed)
+
+
+class RevocationList(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`revoked`: until when, in Unix seconds, by key."""
+
+    number: int
+    revoked: dict[bytes, int]
+    signature: bytes
+
+
+def signed_list(key: Ed25519PrivateKey, run: str, number: int, revoked: Mapping[bytes, int]) -> RevocationList:
+    """Return a list that its readers believe; ValueError where it holds more than they take."""
+    if len(revoked) > MOST_REVOKED:
+        raise ValueError(f"{len(revoked)} keys to shut out, {MOST_REVOKED} at most")
+    return RevocationList(number, dict(revoked), key.sign(_signable_list(run, number, revoked)))
+
+
+def encode_list(revocations: RevocationList) -> bytes:
+    """Return a list as it travels."""
+    return msgspec.msgpack.encode(revocations)
+
+
+def decode_list(raw: bytes, owner: bytes, run: str) -> RevocationList | None:
+    """Return the list that somebody sent, if the owner of the run has signed it."""
+    if len(raw) > LIST_BYTES:
+        return None
+    try:
+        found = msgspec.msgpack.decode(raw, type=RevocationList)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    possible = 0 <= found.number < 2**63 and len(found.revoked) <= MOST_REVOKED
+    possible = possible and all(len(key) == KEY_BYTES and 0 <= until < 2**63 for key, until in found.revoked.items())
+    signed = possible and is_signed_by(owner, found.signature, _signable_list(run, found.number, found.revoked))
+    return found if signed else None
+
+
+def _signable_list(run: str, number: int, revoked: Mapping[bytes, int]) -> bytes:
+    told = b"".join(key + struct.pack("!Q", until) for key, until in sorted(revoked.items()))
+    return _LIST_PURPOSE + run.encode() + b"\x00" + struct.pack("!Q", number) + told

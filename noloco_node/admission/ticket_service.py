@@ -9,10 +9,15 @@ those that train their share.
 
 The bounds are by address prefix (/24 of IPv4, /48 of IPv6), over time: making identities is free, coming from many
 networks is not. Whoever comes through a relay shows no address of its own, and all who do share one bound.
+
+The work is a number that is hard to find and easy to check: a second or so of a core, for this run and this peer id
+alone. That is nothing to one peer and a nuisance to thousands; the bounds hold back more than the work does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +26,8 @@ from typing import NamedTuple, Protocol
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.admission_state import SHUT_OUT, AdmissionState
-from noloco_node.admission.invite_credential import LOOK_S
 from noloco_node.admission.peer_keys import key_of
-from noloco_node.admission.proof_of_work import LOOK_BITS, is_work
-from noloco_node.admission.ticket import MEMBER, Chain, Right, encode, extended
+from noloco_node.admission.ticket import LOOK_S, MEMBER, Chain, Right, encode, extended
 from noloco_node.network.bans import address_prefix
 from noloco_node.network.interface import Conversation
 from noloco_node.network.question import patient
@@ -38,6 +41,9 @@ REFILL_S = 600.0
 """After so long a prefix may have one ticket more."""
 LOOKS_A_PREFIX, LOOK_REFILL_S = 64, 60.0
 """The same of tickets that only let a peer look."""
+WORK_BITS = 20
+LOOK_BITS = 14
+"""For a ticket that only lets a peer look: some hundredths of a second."""
 OPEN_DAYS = 365
 MOST_PREFIXES = 4096
 
@@ -107,7 +113,7 @@ def prefix_of(origin: str) -> str:
 
 
 class TicketService:
-    """Answers the topic. `origin_of`: the multiaddr that a caller comes from.
+    """Answers the topic.
 
     `named_until`: until when the owner lets a key take part; None: the run is open. `signs_until`: until when it lets a
     key sign tickets too, 0 for most keys; asked for only where `signer` has the owner's key.
@@ -118,11 +124,10 @@ class TicketService:
         state: AdmissionState,
         signer: SignsTickets,
         unix_time: Callable[[], float],
-        origin_of: Callable[[Conversation], str],
         named_until: Callable[[bytes], int] | None = None,
         signs_until: Callable[[bytes], int] = lambda _: 0,
     ) -> None:
-        self._state, self._signer, self._unix_time, self._origin_of = state, signer, unix_time, origin_of
+        self._state, self._signer, self._unix_time = state, signer, unix_time
         self._named_until, self._signs_until = named_until, signs_until
         self._quota, self._looks = PrefixQuota(), PrefixQuota(LOOKS_A_PREFIX, LOOK_REFILL_S)
 
@@ -166,7 +171,7 @@ class TicketService:
         if not worked:
             return "the work for a ticket was not done"
         right, quota = (Right.TRAIN, self._quota) if request.trains else (Right.LOOK, self._looks)
-        if right in self._state.rights(peer) or quota.take(prefix_of(self._origin_of(conversation)), unix_s):
+        if right in self._state.rights(peer) or quota.take(prefix_of(conversation.origin), unix_s):
             return ""
         most, refill_s = (TICKETS_A_PREFIX, REFILL_S) if request.trains else (LOOKS_A_PREFIX, LOOK_REFILL_S)
         return f"its network has had {most} tickets; one more every {refill_s / 60:.0f} minutes"
@@ -176,3 +181,22 @@ class TicketService:
             return self._signer.ticket(self._state.run, peer, rights, until), ""
         except ValueError as error:
             return b"", str(error)
+
+
+def is_work(run: str, peer: str, nonce: int, bits: int = WORK_BITS) -> bool:
+    """Say whether a number is good for a run and a peer id."""
+    return 0 <= nonce < 2**64 and _value(_begun(run, peer), nonce) < 2 ** (64 - bits)
+
+
+def work(run: str, peer: str, bits: int = WORK_BITS) -> int:
+    """Find a good number; takes 2 ** bits attempts on average."""
+    begun, bound = _begun(run, peer), 2 ** (64 - bits)
+    return next(nonce for nonce in itertools.count() if _value(begun, nonce) < bound)
+
+
+def _begun(run: str, peer: str) -> bytes:
+    return hashlib.sha256(f"noloco work\0{run}\0{peer}".encode()).digest()
+
+
+def _value(begun: bytes, nonce: int) -> int:
+    return int.from_bytes(hashlib.sha256(begun + nonce.to_bytes(8)).digest()[:8])

@@ -27,10 +27,9 @@ from noloco_node.planning.plan import device_needs, graphs_that_fit, in_flight
 from noloco_node.planning.run_weights import RunWeights
 from noloco_node.run.config import RunConfig
 from noloco_node.storage.checkpoint import Checkpoint, save
-from noloco_node.storage.checkpoint_store import CheckpointStore
+from noloco_node.storage.checkpoint_store import CheckpointStore, SnapshotDirectory
 from noloco_node.storage.home import RunPaths
 from noloco_node.storage.partial_download import PartialDownloadFile
-from noloco_node.storage.snapshot_store import SnapshotDirectory
 from noloco_node.storage.state_file import StateFile
 from noloco_node.storage.weight_store import WeightStore
 from noloco_node.swarm.run_distribution import RunFileText

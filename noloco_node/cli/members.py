@@ -16,7 +16,6 @@ import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission.admitted_network import AdmittedNetwork
-from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.owner_files import (
     IssuedEntry,
     MemberList,
@@ -28,7 +27,7 @@ from noloco_node.admission.owner_files import (
     with_revoked,
 )
 from noloco_node.admission.peer_keys import key_of, peer_of
-from noloco_node.admission.ticket import MEMBER, Right, grant
+from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant
 from noloco_node.admission.ticket_service import OPEN_DAYS
 from noloco_node.cli.event_loop import run
 from noloco_node.cli.options import default_home, invite_text, taking

@@ -19,14 +19,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossip.exchange.messages import Manifest
-from gossip.transfer.donor_queue import DonorBusy
-from gossip.transfer.download import download_state
+from gossip.transfer.download import DonorBusy, download_state
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.planning.bandwidth import SLOWEST_BYTES_PER_S
 from noloco_node.run.peer_state import PeerState
 from noloco_node.run.protocols import STATE
-from noloco_node.state_sync.deadlines import copying_s
-from noloco_node.state_sync.manifests import WeightsOf
+from noloco_node.state_sync.manifests import WeightsOf, copying_s
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.terminal import say
 

@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from random import Random
 
-from gossip.transfer.donor_queue import DonorBusy
+from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export.replica_fetch import FetchedReplica, Look, fetch_of
 from noloco_node.export.replica_files import ReplicaFile

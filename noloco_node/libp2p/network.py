@@ -24,8 +24,14 @@ from noloco_node.libp2p.daemon.arguments import DaemonConfig
 from noloco_node.libp2p.daemon.process import MOST_DEATHS, restart_pause_s
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.daemon.socket_dir import private_directory
-from noloco_node.libp2p.dht.relay_records import KEY, listed
-from noloco_node.libp2p.endpoint.addresses import PeerAddress, check_announce, check_listen, with_ports_chosen
+from noloco_node.libp2p.endpoint.addresses import (
+    RELAYS_KEY,
+    PeerAddress,
+    check_announce,
+    check_listen,
+    relays_of,
+    with_ports_chosen,
+)
 from noloco_node.libp2p.endpoint.dial_errors import bootstrap_address
 from noloco_node.libp2p.endpoint.identity import ensure_identity
 from noloco_node.libp2p.endpoint.known_peers import KnownPeers
@@ -179,7 +185,7 @@ class Libp2pNetwork:
         start_s = self._settings.timeouts.start_s
         pool = relays.RelayPool(self._context.parts, self._context.directory, start_s, self._tell, self._granted)
         async with relays.relaying(pool, chosen) as places, asyncio.TaskGroup() as group:
-            key = self._context.exchange.secret.key(KEY)
+            key = self._context.exchange.secret.key(RELAYS_KEY)
             telling = group.create_task(
                 relays.tell(places, lambda raw, lifetime_s: self.publish(key, self.peer_id, raw, lifetime_s))
             )
@@ -319,7 +325,7 @@ class Libp2pNetwork:
     async def _relays(self) -> tuple[str, ...]:
         """Return the relays that the swarm tells of, as far as we can find out now."""
         try:
-            return listed(await self.read(self._context.exchange.secret.key(KEY)))
+            return relays_of(await self.read(self._context.exchange.secret.key(RELAYS_KEY)))
         except ConnectionError:
             return ()
 

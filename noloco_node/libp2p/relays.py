@@ -29,14 +29,15 @@ from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, 
 from noloco_node.libp2p.daemon.control import Control
 from noloco_node.libp2p.daemon.process import MOST_DEATHS, restart_pause_s, start_daemon
 from noloco_node.libp2p.daemon.relay_grant import Grant
-from noloco_node.libp2p.dht.relay_records import MOST_PLACES, record_of
 from noloco_node.libp2p.endpoint.addresses import (
+    RELAY_PLACES,
     PeerAddress,
     beyond_this_machine,
     check_announce,
     check_listen,
     from_this_machine,
     port_of,
+    relay_record,
     with_port,
     with_ports_chosen,
 )
@@ -177,11 +178,11 @@ async def _addresses(parts: HivemindParts, control: Control, peer: str) -> tuple
     found = await places(parts, control, _ASK_S)
     if not found:
         raise daemon_trouble("a relay listens on none of the addresses asked for")
-    return tuple(f"{place}/p2p/{peer}" for place in (beyond_this_machine(found) or found)[:MOST_PLACES])
+    return tuple(f"{place}/p2p/{peer}" for place in (beyond_this_machine(found) or found)[:RELAY_PLACES])
 
 
 async def tell(addresses: Sequence[str], publish: Callable[[bytes, float], Awaitable[bool]]) -> NoReturn:
     """Publish the record of our relays again and again; `publish` takes its bytes and lifetime in seconds."""
     while True:
-        stored = await publish(record_of(addresses), _LIFETIME_S)
+        stored = await publish(relay_record(addresses), _LIFETIME_S)
         await asyncio.sleep(_TELL_EVERY_S if stored else _TELL_EVERY_S / 10)

@@ -26,9 +26,8 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from noloco_node.limits.budget import SMALL_BYTES, OwnerLimits, full_bucket, give_back, take
-from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.network.interface import Conversation, ConversationWrapper, Handler, NetworkWrapper, PeerNetwork
 from noloco_node.network.schema import Schema
-from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
 from noloco_node.tasks import loop_s
 from noloco_node.units import format_bytes, format_rate
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gossip.exchange.messages import ReplicaState
     from gossip.transfer.assembly import ChunkStore
-    from gossip.transfer.held_copy import HeldCopy
+    from gossip.transfer.chunks import HeldCopy
     from pipeline.inner_optimiser import OptimiserState, StepReport
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class Text(Protocol):
 
 
 class SnapshotStore(Protocol):
-    """Where snapshots of other stages are kept. `noloco_node.storage.snapshot_store.SnapshotDirectory` is the
+    """Where snapshots of other stages are kept. `noloco_node.storage.checkpoint_store.SnapshotDirectory` is the
     real one."""
 
     async def keep(self, checkpoint: Checkpoint) -> None:

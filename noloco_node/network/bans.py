@@ -16,9 +16,8 @@ from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from itertools import islice
 from typing import Any, NamedTuple
 
-from noloco_node.network.interface import Conversation, Handler, PeerNetwork
+from noloco_node.network.interface import Conversation, ConversationWrapper, Handler, NetworkWrapper, PeerNetwork
 from noloco_node.network.schema import Schema, Violation
-from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
 
 MOST_VIOLATIONS = 5.0
 """Of an identity, until it is shut out."""

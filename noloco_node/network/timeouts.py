@@ -18,9 +18,8 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
-from noloco_node.network.interface import Conversation, PeerNetwork
+from noloco_node.network.interface import Conversation, NetworkWrapper, PeerNetwork
 from noloco_node.network.schema import Schema
-from noloco_node.network.wrapper import NetworkWrapper
 
 MEAN_WEIGHT, DEVIATION_WEIGHT, DEVIATIONS = 1 / 8, 1 / 4, 4.0
 MOST_PEERS = 1024

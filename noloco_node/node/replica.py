@@ -21,7 +21,7 @@ from gossip.interface import Candidate, RoundContext, RoundProgress
 from gossip.rounds.outer_optimiser import to_the_end
 from gossip.rounds.rounds import Rounds
 from gossip.rule.outer_step import Tensors
-from gossip.transfer.held_copy import HeldCopy
+from gossip.transfer.chunks import HeldCopy
 from noloco_node import __version__
 from noloco_node.journal import events
 from noloco_node.machine.interface import DeviceLost, Runner, StageModel

@@ -11,7 +11,7 @@ from gossip.exchange.formats import Format
 from gossip.exchange.messages import ReplicaState
 from gossip.interface import RoundSettings, RoundTimeouts
 from gossip.rule.outer_step import Delay, Outer
-from gossip.transfer.held_copy import HeldCopy
+from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.schema import Schema

@@ -21,7 +21,7 @@ from torch import Tensor
 from gossip.exchange.messages import Manifest, Parts, ReplicaState, Section, StateRequest
 from gossip.transfer import download
 from gossip.transfer.assembly import ChunkArrived, ChunkStore, DonorLost, DonorSelected, News, StateAssembly
-from gossip.transfer.donor_switch import NormVotes, objection
+from gossip.transfer.donor_checks import OF_ANY_RUN, MomentBounds, NormVotes, objection
 from noloco_node.journal import events
 from noloco_node.machine.interface import Reporter, Runner, StageModel
 from noloco_node.network.interface import PeerNetwork
@@ -77,7 +77,7 @@ class StateDownload:
         reporter: Reporter,
         keep: ChunkStore | None,
         own: Checkpoint | None = None,
-        moments: download.MomentBounds = download.OF_ANY_RUN,
+        moments: MomentBounds = OF_ANY_RUN,
     ) -> None:
         """`moments`: how large the optimiser's tensors of this run can be."""
         self._moments = moments

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from gossip.exchange.messages import Manifest, Parts, StateRequest
+from gossip.exchange.messages import Manifest, Parts, Section, StateRequest
 from gossip.transfer.chunks import cut
 from gossip.transfer.download import Converse, StateWanted, manifest_of
 from noloco_node.network.interface import PeerNetwork
@@ -52,6 +52,11 @@ class WeightsOf(NamedTuple):
         """Return what to ask for: the slow weights alone."""
         like = tuple(torch.empty(shape, device="meta") for shape in self.shapes)
         return StateWanted(parts=Parts.SLOW, like=like, deadline_s=deadline_s)
+
+
+def copying_s(weight_bytes: int, slowest_bytes_per_s: float) -> float:
+    """Return how long a whole state may take over the slowest line: five sections, each as large as the weights."""
+    return 60.0 + len(Section) * weight_bytes / slowest_bytes_per_s
 
 
 class ManifestReplies(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gossip.exchange.messages import Manifest
 from gossip.rule.staleness import ROUND_BOUND
-from gossip.transfer.donor_switch import OUTLYING_PROGRESS
+from gossip.transfer.donor_checks import OUTLYING_PROGRESS
 from noloco_node.run.peer_state import AT_WORK, PeerState
 from noloco_node.state_sync.replica_mean import ReplicaSummary
 from noloco_node.swarm.roster import Roster

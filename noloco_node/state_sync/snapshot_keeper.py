@@ -21,7 +21,7 @@ from random import Random
 from statistics import median_low
 
 from gossip.exchange.messages import Manifest, ReplicaState
-from gossip.transfer.donor_switch import OUTLYING_ROUNDS
+from gossip.transfer.donor_checks import OUTLYING_ROUNDS
 from gossip.transfer.download import download_state
 from noloco_node.machine.interface import Reporter, Runner, SnapshotStore
 from noloco_node.network.interface import PeerNetwork

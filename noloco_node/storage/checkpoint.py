@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from noloco_node.storage import atomic_file, tensor_file
-from noloco_node.storage.tensor_bytes import bytes_of
+from noloco_node.storage.tensor_file import bytes_of
 from noloco_node.units import Count, Fraction
 
 if TYPE_CHECKING:

@@ -5,20 +5,29 @@ the stage that it left, and with them perhaps the last weights of that stage. So
 copied, to where snapshots of other stages lie. From there the peer itself goes on if it comes back, momenta and all;
 `noloco_node.state_sync.snapshot_server` gives the slow weights to whoever revives the stage; and an export from homes
 finds them.
+
+A node may keep snapshots of stages that it never served as well; these lie there with the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from noloco_node.storage import atomic_file
-from noloco_node.storage.checkpoint import Checkpoint, Counters, files, following, load_whole, of_run
+from noloco_node.storage.checkpoint import Checkpoint, Counters, files, following, load_latest, load_whole, of_run, save
+from noloco_node.units import format_bytes
 
 KEPT = 2
 """Files of a stage that is served no more."""
+KEPT_SNAPSHOTS = 2
+"""Of a stage on the disk."""
+SNAPSHOT_ROOM = 4
+"""Times its own size that a snapshot must find free: the checkpoints of this node come first."""
 
 
 class CheckpointStore:
@@ -89,3 +98,28 @@ class CheckpointStore:
 
     def _of_run(self, directory: Path) -> Iterator[tuple[Path, Counters]]:
         return of_run(directory, self._run_id)
+
+
+class SnapshotDirectory:
+    """Snapshots in a directory, one below it for each stage; implements `machine.interface.SnapshotStore`."""
+
+    def __init__(self, directory: Path, run_id: str) -> None:
+        self._directory, self._run_id = directory, run_id
+
+    async def keep(self, checkpoint: Checkpoint) -> None:
+        """Write a snapshot and drop all but the last few; raise `OSError` where the disk has not room to spare."""
+        await asyncio.to_thread(self._keep, checkpoint)
+
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        directory = self._directory / str(checkpoint.counters.stage)
+        atomic_file.make_directory(directory)
+        needed = SNAPSHOT_ROOM * sum(tensor.nbytes for tensors in checkpoint.tensors.values() for tensor in tensors)
+        free = shutil.disk_usage(directory).free
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free, {format_bytes(needed)} should be")
+        save(directory, checkpoint, KEPT_SNAPSHOTS)
+
+    async def newest(self, stage: int) -> Checkpoint | None:
+        """Return the slow weights of the last whole snapshot of a stage, or None."""
+        # A checkpoint of ours may lie there from a stage that we served, with momenta that nobody asks a snapshot for.
+        return await asyncio.to_thread(load_latest, self._directory / str(stage), self._run_id, wanted=("slow",))

@@ -14,15 +14,13 @@ from torch import Tensor
 
 from gossip.exchange.messages import ReplicaState, Section
 from gossip.exchange.swap import norm
-from gossip.transfer.chunks import Span, tensors_of
-from gossip.transfer.held_copy import held_sections
+from gossip.transfer.chunks import Span, held_sections, tensors_of
 from noloco_node.storage.atomic_file import require_room
-from noloco_node.storage.tensor_bytes import bytes_of
-from noloco_node.storage.tensor_file import Array
+from noloco_node.storage.tensor_file import Array, bytes_of
 
 
 class StateFile:
-    """Implements `gossip.transfer.held_copy.HeldCopy`. The state's tensors are read while this is made, no later.
+    """Implements `gossip.transfer.chunks.HeldCopy`. The state's tensors are read while this is made, no later.
 
     Raises `OSError` where the disk refuses.
     """

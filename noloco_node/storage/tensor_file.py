@@ -6,7 +6,8 @@ the file's own metadata, so that a flipped or a missing byte is noticed before a
 one, written by something else, is believed as far as its format goes.
 
 The bytes go from where they lie to the disk in one pass, hashed on the way: writing takes no second copy of the
-tensors, of a GPU's one of some MiB. Reading a tensor is left to the safetensors library. Nothing here needs torch.
+tensors, of a GPU's one of some MiB. Reading a tensor is left to the safetensors library. Nothing here loads
+torch but `bytes_of`, whose caller has a tensor.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from noloco_node.storage.atomic_file import replacing, require_room
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 CHUNK_BYTES = 4 * 2**20
+AT_ONCE = 2**22
+"""Values that are copied at once from a tensor that is no float32 in main memory."""
 LARGEST_HEADER_BYTES = 100 * 2**20
 """What the safetensors format allows."""
 _ABOUT, _SUM = "about", "sha256"
@@ -34,6 +40,30 @@ class Lazy(NamedTuple):
 
     size_bytes: int
     read: Callable[[], Iterator[memoryview]]
+
+
+def bytes_of(tensor: Tensor) -> memoryview | Lazy:
+    """Return a tensor's bytes: its memory itself if these are its bytes, else what copies them when they are read."""
+    import torch
+
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and tensor.dtype is torch.float32 and tensor.is_contiguous():
+        return _view(tensor.reshape(-1))
+    return Lazy(4 * tensor.numel(), lambda: _copied(tensor))
+
+
+def _copied(tensor: Tensor) -> Iterator[memoryview]:
+    import torch
+
+    for part in torch.split(tensor.reshape(-1), AT_ONCE):
+        yield _view(part.to("cpu", torch.float32))
+
+
+def _view(flat: Tensor) -> memoryview:
+    import torch
+
+    view: Any = flat.view(torch.uint8).numpy()
+    return memoryview(view)
 
 
 class Array(NamedTuple):

@@ -10,15 +10,12 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_node.admission import ticket_service
-from noloco_node.admission.admission_state import AdmissionState
+from noloco_node.admission.admission_state import AdmissionState, no_ticket, not_admitted, told
 from noloco_node.admission.admitted_network import AdmittedNetwork
 from noloco_node.admission.held_ticket import RENEW_S, HeldTicket
-from noloco_node.admission.invite_credential import LOOK_S, InviteCredential
 from noloco_node.admission.peer_keys import key_of, read_key
-from noloco_node.admission.proof_of_work import LOOK_BITS, work
-from noloco_node.admission.refusals import no_ticket, not_admitted, told
-from noloco_node.admission.ticket import TICKET_BYTES, Right, decode
-from noloco_node.admission.ticket_service import TicketReply, TicketRequest, TicketSigner
+from noloco_node.admission.ticket import LOOK_S, TICKET_BYTES, InviteCredential, Right, decode
+from noloco_node.admission.ticket_service import LOOK_BITS, TicketReply, TicketRequest, TicketSigner, work
 from noloco_node.errors import Exit, UserError, config_error, reason_of
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.network.question import ask

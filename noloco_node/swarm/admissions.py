@@ -15,10 +15,9 @@ from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import AdmittedNetwork
 from noloco_node.admission.held_ticket import HeldTicket
-from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.owner_files import key_file, load_key, load_members, members_file, public_half
 from noloco_node.admission.peer_keys import read_key
-from noloco_node.admission.ticket import MEMBER, Right, decode
+from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, decode
 from noloco_node.admission.ticket_service import SignsTickets, TicketService, TicketSigner
 from noloco_node.errors import UserError, config_error
 from noloco_node.network.interface import PeerNetwork
@@ -100,9 +99,7 @@ class HostedAdmissions:
             admitted, signer = await self._as_delegate(network)
         if signer is not None:
             named = None if self._admission.rule == "open" else self._named_until
-            service = TicketService(
-                self._state, signer, time.time, lambda conversation: conversation.origin, named, signs_until
-            )
+            service = TicketService(self._state, signer, time.time, named, signs_until)
             await admitted.serve_all(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
         return admitted
 

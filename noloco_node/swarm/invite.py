@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from noloco_node.admission.invite_credential import InviteCredential, parse_credential
+from noloco_node.admission.ticket import InviteCredential, parse_credential
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, parse_peer_address
 from noloco_node.storage.home import HomePaths

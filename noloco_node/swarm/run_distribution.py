@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from noloco_node.admission.refusals import not_admitted, not_for, told
+from noloco_node.admission.admission_state import not_admitted, not_for, told
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.question import ask, patient

@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 
 from noloco_node.admission.admission_state import MOST_LOOKERS, MOST_SHOWN, AdmissionState, stamped, unstamped
 from noloco_node.admission.peer_keys import peer_of
-from noloco_node.admission.revocation import MOST_REVOKED, decode_list, encode_list, signed_list
-from noloco_node.admission.ticket import MEMBER, Right, encode, grant
+from noloco_node.admission.ticket import (
+    MEMBER,
+    MOST_REVOKED,
+    Right,
+    decode_list,
+    encode,
+    encode_list,
+    grant,
+    signed_list,
+)
 
 PEERS = [peer_of(public(number)) for number in range(1, 5)]
 

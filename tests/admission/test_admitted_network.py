@@ -11,10 +11,8 @@ from admission_keys import NOW_S, OWNER, RUN, key, member, public
 
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import LIST_LIFETIME_S, AdmittedNetwork
-from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.peer_keys import peer_of
-from noloco_node.admission.revocation import encode_list, signed_list
-from noloco_node.admission.ticket import MEMBER, Right, encode, grant
+from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, encode, encode_list, grant, signed_list
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import Conversation, PeerNetwork
 from noloco_node.network.schema import MessageSpec, Schema

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.admission import admission_state
-from noloco_node.admission.refusals import addressed, told
+from noloco_node.admission.admission_state import addressed, told
 
 
 @pytest.mark.parametrize(

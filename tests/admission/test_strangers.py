@@ -17,8 +17,7 @@ from limits import LAST_RESORT_S, PATIENT
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import AdmittedNetwork
 from noloco_node.admission.peer_keys import key_of
-from noloco_node.admission.revocation import encode_list, signed_list
-from noloco_node.admission.ticket import MEMBER, encode, grant
+from noloco_node.admission.ticket import MEMBER, encode, encode_list, grant, signed_list
 from noloco_node.doctor import swarm_checks
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p import network as libp2p_network

@@ -13,10 +13,8 @@ from memory_swarms import Peer, recipe, until
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import AdmittedNetwork
-from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.peer_keys import key_of, peer_of
-from noloco_node.admission.revocation import encode_list, signed_list
-from noloco_node.admission.ticket import MEMBER, encode, grant
+from noloco_node.admission.ticket import MEMBER, InviteCredential, encode, encode_list, grant, signed_list
 from noloco_node.admission.ticket_service import TicketService, TicketSigner
 from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
@@ -89,7 +87,7 @@ class Renewed:
             self.hub.network(self.door), state, signer.ticket(self.run, self.door, MEMBER, NOW_S + 10**7)
         )
         named = None if self.rule == "open" else lambda key: self.named.get(key, 0)
-        service = TicketService(state, signer, self.now_s, lambda _: "/ip4/192.0.2.7/tcp/1", named)
+        service = TicketService(state, signer, self.now_s, named)
         await whole.serve(TOPIC, SCHEMA, self.recipe.serve)
         await whole.serve_all(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
 

@@ -8,10 +8,20 @@ from admission_keys import NOW_S, OWNER, RUN, key, public
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.admission.invite_credential import InviteCredential, parse_credential
 from noloco_node.admission.peer_keys import key_of, peer_of
-from noloco_node.admission.proof_of_work import is_work, work
-from noloco_node.admission.ticket import MEMBER, Chain, Right, decode, encode, extended, facts_of, grant
+from noloco_node.admission.ticket import (
+    MEMBER,
+    Chain,
+    InviteCredential,
+    Right,
+    decode,
+    encode,
+    extended,
+    facts_of,
+    grant,
+    parse_credential,
+)
+from noloco_node.admission.ticket_service import is_work, work
 
 
 def chain(*rights: Right, until: int = NOW_S) -> Chain:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.peer_keys import peer_of
-from noloco_node.admission.proof_of_work import LOOK_BITS, work
-from noloco_node.admission.revocation import encode_list, signed_list
-from noloco_node.admission.ticket import MEMBER, Right, decode, facts_of
+from noloco_node.admission.ticket import MEMBER, Right, decode, encode_list, facts_of, signed_list
 from noloco_node.admission.ticket_service import (
+    LOOK_BITS,
     LOOKS_A_PREFIX,
     REFILL_S,
     SCHEMA,
@@ -28,6 +27,7 @@ from noloco_node.admission.ticket_service import (
     TicketService,
     TicketSigner,
     prefix_of,
+    work,
 )
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -57,10 +57,8 @@ def asked(
             state.take_revocations(encode_list(signed_list(key(0), RUN, 1, {public(2): NOW_S + 1})))
         if shown is not None:
             state.show(ME, shown)
-        signer, origin = TicketSigner(key(0)), "/ip4/192.0.2.7/tcp/4001"
-        service = TicketService(
-            state, signer, lambda: NOW_S, lambda _: origin, named_until, lambda key: (signs or {}).get(key, 0)
-        )
+        signer = TicketSigner(key(0))
+        service = TicketService(state, signer, lambda: NOW_S, named_until, lambda key: (signs or {}).get(key, 0))
         await hub.network("bootstrap").serve(TOPIC, SCHEMA, service.answer)
         async with asyncio.timeout(60), hub.network(ME).talk("bootstrap", TOPIC, SCHEMA) as conversation:
             await conversation.send(TicketRequest(nonce=nonce, trains=trains))
@@ -118,11 +116,14 @@ def test_passing_identities_of_one_network_get_a_share_of_their_own(monkeypatch:
     monkeypatch.setattr(ticket_service, "is_work", lambda *_, **__: True)
     state = AdmissionState(RUN, lambda: NOW_S)
     state.pin(OWNER, "open")
-    service = TicketService(state, TicketSigner(key(0)), lambda: NOW_S, lambda _: "/ip4/192.0.2.7/tcp/1")
+    service = TicketService(state, TicketSigner(key(0)), lambda: NOW_S)
     peers = [peer_of(public(number)) for number in range(2, 102)]
 
     def given_out(*, trains: bool) -> int:
-        requests = [(SimpleNamespace(peer=peer), TicketRequest(nonce=0, trains=trains)) for peer in peers]
+        requests = [
+            (SimpleNamespace(peer=peer, origin="/ip4/192.0.2.7/tcp/1"), TicketRequest(nonce=0, trains=trains))
+            for peer in peers
+        ]
         return sum(bool(service._decide(asks, request)[0]) for asks, request in requests)  # type: ignore[arg-type]
 
     assert given_out(trains=False) == LOOKS_A_PREFIX

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gossip.exchange.messages import Accepted, Declined, Offer, Probe
-from noloco_node.network.wrapper import ConversationWrapper, NetworkWrapper
+from noloco_node.network.interface import ConversationWrapper, NetworkWrapper
 from noloco_node.run.protocols import GOSSIP, MICROBATCH
 from noloco_node.swarm.peer_records import Published
 from noloco_node.swarm.receipts import ReceiptRecord

@@ -25,7 +25,7 @@ from toy_gossip import at_once
 from gossip.exchange.messages import Busy, Parts, ReplicaState
 from gossip.rule.staleness import ROUND_BOUND
 from gossip.transfer.donor import Donor, DonorLimits
-from gossip.transfer.donor_queue import DonorBusy
+from gossip.transfer.download import DonorBusy
 from noloco_node.errors import Exit, UserError
 from noloco_node.export import exporter, replica_fetch, snapshot_fetch
 from noloco_node.export.exporter import SwarmExport, export, merge_files, parts_of

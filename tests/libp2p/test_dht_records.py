@@ -16,10 +16,20 @@ from hypothesis import strategies as st
 from limits import LAST_RESORT_S, PATIENT, RECORD_S
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.libp2p.dht import signing, storage_bounds
-from noloco_node.libp2p.dht.records import DhtRecords, Signatures, chosen, keep_signed, next_expiry
-from noloco_node.libp2p.dht.signing import Signer, content_of, place_of, read_signer
-from noloco_node.libp2p.dht.storage_bounds import MOST_KEYS_OF_ONE, BoundedStorage, shorten
+from noloco_node.libp2p.dht import record_checks
+from noloco_node.libp2p.dht.record_checks import (
+    MOST_KEYS_OF_ONE,
+    BoundedStorage,
+    Signatures,
+    Signer,
+    chosen,
+    content_of,
+    keep_signed,
+    place_of,
+    read_signer,
+    shorten,
+)
+from noloco_node.libp2p.dht.records import DhtRecords, next_expiry
 from noloco_node.libp2p.endpoint.identity import ensure_identity, peer_bytes
 from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
@@ -84,9 +94,9 @@ def test_no_other_cut_of_the_same_bytes_has_the_verdict_of_a_record(
 def test_what_is_remembered_of_signatures_is_bounded(two: tuple[Identity, Identity]) -> None:
     one, _ = two
     value = one.signer.signed(PLACE, 7.0, b"kept")
-    for number in range(signing.VERDICTS + 10):
+    for number in range(record_checks.VERDICTS + 10):
         assert content_of(PLACE, one.name, float(number + 8), value) is None
-    assert signing._known_verdict.cache_info().currsize == signing.VERDICTS
+    assert record_checks._known_verdict.cache_info().currsize == record_checks.VERDICTS
     assert content_of(PLACE, one.name, 7.0, value) == b"kept"
 
 
@@ -177,7 +187,7 @@ def test_no_more_is_kept_under_a_key_than_fits_into_an_answer() -> None:
 
 def test_nobody_drives_a_record_out_or_ends_its_life(monkeypatch: pytest.MonkeyPatch) -> None:
     load_hivemind()
-    monkeypatch.setattr(storage_bounds, "_MOST_KEYS", 1024)
+    monkeypatch.setattr(record_checks, "_MOST_KEYS", 1024)
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DHTLocalStorage
 

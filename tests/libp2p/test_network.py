@@ -36,7 +36,7 @@ from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S
 from noloco_node.libp2p.daemon.process import WITHIN_S, restart_pause_s
 from noloco_node.libp2p.daemon.relay_grant import Grant
 from noloco_node.libp2p.daemon.socket_dir import private_directory, remove_stale
-from noloco_node.libp2p.dht.records import has_our_form
+from noloco_node.libp2p.dht.record_checks import has_our_form
 from noloco_node.libp2p.endpoint.addresses import PeerAddress, beyond_this_machine, parse_peer_address, port_of
 from noloco_node.libp2p.endpoint.settings import Capacity, NetworkSettings, Reachability, TimeoutSettings
 from noloco_node.libp2p.hivemind_compat import ignore_orphaned_waits

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.arguments import RELAY_DATA_BYTES, RELAY_TIME_S, DaemonConfig, arguments, relay_arguments
 from noloco_node.libp2p.daemon.relay_grant import Grant, grant_of
-from noloco_node.libp2p.dht.relay_records import checked_relays, listed, record_of
 from noloco_node.libp2p.endpoint.addresses import (
     PeerAddress,
     check_listen,
+    checked_relays,
     from_this_machine,
     parse_peer_address,
     port_of,
+    relay_record,
+    relays_of,
     with_port,
     with_ports_chosen,
 )
@@ -177,9 +179,9 @@ def test_once_one_has_answered_the_dead_do_not_hold_us_up() -> None:
 
 
 def test_records_of_relays_are_read_with_care() -> None:
-    assert listed({"a": record_of([RELAY, DOOR]), "b": record_of([RELAY])}) == (RELAY, DOOR)
-    noise = {"a": b"\xc1", "b": b"\xa1\xff", "c": record_of(["/ip4/1.2.3.4", "x" * 10_000]), "d": b""}
-    assert listed(noise | {"e": record_of([RELAY])}) == (RELAY,)
+    assert relays_of({"a": relay_record([RELAY, DOOR]), "b": relay_record([RELAY])}) == (RELAY, DOOR)
+    noise = {"a": b"\xc1", "b": b"\xa1\xff", "c": relay_record(["/ip4/1.2.3.4", "x" * 10_000]), "d": b""}
+    assert relays_of(noise | {"e": relay_record([RELAY])}) == (RELAY,)
     assert checked_relays([f"/dns4/a,b/tcp/1/p2p/{PEERS[0]}", f"{RELAY}/p2p-circuit/p2p/{PEERS[0]}"]) == ()
     many = [f"/ip4/198.51.100.{number}/tcp/4001/p2p/{PEERS[0]}" for number in range(9)]
     assert len(checked_relays(many)) == 4
@@ -188,7 +190,7 @@ def test_records_of_relays_are_read_with_care() -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_of_a_stranger_disturb_the_list_of_relays(raw: bytes) -> None:
-    assert RELAY in listed({"theirs": raw, "ours": record_of([RELAY])})
+    assert RELAY in relays_of({"theirs": raw, "ours": relay_record([RELAY])})
 
 
 def test_relays_listen_at_the_ports_after_the_peer_s_own() -> None:

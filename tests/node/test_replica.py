@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossip.events import OuterStepTaken
 from gossip.exchange.messages import Parts, ReplicaState
-from gossip.transfer.held_copy import HeldCopy
+from gossip.transfer.chunks import HeldCopy
 from noloco_node.journal import events
 from noloco_node.sim.clock import run
 from noloco_node.sim.hardware.memory_host import MemoryHost

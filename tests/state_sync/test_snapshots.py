@@ -49,7 +49,7 @@ from noloco_node.state_sync.snapshot_choice import (
 from noloco_node.state_sync.snapshot_keeper import next_stage, possible
 from noloco_node.state_sync.starting_loss import FAR
 from noloco_node.storage.checkpoint import Checkpoint, Counters
-from noloco_node.storage.snapshot_store import KEPT, SnapshotDirectory
+from noloco_node.storage.checkpoint_store import KEPT_SNAPSHOTS, SnapshotDirectory
 from noloco_node.swarm.peer_records import CLOCK_S
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.tasks import background
@@ -158,7 +158,10 @@ def test_the_last_few_of_each_stage_are_kept_and_room_is_left(tmp_path: Path, mo
         for round in (1, 2, 3):
             for stage in (0, 1):
                 await store.keep(made(stage, round + stage))
-        assert [len(list(path.iterdir())) for path in sorted((tmp_path / "snapshots").iterdir())] == [KEPT, KEPT]
+        assert [len(list(path.iterdir())) for path in sorted((tmp_path / "snapshots").iterdir())] == [
+            KEPT_SNAPSHOTS,
+            KEPT_SNAPSHOTS,
+        ]
         for stage in (0, 1):
             found = await store.newest(stage)
             assert found is not None

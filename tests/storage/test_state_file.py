@@ -14,9 +14,8 @@ from state_copies import SHAPES, TERMS, state
 from toy_gossip import at_once
 
 from gossip.exchange.messages import Busy, Gone, Manifest, Parts, PieceRequest, ReplicaState, Section, StateRequest
-from gossip.transfer.chunks import cut
+from gossip.transfer.chunks import CopyInMemory, cut
 from gossip.transfer.donor import ABANDONED_S, Donor
-from gossip.transfer.held_copy import CopyInMemory
 from noloco_node.sim.clock import run
 from noloco_node.storage import atomic_file
 from noloco_node.storage.state_file import StateFile

@@ -12,12 +12,9 @@ from admission_keys import NOW_S, OWNER, key, public
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import AdmittedNetwork
-from noloco_node.admission.invite_credential import InviteCredential
 from noloco_node.admission.peer_keys import KEY_HEADER, peer_of
-from noloco_node.admission.proof_of_work import is_work, work
-from noloco_node.admission.revocation import encode_list, signed_list
-from noloco_node.admission.ticket import MEMBER, Right, grant
-from noloco_node.admission.ticket_service import TicketService, TicketSigner
+from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, encode_list, grant, signed_list
+from noloco_node.admission.ticket_service import TicketService, TicketSigner, is_work, work
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.sim.clock import run
@@ -50,7 +47,7 @@ class Hosted:
         network = AdmittedNetwork(self.hub.network(BOOTSTRAP), self.state, ticket)
         await network.serve(TOPIC, SCHEMA, self.recipe.serve)
         if self.recipe.run.admission.rule == "open":
-            service = TicketService(self.state, signer, lambda: NOW_S, lambda _: "/ip4/192.0.2.7/tcp/1")
+            service = TicketService(self.state, signer, lambda: NOW_S)
             await network.serve_all(ticket_service.TOPIC, ticket_service.SCHEMA, service.answer)
 
     async def enter(

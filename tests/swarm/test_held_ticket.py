@@ -14,13 +14,10 @@ from admission_keys import NOW_S, OWNER, key, public
 from noloco_node.admission import ticket_service
 from noloco_node.admission.admission_state import AdmissionState
 from noloco_node.admission.admitted_network import GRACE_S, AdmittedNetwork
-from noloco_node.admission.invite_credential import LOOK_S, InviteCredential
 from noloco_node.admission.owner_files import IssuedEntry, MemberList, save_members
 from noloco_node.admission.peer_keys import KEY_HEADER, peer_of
-from noloco_node.admission.proof_of_work import is_work, work
-from noloco_node.admission.revocation import encode_list, signed_list
-from noloco_node.admission.ticket import MEMBER, Right, grant
-from noloco_node.admission.ticket_service import TicketService, TicketSigner
+from noloco_node.admission.ticket import LOOK_S, MEMBER, InviteCredential, Right, encode_list, grant, signed_list
+from noloco_node.admission.ticket_service import TicketService, TicketSigner, is_work, work
 from noloco_node.errors import Exit, UserError
 from noloco_node.network.conversation_pool import ConversationPool
 from noloco_node.network.interface import Conversation, PeerNetwork
@@ -66,7 +63,6 @@ class OwnedRun:
             self.state,
             signer,
             self.now_s,
-            lambda conversation: conversation.origin,
             named,
             lambda found: self.signs.get(found, 0),
         )

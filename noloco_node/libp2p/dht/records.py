@@ -4,7 +4,7 @@ Nothing is cached: the DHT is small, and a roster that is a minute old is worse 
 the nodes nearest to its key and carries its own expiry; the one that expires last wins. What we store for others is
 bounded in number, size and time.
 
-Every record is signed by the peer that it is filed under (`signing`). Unsigned ones are neither stored here nor
+Every record is signed by the peer that it is filed under (`record_checks`). Unsigned ones are neither stored here nor
 believed when others return them; and hivemind, which would throw a node's whole answer away for one bad record in it,
 is given the rest of it. The expiry is signed as well: an old record that was given a later one would keep its peer's
 next ones out. How many records of one key are looked at is bounded, those that were known before first and then in an
@@ -18,35 +18,35 @@ one be refused. So the expiry of what we publish never falls, as far as others s
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
-
-import msgspec
 
 from noloco_node.errors import Exit, UserError
 from noloco_node.libp2p.daemon.control import Control
-from noloco_node.libp2p.dht.relay_records import KEY
-from noloco_node.libp2p.dht.signing import SIGNATURE_BYTES, Signer, content_of, place_of, read_signer
-from noloco_node.libp2p.dht.storage_bounds import MOST_SUBKEYS, BoundedStorage, shorten
-from noloco_node.libp2p.endpoint.addresses import PeerAddress
+from noloco_node.libp2p.dht.record_checks import (
+    RECORD_BYTES,
+    RECORD_LIFETIME_S,
+    SIGNATURE_BYTES,
+    BoundedStorage,
+    Signatures,
+    Signer,
+    content_of,
+    keep_signed,
+    place_of,
+    read_signer,
+    shorten,
+)
+from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, PeerAddress
 from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.endpoint.settings import NetworkSettings
 from noloco_node.libp2p.hivemind_compat import DaemonClient, DhtEntries, DhtNode, HivemindParts, PeerId
 
-_RECORD_BYTES = 8 * 1024
-_RECORD_LIFETIME_S = 3600.0
-_CLOCK_ERROR_S = 60.0
-_LENGTH_BYTES = 5
-"""What MessagePack adds to the bytes of a value."""
 _ANSWER_S = 5.0
 """For one node of the DHT to answer one question."""
 _MOST_PLACES = 4096
-_SUBKEY_BYTES = 128
 _CLOSE_S = 2.0
 
 
@@ -95,7 +95,7 @@ class DhtRecords:
     def _accepts(self, place: bytes, peer: str, content: bytes) -> bool:
         """Say whether we keep a record of somebody's: relays tell of themselves before there is a ticket."""
         accepts = self._settings.accepts
-        return accepts is None or place == place_of(self._secret.key(KEY)) or accepts(peer, content)
+        return accepts is None or place == place_of(self._secret.key(RELAYS_KEY)) or accepts(peer, content)
 
     async def greet(self, peer_id: PeerId) -> None:
         """Make ourselves known to a node (again)."""
@@ -103,7 +103,7 @@ class DhtRecords:
 
     async def publish(self, key: str, subkey: str, value: bytes, lifetime_s: float) -> bool:
         """Store a record of ours; False when the DHT refused it or did not answer in time."""
-        if len(value) + SIGNATURE_BYTES > _RECORD_BYTES or lifetime_s > _RECORD_LIFETIME_S:
+        if len(value) + SIGNATURE_BYTES > RECORD_BYTES or lifetime_s > RECORD_LIFETIME_S:
             raise ValueError(f"a record of {len(value)} bytes for {lifetime_s:g} s is more than the DHT takes")
         expiry = next_expiry(self._expiry.get((key, subkey), 0.0), lifetime_s, time.time())
         signed = self._sign(key, expiry, value)
@@ -173,112 +173,8 @@ class DhtRecords:
                 await self._control.bounded(self._node.shutdown(), _CLOSE_S)
 
 
-class Signatures:
-    """Decides for hivemind which records are stored here, and which are believed when others return them.
-
-    `accepts`: of those of our form and signed, by place, peer and content.
-    """
-
-    def __init__(self, accepts: Callable[[bytes, str, bytes], bool] = lambda *_: True) -> None:
-        self._accepts = accepts
-
-    def validate(self, record: Any) -> bool:
-        """Say whether a record is of our form, signed by the peer of its subkey, and accepted."""
-        if not has_our_form(record):
-            return False
-        peer, value = map(msgspec.msgpack.decode, (record.subkey, record.value))
-        content = content_of(record.key, peer, record.expiration_time, value)
-        return content is not None and self._accepts(record.key, peer, content)
-
-    def sign_value(self, record: Any) -> bytes:
-        """Return the value as it is: it was signed before."""
-        return bytes(record.value)
-
-    def strip_value(self, record: Any) -> bytes:
-        """Return the value as it is: `DhtRecords.read` takes the signature off."""
-        return bytes(record.value)
-
-
-def has_our_form(record: Any) -> bool:
-    """Say whether a record, as hivemind shows it to a validator, is one of ours by its form.
-
-    Keys of records and values are MessagePack to hivemind; one that does not decode would make every reading of its key
-    fail, so it counts as none. The subkey must be text: a record without one would take the place of all others.
-    """
-    if (
-        len(record.value) > _RECORD_BYTES + _LENGTH_BYTES
-        or not 0.0 < record.expiration_time <= time.time() + _RECORD_LIFETIME_S + _CLOCK_ERROR_S
-    ):
-        return False
-    try:
-        msgspec.msgpack.decode(record.subkey, type=str)
-        msgspec.msgpack.decode(record.value, type=bytes)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return False
-    return True
-
-
 def next_expiry(before: float, lifetime_s: float, unix_s: float) -> float:
     """Return when a record is to expire (Unix time): never before its last version, unless others refuse that."""
     wanted = unix_s + lifetime_s
-    latest = unix_s + _RECORD_LIFETIME_S
+    latest = unix_s + RECORD_LIFETIME_S
     return before + 1e-3 if wanted <= before < latest else wanted
-
-
-def chosen(subkeys: Iterable[str], known: Collection[str], salt: bytes, most: int = MOST_SUBKEYS) -> list[str]:
-    """Return the subkeys to look at: of too many the known ones first, then by a hash that nobody else can work out."""
-    candidates = [subkey for subkey in subkeys if len(subkey) <= _SUBKEY_BYTES]
-    if len(candidates) <= most:
-        return candidates
-
-    def rank(subkey: str) -> tuple[bool, bytes]:
-        return subkey not in known, hashlib.sha256(salt + subkey.encode(errors="replace")).digest()
-
-    return sorted(candidates, key=rank)[:most]
-
-
-def keep_signed(
-    place: bytes,
-    dictionary: DhtEntries,
-    known: Collection[str],
-    salt: bytes,
-    kept: Mapping[str, float] = MappingProxyType({}),
-) -> None:
-    """Drop from hivemind's dictionary of records what is not signed, too much, or no later than what we keep ourselves.
-
-    `kept`: the expiries of that, Unix seconds.
-    """
-    signatures = Signatures()
-    with dictionary.freeze():
-        entries = dict(dictionary.items())
-        texts = [
-            subkey
-            for subkey, entry in entries.items()
-            if isinstance(subkey, str) and entry.expiration_time > kept.get(subkey, 0.0)
-        ]
-        wanted = {}
-        for subkey in chosen(texts, known, salt):
-            value, expires = entries[subkey].value, entries[subkey].expiration_time
-            if isinstance(value, bytes) and signatures.validate(_Record(place, _packed(subkey), value, expires)):
-                wanted[subkey] = expires
-        for subkey in entries:
-            if subkey not in wanted:
-                del dictionary[subkey]
-        dictionary.latest_expiration_time = max(wanted.values(), default=float("-inf"))
-        dictionary.maxsize = float("inf")
-
-
-class _Record(msgspec.Struct, frozen=True):
-    """A record as hivemind shows it to a validator."""
-
-    key: bytes
-    subkey: bytes
-    value: bytes
-    expiration_time: float
-
-
-def _packed(subkey: str) -> bytes:
-    try:
-        return msgspec.msgpack.encode(subkey)
-    except UnicodeEncodeError:
-        return b""

@@ -3,21 +3,32 @@
 libp2p's daemon starts without a word on a TCP port that another program holds, and then nobody can reach it; so the
 port is bound here first, for a moment. That is a test and no reservation, which is why the daemon's own answer is
 checked as well.
+
+Also what records of the DHT say of relays: addresses from strangers, read with care.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from noloco_node.errors import Exit, UserError
 
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
+RELAYS_KEY = "relays"
+"""Of the records, after the run's id; each is a MessagePack list of addresses that end in /p2p/ID."""
+RELAY_PLACES = 4
+"""Addresses of one relay."""
+_MOST_RELAYS = 16
+_ADDRESS_CHARACTERS = 256
+
+_PLACES = msgspec.msgpack.Decoder(list[str])
 
 
 class PeerAddress(NamedTuple):
@@ -39,6 +50,36 @@ def parse_peer_address(text: str) -> PeerAddress:
     if len(parts) == 1:
         raise ValueError(f"{text!r} names a peer but no place to dial, such as /ip4/192.0.2.1/tcp/4001 before /p2p")
     return PeerAddress(_join(parts[:-1]), parts[-1][1])
+
+
+def relay_record(places: Sequence[str]) -> bytes:
+    """Return the record that tells of these addresses."""
+    return msgspec.msgpack.encode(list(places))
+
+
+def relays_of(records: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Return the addresses of relays that records name; what is malformed counts as not said."""
+    found: list[str] = []
+    for raw in records.values():
+        try:
+            found += _PLACES.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+    return checked_relays(found)
+
+
+def checked_relays(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Return what is good among addresses of relays: of at most 16 relays, at most four of each."""
+    found: dict[str, list[str]] = {}
+    for text in addresses:
+        try:
+            address = parse_peer_address(text if len(text) <= _ADDRESS_CHARACTERS else "")
+        except ValueError:
+            continue
+        # A comma would smuggle a second address into the daemon's command line.
+        if "," not in text and "p2p-circuit" not in text and (address.peer in found or len(found) < _MOST_RELAYS):
+            found.setdefault(address.peer, []).append(str(address))
+    return tuple(place for places in found.values() for place in dict.fromkeys(places[:RELAY_PLACES]))
 
 
 def place_text(raw: bytes) -> str:

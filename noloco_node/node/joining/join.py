@@ -16,6 +16,7 @@ from msgspec import structs
 
 from gossip.exchange.messages import ReplicaState
 from gossip.transfer import download
+from gossip.transfer.donor_checks import MomentBounds
 from noloco_node.errors import Exit, UserError
 from noloco_node.journal import events
 from noloco_node.machine.interface import StageModel
@@ -39,8 +40,8 @@ from noloco_node.node.joining.state_source import (
     living_replicas,
 )
 from noloco_node.run.peer_state import PeerState
-from noloco_node.state_sync.deadlines import copying_s
 from noloco_node.state_sync.download import COPY_AGAIN_S, DownloadLink, StateDownload, waiting_line
+from noloco_node.state_sync.manifests import copying_s
 from noloco_node.state_sync.starting_state import StartingState, from_checkpoint, from_donor, from_seed, started
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.swarm.roster import PeerRecord
@@ -207,7 +208,7 @@ class _StateSearch:
         line = DownloadLink(newcomer.network, self._device, deadline_s)
         keep = newcomer.host.partial_download(self._number, weight_bytes)
         inner = newcomer.run.inner
-        moments = download.MomentBounds(moment_ratio(inner.beta1, inner.beta2), inner.clip_norm)
+        moments = MomentBounds(moment_ratio(inner.beta1, inner.beta2), inner.clip_norm)
         return StateDownload(self._number, self._stage, line, newcomer.reporter, keep, self._saved, moments)
 
     async def _wait(self, seconds: float, for_replica: bool) -> None:

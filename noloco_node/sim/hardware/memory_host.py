@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gossip.exchange.messages import ReplicaState
 from gossip.transfer.assembly import ChunkStore
-from gossip.transfer.held_copy import CopyInMemory, HeldCopy
+from gossip.transfer.chunks import CopyInMemory, HeldCopy
 from noloco_node.machine.interface import FirstWeights, Runner, SnapshotStore, StageModel, Text
 from noloco_node.sim.hardware.memory_store import MemoryStore
 from noloco_node.storage.checkpoint import Checkpoint

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossip.exchange.messages import Implausible
-from gossip.transfer.donor_queue import LONGEST_WAIT_S, DonorBusy, DonorQueue, Turn
+from gossip.transfer.download import LONGEST_WAIT_S, DonorBusy, DonorQueue, Turn
 
 
 def asked(queue: DonorQueue, failures: dict[str, list[ConnectionError]]) -> list[Turn]:

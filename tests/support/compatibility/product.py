@@ -6,6 +6,8 @@ The names here are these tests' own. What is renamed in the product is imported 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
 from gossip.exchange import codec, int4_step
 from gossip.exchange.formats import Format
@@ -45,18 +47,18 @@ from noloco_node.export.replica_files import in_home
 from noloco_node.journal import events as journal
 from noloco_node.journal import writer as journal_writer
 from noloco_node.journal.reader import read as read_journal
-from noloco_node.libp2p.dht import relay_records as told
-from noloco_node.libp2p.dht import signing
+from noloco_node.libp2p.dht import record_checks as signing
 from noloco_node.libp2p.endpoint import identity
+from noloco_node.libp2p.endpoint.addresses import RELAYS_KEY, relay_record, relays_of
 from noloco_node.libp2p.endpoint.run_secret import RunSecret
 from noloco_node.libp2p.streams import dialback
 from noloco_node.limits.budget import OwnerLimits as Allowance
 from noloco_node.limits.rate_limit import RateLimitedNetwork as MeteredNetwork
 from noloco_node.limits.traffic_ledger import TrafficLedger as Ledger
+from noloco_node.network.interface import NetworkWrapper as Around
 from noloco_node.network.schema import Schema
 from noloco_node.network.wire import FrameDecoder as Intake
 from noloco_node.network.wire import beat, encode, end, error
-from noloco_node.network.wrapper import NetworkWrapper as Around
 from noloco_node.planning.model_layout import build_stage, model_layout
 from noloco_node.planning.plan_text import report as check_report
 from noloco_node.run.config import ModelConfig, RunConfig
@@ -78,10 +80,10 @@ from noloco_node.state_sync.replica_mean import ReplicaSummary as Standing
 from noloco_node.storage.checkpoint import Checkpoint, Counters
 from noloco_node.storage.checkpoint import save as save_checkpoint
 from noloco_node.storage.checkpoint_store import CheckpointStore as OwnCheckpoints
+from noloco_node.storage.checkpoint_store import SnapshotDirectory as DirectoryStore
 from noloco_node.storage.home import Home, holder
 from noloco_node.storage.home import LockHolder as Holder
 from noloco_node.storage.partial_download import PartialDownloadFile as Partial
-from noloco_node.storage.snapshot_store import SnapshotDirectory as DirectoryStore
 from noloco_node.swarm import speed_test as measuring
 from noloco_node.swarm.invite import format as format_invite
 from noloco_node.swarm.invite import parse as parse_invite
@@ -95,3 +97,5 @@ from noloco_node.swarm.run_distribution import RunRequest
 from noloco_node.swarm.run_progress import SourceRecord, decode_source
 from pipeline.messages import Gradient, Microbatch, Reason, Refused
 from tests.explorer.schedule_generator import draw as drawn_scenario
+
+told = SimpleNamespace(KEY=RELAYS_KEY, record_of=relay_record, listed=relays_of)

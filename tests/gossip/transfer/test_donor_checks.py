@@ -9,17 +9,9 @@ from hypothesis import strategies as st
 
 from gossip.exchange.messages import Manifest
 from gossip.rule.staleness import ROUND_BOUND
+from gossip.transfer.assembly import LEAST_SAVING, ROUNDS_APART, mixes
 from gossip.transfer.chunks import listed
-from gossip.transfer.donor_switch import (
-    LEAST_SAVING,
-    OUTLYING_PROGRESS,
-    OUTLYING_ROUNDS,
-    ROUNDS_APART,
-    NormVotes,
-    mixes,
-    objection,
-    round_to_start_in,
-)
+from gossip.transfer.donor_checks import OUTLYING_PROGRESS, OUTLYING_ROUNDS, NormVotes, objection, round_to_start_in
 
 ROW = listed([b"0" * 32])
 MANIFEST = Manifest(
