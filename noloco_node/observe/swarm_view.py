@@ -31,41 +31,49 @@ LONGEST_VIRTUAL_S = 1e9
 """Times below are seconds since a simulation began; later ones are unix seconds."""
 
 
-class PeerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer. `busy`: share of its time for which its device works, or the line that limits it; None if unknown.
+class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What every view shows of one peer. `busy`: share of its time for which its device works, or the line that limits
+    it; None if unknown.
 
-    `waits`: what it waits for, in words; `cause`: why, where it says so itself; `since`: since when, where known.
-    `tokens_claimed`: that it says it drew as a source; `tokens_covered`: for which it has receipts. `met`: id of the
-    peer that it met last. `tokens`: of its windows, as it says; `there_s`, `line_bytes`, `joules`: what it gave beside
-    them, where known. `share`: of its stage's speed. `sent_per_s`, `received_per_s`: bytes over its line; `budget`:
-    what it uses of what its owner allows, in words.
+    `waits`: what it waits for, in words. `tokens`: of its windows, as it says; `tokens_covered`: that it drew as a
+    source and has receipts for; `there_s`, `line_bytes`, `joules`: what it gave beside them, where known. `share`: of
+    its stage's speed. `sent_per_s`, `received_per_s`: bytes over its line; `budget`: what it uses of what its owner
+    allows, in words.
     """
 
-    peer: str
     name: str
     stage: int
     state: str
-    inner_steps: int = 0
     round: int = 0
-    partner: str | None = None
+    tokens: int = 0
+    tokens_covered: int | None = None
+    there_s: float | None = None
+    line_bytes: int | None = None
+    joules: float | None = None
     tokens_per_s: float = 0.0
+    share: float | None = None
     busy: float | None = None
     loss: float | None = None
     gap: float | None = None
     waits: str | None = None
-    cause: WaitCause | None = None
-    since: float | None = None
-    tokens_claimed: int | None = None
-    tokens_covered: int | None = None
-    met: str | None = None
-    tokens: int = 0
-    there_s: float | None = None
-    line_bytes: int | None = None
-    joules: float | None = None
-    share: float | None = None
     sent_per_s: float | None = None
     received_per_s: float | None = None
     budget: str | None = None
+
+
+class PeerView(PeerFigures, frozen=True, kw_only=True):
+    """One peer. `cause`: why it waits, where it says so itself; `since`: since when, where that is known.
+
+    `tokens_claimed`: that it says it drew as a source. `met`: id of the peer that it met last.
+    """
+
+    peer: str
+    inner_steps: int = 0
+    partner: str | None = None
+    cause: WaitCause | None = None
+    since: float | None = None
+    tokens_claimed: int | None = None
+    met: str | None = None
 
     @property
     def trains(self) -> bool:
