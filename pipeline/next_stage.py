@@ -94,21 +94,21 @@ class HopTotals(NamedTuple):
 
 
 class Wanted(StrEnum):
-    """What a microbatch may wait for. With this the words begin that journals and records have."""
+    """What a microbatch may wait for of the next stage: a replica that the roster has, room at one, or an answer."""
 
-    REPLICA = "a replica of the next stage to appear in the roster"
-    ROOM = "room at the next stage"
-    ANSWER = "an answer of the next stage"
+    REPLICA = "replica"
+    ROOM = "room"
+    ANSWER = "answer"
 
 
 class Waiting(NamedTuple):
-    """What a microbatch waits for, in words too, and since when (loop seconds).
+    """What a microbatch waits for, and since when (loop seconds). `detail`: of how many replicas, in words.
 
     `will_pass`: a healthy replica is merely busy, and takes it before long.
     """
 
     wanted: Wanted
-    words: str
+    detail: str
     since_s: float
     will_pass: bool = False
 
@@ -293,14 +293,14 @@ class NextStage:
         good = [peer for peer in peers if peer not in out_of_favour]
         resting = [self._resting.get(peer, 0.0) for peer in (good or peers)]
         if not peers:
-            wanted, more, pause_s = Wanted.REPLICA, "", POLL_S
+            wanted, detail, pause_s = Wanted.REPLICA, "", POLL_S
         elif good:
-            wanted, more = Wanted.ROOM, f": {len(good)} of {len(peers)} replicas refused for now, the others were lost"
+            wanted, detail = Wanted.ROOM, f"{len(good)} of {len(peers)} replicas refused for now, the others were lost"
             if len(good) == len(peers):
-                more = f": all its {len(peers)} replicas refused for now"
+                detail = f"all its {len(peers)} replicas refused for now"
             pause_s = min(resting) - _now_s()
         else:
-            wanted, more = Wanted.ANSWER, f": all its {len(peers)} replicas were lost or are on trial"
+            wanted, detail = Wanted.ANSWER, f"all its {len(peers)} replicas were lost or are on trial"
             pause_s = max(FIRST_BACKOFF_S * 2.0**search.losses, min(resting) - _now_s())
             search.forgiving = True
         if search.waits_since_s is None:
@@ -309,7 +309,7 @@ class NextStage:
         if self._empty_since_s is not None:
             since_s = min(self._empty_since_s, since_s)
         will_pass = not self._busy.isdisjoint(good)
-        self._waits[search] = Waiting(wanted, f"{wanted}{more}", since_s, will_pass)
+        self._waits[search] = Waiting(wanted, detail, since_s, will_pass)
         # Jitter, so that all who were refused together do not come back together; never early.
         sleep_s = max(SHORTEST_SLEEP_S, pause_s) * self._rng.uniform(1.0, 1.25)
         try:

@@ -34,7 +34,7 @@ from noloco_node.journal import events
 from noloco_node.observe.metrics import NodeMetrics
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.served_place import ServedPlace
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, Given, PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
@@ -90,7 +90,7 @@ def membership_of(peers: int) -> Any:
             loss=3.0,
             gap=0.01,
             partner=f"12D3KooW{(number + STAGES) % peers:044d}",
-            waiting="room at the next stage: all its 20 replicas refused, for 7 s" if number % 7 == 0 else None,
+            waiting=(Wait(WaitCause.ROOM, 7.0, "all its 20 replicas refused"),) if number % 7 == 0 else (),
             name=f"volunteer {number}",
             hops=() if number % STAGES == STAGES - 1 else tuple(_hops(number, steps, peers)),
             given=Given(1000 * steps, steps, 10**6 * steps, 10**6 * steps),

@@ -32,6 +32,7 @@ from noloco_node.cli.options import (
     invite_text,
     page_place,
 )
+from noloco_node.observe.bottleneck import all_waits
 from noloco_node.observe.journal_observer import Recording, read_journals
 from noloco_node.observe.live_view import LiveView
 from noloco_node.observe.playback import Keyboard, Playback
@@ -134,7 +135,7 @@ def picture(recipe: RunFileText, roster: Roster, late: Mapping[str, float] = Map
     peers = sorted((record for stage in roster.stages for record in stage), key=lambda record: record.peer)
     silent = [(each.peer, f"for {late[each.peer]:.0f} s: it may be dead") for each in peers if each.peer in late]
     moving = {each.peer: f"moves to stage {each.moves_to}" for each in peers if each.moves_to is not None}
-    waits = [(each.peer, each.waiting or moving.get(each.peer)) for each in peers]
+    waits = [(each.peer, all_waits(each.waiting, each.stage) or moving.get(each.peer)) for each in peers]
     budgets = [(each.peer, each.budget) for each in peers]
     tokens = recipe.run.pipeline.sequence_length
     credits = [

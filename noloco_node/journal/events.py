@@ -13,7 +13,7 @@ import msgspec
 from msgspec import structs
 
 from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState, Wait, WaitCause
 
 RUN_OVER = "the run is over"
 """Why training has ended whose budget is used up (`Finished.why`)."""
@@ -41,10 +41,10 @@ class Started(_Event, frozen=True, tag="started"):
 
 
 class StateChanged(_Event, frozen=True, tag="state"):
-    """The node does something else now. `state`: what it does. `waiting`: what it waits for, in words."""
+    """The node does something else now. `state`: what it does. `waiting`: what it waits for."""
 
     state: PeerState
-    waiting: str | None = None
+    waiting: Wait | None = None
 
 
 class Placed(_Event, frozen=True, tag="placed"):
@@ -265,8 +265,16 @@ class _Named(msgspec.Struct):
     event: str
 
 
+class _TextWait(_Event, frozen=True, tag="state"):
+    """`StateChanged` as it was before `Wait`: what the node waited for is text."""
+
+    state: PeerState
+    waiting: str
+
+
 _NAME: msgspec.json.Decoder[_Named] = msgspec.json.Decoder(_Named)
 _NODE_EVENT: msgspec.json.Decoder[NodeEvent] = msgspec.json.Decoder(NodeEvent)
+_TEXT_WAIT: msgspec.json.Decoder[_TextWait] = msgspec.json.Decoder(_TextWait)
 _ROUND_EVENT = {name: msgspec.json.Decoder(kind) for name, kind in ROUND_EVENTS.items()}
 
 
@@ -287,4 +295,12 @@ def decode(line: bytes) -> Event | None:
         kind = _ROUND_EVENT.get(_NAME.decode(line).event)
         return _NODE_EVENT.decode(line) if kind is None else kind.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
+        return _decode_text_wait(line)
+
+
+def _decode_text_wait(line: bytes) -> StateChanged | None:
+    try:
+        old = _TEXT_WAIT.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+    return StateChanged(at=old.at, state=old.state, waiting=Wait(WaitCause.OTHER, detail=old.waiting[:LONGEST_DETAIL]))

@@ -139,9 +139,9 @@ class HealthMonitor:
         self._conditions: dict[str, Condition] = {}
 
     @property
-    def trouble(self) -> str | None:
-        """What lasts now, in few words; None when all is well."""
-        return "; ".join(condition.brief for condition in self._conditions.values()) or None
+    def trouble(self) -> tuple[str, ...]:
+        """What lasts now, each in few words."""
+        return tuple(condition.brief for condition in self._conditions.values())
 
     async def run(self) -> NoReturn:
         """Look around until cancelled."""

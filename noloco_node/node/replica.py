@@ -31,7 +31,7 @@ from noloco_node.network.timeouts import ANSWERS, AdaptiveTimeout
 from noloco_node.node.microbatch_calls import MicrobatchClient, MicrobatchServer
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext, rate_schedule, round_settings
 from noloco_node.node.starting_weights import StartingWeights
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, topic
 from noloco_node.state_sync.starting_state import StartingState
 from noloco_node.storage.checkpoint import Checkpoint, Counters
@@ -44,7 +44,7 @@ from pipeline.admission_window import AdmissionWindow, WindowOutcome
 from pipeline.checks.spot_checks import CheckSettings, SpotChecks
 from pipeline.checks.verdicts import CheckFinding, Verdict
 from pipeline.inner_optimiser import OptimiserState
-from pipeline.next_stage import NextStage, NextStageClient
+from pipeline.next_stage import NextStage, NextStageClient, Wanted
 from pipeline.schedule import Progress, advance, begin, learning_rate
 from pipeline.worker import Worker, WorkerCompute
 
@@ -54,6 +54,7 @@ DRAIN_S = 30.0
 """How long the blocking form of a round waits for what is in flight."""
 IDLE_S = 5.0
 """Shorter waits are not worth a word."""
+CAUSES = {Wanted.REPLICA: WaitCause.REPLICA, Wanted.ROOM: WaitCause.ROOM, Wanted.ANSWER: WaitCause.ANSWER}
 
 
 class _WatchedDevice:
@@ -313,18 +314,18 @@ class Replica:
             loss=_publishable(self._loss),
             gap=_publishable(self._gap),
             partner=self._partner,
-            waiting=waits and f"{waits[0]}, for {waits[1]:.0f} s",
+            waiting=() if waits is None else (waits,),
             version=__version__,
         )
 
-    def waits(self) -> tuple[str, float] | None:
-        """Return what the replica waits for, in words, and for how many seconds it has; None while it works."""
+    def waits(self) -> Wait | None:
+        """Return what the replica waits for; None while it works."""
         now_s, wait = loop_s(), self.next_stage.waiting if self.next_stage else None
         if wait is not None and now_s - wait.since_s > IDLE_S:
-            return wait.words, now_s - wait.since_s
+            return Wait(CAUSES[wait.wanted], round(now_s - wait.since_s, 1), wait.detail)
         idle_s, admission = now_s - self._stepped_at, self.admission
         if admission.in_flight == 0 and admission.succeeded < admission.window and idle_s > IDLE_S:
-            return (f"microbatches from stage {self.config.stage - 1}", idle_s) if self.config.stage else None
+            return Wait(WaitCause.MICROBATCHES, round(idle_s, 1)) if self.config.stage else None
         return None
 
     async def checkpoint(self, samples: int, data_position: dict[str, object] | None) -> Checkpoint:

@@ -11,6 +11,7 @@ from noloco_node.limits.rate_limit import spending
 from noloco_node.machine.interface import Reporter
 from noloco_node.network.interface import PeerNetwork
 from noloco_node.node.replica import Replica
+from noloco_node.observe.bottleneck import all_waits
 from noloco_node.run.peer_state import PeerState
 from noloco_node.swarm.membership import Membership
 from noloco_node.swarm.roster import HOP_LETTERS, MOST_HOPS, PeerRecord
@@ -58,10 +59,10 @@ class ProgressReporter:
                 receipts_at = now_s
                 self.record_receipts()
             waits = self._replica.waits()
-            waits_for = waits and waits[0]
+            waits_for = waits and (waits.cause, waits.detail)
             if waits_for != waited_for:
                 waited_for = waits_for
-                self._reporter.record(events.StateChanged(state=state, waiting=waits_for))
+                self._reporter.record(events.StateChanged(state=state, waiting=waits))
             if now_s - said_at >= LINE_EVERY_S:
                 said_at = now_s
                 budget = spending(self._network.statistics())
@@ -120,7 +121,7 @@ def progress_line(record: PeerRecord) -> str:
     """Say in one line how a peer is doing."""
     loss = "" if record.loss is None else f", loss {record.loss:.3f}"
     gap = "" if record.gap is None else f", gap {record.gap:.2g}"
-    waits = "" if record.waiting is None else f"; waiting for {record.waiting}"
+    waits = f"; waiting for {all_waits(record.waiting, record.stage)}" if record.waiting else ""
     return (
         f"step {record.inner_steps}, round {record.round}, progress {record.progress:.1%}{loss}{gap}, "
         f"{record.tokens_per_s:,.0f} tokens/s{waits}"

@@ -29,15 +29,15 @@ from noloco_node.node.replica import Replica
 from noloco_node.node.replica_context import ReplicaConfig, ReplicaContext
 from noloco_node.node.reporting import ProgressReporter
 from noloco_node.node.training import Ending, MoveTo, RetrySnapshot, RunOver, Training
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.protocols import GOSSIP, MICROBATCH, STATE, gossip_schema, microbatch_schema, state_schema, topic
 from noloco_node.state_sync.manifests import copying_s
 from noloco_node.state_sync.snapshot_keeper import SnapshotKeeper, SnapshotKeeperConfig
 from noloco_node.state_sync.snapshot_server import turn_away
 from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.swarm.roster import MOST_WAITS
 from noloco_node.tasks import background, supervised
 
-LONGEST_WAITING = 400
 """Characters of what we wait for, in our record: there may be many things."""
 
 
@@ -192,12 +192,17 @@ class StageTenure:
         if isinstance(self._training.ending, MoveTo | RetrySnapshot):
             return  # our record is at the stage where we go on
         record = self.replica.describe(state)
-        waiting = "; ".join(filter(None, (record.waiting, context.writer.trouble, context.health.trouble)))
+        disk = context.writer.trouble
+        waiting = (
+            *record.waiting,
+            *(() if disk is None else (Wait(WaitCause.DISK, disk.seconds, disk.why),)),
+            *(Wait(WaitCause.OTHER, detail=brief) for brief in context.health.trouble),
+        )
         record = structs.replace(
             record,
             samples=context.work.samples,
             addresses=self._addresses,
-            waiting=waiting[:LONGEST_WAITING] or None,
+            waiting=waiting[:MOST_WAITS],
             budget=spending(context.network.statistics()),
             hops=self._progress.hops,
         )

@@ -2,7 +2,7 @@
 
 A simulation knows exactly what each device waited for over a whole run, and what its lines carried
 (`noloco_node.sim.report.bottleneck`). A live view has only what peers say of themselves at this moment: their devices'
-time a microbatch, their speed, and what they wait for in words. It says the first of these that holds:
+time a microbatch, their speed, and what they wait for. It says the first of these that holds:
 
 1. the run is over, or nobody is there;
 2. nobody serves a stage, or nobody of it trains yet;
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeline.next_stage import Wanted
+from noloco_node.run.peer_state import Wait, WaitCause
 
 NEARLY_FULL, HALF_FULL = 0.75, 0.5
 ALIKE = 0.85
@@ -61,13 +61,24 @@ WHILE = {
     Cause.REPLIES: "waited for replies",
     Cause.MICROBATCHES: "waited for microbatches",
 }
-SAID = {
-    Wanted.ROOM: Cause.ROOM,
-    Wanted.REPLICA: Cause.ROUTE,
-    Wanted.ANSWER: Cause.ROUTE,
-    "microbatches from stage": Cause.MICROBATCHES,
+CAUSES = {
+    WaitCause.ROOM: Cause.ROOM,
+    WaitCause.REPLICA: Cause.ROUTE,
+    WaitCause.ANSWER: Cause.ROUTE,
+    WaitCause.MICROBATCHES: Cause.MICROBATCHES,
 }
-"""How the words begin in which a record or a journal says what a replica waits for (`Replica.waits`)."""
+"""Why the device of a replica stands still that waits for this; for anything else, it does not stand still."""
+WORDS = {
+    WaitCause.REPLICA: "a replica of the next stage to appear in the roster",
+    WaitCause.ANSWER: "an answer of the next stage",
+    WaitCause.ROOM: "room at the next stage",
+    WaitCause.MICROBATCHES: "microbatches from stage {before}",
+    WaitCause.STATE: "a replica of stage {stage} that gives its state",
+    WaitCause.WEIGHTS: "the weights that the run starts from",
+    WaitCause.TOKENIZER: "the run's tokenizer",
+    WaitCause.DISK: "its disk, nothing saved",
+    WaitCause.OTHER: "",
+}
 
 
 class Bottleneck(NamedTuple):
@@ -80,8 +91,8 @@ class Bottleneck(NamedTuple):
 class StageView(msgspec.Struct, frozen=True, kw_only=True):
     """One stage. `replicas`: peers that are there; `training`: those of them that train.
 
-    `busy`, `gap`: means over its replicas. `waits`: what most of those that wait for something wait for; `waiting`: how
-    many wait for that.
+    `busy`, `gap`: means over its replicas. `waits`: what most of those that wait for something wait for, in words;
+    `waiting`: how many wait for that; `cause`: why their devices stand still, where they do.
     """
 
     stage: int
@@ -92,18 +103,19 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     gap: float | None = None
     waits: str | None = None
     waiting: int = 0
-
-    @property
-    def cause(self) -> Cause | None:
-        """What half of its replicas or more wait for."""
-        if self.waits is None or 2 * self.waiting < self.replicas:
-            return None
-        return cause_of(self.waits)
+    cause: Cause | None = None
 
 
-def cause_of(waits: str) -> Cause | None:
-    """Return what a replica waits for by its words; None if by these it is something else."""
-    return next((cause for words, cause in SAID.items() if waits.startswith(words)), None)
+def wait_words(wait: Wait, stage: int) -> str:
+    """Return what a peer of a stage waits for, in words."""
+    words = WORDS[wait.cause].format(stage=stage, before=stage - 1)
+    return ": ".join(filter(None, (words, wait.detail)))
+
+
+def all_waits(waiting: Sequence[Wait], stage: int) -> str:
+    """Return all that a peer of a stage waits for in one line, and for how long."""
+    ends = ("" if wait.seconds is None else f", for {wait.seconds:.0f} s" for wait in waiting)
+    return "; ".join(wait_words(wait, stage) + end for wait, end in zip(waiting, ends, strict=True))
 
 
 class Wording(NamedTuple):
@@ -167,8 +179,8 @@ def present_bottleneck(stages: Sequence[StageView], tokens_per_s: float, *, is_o
 
 
 def _worst(stages: Sequence[StageView], *causes: Cause) -> StageView | None:
-    """Return the stage of whose replicas most wait for one of these."""
-    stuck = [each for each in stages if each.cause in causes]
+    """Return the stage of whose replicas most, and at least half, wait for one of these."""
+    stuck = [each for each in stages if each.cause in causes and 2 * each.waiting >= each.replicas]
     return max(stuck, key=lambda each: each.waiting / each.replicas, default=None)
 
 

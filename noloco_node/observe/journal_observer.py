@@ -17,6 +17,7 @@ import msgspec
 from noloco_node.errors import UserError, config_error
 from noloco_node.journal import events
 from noloco_node.journal.reader import journals_in, read
+from noloco_node.observe.bottleneck import wait_words
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
     ALL_ROUTES,
@@ -258,6 +259,7 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pee
     elif history.gone is not None:
         state = "gone"
     given = history.contribution
+    wait = history.waiting if history.gone is None else None
     partner = history.partner and names.get(history.partner, history.partner[-8:])
     return PeerView(
         peer=history.peer or history.name,
@@ -271,8 +273,9 @@ def peer_view(history: PeerHistory, names: Mapping[str, str], now: float) -> Pee
         busy=history.busy_share(now),
         loss=history.loss,
         gap=history.gap_last,
-        waits=history.gone or history.waiting,
-        since=history.since if history.gone is None and history.waiting is not None else None,
+        waits=history.gone if wait is None else wait_words(wait, history.stage),
+        cause=None if wait is None else wait.cause,
+        since=None if wait is None else history.since - (wait.seconds or 0.0),
         met=history.partner,
         tokens=history.tokens,
         there_s=None if given is None else given.there_s,

@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from gossip.events import OuterStepTaken, PartnerTooStale, RoundDeferred
 from noloco_node import __version__
 from noloco_node.journal import events
-from noloco_node.observe.bottleneck import cause_of
+from noloco_node.observe.bottleneck import CAUSES
 from noloco_node.observe.swarm_view import SwarmView
+from noloco_node.run.peer_state import Wait
 
 MOST_VALUES = 32
 """Of one label: what comes beyond is `other`."""
@@ -144,13 +145,12 @@ class NodeMetrics:
             case events.Finished():
                 self._stage.set(-1)
 
-    def _note_wait(self, words: str | None, now: float) -> None:
+    def _note_wait(self, wait: Wait | None, now: float) -> None:
         if self._waits is not None:
             reason, since = self._waits
             self._waiting_s.labels(reason).inc(max(0.0, now - since))
-        cause = None if words is None else cause_of(words)
-        self._waits = None if words is None else ("other" if cause is None else str(cause), now)
-        self._waiting.set(words is not None)
+        self._waits = None if wait is None else (str(CAUSES.get(wait.cause, "other")), now)
+        self._waiting.set(wait is not None)
 
     def show(self, view: SwarmView, watched: tuple[int, ...], statistics: Mapping[str, float]) -> None:
         """Set what is known of the swarm. `watched`: the stages of which the view says something."""

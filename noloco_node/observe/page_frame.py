@@ -7,6 +7,7 @@ recording backwards, needs no other. What strangers say is plain text here alrea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from noloco_node.observe.swarm_view import (
     Change,
     GivenInAll,
     Moment,
+    PeerFigures,
     PeerView,
     Route,
     SwarmView,
@@ -30,31 +32,13 @@ MOST_ROUTES = 1000
 MOST_MOMENTS = 256
 
 
-class FramePeer(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer: `PeerView` in plain words. `met`: its place in the list of peers. `waits_s`: for how long it waits."""
+class FramePeer(PeerFigures, frozen=True, kw_only=True):
+    """One peer, its words plain. `met`: its place in the list of peers. `waits_s`: for how long it waits."""
 
     id: str
-    name: str
-    stage: int
-    state: str
     trains: bool
-    round: int
-    tokens: int
-    tokens_covered: int | None
-    there_s: float | None
-    line_bytes: int | None
-    joules: float | None
-    tokens_per_s: float
-    share: float | None
-    busy: float | None
-    loss: float | None
-    gap: float | None
-    waits: str | None
     waits_s: float | None
     met: int | None
-    sent_per_s: float | None
-    received_per_s: float | None
-    budget: str | None
 
 
 class FrameCourse(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,29 +116,19 @@ def page_frame(view: SwarmView, playback: PlaybackState | None = None) -> PageFr
 
 def _peer(peer: PeerView, places: dict[str, int], at: float) -> FramePeer:
     return FramePeer(
+        **{field: _shown(getattr(peer, field)) for field in PeerFigures.__struct_fields__},
         id=plain(short(peer.peer)),
-        name=plain(peer.name),
-        stage=peer.stage,
-        state=plain(peer.state),
         trains=peer.trains,
-        round=peer.round,
-        tokens=peer.tokens,
-        tokens_covered=peer.tokens_covered,
-        there_s=_rounded(peer.there_s, 0),
-        line_bytes=peer.line_bytes,
-        joules=_rounded(peer.joules, 0),
-        tokens_per_s=peer.tokens_per_s,
-        share=_rounded(peer.share),
-        busy=_rounded(peer.busy),
-        loss=_rounded(peer.loss),
-        gap=_rounded(peer.gap),
-        waits=peer.waits and plain(peer.waits),
         waits_s=None if peer.since is None else max(0.0, round(at - peer.since, 1)),
         met=None if peer.met is None else places.get(peer.met),
-        sent_per_s=_rounded(peer.sent_per_s),
-        received_per_s=_rounded(peer.received_per_s),
-        budget=peer.budget and plain(peer.budget),
     )
+
+
+def _shown(value: Any) -> Any:
+    """Return a figure in few digits, and words as plain text."""
+    if isinstance(value, str):
+        return plain(value)
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def _routes(routes: Sequence[Route], places: dict[str, int]) -> list[tuple[int, int, float]]:

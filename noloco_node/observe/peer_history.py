@@ -18,7 +18,7 @@ from gossip.events import OuterStepTaken, RoundDeferred
 from noloco_node.journal import events
 from noloco_node.observe.contribution import Contribution, ContributionLedger
 from noloco_node.observe.swarm_view import Thinned
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait
 
 RECENT = 8
 """Inner steps that the present speed is measured over."""
@@ -48,7 +48,7 @@ class PeerHistory:
     ledger: ContributionLedger = field(default_factory=ContributionLedger)
     peer: str | None = None
     state: PeerState | None = None
-    waiting: str | None = None
+    waiting: Wait | None = None
     since: float = 0.0
     """When `state` and `waiting` last changed."""
     began_at: float | None = None

@@ -7,7 +7,6 @@ theirs.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -15,7 +14,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from noloco_node.observe.bottleneck import Cause, cause_of
+from noloco_node.observe.bottleneck import CAUSES, Cause, wait_words
 from noloco_node.observe.journal_observer import routes
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.swarm_view import (
@@ -42,7 +41,6 @@ ROUTE_S = 60.0
 """For which a route that nobody tells of any more is shown."""
 MOST_PER_MINUTE = 2**20
 SILENT = "no news of it: it may be dead"
-_WAIT = re.compile(r"(.*), for ([0-9]{1,9}) s", re.DOTALL)
 
 
 class RosterObserver:
@@ -109,16 +107,21 @@ class RosterObserver:
             return max(0.0, self._tokens * (last - before) / (now - then))
         sources = [record for record in roster.stages[0] if record.state is PeerState.TRAINING]
         # A source whose disk refuses its checkpoints, for one, says so where others say what they wait for: it trains.
-        return sum(record.tokens_per_s for record in sources if cause_of(record.waiting or "") is None)
+        return sum(
+            record.tokens_per_s for record in sources if not CAUSES.keys() & {each.cause for each in record.waiting}
+        )
 
     def _peer_view(
         self, record: PeerRecord, at: float, silent_s: float | None, credit: SourceCredit | None
     ) -> PeerView:
-        waits, since_s = (SILENT, silent_s) if silent_s is not None else split_wait(record.waiting)
-        if waits is None and record.moves_to is not None:
+        wait = record.waiting[0] if record.waiting and silent_s is None else None
+        waits, since_s, cause = SILENT if silent_s is not None else None, silent_s, None
+        if wait is not None:
+            waits, since_s, cause = wait_words(wait, record.stage), wait.seconds, wait.cause
+        elif silent_s is None and record.moves_to is not None:
             waits = f"moves to stage {record.moves_to}"
         # What a record says of its peer's speed does not fall while it stands still.
-        idle = waits is not None and cause_of(waits) in (Cause.MICROBATCHES, Cause.ROUTE)
+        idle = wait is not None and CAUSES.get(wait.cause) in (Cause.MICROBATCHES, Cause.ROUTE)
         speed = record.tokens_per_s if record.state is PeerState.TRAINING and not idle else 0.0
         busy = speed / self._microbatch_tokens * record.device_s
         given = record.given or Given(0, 0, 0, 0)
@@ -136,6 +139,7 @@ class RosterObserver:
             loss=record.loss,
             gap=record.gap,
             waits=waits,
+            cause=cause,
             since=None if since_s is None else at - since_s,
             tokens_claimed=claimed,
             tokens_covered=None if credit is None else credit.covered * self._tokens,
@@ -241,15 +245,6 @@ class RecordedRoutes:
 def called(record: PeerRecord) -> str:
     """Return a peer's short id, and behind it the name that it gives itself."""
     return f"{short(record.peer)} {shown_name(record.name)}".rstrip()
-
-
-def split_wait(words: str | None) -> tuple[str | None, float | None]:
-    """Return what a record says its peer waits for, without the seconds, and these; of several things the first."""
-    if not words:
-        return None, None
-    first, *_ = words.split("; ", 1)
-    found = _WAIT.fullmatch(first)
-    return (first, None) if found is None else (found[1], float(found[2]))
 
 
 def _change(before: PeerRecord | None, now: PeerRecord) -> str | None:

@@ -13,8 +13,8 @@ from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from noloco_node.observe.bottleneck import Bottleneck, StageView, cause_of, present_bottleneck
-from noloco_node.run.peer_state import PeerState
+from noloco_node.observe.bottleneck import CAUSES, Bottleneck, StageView, present_bottleneck, wait_words
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 
 T = TypeVar("T")
 
@@ -31,40 +31,49 @@ LONGEST_VIRTUAL_S = 1e9
 """Times below are seconds since a simulation began; later ones are unix seconds."""
 
 
-class PeerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer. `busy`: share of its time for which its device works, or the line that limits it; None if unknown.
+class PeerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What every view shows of one peer. `busy`: share of its time for which its device works, or the line that limits
+    it; None if unknown.
 
-    `waits`: what it waits for; `since`: since when, where that is known. `tokens_claimed`: that it says it drew as a
-    source; `tokens_covered`: for which it has receipts. `met`: id of the peer that it met last. `tokens`: of its
-    windows, as it says; `there_s`, `line_bytes`, `joules`: what it gave beside them, where known. `share`: of its
-    stage's speed. `sent_per_s`, `received_per_s`: bytes over its line;
-    `budget`: what it uses of what its owner allows, in words.
+    `waits`: what it waits for, in words. `tokens`: of its windows, as it says; `tokens_covered`: that it drew as a
+    source and has receipts for; `there_s`, `line_bytes`, `joules`: what it gave beside them, where known. `share`: of
+    its stage's speed. `sent_per_s`, `received_per_s`: bytes over its line; `budget`: what it uses of what its owner
+    allows, in words.
     """
 
-    peer: str
     name: str
     stage: int
     state: str
-    inner_steps: int = 0
     round: int = 0
-    partner: str | None = None
+    tokens: int = 0
+    tokens_covered: int | None = None
+    there_s: float | None = None
+    line_bytes: int | None = None
+    joules: float | None = None
     tokens_per_s: float = 0.0
+    share: float | None = None
     busy: float | None = None
     loss: float | None = None
     gap: float | None = None
     waits: str | None = None
-    since: float | None = None
-    tokens_claimed: int | None = None
-    tokens_covered: int | None = None
-    met: str | None = None
-    tokens: int = 0
-    there_s: float | None = None
-    line_bytes: int | None = None
-    joules: float | None = None
-    share: float | None = None
     sent_per_s: float | None = None
     received_per_s: float | None = None
     budget: str | None = None
+
+
+class PeerView(PeerFigures, frozen=True, kw_only=True):
+    """One peer. `cause`: why it waits, where it says so itself; `since`: since when, where that is known.
+
+    `tokens_claimed`: that it says it drew as a source. `met`: id of the peer that it met last.
+    """
+
+    peer: str
+    inner_steps: int = 0
+    partner: str | None = None
+    cause: WaitCause | None = None
+    since: float | None = None
+    tokens_claimed: int | None = None
+    met: str | None = None
 
     @property
     def trains(self) -> bool:
@@ -265,11 +274,13 @@ def _with_shares(peers: Sequence[PeerView], stages: Sequence[StageView]) -> Iter
 
 def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
     present = [peer for peer in peers if peer.state != "gone"]
-    # Without the details, in which those differ that wait for the same.
-    waits = [peer.waits.partition(":")[0] for peer in present if peer.waits is not None]
-    causes = [cause_of(words) or words for words in waits]
-    counts = Counter(causes)
-    worst = max(counts, key=lambda cause: (counts[cause], cause), default=None)
+    waits = [
+        (words, None if peer.cause is None else CAUSES.get(peer.cause)) for peer in present if (words := _brief(peer))
+    ]
+    keys = [cause or words for words, cause in waits]
+    counts = Counter(keys)
+    most = max(counts, key=lambda key: (counts[key], key), default=None)
+    worst, cause = (None, None) if most is None else waits[keys.index(most)]
     return StageView(
         stage=number,
         replicas=len(present),
@@ -277,9 +288,15 @@ def _stage_view(number: int, peers: Sequence[PeerView]) -> StageView:
         tokens_per_s=sum(peer.tokens_per_s for peer in present),
         busy=_mean([peer.busy for peer in present if peer.trains]),
         gap=_mean([peer.gap for peer in present]),
-        waits=None if worst is None else waits[causes.index(worst)],
-        waiting=0 if worst is None else counts[worst],
+        waits=worst,
+        waiting=0 if most is None else counts[most],
+        cause=cause,
     )
+
+
+def _brief(peer: PeerView) -> str | None:
+    """Return what a peer waits for without the details, in which those differ that wait for the same."""
+    return peer.waits if peer.cause in (None, WaitCause.OTHER) else wait_words(Wait(peer.cause), peer.stage)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

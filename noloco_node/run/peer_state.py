@@ -1,8 +1,14 @@
-"""The states that a peer announces."""
+"""What a peer announces of itself: its state, and what it waits for."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from noloco_node.units import Seconds
 
 
 class PeerState(StrEnum):
@@ -17,3 +23,37 @@ class PeerState(StrEnum):
 
 AT_WORK = (PeerState.TRAINING, PeerState.FINISHED)
 """States in which a replica holds weights of the run."""
+
+LONGEST_DETAIL = 200
+"""Letters of a wait's detail."""
+
+
+class WaitCause(StrEnum):
+    """What a peer waits for, or what is wrong while it trains. Records and journals hold it; views have the words."""
+
+    REPLICA = "replica"
+    """A replica of the next stage has to appear in the roster."""
+    ANSWER = "answer"
+    """No replica of the next stage answers."""
+    ROOM = "room"
+    """The replicas of the next stage refuse for now."""
+    MICROBATCHES = "microbatches"
+    """The stage before sends none."""
+    STATE = "state"
+    """A replica of its own stage has to give its state."""
+    WEIGHTS = "weights"
+    """The weights that the run starts from."""
+    TOKENIZER = "tokenizer"
+    """The tokenizer that the run starts with."""
+    DISK = "disk"
+    """Its disk refuses checkpoints."""
+    OTHER = "other"
+    """What the detail says."""
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """What a peer waits for, and for how many seconds it has; None where that is not known. `detail`: more in words."""
+
+    cause: WaitCause
+    seconds: Seconds | None = None
+    detail: Annotated[str, Meta(max_length=LONGEST_DETAIL)] = ""

@@ -33,6 +33,13 @@ class LastCheckpoint(NamedTuple):
     took_s: float
 
 
+class DiskTrouble(NamedTuple):
+    """Why the disk takes none of our checkpoints, and for how many seconds it has taken none."""
+
+    why: str
+    seconds: float
+
+
 def checkpoint_due(now_s: float, round: int, last: LastCheckpoint, every_s: float) -> bool:
     """Say whether to save now: a round has been finished since, or `every_s` went by, and the share allows it."""
     since_s = now_s - last.ended_s
@@ -61,11 +68,9 @@ class CheckpointWriter:
         self._trouble: str | None = None
 
     @property
-    def trouble(self) -> str | None:
-        """What keeps the disk from taking our checkpoints, and since when; None while it does."""
-        if self._trouble is None:
-            return None
-        return f"its disk, nothing saved for {loop_s() - self._saved_s:.0f} s ({self._trouble[:80]})"
+    def trouble(self) -> DiskTrouble | None:
+        """What keeps the disk from taking our checkpoints; None while it takes them."""
+        return None if self._trouble is None else DiskTrouble(self._trouble[:80], loop_s() - self._saved_s)
 
     def due(self, round: int) -> bool:
         """Say whether a checkpoint is due, `round` rounds being finished; never while one is being written."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
 from noloco_node.errors import Exit, UserError
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait
 from noloco_node.units import Amount, Count, Fraction, Seconds, UnixSeconds
 
 T = TypeVar("T")
@@ -21,6 +21,8 @@ HOP_LETTERS, MOST_HOPS = 8, 2
 """Of a peer's id in a record, and next hops in one."""
 MOST_LETTERS = 24
 """Of the name that an owner gives a peer: shown beside the short id, never in its place, and no proof."""
+MOST_WAITS = 4
+"""In a record."""
 
 
 def speed(device_s: float) -> float:
@@ -62,8 +64,8 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     loss: Amount | None = None
     gap: Amount | None = None
     partner: str | None = None
-    waiting: str | None = None
-    """What it waits for, in words, and since when; None while it works."""
+    waiting: Annotated[tuple[Wait, ...], msgspec.Meta(max_length=MOST_WAITS)] = ()
+    """What it waits for, and what else is wrong; empty while it works."""
     budget: str | None = None
     """What it uses of its bandwidth budget, in words; None without one."""
     addresses: tuple[str, ...] = ()

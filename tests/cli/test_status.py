@@ -18,13 +18,13 @@ from noloco_node.admission.peer_keys import peer_of
 from noloco_node.admission.ticket import MEMBER, InviteCredential, Right, grant
 from noloco_node.cli import status
 from noloco_node.cli.status import picture
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.swarm import invite as invites
 from noloco_node.swarm.connection import Visitor
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
 
-WORDS = "a replica of the next stage to appear in the roster, " * 4
+WORDS = "all its replicas were lost, or are on trial, " * 4
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def record(peer: str) -> PeerRecord:
         gap=0.1234,
         tokens_per_s=123_456.0,
         device_s=12.3,
-        waiting=WORDS,
+        waiting=(Wait(WaitCause.ANSWER, 12.3, WORDS),),
         budget="upload 10 Mbit/s of 20 Mbit/s, " * 4,
     )
 
@@ -55,7 +55,7 @@ def test_everything_is_shown_within_eighty_columns() -> None:
     (row,) = (line for line in shown.splitlines() if "catching up" in line)
     assert all(figure in row for figure in ("123456", "12345", "100.0%", "10.123", "0.1234", "123,456", "12300"))
     joined = " ".join(shown.split())
-    assert WORDS.split(",")[0] in joined
+    assert f"an answer of the next stage: {WORDS.split(',')[0]}" in joined
     assert "nobody" in shown
 
 
@@ -67,11 +67,12 @@ def test_who_is_late_with_its_news_is_marked() -> None:
 
 
 def test_what_a_stranger_waits_for_is_neither_markup_nor_signs_of_a_terminal() -> None:
-    waits = "room at the next stage[/x]\x1b[2J"
+    waits = (Wait(WaitCause.ROOM, 9.0, "[/x]\x1b[2J"),)
     idle = msgspec.structs.replace(record("abcdefgh"), state=PeerState.TRAINING, tokens_per_s=0.0, waiting=waits)
     roster = Roster(stages=((idle,), (msgspec.structs.replace(idle, peer="12D3KooWijklmnop", stage=1),)))
     shown = " ".join(picture(recipe(), roster).split())
-    assert "Nothing is trained: stage 0 waits for room at the next stage[/x] [2J." in shown
+    assert "Nothing is trained: stage 0 waits for room at the next stage." in shown
+    assert "room at the next stage: [/x] [2J, for 9 s" in shown
 
 
 @pytest.mark.parametrize("as_json", [True, False])

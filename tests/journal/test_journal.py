@@ -17,7 +17,7 @@ from noloco_node.errors import Exit, UserError
 from noloco_node.journal.events import ROUND_EVENTS, Hops, InnerStep, NodeEvent, StateChanged, decode, fields_of
 from noloco_node.journal.reader import Tail, read
 from noloco_node.journal.writer import Journal, rotated
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import LONGEST_DETAIL, PeerState, Wait, WaitCause
 
 
 def step(number: int, loss: float | None = 2.5) -> InnerStep:
@@ -32,7 +32,7 @@ def test_a_line_is_one_flat_object_with_time_and_name(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     with Journal(path, now=lambda: 1234.5) as journal:
         journal.write(step(1))
-        journal.write(StateChanged(state=PeerState.CATCHING_UP, waiting="a donor"))
+        journal.write(StateChanged(state=PeerState.CATCHING_UP, waiting=Wait(WaitCause.STATE, 2.5)))
         journal.write(Hops(counts={"Qm1": 3}))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0] == {
@@ -47,8 +47,19 @@ def test_a_line_is_one_flat_object_with_time_and_name(tmp_path: Path) -> None:
         "device_s": 0.0,
         "stale": 0,
     }
-    assert lines[1] == {"event": "state", "at": 1234.5, "state": "catching up", "waiting": "a donor"}
+    waiting = {"cause": "state", "seconds": 2.5, "detail": ""}
+    assert lines[1] == {"event": "state", "at": 1234.5, "state": "catching up", "waiting": waiting}
     assert [line["event"] for line in lines] == ["inner_step", "state", "hops"]
+
+
+def test_what_a_node_waited_for_in_an_older_journal_is_a_wait_in_words() -> None:
+    """An older version wrote a text, however long."""
+    text = "room at the next stage: " + "x" * 1000
+    line = json.dumps({"event": "state", "at": 7.5, "state": "training", "waiting": text}).encode()
+    wait = Wait(WaitCause.OTHER, detail=text[:LONGEST_DETAIL])
+    assert decode(line) == StateChanged(at=7.5, state=PeerState.TRAINING, waiting=wait)
+    assert decode(line.replace(b"training", b"bored")) is None
+    assert decode(line.replace(b'"state": "', b'"state": 1, "x": "')) is None
 
 
 def test_the_names_of_all_events_are_as_documented() -> None:

@@ -49,7 +49,7 @@ from noloco_node.planning.bandwidth import (
     microbatch_bytes,
     slowest_bytes_per_s,
 )
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -785,8 +785,8 @@ def test_status_shows_budgets_and_no_markup_of_strangers() -> None:
     records = tuple(
         PeerRecord(peer=f"peer-{name}", stage=0, state=PeerState.TRAINING, budget=said, waiting=waiting)
         for name, said, waiting in (
-            ("a", "upload 10 Mbit/s of 20 Mbit/s", None),
-            ("b", None, "[bold]nothing[/bold]\x1b[2J[/]"),
+            ("a", "upload 10 Mbit/s of 20 Mbit/s", ()),
+            ("b", None, (Wait(WaitCause.OTHER, detail="[bold]nothing[/bold]\x1b[2J[/]"),)),
         )
     )
     shown = picture(run_of_test, Roster(stages=(records, ())))

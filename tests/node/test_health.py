@@ -14,6 +14,7 @@ from noloco_node.journal import events
 from noloco_node.machine.clocks import LEAST_S, STILL_S, ClockSample, JumpKind, asleep_s, compare, sentence
 from noloco_node.machine.interface import Reporter
 from noloco_node.node.health import REMIND_S, Condition, HealthMonitor, Said, warnings_due
+from noloco_node.observe.bottleneck import all_waits
 from noloco_node.run.peer_state import PeerState
 from noloco_node.sim.clock import VirtualLoop, run
 from noloco_node.sim.network.peer_network import SimPeerNetwork
@@ -112,20 +113,20 @@ def test_a_stage_without_replicas_is_named_with_what_to_do_until_one_comes() -> 
         tasks += [dying, peer(hub, "c", 2)[1], peer(hub, "d", 2)[1]]
         await asyncio.sleep(100)
         assert scene.said == []
-        assert scene.watch.trouble is None
+        assert not scene.watch.trouble
         dying.cancel()
         hub.kill(dies.peer_id)
         await asyncio.sleep(60)
         (line,) = scene.said
         assert "stage 1 has had no replica for" in line
         assert "--stage 1" in line
-        assert "stage 1" in (scene.watch.trouble or "")
+        assert "stage 1" in "".join(scene.watch.trouble)
         await asyncio.sleep(2.5 * REMIND_S)
         assert len(scene.about("stage 1 has had no replica")) == 3, "every few minutes"
         tasks.append(peer(hub, "e", 1)[1])
         await asyncio.sleep(20)
         assert scene.said[-1] == "stage 1 is served again"
-        assert scene.watch.trouble is None
+        assert not scene.watch.trouble
         noticed = [event for event in scene.events if isinstance(event, events.Noticed)]
         assert [(event.what, event.over) for event in noticed] == [("stage 1", False)] * 3 + [("stage 1", True)]
         for task in tasks:
@@ -247,7 +248,7 @@ def test_training_resumes_by_itself_when_a_deserted_stage_is_served_again() -> N
         await until(lambda: any("stage 1 has had no replica" in line for line in source.said))
         done = len(source.of(events.InnerStep))
         # `status` shows it, from our record.
-        await until(lambda: "stage 1 has had no replica" in (source.node.roster.stage(0)[0].waiting or ""))
+        await until(lambda: "stage 1 has had no replica" in all_waits(source.node.roster.stage(0)[0].waiting, 0))
         peers.append(Peer(hub, what, "late", 1, 0.5))
         await until(lambda: len(source.of(events.InnerStep)) >= done + 5)
         await until(lambda: "stage 1 is served again" in source.said)

@@ -22,7 +22,7 @@ from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.machine.signals import departure
 from noloco_node.node.training import DRAIN_S
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.link_model import Access
 from noloco_node.sim.network.sim_network import SimNetwork
@@ -310,20 +310,20 @@ def test_a_disk_that_refuses_shows_in_the_record_and_the_journal_until_it_takes_
         await train(cast)
         full, other = cast.peers["s0r1"], cast.peers["s0r0"]
 
-        def shown() -> str:
+        def shown() -> tuple[Wait, ...]:
             assert other.life.node is not None
             (record,) = [each for each in other.life.node.roster.stage(0) if each.peer == "s0r1"]
-            return record.waiting or ""
+            return record.waiting
 
         def noticed() -> list[bool]:
             return [event.over for event in cast.since("s0r1", events.Noticed) if event.what == events.DISK]
 
         full.disk_refuses = True
-        await until(lambda: "its disk, nothing saved for" in shown())
+        await until(lambda: WaitCause.DISK in [wait.cause for wait in shown()])
         assert full.life.running, "it trains on"
         assert noticed() == [False]
         full.disk_refuses = False
-        await until(lambda: "its disk" not in shown())
+        await until(lambda: WaitCause.DISK not in [wait.cause for wait in shown()])
         assert noticed() == [False, True]
         await end(cast)
 

@@ -17,8 +17,7 @@ from noloco_node.errors import Exit, user_error_of
 from noloco_node.journal import events
 from noloco_node.network.interface import Conversation
 from noloco_node.node.training import LONGEST_DRAIN_S
-from noloco_node.observe.bottleneck import Cause, cause_of
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, WaitCause
 from noloco_node.run.protocols import MICROBATCH, microbatch_schema, topic
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.corruption import Corruption
@@ -252,8 +251,8 @@ def test_who_has_finished_waits_for_nothing() -> None:
         assert replica is not None
         waits = replica.waits()
         assert waits is not None
-        assert cause_of(waits[0]) is Cause.MICROBATCHES
-        assert replica.describe(state).waiting is None
+        assert waits.cause is WaitCause.MICROBATCHES
+        assert replica.describe(state).waiting == ()
         for peer in peers:
             peer.leave.set()
         await asyncio.gather(*[peer.task for peer in peers])

@@ -26,7 +26,7 @@ from noloco_node.observe.metrics import MOST_VALUES, NodeMetrics
 from noloco_node.observe.metrics_server import MOST_REQUESTS, metrics_place, metrics_served
 from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.served_place import ServedPlace
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.swarm.roster import PeerRecord, Roster
@@ -44,7 +44,7 @@ def told() -> NodeMetrics:
     metrics = NodeMetrics("0123456789abcdef0123")
     seen: list[events.Event] = [
         events.Started(peer="12D3KooWpeer", stage=1, run="r", version="0"),
-        events.StateChanged(state=PeerState.TRAINING, waiting="room at the next stage: all its 2 replicas refused"),
+        events.StateChanged(state=PeerState.TRAINING, waiting=Wait(WaitCause.ROOM, 6.0, "all its 2 replicas")),
         events.StateChanged(state=PeerState.TRAINING),
         events.InnerStep(step=1, progress=0.1, loss=2.5, tokens=64, seconds=2.0, learning_rate=0.1, device_s=0.5),
         OuterStepTaken(round=1, partner="12D3KooWother", gap=0.25, seconds=0.5),

@@ -24,7 +24,9 @@ from noloco_node.observe.bottleneck import (
     PAST,
     PRESENT,
     Bottleneck,
+    Cause,
     StageView,
+    all_waits,
     devices_bottleneck,
     present_bottleneck,
 )
@@ -32,10 +34,10 @@ from noloco_node.observe.journal_observer import SILENT, JournalObserver, Record
 from noloco_node.observe.live_view import LiveView
 from noloco_node.observe.peer_history import PeerHistory
 from noloco_node.observe.playback import FASTEST, SLOWEST, Playback, meanings
-from noloco_node.observe.roster_observer import RosterObserver, split_wait
+from noloco_node.observe.roster_observer import RosterObserver
 from noloco_node.observe.screen import line, lines, picture
 from noloco_node.observe.swarm_view import MOST_WORDS, SwarmView, plain
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.run.presets import demo_run_text
 from noloco_node.run.runfile import decode_run
 from noloco_node.sim.peer import SimulatedPeer
@@ -47,7 +49,6 @@ from noloco_node.sim.scenario.setup import build_setup
 from noloco_node.sim.world import Watcher, World, simulate
 from noloco_node.swarm.roster import PeerRecord, Roster
 from noloco_node.swarm.run_distribution import RunFileText
-from pipeline.next_stage import Wanted
 
 RUN = RunFileText(demo_run_text(stages=2, replicas=2, steps=100, seed=0), "a test's run file")
 MICROBATCH_TOKENS = RUN.run.pipeline.microbatch_size * RUN.run.pipeline.sequence_length
@@ -83,9 +84,10 @@ def drawn(view: SwarmView, width: int, height: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def crowd(peers: int, stages: int, waits: str | None = None) -> SwarmView:
+def crowd(peers: int, stages: int, waits: Wait | None = None) -> SwarmView:
     run = RunFileText(demo_run_text(stages=4, replicas=2, steps=100, seed=0), "a test's run file")
-    each = [[record(stage, number, waiting=waits) for number in range(peers // stages)] for stage in range(stages)]
+    waiting = () if waits is None else (waits,)
+    each = [[record(stage, number, waiting=waiting) for number in range(peers // stages)] for stage in range(stages)]
     return RosterObserver(run.run, run.digest).view(roster(*each, samples=10), BEGUN)
 
 
@@ -103,7 +105,7 @@ def test_a_roster_says_how_far_how_fast_and_what_holds_it_back() -> None:
 
 def test_a_source_that_cannot_save_trains_all_the_same() -> None:
     """A first look has no speed but what sources say; one that waits for the next stage does nothing."""
-    for waits, share in (("its disk, nothing saved for 40 s (No space left on device)", 1), (f"{Wanted.ROOM} at", 0)):
+    for waits, share in ((Wait(WaitCause.DISK, 40.0, "No space left on device"), 1), (Wait(WaitCause.ROOM), 0)):
         assert crowd(8, 4, waits).tokens_per_s == pytest.approx(share * 2 * 5 * MICROBATCH_TOKENS)
 
 
@@ -136,17 +138,41 @@ def test_arrivals_and_departures_are_told_and_silence_of_our_own_is_none() -> No
 
 
 @pytest.mark.parametrize(
-    ("said", "what", "seconds"),
+    ("waiting", "first", "since", "line"),
     [
-        (None, None, None),
-        ("microbatches from stage 1, for 7 s", "microbatches from stage 1", 7.0),
-        ("microbatches from stage 1, for 7 s; the disk is full", "microbatches from stage 1", 7.0),
-        ("the disk is full", "the disk is full", None),
-        ("x, for 99999999999999999999 s", "x, for 99999999999999999999 s", None),
+        ((), None, None, ""),
+        ((Wait(WaitCause.MICROBATCHES, 7.2),), "microbatches from stage 0", 7.2, "microbatches from stage 0, for 7 s"),
+        (
+            (Wait(WaitCause.ANSWER, 9.0, "all 2"), Wait(WaitCause.DISK, 3.0, "full")),
+            "an answer of the next stage: all 2",
+            9.0,
+            "an answer of the next stage: all 2, for 9 s; its disk, nothing saved: full, for 3 s",
+        ),
+        (
+            (Wait(WaitCause.STATE),),
+            "a replica of stage 1 that gives its state",
+            None,
+            "a replica of stage 1 that gives its state",
+        ),
+        ((Wait(WaitCause.OTHER, detail="x, for 99 s"),), "x, for 99 s", None, "x, for 99 s"),
     ],
 )
-def test_a_wait_is_taken_apart(said: str | None, what: str | None, seconds: float | None) -> None:
-    assert split_wait(said) == (what, seconds)
+def test_what_a_peer_waits_for_is_told_in_words_and_since_when(
+    waiting: tuple[Wait, ...], first: str | None, since: float | None, line: str
+) -> None:
+    view = RosterObserver(RUN.run, RUN.digest).view(roster([record(0, 0)], [record(1, 0, waiting=waiting)]), BEGUN)
+    peer = view.peers[-1]
+    assert (peer.waits, peer.cause) == (first, waiting[0].cause if waiting else None)
+    assert peer.since == (None if since is None else BEGUN - since)
+    assert all_waits(waiting, 1) == line
+
+
+def test_peers_that_wait_for_the_same_are_counted_together_whatever_the_detail() -> None:
+    waits = [Wait(WaitCause.REPLICA), Wait(WaitCause.ANSWER, detail="all its 2"), Wait(WaitCause.ROOM, detail="1 of 2")]
+    above = [record(0, number, waiting=(wait,)) for number, wait in enumerate(waits)]
+    stage = RosterObserver(RUN.run, RUN.digest).view(roster(above, [record(1, 0)]), BEGUN).stages[0]
+    assert (stage.cause, stage.waiting) == (Cause.ROUTE, 2)
+    assert stage.waits == "a replica of the next stage to appear in the roster"
 
 
 @pytest.mark.parametrize(
@@ -156,9 +182,19 @@ def test_a_wait_is_taken_apart(said: str | None, what: str | None, seconds: floa
         ([(1, 1), (0, 0)], 9.0, "Nobody serves stage 1: no microbatch", 1),
         ([(1, 1), (0, 0), (0, 0)], 9.0, "Nobody serves stages 1, 2: no", 1),
         ([(1, 1), (2, 0)], 9.0, "Stage 1 is the bottleneck: none of its 2 replicas trains.", 1),
-        ([(2, 2, 0.1, Wanted.ROOM, 1), (2, 2, 0.2)], 0.0, "Nothing is trained: stage 0 waits for room", 0),
-        ([(2, 2, 0.1, Wanted.ROOM, 1), (2, 2, 0.1)], 9.0, "Stage 1 is the bottleneck: its replicas r", 1),
-        ([(2, 2, 0.1, Wanted.ANSWER, 2), (2, 2)], 0.0, "Stage 1 is out of reach: 2 of 2", 1),
+        (
+            [(2, 2, 0.1, "room at the next stage", 1, Cause.ROOM), (2, 2, 0.2)],
+            0.0,
+            "Nothing is trained: stage 0 waits for room",
+            0,
+        ),
+        (
+            [(2, 2, 0.1, "room at the next stage", 1, Cause.ROOM), (2, 2, 0.1)],
+            9.0,
+            "Stage 1 is the bottleneck: its replicas r",
+            1,
+        ),
+        ([(2, 2, 0.1, "an answer", 2, Cause.ROUTE), (2, 2)], 0.0, "Stage 1 is out of reach: 2 of 2", 1),
         ([(2, 2, 0.3), (2, 2, 0.9)], 9.0, "Stage 1 is the bottleneck: its devices are busy fo", 1),
         ([(2, 2, 0.9), (2, 2, 0.9)], 9.0, "The devices are the limit, of all stages alike", None),
         ([(2, 2, 0.3), (2, 2, 0.3)], 9.0, "No stage's devices are busy for more than 30%", None),
@@ -167,7 +203,7 @@ def test_a_wait_is_taken_apart(said: str | None, what: str | None, seconds: floa
     ],
 )
 def test_the_bottleneck_of_this_moment(seen: list[Any], speed: float, sentence: str, limit: int | None) -> None:
-    fields = ("replicas", "training", "busy", "waits", "waiting")
+    fields = ("replicas", "training", "busy", "waits", "waiting", "cause")
     stages = [StageView(stage=number, **dict(zip(fields, given, strict=False))) for number, given in enumerate(seen)]
     found = present_bottleneck(stages, speed, is_over=False)
     assert (found.sentence.startswith(sentence), found.stage) == (True, limit), found
@@ -332,7 +368,7 @@ def test_the_events_of_a_simulation_are_played_with_its_faults(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (40, 10), (200, 70)])
-@pytest.mark.parametrize("view", [crowd(4, 4), crowd(100, 4), crowd(400, 4, f"{Wanted.ROOM}: all, for 9 s")])
+@pytest.mark.parametrize("view", [crowd(4, 4), crowd(100, 4), crowd(400, 4, Wait(WaitCause.ROOM, 9.0, "all"))])
 def test_a_picture_fits_and_says_first_what_counts(view: SwarmView, size: tuple[int, int]) -> None:
     text = drawn(view, *size)
     assert len(text) <= size[1]
@@ -343,15 +379,14 @@ def test_a_picture_fits_and_says_first_what_counts(view: SwarmView, size: tuple[
 
 @given(st.text(max_size=400), st.text(max_size=400))
 def test_what_strangers_say_is_neither_markup_nor_control(name: str, waits: str) -> None:
-    marked = f"{Wanted.ROOM}[red]\x1b[2J\u202e{waits}"
+    marked = Wait(WaitCause.OTHER, 1.0, f"room at the next stage[red]\x1b[2J\u202e{waits}")
     for below in ([], [record(1, 0)]):
         view = RosterObserver(RUN.run, RUN.digest).view(
-            roster([record(0, 0, waiting=marked, peer=f"x[/]{name}")], below), BEGUN
+            roster([record(0, 0, waiting=(marked,), peer=f"x[/]{name}")], below), BEGUN
         )
         for text in [*drawn(view, 100, 30), *lines(view), line(view)]:
             assert text.isprintable()
         assert "[red]" in "".join(lines(view))
-    assert "[red]" in line(view)
     assert len(plain(waits)) <= MOST_WORDS
 
 

@@ -17,7 +17,7 @@ from noloco_node.errors import UserError
 from noloco_node.journal import events
 from noloco_node.journal.writer import Journal
 from noloco_node.observe.table_export import TableFormat, export_journals
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def homes(tmp_path: Path) -> Path:
         (tmp_path / "swarm" / name).mkdir(parents=True)
         with Journal(tmp_path / "swarm" / name / "journal.jsonl", now=lambda: 5.0) as journal:
             journal.write(events.Traffic(sent={"microbatch": 100}, received={}))
-            journal.write(events.StateChanged(state=PeerState.TRAINING, waiting="=1+1"))
+            journal.write(events.StateChanged(state=PeerState.TRAINING, waiting=Wait(WaitCause.OTHER, detail="=1+1")))
             journal.write(
                 events.InnerStep(step=1, progress=0.5, loss=None, tokens=8, seconds=1.0, learning_rate=0.1, stale=2)
             )
@@ -55,7 +55,7 @@ def test_a_csv_has_a_row_for_each_event(homes: Path, tmp_path: Path) -> None:
     assert [row["peer_name"] for row in table] == ["a"] * 4 + ["b"] * 4
     assert [row["event"] for row in table[:4]] == ["traffic", "state", "inner_step", "inner_step"]
     assert table[0]["sent.microbatch"] == "100"
-    assert table[1]["waiting"] == "'=1+1"
+    assert table[1]["waiting.detail"] == "'=1+1"
     assert [row["loss"] for row in table[2:4]] == ["", "2.0"]
     assert table[3]["step"] == "2"
 
@@ -66,7 +66,7 @@ def test_a_parquet_file_keeps_types(homes: Path, tmp_path: Path) -> None:
     kinds = {field.name: str(field.type) for field in table.schema}
     assert kinds["step"] == "int64"
     assert kinds["progress"] == kinds["device_s"] == kinds["at"] == "double"
-    assert kinds["waiting"] == "string"
+    assert kinds["waiting.cause"] == "string"
     assert table.num_rows == 8
     assert table.column("loss").to_pylist()[:4] == [None, None, None, 2.0]
 

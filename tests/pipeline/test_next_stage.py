@@ -377,7 +377,7 @@ def test_an_empty_roster_is_waited_for_and_the_wait_is_told() -> None:
         await asyncio.sleep(20.0)
         waiting = peers.downstream.waiting
         assert waiting is not None
-        assert (waiting.wanted, waiting.words) == (Wanted.REPLICA, Wanted.REPLICA)
+        assert (waiting.wanted, waiting.detail) == (Wanted.REPLICA, "")
         assert waiting.since_s == 0.0
         peers.hops = [Hop("a")]
         assert await asking is GRADIENT

@@ -95,7 +95,7 @@ def test_a_disk_that_refuses_is_said_once_and_is_a_state_until_it_takes_one_agai
     assert said[2].endswith("after all")
     assert [state is None for state in states] == [True, True, False, False, False, False, True, True]
     assert states[3] is not None
-    assert "nothing saved for" in states[3]
+    assert states[3].why == "No space left on device"
 
 
 def test_the_last_one_waits_for_the_one_before_it_and_is_always_said() -> None:

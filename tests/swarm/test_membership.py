@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.sim.clock import VirtualLoop, run
 from noloco_node.sim.network.link_model import Latency, NetworkConditions
 from noloco_node.sim.network.peer_network import SimPeerNetwork
@@ -493,7 +493,13 @@ BAD_RECORDS = {
     "progress beyond the end": stored(1, record("m", 0, progress=1.5)),
     "a negative round": stored(1, record("m", 0, round=-1)),
     "an absurd count": stored(1, record("m", 0, samples=2**60)),
-    "too long": stored(1, record("m", 0, waiting="x" * 5000)),
+    "too long": stored(1, record("m", 0, budget="x" * 5000)),
+    "a wait of too many words": stored(1, record("m", 0, waiting=(Wait(WaitCause.OTHER, detail="x" * 201),))),
+    "a wait since long ago": stored(1, record("m", 0, waiting=(Wait(WaitCause.ROOM, 1e10),))),
+    "too many waits": stored(1, record("m", 0, waiting=5 * (Wait(WaitCause.ROOM),))),
+    "an unknown wait": msgspec.msgpack.encode(
+        [1, {"peer": "m", "stage": 0, "state": "training", "waiting": [{"cause": "boredom"}]}]
+    ),
     "an unknown state": msgspec.msgpack.encode([1, {"peer": "m", "stage": 0, "state": "bored"}]),
     "no record at all": msgspec.msgpack.encode([1, 2, 3]),
 }
@@ -549,7 +555,7 @@ def test_a_record_of_ours_that_is_too_long_is_our_mistake() -> None:
     async def main() -> None:
         _, one = present(SimNetwork(), "a")
         with pytest.raises(ValueError, match="4096 are allowed"):
-            await one.claim(record("a", 0, waiting="x" * 5000))
+            await one.claim(record("a", 0, budget="x" * 5000))
 
     run(main())
 

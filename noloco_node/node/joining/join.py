@@ -32,14 +32,14 @@ from noloco_node.node.joining.state_source import (
     FromPeerSnapshot,
     FromReplicas,
     FromSeed,
+    LookAgain,
     NobodyBack,
     Seeker,
     SnapshotNotFound,
-    Wait,
     choose_source,
     living_replicas,
 )
-from noloco_node.run.peer_state import PeerState
+from noloco_node.run.peer_state import PeerState, Wait, WaitCause
 from noloco_node.state_sync.download import COPY_AGAIN_S, DownloadLink, StateDownload, waiting_line
 from noloco_node.state_sync.manifests import copying_s
 from noloco_node.state_sync.starting_state import StartingState, from_checkpoint, from_donor, from_seed, started
@@ -110,7 +110,7 @@ class _StateSearch:
         tokenizer = self._newcomer.host.tokenizer
         while tokenizer is not None and not await fetch_tokenizer(self._newcomer, tokenizer):
             self._say(waiting_for_tokenizer_line(COPY_AGAIN_S))
-            await self._wait_for("the run's tokenizer", COPY_AGAIN_S)
+            await self._wait_for(WaitCause.TOKENIZER, COPY_AGAIN_S)
         while True:
             outcome: StartingState | DownloadFailed | SnapshotNotFound | None
             match choose_source(self._newcomer.membership.roster, seeker, attempts):
@@ -125,7 +125,7 @@ class _StateSearch:
                 case NobodyBack(looks):
                     await self._look_for_others(looks)
                     outcome = None
-                case Wait(seconds, for_replica):
+                case LookAgain(seconds, for_replica):
                     await self._wait(seconds, for_replica)
                     outcome = None
             if isinstance(outcome, StartingState):
@@ -136,7 +136,7 @@ class _StateSearch:
         weights = self._newcomer.host.first_weights
         if weights is not None and not await put_first_weights(self._newcomer, weights, self._number, self._stage):
             self._say(no_weights_line(self._number, COPY_AGAIN_S))
-            await self._wait_for("the weights that the run starts from", COPY_AGAIN_S)
+            await self._wait_for(WaitCause.WEIGHTS, COPY_AGAIN_S)
             return None
         if lost:
             self._say(
@@ -187,7 +187,7 @@ class _StateSearch:
         self._say(f"copying stage {self._number} from one of {len(donors)} replicas")
         if self._download is None:
             self._newcomer.reporter.record(events.StateChanged(state=PeerState.CATCHING_UP))
-            self._announce(None)
+            self._announce()
             self._newcomer.host.prepare_text(self._number)
             self._download = self._new_download()
 
@@ -213,15 +213,13 @@ class _StateSearch:
 
     async def _wait(self, seconds: float, for_replica: bool) -> None:
         """Look again a while later; say for whom we wait and since when, to our owner and in our record."""
-        what = None
         if for_replica:
             self._say(waiting_line(self._number, self._since_unix_s, self._newcomer.host.unix_time(), seconds))
-            what = f"a replica of stage {self._number} that gives its state"
-        await self._wait_for(what, seconds)
+        await self._wait_for(WaitCause.STATE if for_replica else None, seconds)
 
-    async def _wait_for(self, what: str | None, seconds: float) -> None:
-        if what is not None:
-            self._announce(what)
+    async def _wait_for(self, cause: WaitCause | None, seconds: float) -> None:
+        if cause is not None:
+            self._announce(Wait(cause))
         await asyncio.sleep(seconds)
         await self._newcomer.membership.peek()
 
@@ -231,7 +229,7 @@ class _StateSearch:
         stages = (living_replicas(roster, stage, me) for stage in range(len(roster.stages)))
         return living_replicas(roster, number, me) or [record for records in stages for record in records]
 
-    def _announce(self, waiting: str | None) -> None:
+    def _announce(self, *waiting: Wait) -> None:
         """Say in our record that we catch up, and for what we wait."""
         for record in self._newcomer.membership.roster.stage(self._number):
             if record.peer == self._newcomer.me:

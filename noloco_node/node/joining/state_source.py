@@ -59,14 +59,14 @@ class NobodyBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class LookAgain:
     """Read the roster again after so many seconds. `for_replica`: our record says that we wait for one's state."""
 
     seconds: float
     for_replica: bool
 
 
-StateSource: TypeAlias = FromSeed | FromCheckpoint | FromReplicas | FromPeerSnapshot | NobodyBack | Wait
+StateSource: TypeAlias = FromSeed | FromCheckpoint | FromReplicas | FromPeerSnapshot | NobodyBack | LookAgain
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ def choose_source(roster: Roster, seeker: Seeker, attempts: Attempts) -> StateSo
     saved, living = seeker.saved_round is not None, living_replicas(roster, seeker.stage, seeker.me)
     match attempts.failure:
         case DownloadFailed():
-            return Wait(pause_s(attempts.downloads), for_replica=True)
+            return LookAgain(pause_s(attempts.downloads), for_replica=True)
         case SnapshotNotFound(promised):
             if asks_again(promised, saved, attempts.searches - 1):
-                return Wait(AGAIN_S, for_replica=False)
+                return LookAgain(AGAIN_S, for_replica=False)
             if not living:
                 return FromCheckpoint(searched=True) if saved else FromSeed(lost=True)
     if not any(record.round > 0 for records in roster.stages for record in records):

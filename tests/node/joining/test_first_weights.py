@@ -21,6 +21,7 @@ from noloco_node.journal import events
 from noloco_node.planning.model_layout import model_layout
 from noloco_node.planning.run_weights import RunWeights
 from noloco_node.run.config import AdmissionRule
+from noloco_node.run.peer_state import Wait, WaitCause
 from noloco_node.sim.clock import run
 from noloco_node.sim.network.sim_network import SimNetwork
 from noloco_node.state_sync import weight_exchange
@@ -123,7 +124,7 @@ def test_nobody_trains_before_the_tokenizer_is_here_and_nodes_hand_it_on(made: C
 
     async def main() -> None:
         waiting = made.peer("waiting", 0)
-        await until(lambda: any(each.waiting == "the run's tokenizer" for each in waiting.node.roster.stage(0)))
+        await until(lambda: any(each.waiting == (Wait(WaitCause.TOKENIZER),) for each in waiting.node.roster.stage(0)))
         assert any("nobody reached has it" in line for line in waiting.said)
         owner = made.peer("owner", 1, made.whole(), tokenizer=made.owners_tokenizer())
         await until(lambda: bool(waiting.of(events.InnerStep)))
@@ -139,8 +140,9 @@ def test_nobody_trains_before_the_tokenizer_is_here_and_nodes_hand_it_on(made: C
 def test_who_has_nobody_to_ask_waits_and_says_for_what(made: Continued) -> None:
     async def main() -> None:
         waiting = made.peer("waiting", 0)
-        wanted = "the weights that the run starts from"
-        await until(lambda: any(record.waiting == wanted for record in waiting.node.roster.stage(0)))
+        await until(
+            lambda: any(record.waiting == (Wait(WaitCause.WEIGHTS),) for record in waiting.node.roster.stage(0))
+        )
         (line,) = {line for line in waiting.said if line.startswith("waiting for the weights")}
         assert line == (
             "waiting for the weights that the run starts from: nobody reached has all of stage 0's; asking again in"

@@ -13,11 +13,11 @@ from noloco_node.node.joining.state_source import (
     FromPeerSnapshot,
     FromReplicas,
     FromSeed,
+    LookAgain,
     NobodyBack,
     Seeker,
     SnapshotNotFound,
     StateSource,
-    Wait,
     choose_source,
     living_replicas,
 )
@@ -71,13 +71,13 @@ LAST_SEARCH = Attempts(searches=ATTEMPTS_IN_VAIN, failure=SnapshotNotFound(promi
         pytest.param((THERE,), None, Attempts(searches=3), FromPeerSnapshot(3), id="after a wait the search goes on"),
         pytest.param((HERE,), None, Attempts(searches=3), FromReplicas((HERE,)), id="somebody came meanwhile"),
         pytest.param(
-            (HERE,), None, Attempts(downloads=1, failure=DownloadFailed()), Wait(COPY_AGAIN_S, True), id="no donor"
+            (HERE,), None, Attempts(downloads=1, failure=DownloadFailed()), LookAgain(COPY_AGAIN_S, True), id="no donor"
         ),
         pytest.param(
             (THERE,),
             None,
             Attempts(searches=1, failure=SnapshotNotFound(promised=False)),
-            Wait(AGAIN_S, False),
+            LookAgain(AGAIN_S, False),
             id="an answer may have been lost",
         ),
         pytest.param((THERE,), None, LAST_SEARCH, FromSeed(lost=True), id="nobody has it any more"),
@@ -92,7 +92,7 @@ LAST_SEARCH = Attempts(searches=ATTEMPTS_IN_VAIN, failure=SnapshotNotFound(promi
             (THERE,),
             7,
             Attempts(searches=1, failure=SnapshotNotFound(promised=True)),
-            Wait(AGAIN_S, False),
+            LookAgain(AGAIN_S, False),
             id="a newer snapshot is promised",
         ),
         pytest.param(
@@ -165,7 +165,7 @@ def test_what_we_have_is_not_thrown_away_and_what_lives_is_not_overwritten(
         case FromPeerSnapshot(attempt):
             assert begun
             assert attempt == attempts.searches
-        case Wait():
+        case LookAgain():
             assert attempts.failure is not None
 
 
@@ -185,10 +185,10 @@ def test_the_search_for_a_snapshot_comes_to_an_end(
         attempts = attempts.after(SnapshotNotFound(promised))
         source = choose_source(found, seeker(saved_round, revives=revives), attempts)
         if living_replicas(found, 1, "me"):
-            assert isinstance(source, Wait | FromReplicas | FromCheckpoint | FromSeed)
-        elif not isinstance(source, Wait):
+            assert isinstance(source, LookAgain | FromReplicas | FromCheckpoint | FromSeed)
+        elif not isinstance(source, LookAgain):
             assert source == (FromSeed(lost=True) if saved_round is None else FromCheckpoint(searched=True))
-        if not isinstance(source, Wait):
+        if not isinstance(source, LookAgain):
             return
         attempts = attempts.after(None)
     pytest.fail("still waiting")

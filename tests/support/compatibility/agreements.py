@@ -104,7 +104,7 @@ def published() -> dict[str, Any]:
         loss=5.5,
         gap=0.0625,
         partner=DONOR,
-        waiting="stage 0, for 12 s",
+        waiting=(product.Wait(product.WaitCause.ROOM, 12.0, "all its 2 replicas refused for now"),),
         budget="upload 10 kbit/s of 20 kbit/s",
         addresses=(PLACE, OTHER_PLACE),
         may_serve=(0, 2),

@@ -120,7 +120,9 @@ def events() -> list[Any]:
     return [
         journal.Started(peer=ME, stage=0, run="ab" * 32, version="1.2.3", device="cuda:0", parameters=1880, pid=4242),
         *(journal.StateChanged(state=each) for each in state),
-        journal.StateChanged(state=state.TRAINING, waiting="stage 1, for 12 s"),
+        journal.StateChanged(
+            state=state.TRAINING, waiting=product.Wait(product.WaitCause.OTHER, detail="stage 1, for 12 s")
+        ),
         journal.Placed(stage=1, why="no stage is weaker", device_s=0.125),
         journal.Moved(origin=1, target=0, why="stage 0 does less", discarded=3),
         journal.InnerStep(
